@@ -1,0 +1,59 @@
+# Every target sets up $(VENV) by itself; the second time only what changed is done again.
+PYTHON ?= python3
+VENV ?= .venv
+# Test processes; each runs on one thread.
+JOBS ?= 2
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# One thread a process: two pytest workers with two threads each are slower than two with one.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: help demo test test-slow test-timm lint format bench eval-weights docs clean
+
+help:
+	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
+	@echo "make test          lint, types and the quick tests (at most 15 minutes on 2 cores)"
+	@echo "make test-slow     the exhaustive sweeps"
+	@echo "make test-timm     timm's own model tests, unmodified, on our models"
+	@echo "make lint          ruff and mypy alone"
+	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
+	@echo "make eval-weights  accuracy of the bundled weights on their test sets (CAPSZOO_DATA names the data)"
+	@echo "make docs          write hubconf.py's entry points and the README's generated tables anew"
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup_venv.sh
+	@sh scripts/setup_venv.sh "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+demo: $(STAMP)
+	@$(PY) scripts/demo.py
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: lint
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal
+
+test-slow: $(STAMP)
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 3600
+
+test-timm: $(STAMP)
+	$(TEST_ENV) $(PY) scripts/test_timm.py -n $(JOBS)
+
+bench: $(STAMP)
+	$(PY) benchmarks/models.py $(ARGS)
+
+eval-weights: $(STAMP)
+	$(PY) scripts/eval_weights.py $(ARGS)
+
+docs: $(STAMP)
+	$(PY) scripts/generate.py
+
+clean:
+	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .timm-tests demo

@@ -1,0 +1,72 @@
+"""Runs timm's own ``tests/test_models.py``, unmodified, on our models: ``make test-timm``.
+
+The source distribution of the *installed* timm is downloaded with pip; its test file and ``conftest.py`` are
+unpacked into ``.timm-tests/`` (git-ignored) and kept for the next run. What is run and what is left out, with
+reasons, is decided in ``tests/timm_plugin.py``. Further arguments go to pytest: ``-k test_model_forward -x``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WANTED = ("tests/test_models.py", "tests/conftest.py", "pyproject.toml")
+
+
+def fetch(folder: Path, timm_version: str) -> None:
+    """Downloads timm's source distribution and unpacks ``WANTED`` into ``folder``.
+
+    Raises:
+        SystemExit: the download failed, or the archive carries no test file.
+    """
+    print(f"downloading the source distribution of timm {timm_version}", flush=True)
+    with tempfile.TemporaryDirectory() as download:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--disable-pip-version-check",
+        ]
+        command += ["--no-binary", "timm", f"timm=={timm_version}", "--dest", download]
+        if subprocess.run(command).returncode:
+            sys.exit(
+                f"error: no source distribution of timm {timm_version} could be downloaded (pip's message above)"
+            )
+        archives = list(Path(download).glob("timm-*.tar.gz"))
+        if not archives:
+            sys.exit(f"error: pip downloaded no source archive of timm {timm_version}")
+        with tarfile.open(archives[0]) as archive:
+            for name in WANTED:
+                try:
+                    member = archive.extractfile(f"timm-{timm_version}/{name}")
+                except KeyError:
+                    sys.exit(f"error: the source distribution of timm {timm_version} carries no {name}")
+                assert member is not None
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(member.read())
+
+
+def main(arguments: list[str]) -> int:
+    timm_version = version("timm")
+    folder = ROOT / ".timm-tests" / f"timm-{timm_version}"
+    if not all((folder / name).is_file() for name in WANTED):
+        fetch(folder, timm_version)
+    command = [sys.executable, "-m", "pytest", str(folder / "tests" / "test_models.py")]
+    command += ["-c", str(folder / "pyproject.toml"), "--rootdir", str(folder), "-p", "tests.timm_plugin"]
+    # timm's per-test limits are meant for a faster machine than two shared cores; TIMEOUT is its own switch.
+    environment = {"TIMEOUT": "1200", **os.environ}
+    return subprocess.run([*command, *arguments], cwd=ROOT, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
