@@ -38,9 +38,7 @@ def fetch(folder: Path, timm_version: str) -> None:
         ]
         command += ["--no-binary", "timm", f"timm=={timm_version}", "--dest", download]
         if subprocess.run(command).returncode:
-            sys.exit(
-                f"error: no source distribution of timm {timm_version} could be downloaded (pip's message above)"
-            )
+            sys.exit(f"error: pip could not download the source distribution of timm {timm_version}")
         archives = list(Path(download).glob("timm-*.tar.gz"))
         if not archives:
             sys.exit(f"error: pip downloaded no source archive of timm {timm_version}")

@@ -1,15 +1,15 @@
-"""Pytest plugin under which timm's own ``tests/test_models.py`` runs, unmodified, on the models of capszoo.
+"""Pytest plugin under which timm's own ``tests/test_models.py`` runs, unmodified, on capszoo's models.
 
-``scripts/test_timm.py`` (``make test-timm``) downloads that file from the source distribution of the installed
-timm and starts pytest with ``-p tests.timm_plugin``. The plugin
+``scripts/test_timm.py`` (``make test-timm``) downloads that file from the source distribution of the
+installed timm and starts pytest with ``-p tests.timm_plugin``. The plugin
 
 - imports capszoo, so that its models stand in timm's registry;
-- narrows ``timm.list_models`` and ``timm.list_pretrained``, which the file uses to parametrise its tests, to our
-  names. The ``module`` argument, a list of timm's files whose models have ``forward_intermediates``, is dropped:
-  all of ours have it;
-- keeps the collected items whose ``model_name`` is ours. The others are timm's tests of its own models by name.
+- narrows ``timm.list_models`` and ``timm.list_pretrained``, which the file uses to parametrise its tests, to
+  our names. The ``module`` argument, a list of timm's files whose models have ``forward_intermediates``, is
+  dropped: all of ours have it;
+- keeps the collected items whose ``model_name`` is ours. The others are timm's tests of its own models.
 
-An exclusion stands in ``EXCLUDED`` by test and model name, with its reason, and is listed at the end of the run.
+An exclusion stands in ``EXCLUDED`` by test and model name, with its reason, and is listed at the end of a run.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _summary(selection: _Selection) -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """State what was run. Under xdist the controller collects nothing itself: a worker's selection is shown."""
+    """State what was run. Under xdist only the workers collect: one's selection is shown."""
     selection = config.stash.get(_SELECTION, None)
     lines = getattr(config, "_capszoo_summary", None) or (_summary(selection) if selection else [])
     if lines:
