@@ -20,13 +20,12 @@ from typing import Any
 import pytest
 import timm
 
-import capszoo  # noqa: F401  (registers the models)
-from capszoo.models import list_models as _our_models
+import capszoo
 
 # (test function, model name) patterns -> reason
 EXCLUDED: dict[tuple[str, str], str] = {}
 
-_OURS = set(_our_models())
+_OURS = set(capszoo.list_models())
 _list_models = timm.list_models
 
 

@@ -1,0 +1,53 @@
+"""What every test shares: one thread, a fixed seed, and reasons for skipping what this machine cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist share the cores: more than one thread each makes all of them slower.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")
+    no_tensorrt = pytest.mark.skip(
+        reason="needs TensorRT: neither tensorrt nor tensorrt_rtx is installed (pip install 'capszoo[tensorrt]')"
+    )
+    has_tensorrt = any(importlib.util.find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("tensorrt") and not has_tensorrt:
+            item.add_marker(no_tensorrt)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder of the full data sets, named by ``CAPSZOO_DATA``; tests that need it are skipped without."""
+    folder = os.environ.get("CAPSZOO_DATA")
+    if not folder:
+        pytest.skip("needs full data sets: set CAPSZOO_DATA to their folder")
+    return Path(folder)
