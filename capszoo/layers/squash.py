@@ -1,0 +1,79 @@
+"""Squash: the length of a capsule becomes a probability, its direction stays.
+
+Paper: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017), Eq. 1:
+``v = (|s|^2 / (1 + |s|^2)) * (s / |s|)``, which is ``s * |s| / (1 + |s|^2)``.
+
+====== ===============================================
+symbol here
+====== ===============================================
+s      ``s``, the weighted sum of votes, or a raw capsule
+v      the returned tensor
+====== ===============================================
+
+Deviations: below ``|s| = 1e-6`` the factor ``|s| / (1 + |s|^2)`` is held at ``1e-6`` (a zero capsule gives
+zero and a finite gradient; the formula's own gradient is zero there). Half types are computed in float32 and
+cast back.
+"""
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Squash", "squash", "upcast_half"]
+
+
+def upcast_half(x: Tensor) -> Tensor:
+    """``x`` as float32 if it is float16 or bfloat16, else ``x`` itself (float64 stays float64).
+
+    A leaf for FX, whose tracer cannot branch on a dtype. A file that imports this function for code that is
+    to be traced says ``torch.fx.wrap("upcast_half")`` at its top level as well.
+    """
+    if x.dtype == torch.float16 or x.dtype == torch.bfloat16:
+        return x.float()
+    return x
+
+
+torch.fx.wrap("upcast_half")
+
+
+def squash(s: Tensor, dim: int = -1) -> Tensor:
+    """Squash capsules along one axis (Sabour et al. 2017, Eq. 1).
+
+    Args:
+        s: capsules, any shape, floating point; the pose lies along ``dim``.
+        dim: the pose axis.
+
+    Returns:
+        Tensor of the shape and dtype of ``s``; lengths lie in [0, 1].
+    """
+    x = upcast_half(s)
+    # The lower bound keeps the square root differentiable (the ONNX exporter would delete so small a ``+ eps``,
+    # not a clamp); the upper one keeps float32 finite when the sum of squares overflows.
+    square = (x * x).sum(dim=dim, keepdim=True).clamp(1e-12, 1e38)
+    return (x * (square.sqrt() / (1.0 + square))).to(s.dtype)
+
+
+class Squash(nn.Module):
+    """:func:`squash` as a module.
+
+    Args:
+        dim: the pose axis.
+        pose_dim: if given, the axis ``dim`` holds several capsules one after the other (index = capsule *
+            pose_dim + dimension, as in the feature maps of this package), each squashed on its own.
+    """
+
+    def __init__(self, dim: int = -1, pose_dim: int = 0) -> None:
+        super().__init__()
+        if pose_dim < 0:
+            raise ValueError(f"pose_dim must be positive, or 0 for the whole axis, not {pose_dim}")
+        self.dim = dim
+        self.pose_dim = pose_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pose_dim == 0:
+            return squash(x, self.dim)
+        dim = self.dim if self.dim >= 0 else x.dim() + self.dim
+        grouped = x.unflatten(dim, [-1, self.pose_dim])  # [..., capsules, d, ...]
+        return squash(grouped, dim + 1).flatten(dim, dim + 1)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}" + (f", pose_dim={self.pose_dim}" if self.pose_dim else "")
