@@ -1,0 +1,156 @@
+"""The package's front door: create, list and describe models."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models import get_pretrained_cfg, is_model, model_entrypoint, parse_model_name, split_model_name_tag
+from torch import nn
+
+from ._suggest import unknown_name
+from .models import MODULES
+from .models._builder import UnknownArgument
+from .models._pretrained import WeightsInfo, bundled_tags
+
+__all__ = [
+    "ModelInfo",
+    "UnknownArgument",
+    "UnknownModel",
+    "create_model",
+    "list_models",
+    "list_pretrained",
+    "model_info",
+]
+
+
+class UnknownModel(ValueError):
+    """A name that is no model of the zoo, or a tag that has no weights; the message names the nearest."""
+
+
+def list_models(filter: str = "", pretrained: bool = False) -> list[str]:
+    """Names of the zoo's architectures, sorted; with ``pretrained`` those that have weights, with their tags.
+
+    Args:
+        filter: shell pattern; a word without wildcards matches anywhere in the name.
+        pretrained: list ``name.tag`` of every checkpoint instead.
+    """
+    names = (
+        list(bundled_tags())
+        if pretrained
+        else sorted({name for module in MODULES for name in timm.list_models(module=module)})
+    )
+    if not filter:
+        return names
+    pattern = filter if any(c in filter for c in "*?[") else f"*{filter}*"
+    return [name for name in names if fnmatch.fnmatch(name, pattern)]
+
+
+def list_pretrained(filter: str = "") -> list[str]:
+    """``name.tag`` of every checkpoint that exists, sorted."""
+    return list_models(filter, pretrained=True)
+
+
+def _check_name(name: str) -> None:
+    """Raise UnknownModel unless ``name`` (with or without a tag) can be created."""
+    architecture, tag = split_model_name_tag(name)
+    if not is_model(architecture):
+        raise UnknownModel(unknown_name("model", architecture, list_models()))
+    if tag and architecture in list_models() and name not in bundled_tags():
+        tags = [t for t in bundled_tags() if t.startswith(f"{architecture}.")]
+        have = (
+            f"it has {', '.join(tags)}" if tags else "it has none yet: leave the tag out, or train its recipe"
+        )
+        raise UnknownModel(f"no weights '{tag}' for {architecture}: {have}")
+
+
+def create_model(
+    name: str,
+    pretrained: bool = False,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    routing_iters: int | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Create a model by name, as ``timm.create_model`` does.
+
+    Args:
+        name: registered name (``"idpa_resnet"``), name and tag (``"idpa_resnet.cifar10"``), ``"hf-hub:org/repo"``
+            or ``"local-dir:folder"``.
+        pretrained: load weights: bundled ones offline, others through the Hub.
+        num_classes: classes; the class capsules are new where it differs from the weights'. 0: pooled features.
+        in_chans: input channels; the first convolution is fitted to it.
+        img_size: input size, one number or (height, width), in pixels.
+        routing_iters: routing iterations, where the architecture has them.
+        **kwargs: the architecture's own arguments; see its docstring.
+
+    Raises:
+        UnknownModel: no such name, or no such weights.
+        UnknownArgument: a keyword that the architecture does not take.
+        WeightsError: the weights are missing, damaged or do not fit.
+    """
+    source, target = parse_model_name(name)
+    if not source:
+        _check_name(target)
+    elif source == "local-dir" and not Path(target).is_dir():
+        raise UnknownModel(f"{target}: no such folder")
+    given = dict(num_classes=num_classes, in_chans=in_chans, img_size=img_size, routing_iters=routing_iters)
+    kwargs.update({k: v for k, v in given.items() if v is not None})
+    return timm.create_model(name, pretrained=pretrained, **kwargs)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is known of a model without running it."""
+
+    name: str
+    description: str
+    num_params: int
+    num_classes: int
+    input_size: tuple[int, int, int]
+    weights: tuple[WeightsInfo, ...]
+    paper_ids: tuple[str, ...]
+    license: str
+
+
+def model_info(name: str, **kwargs: Any) -> ModelInfo:
+    """Describe a model: parameters (counted on the meta device), input, weights, paper.
+
+    Args:
+        name: registered name, with or without a tag.
+        **kwargs: as for :func:`create_model`.
+    """
+    _check_name(name)
+    architecture, tag = split_model_name_tag(name)
+    model = create_model(name, device="meta", **kwargs)
+    cfg = get_pretrained_cfg(name)
+    weights = tuple(
+        info
+        for full, info in bundled_tags().items()
+        if info.architecture == architecture and (not tag or full == name)
+    )
+    papers = getattr(cfg, "paper_ids", None) or ()
+    first_line = (model_entrypoint(architecture).__doc__ or "").strip().split("\n")[0]
+    return ModelInfo(
+        name=name,
+        description=first_line,
+        num_params=sum(p.numel() for p in model.parameters()),
+        num_classes=int(getattr(model, "num_classes", 0)),
+        input_size=(
+            int(getattr(model, "in_chans", 3)),
+            *getattr(model, "img_size", tuple(cfg.input_size[-2:])),
+        ),
+        weights=weights,
+        paper_ids=(papers,) if isinstance(papers, str) else tuple(papers),
+        license="apache-2.0",
+    )
+
+
+def default_device() -> torch.device:
+    """CUDA where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,226 @@
+"""What every capsule network of the zoo has in common, in timm's terms.
+
+A network is a body and a head. The body, :attr:`CapsuleNet.stages`, is a sequence of modules that each map a
+feature map ``[b, c, h, w]`` to the next; its last output is what ``forward_features`` returns. The head holds the
+routing layers and is written by each family in ``forward_head``.
+"""
+
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.models import checkpoint_seq
+from timm.models._features import feature_take_indices
+from torch import Tensor
+
+__all__ = ["CapsuleNet", "CapsuleOutput", "to_2tuple"]
+
+
+class CapsuleOutput(NamedTuple):
+    """What the capsules of a network say about a batch.
+
+    Attributes:
+        scores: class scores ``[b, n]``, the same as ``forward`` returns; their argmax is the prediction.
+        poses: class capsules ``[b, n, e]``.
+        activations: how present each class is, ``[b, n]``: capsule length, EM activation or logit.
+        couplings: one tensor per routing layer, in order; shapes are stated by each model. Empty without routing.
+    """
+
+    scores: Tensor
+    poses: Tensor
+    activations: Tensor
+    couplings: Tuple[Tensor, ...]
+
+
+def to_2tuple(size: Union[int, Tuple[int, int], List[int]]) -> Tuple[int, int]:
+    """``28 -> (28, 28)``, ``(28, 32) -> (28, 32)``; anything else is a ValueError."""
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or any(int(s) != s or s < 1 for s in pair):
+        raise ValueError(f"img_size must be a positive integer or a pair (height, width), not {size!r}")
+    return int(pair[0]), int(pair[1])
+
+
+class CapsuleNet(nn.Module):
+    """Base of the zoo's networks: feature stages, timm's feature and head interface, capsule outputs.
+
+    A subclass sets, in its ``__init__``: ``stages`` (an ``nn.Sequential`` with named children), ``feature_info``
+    (at least three levels, ``dict(num_chs, reduction, module="stages.<name>")``), ``num_features`` (channels of
+    ``forward_features``) and ``head_hidden_size`` (width of ``forward_head(pre_logits=True)``); and writes
+    ``forward_head``, ``reset_classifier``, ``get_classifier``, ``forward_capsules`` and ``coupling_map``.
+
+    Args:
+        num_classes: number of classes; 0 leaves out the class layer, ``forward`` then returns the pooled features.
+        in_chans: channels of the input images.
+        img_size: height and width of the input images, in pixels.
+        global_pool: how features are pooled where there is no class layer; ``""`` returns the feature map itself.
+        fixed_input_size: whether weights depend on ``img_size``; other sizes are then refused with a clear message.
+    """
+
+    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
+        feature_info: List[dict]
+        stages: nn.Sequential
+        num_features: int
+        head_hidden_size: int
+        pretrained_cfg: Dict[str, Any]
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_chans: int,
+        img_size: Union[int, Tuple[int, int]],
+        global_pool: str = "avg",
+        fixed_input_size: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_classes < 0:
+            raise ValueError(f"num_classes must be 0 (no classifier) or more, not {num_classes}")
+        if in_chans < 1:
+            raise ValueError(f"in_chans must be at least 1, not {in_chans}")
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.img_size = to_2tuple(img_size)
+        self.global_pool = global_pool
+        self.fixed_input_size = fixed_input_size
+        self.grad_checkpointing = False
+        self.decoder = None
+        h, w = self.img_size
+        self._size_message = f"this model was built for {h}x{w} images: resize the input, or create the model with img_size=(h, w)"
+        # the zoo adapts the first convolution itself, for any number of channels (_pretrained.adapt_state_dict)
+        self._traits: Any = {"first_conv": None, "fixed_input_size": fixed_input_size}
+
+    # -- body ---------------------------------------------------------------------------------------------------
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images ``[b, in_chans, h, w]`` to the last feature map ``[b, num_features, h', w']``."""
+        if self.fixed_input_size:
+            torch._assert(x.shape[-2] == self.img_size[0], self._size_message)
+            torch._assert(x.shape[-1] == self.img_size[1], self._size_message)
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            x = checkpoint_seq(self.stages, x)
+        else:
+            x = self.stages(x)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Feature map to class scores ``[b, n]``, or with ``pre_logits`` to ``[b, head_hidden_size]``."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images ``[b, in_chans, h, w]`` to class scores ``[b, n]``; the argmax is the prediction."""
+        x = self.forward_features(x)
+        return self.forward_head(x)
+
+    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
+        """Images ``[b, in_chans, h, w]`` to scores, class capsules, activations and all couplings."""
+        raise NotImplementedError
+
+    def coupling_map(self, x: Tensor) -> Tensor:
+        """Images to ``[b, n, h', w']``: from which grid positions each class capsule was routed (sums to 1)."""
+        raise NotImplementedError
+
+    def reconstruct(self, poses: Tensor, target: Optional[Tensor] = None) -> Tensor:
+        """Class capsules ``[b, n, e]`` to images ``[b, in_chans, h, w]`` in 0..1, through the decoder.
+
+        Args:
+            poses: class capsules, from :meth:`forward_capsules`.
+            target: ``[b]`` class whose capsule is kept; the longest capsule's where absent.
+
+        Raises:
+            RuntimeError: the model was created without ``decoder=True``.
+        """
+        if self.decoder is None:
+            raise RuntimeError("this model has no decoder: create it with decoder=True")
+        return self.decoder(poses, target)
+
+    # -- timm's interface ---------------------------------------------------------------------------------------
+
+    def get_classifier(self) -> nn.Module:
+        raise NotImplementedError
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        raise NotImplementedError
+
+    def _like_parameters(self, module: nn.Module) -> nn.Module:
+        """Put a new module where the model's parameters are: device, dtype and train/eval mode."""
+        like = next(self.parameters())
+        return module.to(device=like.device, dtype=like.dtype).train(self.training)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        return set()
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], Tuple[float, ...]]:
+        """Parameter name to its place in depth (timm's convention): by stage and block, the head last."""
+        order = {name: depth for depth, (name, _) in enumerate(self.stages.named_children())}
+
+        def depth_of(name: str) -> Tuple[float, ...]:
+            parts = name.split(".")
+            if parts[0] != "stages":
+                return (math.inf,)
+            block = parts[2] if len(parts) > 2 else ""
+            return (order[parts[1]], int(block) if block.isdigit() and not coarse else 0)
+
+        return depth_of
+
+    @torch.jit.ignore
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Optional[Union[int, List[int]]] = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Feature maps of the levels in ``feature_info`` (timm's signature).
+
+        Args:
+            x: images ``[b, in_chans, h, w]``.
+            indices: levels to take: None for all, n for the last n, or a list.
+            norm: accepted for timm's sake; there is no final norm.
+            stop_early: stop after the last level asked for.
+            output_fmt: only ``"NCHW"``.
+            intermediates_only: return the list alone, without the final features.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt must be 'NCHW', not {output_fmt!r}")
+        take, last = feature_take_indices(len(self.feature_info), indices)
+        level_of = {info["module"].split(".", 1)[1]: i for i, info in enumerate(self.feature_info)}
+        intermediates: List[Tensor] = []
+        for name, stage in self.stages.named_children():
+            if self.grad_checkpointing:
+                x = checkpoint_seq([stage], x)
+            else:
+                x = stage(x)
+            level = level_of.get(name)
+            if level in take:
+                intermediates.append(x)
+            if stop_early and level == last:
+                break
+        if intermediates_only:
+            return intermediates
+        return x, intermediates
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> List[int]:
+        """Drop the stages after the last level asked for (and the head); returns the levels' indices."""
+        take, last = feature_take_indices(len(self.feature_info), indices)
+        end = self.feature_info[last]["module"].split(".", 1)[1]
+        kept: "OrderedDict[str, nn.Module]" = OrderedDict()
+        for name, stage in self.stages.named_children():
+            kept[name] = stage
+            if name == end:
+                break
+        if prune_head:
+            self.reset_classifier(0, "")
+        self.stages = nn.Sequential(kept)
+        return take

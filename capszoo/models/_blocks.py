@@ -1,0 +1,172 @@
+"""Blocks that several families share: convolution-norm-activation, basic residual blocks, backbones, the decoder.
+
+Sources: He et al. 2016 (basic block, CIFAR ResNet with parameter-free shortcuts); Tsai et al. 2020, appendix A.1
+(the ResNet backbone of the IDPA paper); Sabour et al. 2017 (the reconstruction decoder).
+"""
+
+from collections import OrderedDict
+from typing import Optional, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "BasicBlock",
+    "ConvBnAct",
+    "Decoder",
+    "cifar_resnet_stages",
+    "idpa_backbone_stages",
+    "init_conv_weights",
+]
+
+
+class ConvBnAct(nn.Module):
+    """Convolution, BatchNorm, ReLU: ``[b, in, h, w] -> [b, out, h', w']``."""
+
+    def __init__(
+        self,
+        in_chans: int,
+        out_chans: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        padding: Optional[int] = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        padding = kernel_size // 2 if padding is None else padding
+        self.conv = nn.Conv2d(in_chans, out_chans, kernel_size, stride, padding, bias=bias)
+        self.bn = nn.BatchNorm2d(out_chans)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.conv(x)))
+
+
+class PadShortcut(nn.Module):
+    """Parameter-free shortcut (He et al. 2016, option A): subsample, and fill the new channels with zeros."""
+
+    def __init__(self, in_chans: int, out_chans: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.extra = out_chans - in_chans
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(x, (0, 0, 0, 0, self.extra // 2, self.extra - self.extra // 2))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with BatchNorm around a shortcut (He et al. 2016).
+
+    Args:
+        in_chans, out_chans: channels.
+        stride: of the first convolution and of the shortcut.
+        shortcut: ``"projection"`` (1x1 convolution with BatchNorm) or ``"pad"`` (parameter-free), used only where
+            shape changes.
+    """
+
+    def __init__(self, in_chans: int, out_chans: int, stride: int = 1, shortcut: str = "projection") -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_chans, out_chans, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_chans)
+        self.act1 = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(out_chans, out_chans, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_chans)
+        self.act2 = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module
+        if stride == 1 and in_chans == out_chans:
+            self.shortcut = nn.Identity()
+        elif shortcut == "pad":
+            self.shortcut = PadShortcut(in_chans, out_chans, stride)
+        elif shortcut == "projection":
+            self.shortcut = nn.Sequential(
+                OrderedDict(
+                    conv=nn.Conv2d(in_chans, out_chans, 1, stride, bias=False), bn=nn.BatchNorm2d(out_chans)
+                )
+            )
+        else:
+            raise ValueError(f"shortcut must be 'projection' or 'pad', not {shortcut!r}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act1(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return self.act2(y + self.shortcut(x))
+
+
+def _residual_stage(in_chans: int, out_chans: int, depth: int, stride: int, shortcut: str) -> nn.Sequential:
+    blocks = [BasicBlock(in_chans, out_chans, stride, shortcut)]
+    blocks += [BasicBlock(out_chans, out_chans, 1, shortcut) for _ in range(depth - 1)]
+    return nn.Sequential(*blocks)
+
+
+def cifar_resnet_stages(
+    in_chans: int, depth: int, widths: Tuple[int, int, int] = (16, 32, 64)
+) -> "OrderedDict[str, nn.Module]":
+    """Stem and three stages of the CIFAR ResNet with ``depth = 6n + 2`` layers (He et al. 2016, section 4.2).
+
+    Returns ``stem``, ``layer1``, ``layer2``, ``layer3``; reductions 1, 1, 2, 4.
+    """
+    if depth < 8 or (depth - 2) % 6:
+        raise ValueError(f"a CIFAR ResNet has 6n + 2 layers (8, 14, 20, 32, …), not {depth}")
+    n = (depth - 2) // 6
+    return OrderedDict(
+        stem=ConvBnAct(in_chans, widths[0]),
+        layer1=_residual_stage(widths[0], widths[0], n, 1, "pad"),
+        layer2=_residual_stage(widths[0], widths[1], n, 2, "pad"),
+        layer3=_residual_stage(widths[1], widths[2], n, 2, "pad"),
+    )
+
+
+def idpa_backbone_stages(in_chans: int, out_chans: int = 128) -> "OrderedDict[str, nn.Module]":
+    """ResNet backbone of the IDPA paper (appendix A.1): 32x32 images to 16x16 features of ``out_chans``.
+
+    Returns ``stem`` (3x3, 64), ``layer1`` (3 blocks of 64), ``layer2`` (4 blocks, stride 2); reductions 1, 1, 2.
+    """
+    return OrderedDict(
+        stem=ConvBnAct(in_chans, 64),
+        layer1=_residual_stage(64, 64, 3, 1, "projection"),
+        layer2=_residual_stage(64, out_chans, 4, 2, "projection"),
+    )
+
+
+def init_conv_weights(module: nn.Module) -> None:
+    """He initialisation (fan out, ReLU) of every convolution below ``module``; norms start as the identity."""
+    for m in module.modules():
+        if isinstance(m, nn.Conv2d):
+            nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+
+
+class Decoder(nn.Module):
+    """Reconstruction from one class capsule (Sabour et al. 2017, section 4.1): 512, 1024, pixels, sigmoid.
+
+    All capsules but one are masked by zeros: in training the labelled one is kept, afterwards the longest.
+
+    Args:
+        num_classes: capsules.
+        pose_dim: numbers in a capsule.
+        out_chans: channels of the image.
+        img_size: height and width of the image, in pixels.
+    """
+
+    def __init__(self, num_classes: int, pose_dim: int, out_chans: int, img_size: Tuple[int, int]) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.out_shape = (out_chans, img_size[0], img_size[1])
+        self.fc1 = nn.Linear(num_classes * pose_dim, 512)
+        self.fc2 = nn.Linear(512, 1024)
+        self.fc3 = nn.Linear(1024, out_chans * img_size[0] * img_size[1])
+
+    def forward(self, poses: Tensor, target: Optional[Tensor] = None) -> Tensor:
+        """Capsules ``[b, n, e]`` (and the class to keep, ``[b]``) to images ``[b, c, h, w]`` in 0..1."""
+        if target is None:
+            target = poses.detach().float().square().sum(dim=-1).argmax(dim=1)
+        keep = F.one_hot(target, self.num_classes).to(poses.dtype)  # [b, n]
+        x = (poses * keep[:, :, None]).flatten(1)  # [b, n*e]
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        x = torch.sigmoid(self.fc3(x))
+        return x.reshape(-1, self.out_shape[0], self.out_shape[1], self.out_shape[2])

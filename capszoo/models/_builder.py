@@ -1,0 +1,162 @@
+"""Building a registered model: arguments checked, weights found and verified, then timm's own builder."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models._builder import resolve_pretrained_cfg
+from timm.models._pretrained import DefaultCfg, PretrainedCfg
+from torch import nn
+
+from capszoo._suggest import unknown_name
+
+from ._pretrained import (
+    WeightsError,
+    adapt_state_dict,
+    bundled_tags,
+    download_weights,
+    load_safetensors,
+    locate_weights,
+)
+
+__all__ = ["UnknownArgument", "build_capsule_model", "zoo_cfgs"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+#: Arguments of timm's builder, valid for every model beside its own.
+_BUILDER_ARGS = frozenset(
+    ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "features_only", "out_indices", "feature_cls")
+    + ("pretrained_strict", "pretrained_model_args", "device", "dtype")
+)
+
+
+class UnknownArgument(TypeError):
+    """A keyword that the model does not take; the message names the nearest one that it takes."""
+
+
+def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
+    """timm's default configurations of a model file, with one more for each checkpoint that exists.
+
+    Args:
+        cfgs: architecture name → keyword arguments of timm's ``PretrainedCfg``, without weights.
+    """
+    full: dict[str, dict[str, Any]] = dict(cfgs)
+    for name, info in bundled_tags().items():
+        base = cfgs.get(info.architecture)
+        if base is None:
+            continue
+        full[name] = dict(
+            base,
+            hf_hub_id=info.hub_id,
+            input_size=info.input_size,
+            pool_size=info.raw.get("pool_size", base.get("pool_size")),
+            num_classes=info.num_classes,
+            mean=info.mean,
+            std=info.std,
+            interpolation=info.interpolation,
+            crop_pct=info.crop_pct,
+            label_names=info.label_names,
+            license=info.license,
+            description=info.description,
+        )
+    return generate_default_cfgs(full)
+
+
+@contextlib.contextmanager
+def _placement(device: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """Create parameters on ``device`` and in ``dtype`` (timm's factory arguments, for every model at once)."""
+    previous = torch.get_default_dtype()
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        with torch.device(device) if device is not None else contextlib.nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | None) -> PretrainedCfg:
+    """The same configuration with its weights as a state dict, read from a verified safetensors file."""
+    if cfg.state_dict is not None:
+        return cfg
+    info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
+    if cfg.source == "hf-hub":
+        path = download_weights(str(cfg.hf_hub_id), cache_dir)
+    elif cfg.source == "local-dir":
+        path = Path(str(cfg.file)) / "model.safetensors"
+        if not path.is_file():
+            raise WeightsError(f"{cfg.file}: no model.safetensors in this folder")
+    elif cfg.file:
+        path = Path(cfg.file)
+        if not path.is_file():
+            raise WeightsError(f"{path}: no such file")
+    elif info is not None:
+        path = locate_weights(info, cache_dir)
+    elif cfg.hf_hub_id:
+        path = download_weights(str(cfg.hf_hub_id), cache_dir)
+    else:
+        tags = [name for name in bundled_tags() if name.startswith(f"{variant}.")]
+        remedy = f"use {' or '.join(tags)}" if tags else "use pretrained=False, or train it with its recipe"
+        raise WeightsError(f"no pretrained weights exist for {variant}: {remedy}")
+    return replace(cfg, state_dict=load_safetensors(path), source=None, file=None)
+
+
+def build_capsule_model(
+    model_cls: type[ModelT], variant: str, pretrained: bool = False, **kwargs: Any
+) -> ModelT | nn.Module:
+    """Build ``variant``; what every ``_create_…`` of the model files calls.
+
+    Args:
+        model_cls: the network; its ``__init__`` lists every argument by name.
+        variant: registered name.
+        pretrained: load the weights of the configuration's tag.
+        **kwargs: arguments of ``model_cls`` and of timm's ``build_model_with_cfg``.
+
+    Raises:
+        UnknownArgument: a keyword that neither takes.
+        WeightsError: weights are asked for and missing, damaged, or do not fit.
+    """
+    own_args = [name for name in inspect.signature(model_cls.__init__).parameters if name != "self"]
+    for name in kwargs:
+        if name not in _BUILDER_ARGS and name not in own_args:
+            raise UnknownArgument(unknown_name(f"argument of {variant}", name, own_args))
+
+    cfg = resolve_pretrained_cfg(
+        variant, kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
+    )
+    cache_dir = kwargs.pop("cache_dir", None)
+    if pretrained:
+        info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
+        for name, value in (info.model_args if info else {}).items():
+            kwargs.setdefault(name, value)
+        cfg = _verified_source(cfg, variant, cache_dir)
+    kwargs.setdefault("img_size", tuple(cfg.input_size[-2:]))
+
+    def make(*, device: Any = None, dtype: torch.dtype | None = None, **args: Any) -> ModelT:
+        args = {
+            k: v for k, v in args.items() if k in own_args
+        }  # timm adds defaults that a model may not take
+        with _placement(device, dtype):
+            return model_cls(**args)
+
+    feature_cfg: dict[str, Any] = {"feature_cls": "getter"}
+    if kwargs.get("features_only"):
+        kwargs.setdefault("out_indices", None)
+    model = build_model_with_cfg(
+        make,  # type: ignore[arg-type]
+        variant,
+        pretrained,
+        pretrained_cfg=cfg.to_dict(),
+        feature_cfg=feature_cfg,
+        pretrained_filter_fn=adapt_state_dict,
+        **kwargs,
+    )
+    model.pretrained_cfg.pop("state_dict", None)  # the weights live in the model now, not in its description
+    return model

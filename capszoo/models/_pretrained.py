@@ -1,0 +1,256 @@
+"""Finding, checking and fitting pretrained weights.
+
+A checkpoint of the zoo is a pair of files, ``<architecture>.<tag>.safetensors`` and ``<architecture>.<tag>.json``.
+The json is what makes a tag exist: it states the architecture and its arguments, the input it was trained for, the
+recipe, the measured figures and the sha256 of the weights. Weights are looked for beside the json (inside the
+package), in ``weights-large/`` of a checkout, and at last on the Hub (its client's cache, then the network).
+
+Nothing but safetensors is ever read, and only after its sha256 has been checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "HUB_ORG",
+    "WeightsError",
+    "WeightsInfo",
+    "adapt_state_dict",
+    "bundled_tags",
+    "load_safetensors",
+    "locate_weights",
+    "sha256_of",
+    "weights_folders",
+]
+
+_logger = logging.getLogger(__name__)
+
+#: Namespace on the Hugging Face Hub under which every checkpoint is (to be) published, as ``<HUB_ORG>/<name>.<tag>``.
+HUB_ORG = "capszoo"
+
+#: File name of the weights in a Hub repository, as timm and huggingface_hub have it.
+HUB_FILENAME = "model.safetensors"
+
+
+class WeightsError(RuntimeError):
+    """Weights are missing, damaged or do not fit; the message is one line and says what to do."""
+
+
+@dataclass(frozen=True)
+class WeightsInfo:
+    """A checkpoint's metadata file. ``raw`` holds the whole of it (recipe, metrics, seeds, …)."""
+
+    architecture: str
+    tag: str
+    sha256: str
+    num_classes: int
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    model_args: dict[str, Any] = field(default_factory=dict)
+    label_names: tuple[str, ...] | None = None
+    interpolation: str = "bilinear"
+    crop_pct: float = 1.0
+    license: str = "apache-2.0"
+    description: str | None = None
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.architecture}.{self.tag}"
+
+    @property
+    def hub_id(self) -> str:
+        return f"{HUB_ORG}/{self.name}"
+
+    @classmethod
+    def from_json(cls, path: Path) -> WeightsInfo:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            return cls(
+                architecture=raw["architecture"],
+                tag=raw["tag"],
+                sha256=raw["sha256"],
+                num_classes=int(raw["num_classes"]),
+                input_size=tuple(raw["input_size"]),
+                mean=tuple(raw["mean"]),
+                std=tuple(raw["std"]),
+                model_args=dict(raw.get("model_args", {})),
+                label_names=tuple(raw["label_names"]) if raw.get("label_names") else None,
+                interpolation=raw.get("interpolation", "bilinear"),
+                crop_pct=float(raw.get("crop_pct", 1.0)),
+                license=raw.get("license", "apache-2.0"),
+                description=raw.get("description"),
+                raw=raw,
+            )
+        except KeyError as e:
+            raise WeightsError(f"{path.name}: the metadata lacks the key {e}") from e
+
+
+def weights_folders() -> tuple[Path, ...]:
+    """Where weight files are looked for: inside the package, then ``weights-large/`` of a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    return package / "weights", package.parent / "weights-large"
+
+
+@lru_cache(maxsize=1)
+def bundled_tags() -> dict[str, WeightsInfo]:
+    """Every checkpoint of the zoo by its full name ``<architecture>.<tag>``, in alphabetical order."""
+    found: dict[str, WeightsInfo] = {}
+    for folder in weights_folders():
+        for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+            info = WeightsInfo.from_json(path)
+            if path.stem != info.name:
+                raise WeightsError(
+                    f"{path.name}: the metadata inside is that of '{info.name}'; rename the file"
+                )
+            found.setdefault(info.name, info)
+    return dict(sorted(found.items()))
+
+
+def sha256_of(path: str | Path) -> str:
+    """Hex sha256 of a file."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(f)
+
+
+def _sha256(f: Any) -> str:  # Python 3.10 has no hashlib.file_digest
+    digest = hashlib.sha256()
+    for block in iter(lambda: f.read(1 << 20), b""):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Path:
+    """Path of a checkpoint's weights on this machine, checked against the sha256 of its metadata.
+
+    Raises:
+        WeightsError: the file is neither bundled nor to be had from the Hub, or its sha256 is wrong.
+    """
+    filename = f"{info.name}.safetensors"
+    path = next((folder / filename for folder in weights_folders() if (folder / filename).is_file()), None)
+    if path is None:
+        path = download_weights(info.hub_id, cache_dir)
+    actual = sha256_of(path)
+    if actual != info.sha256:
+        raise WeightsError(
+            f"{path}: sha256 is {actual[:12]}…, but {info.name} has {info.sha256[:12]}…: "
+            "the file is damaged or not the right one; delete it and try again"
+        )
+    return path
+
+
+def download_weights(
+    repo_id: str,
+    cache_dir: str | Path | None = None,
+    filename: str = HUB_FILENAME,
+    revision: str | None = None,
+) -> Path:
+    """Fetch the safetensors of a Hub repository (or take it from the client's cache)."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo_id, filename, revision=revision, cache_dir=cache_dir))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise WeightsError(
+            f"no weights of {repo_id} on this machine, and the Hub does not give {filename} ({reason}): "
+            "go online, or put the file into the Hub cache, or use a name from capszoo.list_pretrained()"
+        ) from e
+
+
+def load_safetensors(path: str | Path) -> dict[str, Tensor]:
+    """Read a safetensors file; half-precision storage comes back as float32.
+
+    Raises:
+        WeightsError: not a safetensors file, or a damaged one.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if Path(path).suffix != ".safetensors":
+        raise WeightsError(f"{path}: weights must be a .safetensors file; nothing else is loaded")
+    try:
+        state = load_file(str(path))
+    except (SafetensorError, OSError, ValueError) as e:
+        raise WeightsError(f"{path}: not a readable safetensors file ({e})") from e
+    return {k: v.float() if v.dtype in (torch.float16, torch.bfloat16) else v for k, v in state.items()}
+
+
+def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
+    """First convolution ``[o, c, k, l]`` for another number of input channels, response to grey images kept."""
+    source = weight.shape[1]
+    if in_chans == 1:
+        return weight.sum(dim=1, keepdim=True)
+    index = torch.arange(in_chans) % source
+    return weight[:, index] * (source / in_chans)
+
+
+def adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Fit a checkpoint to a model that differs in input channels, classes, image size or decoder.
+
+    What does not depend on the difference is taken over; the rest keeps the model's own initial values, and one
+    log line says which tensors those are. The result always has exactly the model's keys, so that it loads
+    strictly. (timm calls this as ``pretrained_filter_fn``.)
+
+    Raises:
+        WeightsError: a tensor is missing, unknown or of another shape, and no such difference explains it.
+    """
+    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    own = model.state_dict()
+    classifier = cfg.get("classifier") or ()
+    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    first_conv = cfg.get("first_conv")
+    other_classes = cfg.get("num_classes") != getattr(model, "num_classes", None)
+    source_size = tuple(cfg.get("input_size") or ())[-2:]
+    other_size = bool(source_size) and source_size != tuple(getattr(model, "img_size", source_size))
+    without_head = getattr(model, "num_classes", None) == 0
+
+    def in_head(key: str) -> bool:
+        return any(key.startswith(f"{head}.") for head in heads)
+
+    fitted: dict[str, Tensor] = {}
+    fresh: list[str] = []
+    wrong: list[str] = []
+    for key, value in own.items():
+        given = state_dict.get(key)
+        if given is not None and key == f"{first_conv}.weight" and given.shape[1] != value.shape[1]:
+            given = _fit_input_channels(given, value.shape[1])
+        if given is not None and given.shape == value.shape and not (other_classes and in_head(key)):
+            fitted[key] = given
+        elif (
+            key.startswith("decoder.")
+            or (other_classes and in_head(key))
+            or (other_size and given is not None)
+        ):
+            fitted[key] = value
+            fresh.append(key)
+        else:
+            wrong.append(
+                f"{key} {'missing' if given is None else f'{tuple(given.shape)} for {tuple(value.shape)}'}"
+            )
+    unknown = [
+        k
+        for k in state_dict
+        if k not in own and not k.startswith("decoder.") and not (without_head and in_head(k))
+    ]
+    if wrong or unknown:
+        what = "; ".join(wrong[:3] + [f"{k} unknown" for k in unknown[:3]])
+        raise WeightsError(
+            f"the weights do not fit this model ({what}): create it with the arguments they were trained with"
+        )
+    if fresh:
+        why = [w for w, on in (("num_classes", other_classes), ("img_size", other_size)) if on] or ["decoder"]
+        _logger.warning("re-initialised for another %s: %s", " and ".join(why), ", ".join(fresh))
+    return fitted
