@@ -86,7 +86,9 @@ class CapsuleNet(nn.Module):
         self.grad_checkpointing = False
         self.decoder = None
         h, w = self.img_size
-        self._size_message = f"this model was built for {h}x{w} images: resize the input, or create the model with img_size=(h, w)"
+        self._size_message = (
+            f"this model was built for {h}x{w} images: resize the input, or create the model with img_size=(h, w)"
+        )
         # the zoo adapts the first convolution itself, for any number of channels (_pretrained.adapt_state_dict)
         self._traits: Any = {"first_conv": None, "fixed_input_size": fixed_input_size}
 

@@ -1,0 +1,202 @@
+"""Weights: found, verified, fitted to other channels, classes and sizes; refused with one clear line otherwise."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from timm.models import register_model
+from torch import Tensor, nn
+
+import capszoo
+from capszoo.models import _pretrained
+from capszoo.models._base import CapsuleNet
+from capszoo.models._blocks import ConvBnAct, Decoder
+from capszoo.models._builder import UnknownArgument, build_capsule_model, zoo_cfgs
+from capszoo.models._pretrained import WeightsError, WeightsInfo, locate_weights, sha256_of
+
+
+class _Toy(CapsuleNet):
+    """A flat head, so that its weights depend on the image size, and a decoder."""
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 1,
+        img_size: int | tuple[int, int] = 8,
+        global_pool: str = "avg",
+        width: int = 4,
+        decoder: bool = False,
+    ) -> None:
+        super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True)
+        self.stages = nn.Sequential(
+            OrderedDict(stem=ConvBnAct(in_chans, width), body=ConvBnAct(width, width))
+        )
+        self.num_features = self.head_hidden_size = width
+        self.reset_classifier(num_classes)
+        if decoder:
+            self.decoder = Decoder(num_classes, 1, in_chans, self.img_size)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        h, w = self.img_size
+        self.num_classes = num_classes
+        self.fc = nn.Linear(self.num_features * h * w, num_classes) if num_classes else nn.Identity()
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return x.mean(dim=(2, 3)) if pre_logits else self.fc(x.flatten(1))
+
+
+default_cfgs = zoo_cfgs(
+    {
+        "zoo_test_toy": dict(
+            input_size=(1, 8, 8),
+            num_classes=10,
+            first_conv="stages.stem.conv",
+            classifier="fc",
+            fixed_input_size=True,
+        )
+    }
+)
+
+
+@register_model
+def zoo_test_toy(pretrained: bool = False, **kwargs: object) -> nn.Module:
+    """Toy."""
+    return build_capsule_model(_Toy, "zoo_test_toy", pretrained, **kwargs)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.safetensors"
+    save_file(zoo_test_toy(decoder=True).state_dict(), path)
+    return path
+
+
+def _load(path: Path, **kwargs: object) -> nn.Module:
+    return zoo_test_toy(pretrained=True, pretrained_cfg_overlay={"file": str(path)}, **kwargs)
+
+
+def test_weights_and_decoder_load_from_the_same_file(weights: Path) -> None:
+    full, bare = _load(weights, decoder=True), _load(weights)
+    saved = _pretrained.load_safetensors(weights)
+    for key, value in full.state_dict().items():
+        assert torch.equal(value, saved[key]), key
+    assert not any(key.startswith("decoder.") for key in bare.state_dict())
+    assert "state_dict" not in bare.pretrained_cfg
+
+
+def test_grey_images_give_the_same_answer_at_three_channels(weights: Path) -> None:
+    grey, colour = _load(weights).eval(), _load(weights, in_chans=3).eval()
+    x = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(colour(x.expand(-1, 3, -1, -1)), grey(x))
+
+
+def test_two_channels_from_one(weights: Path) -> None:
+    assert _load(weights, in_chans=2).stages.stem.conv.weight.shape[1] == 2
+
+
+def test_another_number_of_classes_keeps_the_body(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = _load(weights, num_classes=3)
+    saved = _pretrained.load_safetensors(weights)
+    assert torch.equal(model.stages.body.conv.weight, saved["stages.body.conv.weight"])
+    assert "num_classes" in caplog.text and "fc.weight" in caplog.text
+
+
+def test_another_size_says_what_is_new(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = _load(weights, img_size=(6, 10))
+    saved = _pretrained.load_safetensors(weights)
+    assert torch.equal(model.stages.body.conv.weight, saved["stages.body.conv.weight"])
+    assert torch.equal(model.fc.bias, saved["fc.bias"])
+    assert "img_size" in caplog.text and "fc.weight" in caplog.text and "fc.bias" not in caplog.text
+    assert model(torch.zeros(1, 1, 6, 10)).shape == (1, 10)
+
+
+def test_no_classes_and_features_only(weights: Path) -> None:
+    assert _load(weights, num_classes=0).num_classes == 0
+
+
+def test_weights_of_another_width_are_refused(weights: Path) -> None:
+    with pytest.raises(WeightsError, match="do not fit this model"):
+        _load(weights, width=8)
+
+
+def test_nothing_but_safetensors(tmp_path: Path) -> None:
+    pickled = tmp_path / "toy.pth"
+    torch.save({}, pickled)
+    with pytest.raises(WeightsError, match="must be a .safetensors file"):
+        _load(pickled)
+    damaged = tmp_path / "toy.safetensors"
+    damaged.write_bytes(b"not safetensors at all")
+    with pytest.raises(WeightsError, match="not a readable safetensors file"):
+        _load(damaged)
+    with pytest.raises(WeightsError, match="no such file"):
+        _load(tmp_path / "absent.safetensors")
+
+
+def test_no_weights_is_one_line() -> None:
+    with pytest.raises(WeightsError, match="no pretrained weights exist for zoo_test_toy"):
+        zoo_test_toy(pretrained=True)
+
+
+def test_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(UnknownArgument, match="did you mean 'num_classes'"):
+        zoo_test_toy(num_clases=3)
+
+
+def test_a_tag_exists_once_its_metadata_does(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    weights.rename(folder / "zoo_test_toy.digits.safetensors")
+    meta = dict(
+        architecture="zoo_test_toy",
+        tag="digits",
+        sha256=sha256_of(folder / "zoo_test_toy.digits.safetensors"),
+        num_classes=10,
+        input_size=[1, 8, 8],
+        mean=[0.0],
+        std=[1.0],
+        label_names=list("0123456789"),
+    )
+    (folder / "zoo_test_toy.digits.json").write_text(json.dumps(meta))
+    monkeypatch.setattr(_pretrained, "weights_folders", lambda: (folder,))
+    _pretrained.bundled_tags.cache_clear()
+    try:
+        assert list(_pretrained.bundled_tags()) == ["zoo_test_toy.digits"]
+        info = _pretrained.bundled_tags()["zoo_test_toy.digits"]
+        assert locate_weights(info) == folder / "zoo_test_toy.digits.safetensors"
+        cfg = zoo_cfgs({"zoo_test_toy": dict(first_conv="stages.stem.conv", classifier="fc")})["zoo_test_toy"]
+        assert cfg.default.num_classes == 10 and cfg.default.label_names == tuple("0123456789")
+
+        (folder / "zoo_test_toy.digits.safetensors").write_bytes(b"truncated")
+        with pytest.raises(WeightsError, match="sha256 is"):
+            locate_weights(info)
+        (folder / "zoo_test_toy.digits.json").write_text(json.dumps({"architecture": "zoo_test_toy"}))
+        with pytest.raises(WeightsError, match="lacks the key"):
+            WeightsInfo.from_json(folder / "zoo_test_toy.digits.json")
+    finally:
+        monkeypatch.undo()
+        _pretrained.bundled_tags.cache_clear()
+
+
+def test_missing_and_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    info = WeightsInfo("zoo_test_toy", "absent", "0" * 64, 10, (1, 8, 8), (0.0,), (1.0,))
+    with pytest.raises(WeightsError, match="no weights of capszoo/zoo_test_toy.absent on this machine") as e:
+        locate_weights(info, cache_dir=tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_names_of_the_front_door() -> None:
+    with pytest.raises(capszoo.UnknownModel, match="unknown model"):
+        capszoo.create_model("no_such_capsule_net")
+    with pytest.raises(capszoo.UnknownModel, match="no such folder"):
+        capszoo.create_model("local-dir:/no/such/folder")
