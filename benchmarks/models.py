@@ -1,0 +1,356 @@
+"""Time and memory of each model against a CIFAR ResNet-18, as ratios in a markdown table.
+
+    python benchmarks/models.py                                   # every model, forward pass
+    python benchmarks/models.py --train --memory                  # training step and peak memory as well
+    python benchmarks/models.py --models idpa_resnet:routing_iters=1 'capsnet_em*' --iters 20
+
+The yardstick is timm's ``resnet18`` with a 3x3 stem and no max-pool, 10 classes, on 3x32x32 images, in the same
+batch size and on the same threads. Each measurement of a model is paired with one of the yardstick taken just
+before it, and the median of the paired ratios is what is printed: a busy machine slows both. Peak memory is the
+high-water mark of a fresh process that does nothing but two training steps.
+
+A model is named as ``name`` or ``name:argument=value,argument=value``; shell patterns take all that match.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import fnmatch
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
+
+import timm  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+import capszoo  # noqa: E402
+
+YARDSTICK = "resnet18_cifar"
+
+#: What is measured beside each model at its defaults.
+VARIANTS = (
+    "idpa_resnet:routing_iters=1",
+    "capsnet_em_norb_small:in_chans=1,img_size=28,num_classes=10",
+)
+
+#: Models too large for the common batch on a small machine, and the batch that they (and the yardstick) get.
+SMALL_BATCH = {"encapnet_v2*": 2, "encapnet_v3*": 2}
+
+
+@dataclass
+class Row:
+    """One line of the table. Ratios are to the yardstick in the same run; times in milliseconds, memory in MiB."""
+
+    model: str
+    params: int
+    input_size: tuple[int, ...]
+    batch: int
+    forward_ms: float | None = None
+    forward_ratio: float | None = None
+    train_ms: float | None = None
+    train_ratio: float | None = None
+    peak_mib: float | None = None
+    peak_over_start_mib: float | None = None
+    peak_ratio: float | None = None
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """``"name:a=1,b=avg"`` to the name and its arguments."""
+    name, _, rest = spec.partition(":")
+    arguments: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise SystemExit(f"error: '{part}' in '{spec}' is not argument=value")
+        try:
+            arguments[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[key] = value
+    return name, arguments
+
+
+def cifar_resnet18() -> nn.Module:
+    """timm's ResNet-18 as it is used on CIFAR: 3x3 stem of stride 1, no max-pool."""
+    model = timm.create_model("resnet18", num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def build(spec: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """A model and the shape of its input, without the batch."""
+    if spec == YARDSTICK:
+        return cifar_resnet18(), (3, 32, 32)
+    name, arguments = parse_spec(spec)
+    model = capszoo.create_model(name, **arguments)
+    return model, (model.in_chans, *model.img_size)
+
+
+def batch_of(spec: str, batch: int) -> int:
+    return min([batch, *(b for pattern, b in SMALL_BATCH.items() if fnmatch.fnmatch(spec, pattern))])
+
+
+def forward_of(spec: str, batch: int, device: torch.device) -> Callable[[], object]:
+    model, size = build(spec)
+    model.eval().to(device)
+    x = torch.rand(batch, *size, device=device)
+
+    @torch.inference_mode()
+    def forward() -> Tensor:
+        return model(x)
+
+    return forward
+
+
+def train_step_of(spec: str, batch: int, device: torch.device) -> Callable[[], object]:
+    """Forward, cross-entropy, backward and an SGD step with momentum."""
+    model, size = build(spec)
+    model.train().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    x = torch.rand(batch, *size, device=device)
+    y = torch.zeros(batch, dtype=torch.long, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(model(x).float(), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def compare(
+    model: Callable[[], object],
+    yardstick: Callable[[], object],
+    iters: int,
+    warmup: int,
+    device: torch.device,
+) -> tuple[float, float]:
+    """Median milliseconds of ``model`` and median ratio to ``yardstick``, measured in turns."""
+    for _ in range(warmup):
+        yardstick()
+        model()
+    seconds, ratios = [], []
+    for _ in range(iters):
+        reference = timed(yardstick, device)
+        own = timed(model, device)
+        seconds.append(own)
+        ratios.append(own / reference)
+    return statistics.median(seconds) * 1000, statistics.median(ratios)
+
+
+def _peak_mib() -> float:
+    """High-water mark of this process's resident memory.
+
+    ``VmHWM`` where there is a /proc: ``ru_maxrss`` of a started process also counts the process that started it.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 1024
+
+
+def measure_memory(spec: str, batch: int, device: torch.device) -> tuple[float, float]:
+    """In this process: peak of two training steps, whole and above what imports alone need."""
+    start = _peak_mib()
+    step = train_step_of(spec, batch, device)
+    step()
+    step()
+    if device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated(device) / 2**20
+        return allocated, allocated
+    peak = _peak_mib()
+    return peak, peak - start
+
+
+def memory_in_subprocess(spec: str, batch: int, threads: int, device: torch.device) -> tuple[float, float]:
+    command = [
+        sys.executable,
+        __file__,
+        "--memory-of",
+        spec,
+        "--batch",
+        str(batch),
+        "--threads",
+        str(threads),
+    ]
+    done = subprocess.run([*command, "--device", str(device)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{spec}: the memory measurement failed: {done.stderr.strip().splitlines()[-1:]}")
+    peak, over = json.loads(done.stdout.splitlines()[-1])
+    return peak, over
+
+
+def chosen(patterns: list[str]) -> list[str]:
+    """Model specs for the patterns; all models and ``VARIANTS`` where there are none.
+
+    Raises:
+        SystemExit: a pattern matches nothing.
+    """
+    names = capszoo.list_models()
+    if not patterns:
+        return sorted([*names, *VARIANTS])
+    specs: list[str] = []
+    for pattern in patterns:
+        if ":" in pattern:
+            found = [pattern]
+        else:
+            found = [name for name in names if fnmatch.fnmatch(name, pattern)]
+        if not found:
+            raise SystemExit(f"error: no model matches '{pattern}' (capszoo list shows all)")
+        specs += [spec for spec in found if spec not in specs]
+    return specs
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a markdown table; columns that were not measured are left out."""
+    columns: list[tuple[str, Callable[[Row], str | None]]] = [
+        ("model", lambda r: f"`{r.model}`"),
+        ("parameters", lambda r: f"{r.params:,}"),
+        ("input", lambda r: "×".join(map(str, r.input_size))),
+        ("batch", lambda r: str(r.batch)),
+        ("forward, ms", lambda r: None if r.forward_ms is None else f"{r.forward_ms:.1f}"),
+        ("× ResNet-18", lambda r: None if r.forward_ratio is None else f"{r.forward_ratio:.2f}"),
+        ("training step, ms", lambda r: None if r.train_ms is None else f"{r.train_ms:.1f}"),
+        ("× ResNet-18", lambda r: None if r.train_ratio is None else f"{r.train_ratio:.2f}"),
+        ("peak memory, MiB", lambda r: None if r.peak_mib is None else f"{r.peak_mib:.0f}"),
+        (
+            "of it above start-up",
+            lambda r: None if r.peak_over_start_mib is None else f"{r.peak_over_start_mib:.0f}",
+        ),
+        ("× ResNet-18", lambda r: None if r.peak_ratio is None else f"{r.peak_ratio:.2f}"),
+    ]
+    cells = [[show(row) for row in rows] for _, show in columns]
+    kept = [i for i, column in enumerate(cells) if any(value is not None for value in column)]
+    lines = ["| " + " | ".join(columns[i][0] for i in kept) + " |"]
+    lines.append("|" + "|".join("---" if i == 0 else "---:" for i in kept) + "|")
+    lines += ["| " + " | ".join(cells[i][r] or "" for i in kept) + " |" for r in range(len(rows))]
+    return "\n".join(lines)
+
+
+def measure(spec: str, args: argparse.Namespace, device: torch.device) -> Row:
+    batch = batch_of(spec, args.batch)
+    model, size = build(spec)
+    row = Row(spec, sum(p.numel() for p in model.parameters()), size, batch)
+    del model
+    if not args.no_forward:
+        row.forward_ms, row.forward_ratio = compare(
+            forward_of(spec, batch, device),
+            forward_of(YARDSTICK, batch, device),
+            args.iters,
+            args.warmup,
+            device,
+        )
+    if args.train:
+        row.train_ms, row.train_ratio = compare(
+            train_step_of(spec, batch, device),
+            train_step_of(YARDSTICK, batch, device),
+            args.iters,
+            args.warmup,
+            device,
+        )
+    if args.memory:
+        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(spec, batch, args.threads, device)
+        reference, _ = memory_in_subprocess(YARDSTICK, batch, args.threads, device)
+        row.peak_ratio = row.peak_mib / reference
+    return row
+
+
+def write(rows: list[Row], path: Path, settings: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
+            writer.writeheader()
+            for row in rows:
+                writer.writerow(asdict(row) | {"input_size": "x".join(map(str, row.input_size))})
+    else:
+        content = {"settings": settings, "rows": [asdict(row) for row in rows]}
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="*", default=[], help="names, patterns or name:argument=value (default: all)"
+    )
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--iters", type=int, default=10, help="paired measurements per model")
+    parser.add_argument("--warmup", type=int, default=2, help="runs before the first measurement")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--train", action="store_true", help="time a training step too")
+    parser.add_argument("--no-forward", action="store_true", help="leave the forward pass out")
+    parser.add_argument(
+        "--memory", action="store_true", help="peak memory of training, each in a fresh process"
+    )
+    parser.add_argument(
+        "--out", type=Path, action="append", default=[], help="also write FILE.json or FILE.csv"
+    )
+    parser.add_argument("--memory-of", metavar="MODEL", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for path in args.out:
+        if path.suffix not in (".json", ".csv"):
+            parser.error(f"--out {path}: only .json and .csv files are written")
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    device = torch.device(args.device)
+    if args.memory_of:
+        print(json.dumps(measure_memory(args.memory_of, args.batch, device)))
+        return
+
+    rows: list[Row] = []
+    specs = chosen(args.models)
+    for number, spec in enumerate(specs, 1):
+        print(f"[{number}/{len(specs)}] {spec}", file=sys.stderr, flush=True)
+        rows.append(measure(spec, args, device))
+    settings = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": args.threads,
+        "batch": args.batch,
+        "iters": args.iters,
+    }
+    print(table(rows))
+    print(
+        "\n" + ", ".join(f"{key} {value}" for key, value in settings.items()) + "; medians of paired ratios"
+    )
+    for path in args.out:
+        write(rows, path, settings)
+        print(f"written: {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
