@@ -1,0 +1,30 @@
+"""Errors that a user can mend: one line that says what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+__all__ = ["CapszooError", "UsageError"]
+
+
+class CapszooError(Exception):
+    """Something failed for a reason that the user can act on; the command line prints it without a traceback.
+
+    Args:
+        message: what is wrong, in one line.
+        remedy: what to do about it, in one line; printed after the message.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}: {self.remedy}" if self.remedy else self.message
+
+
+class UsageError(CapszooError, ValueError):
+    """The call itself makes no sense (an impossible batch profile, an unknown gate)."""
+
+    exit_code = 2

@@ -1,0 +1,15 @@
+"""Export of models to other runtimes, each with proof that the result equals the original.
+
+``unroll`` prepares a model (fixed iterations, folded BatchNorm, prepared weight layouts), ``to_onnx`` writes and gates
+the ONNX file, ``compare`` holds the one comparator. The optional libraries (onnx, onnxscript, onnxruntime) are
+imported when a function needs them, not before.
+"""
+
+from __future__ import annotations
+
+if __name__ == "export":
+    raise ImportError("this folder is the package capszoo.export: write `import capszoo.export`")
+
+from . import compare, to_onnx, unroll
+
+__all__ = ["compare", "to_onnx", "unroll"]

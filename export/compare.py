@@ -1,0 +1,182 @@
+"""Hold one runtime against another: runners that take and give numpy arrays, and the one comparator.
+
+A runner is a callable with a ``name``: ``runner(images) -> list of outputs``. The comparator needs nothing else, so a
+new runtime is a new runner and no new comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+__all__ = [
+    "Difference",
+    "EagerRunner",
+    "OnnxRunner",
+    "PROBES",
+    "Runner",
+    "compare_outputs",
+    "compare_runners",
+    "probe_input",
+]
+
+PROBES = ("random", "zero", "constant", "x100")
+
+# Outputs smaller than this are compared as if they were this large: near zero a relative figure says nothing.
+_SCALE_FLOOR = 1e-3
+
+
+class Runner(Protocol):
+    """Anything that runs a model on a batch of images."""
+
+    name: str
+
+    def __call__(self, images: np.ndarray) -> list[np.ndarray]: ...
+
+
+class EagerRunner:
+    """A PyTorch module, run eagerly without gradients on the device and in the dtype of its parameters."""
+
+    name = "eager"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval()
+        like = next(iter(model.parameters()), torch.empty(0))
+        self.device, self.dtype = like.device, like.dtype
+
+    def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+        with torch.inference_mode():
+            outputs = self.model(torch.from_numpy(images).to(self.device, self.dtype))
+        flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        return [output.detach().float().cpu().numpy() for output in flat]
+
+
+class OnnxRunner:
+    """An ONNX file (or its bytes) in ONNX Runtime, on the CPU.
+
+    Args:
+        model: path of the file, or the serialised model.
+        threads: threads within an operator; None takes PyTorch's number.
+        optimize: let ONNX Runtime rewrite the graph.
+    """
+
+    name = "onnxruntime"
+
+    def __init__(self, model: str | bytes, threads: int | None = None, optimize: bool = True) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors; warnings go to stderr from C++ and cannot be caught
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.inter_op_num_threads = 1
+        if not optimize:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self.input_name = self.session.get_inputs()[0].name
+
+    def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+        return [np.asarray(output) for output in self.session.run(None, {self.input_name: images})]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a candidate's outputs lie from a reference's, on one input.
+
+    Attributes:
+        probe: what the input was.
+        batch: images in the batch.
+        max_abs, mean_abs: largest and mean absolute difference over all outputs.
+        relative: the largest difference of an output divided by that output's largest reference value (at least
+            1e-3), worst over the outputs.
+        finite: whether every value of both is finite.
+        top1_agreement: share of the images whose first output has the same argmax; 1.0 where an output is no
+            ``[b, n]`` score.
+        reference, candidate: names of the runners.
+    """
+
+    probe: str
+    batch: int
+    max_abs: float
+    mean_abs: float
+    relative: float
+    finite: bool
+    top1_agreement: float
+    reference: str = ""
+    candidate: str = ""
+
+    def passed(self, tolerance: float) -> bool:
+        """Finite on both sides and within ``tolerance`` of the largest output."""
+        return self.finite and self.relative <= tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def probe_input(probe: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
+    """A float32 input of ``shape``: ``random`` (standard normal), ``zero``, ``constant`` (0.5), ``x100`` (100 × random)."""
+    if probe == "zero":
+        return np.zeros(shape, dtype=np.float32)
+    if probe == "constant":
+        return np.full(shape, 0.5, dtype=np.float32)
+    if probe not in PROBES:
+        raise ValueError(f"unknown probe {probe!r}: use one of {', '.join(PROBES)}")
+    noise = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return noise * np.float32(100) if probe == "x100" else noise
+
+
+def compare_outputs(
+    reference: Sequence[np.ndarray],
+    candidate: Sequence[np.ndarray],
+    probe: str = "",
+    names: tuple[str, str] = ("", ""),
+) -> Difference:
+    """Compare two lists of outputs of the same input.
+
+    Raises:
+        ValueError: another number of outputs, or other shapes.
+    """
+    if len(reference) != len(candidate) or any(
+        r.shape != c.shape for r, c in zip(reference, candidate, strict=False)
+    ):
+        shapes = [str([tuple(output.shape) for output in outputs]) for outputs in (reference, candidate)]
+        raise ValueError(
+            f"outputs differ in shape: {names[0] or 'reference'} {shapes[0]}, {names[1]} {shapes[1]}"
+        )
+    finite = all(bool(np.isfinite(output).all()) for output in (*reference, *candidate))
+    max_abs, relative, total, count = 0.0, 0.0, 0.0, 0
+    for r, c in zip(reference, candidate, strict=True):
+        r64, c64 = r.astype(np.float64), c.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            delta = np.abs(r64 - c64)
+        worst = float(delta.max(initial=0.0))
+        max_abs = max(max_abs, worst)
+        relative = max(relative, worst / max(float(np.abs(r64).max(initial=0.0)), _SCALE_FLOOR))
+        total, count = total + float(delta.sum()), count + delta.size
+    if not finite:
+        max_abs = relative = total = float("nan")
+    scores = reference[0]
+    agreement = 1.0
+    if scores.ndim == 2 and finite:
+        agreement = float((scores.argmax(1) == candidate[0].argmax(1)).mean())
+    return Difference(
+        probe=probe,
+        batch=int(scores.shape[0]),
+        max_abs=max_abs,
+        mean_abs=total / max(count, 1),
+        relative=relative,
+        finite=finite,
+        top1_agreement=agreement,
+        reference=names[0],
+        candidate=names[1],
+    )
+
+
+def compare_runners(reference: Runner, candidate: Runner, images: np.ndarray, probe: str = "") -> Difference:
+    """Run both on the same images and compare their outputs."""
+    names = (reference.name, candidate.name)
+    return compare_outputs(reference(images), candidate(images), probe, names)

@@ -1,0 +1,165 @@
+"""A model made ready for export: a copy in eval mode that computes the same function with less.
+
+The iteration count of every routing is fixed (a Python ``for`` over an int, which tracing unrolls), BatchNorm is folded
+into the convolution before it wherever the traced graph shows that this is safe, layers that define
+``prepare_for_export()`` turn their weights into the layout that the graph uses, and what the asked outputs do not need
+is dropped. :func:`prepare_for_export` leaves the original untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import torch
+import torch.nn as nn
+from timm.models._features_fx import get_notrace_functions, get_notrace_modules
+from torch import fx
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from capszoo.errors import UsageError
+
+__all__ = ["fold_batchnorm", "prepare_for_export", "routing_iterations", "set_routing_iterations"]
+
+# Names under which layers and models keep their iteration count.
+_ITERATION_ATTRIBUTES = ("num_iters", "routing_iters")
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def prepare_for_export(model: nn.Module, routing_iters: int | None = None, fold: bool = True) -> nn.Module:
+    """Copy a model, prepared for export; the copy computes the same scores as the original in eval mode.
+
+    Args:
+        model: any classifier of the zoo or of timm; not changed.
+        routing_iters: iterations of every routing; None keeps the model's own.
+        fold: fold BatchNorm into convolutions.
+
+    Raises:
+        UsageError: ``routing_iters`` below 1, or given for a model without routing.
+    """
+    prepared = copy.deepcopy(model).eval().requires_grad_(False)
+    if routing_iters is not None:
+        set_routing_iterations(prepared, routing_iters)
+    if isinstance(getattr(prepared, "decoder", None), nn.Module):
+        prepared.decoder = None  # reconstructions are not an output of the graph
+    if fold:
+        fold_batchnorm(prepared)
+    _call_hooks(prepared)
+    return prepared
+
+
+def routing_iterations(model: nn.Module) -> list[int]:
+    """The distinct iteration counts of a model's routings, ascending; empty where there is no routing."""
+    counts = {
+        getattr(module, name)
+        for module in model.modules()
+        for name in _ITERATION_ATTRIBUTES
+        if type(getattr(module, name, None)) is int
+    }
+    return sorted(counts)
+
+
+def set_routing_iterations(model: nn.Module, routing_iters: int) -> None:
+    """Set the iteration count of every routing of a model, in place.
+
+    Raises:
+        UsageError: a count below 1, or a model without routing.
+    """
+    if routing_iters < 1:
+        raise UsageError(f"routing_iters is {routing_iters}", "give 1 or more")
+    found = False
+    for module in model.modules():
+        for name in _ITERATION_ATTRIBUTES:
+            if type(getattr(module, name, None)) is int:
+                setattr(module, name, routing_iters)
+                found = True
+    if not found:
+        raise UsageError(f"{type(model).__name__} has no routing", "leave routing_iters out")
+
+
+def fold_batchnorm(model: nn.Module) -> int:
+    """Fold each eval-mode BatchNorm into the convolution before it, in place; returns how many were folded.
+
+    A pair qualifies when the symbolically traced graph shows that the convolution's output goes to that BatchNorm
+    alone, and that either module runs once. A model that cannot be traced is left as it is.
+    """
+    graph = _trace(model)
+    if graph is None:
+        return 0
+    modules = dict(model.named_modules())
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    # a parameter that is also read on its own must keep its value
+    read_apart = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
+    folded = 0
+    for node in graph.nodes:
+        if node.op != "call_module" or type(modules[node.target]) not in _BATCHNORMS:
+            continue
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
+            continue
+        conv_name, norm_name = str(source.target), str(node.target)
+        conv, norm = modules[conv_name], modules[norm_name]
+        if type(conv) not in _CONVS or norm.running_mean is None or norm.training:
+            continue
+        if calls[conv_name] != 1 or calls[norm_name] != 1 or {conv_name, norm_name} & read_apart:
+            continue
+        if _has_hooks(conv) or _has_hooks(norm):
+            continue
+        _replace(model, conv_name, _fold(conv, norm))
+        _replace(model, norm_name, nn.Identity())
+        folded += 1
+    return folded
+
+
+def _fold(conv: nn.Module, norm: nn.Module) -> nn.Module:
+    """One convolution that equals ``norm(conv(x))``; the product is taken in float64, then rounded once."""
+    dtype = conv.weight.dtype
+    fused = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
+    return fused.to(dtype).eval().requires_grad_(False)
+
+
+def _call_hooks(model: nn.Module) -> None:
+    """Call ``prepare_for_export()`` of every submodule that defines it, children before parents.
+
+    A hook changes its module in place and returns None, or returns the module that takes its place.
+    """
+    names = [
+        name
+        for name, module in model.named_modules()
+        if callable(getattr(module, "prepare_for_export", None))
+    ]
+    for name in sorted(names, key=lambda name: -name.count(".") if name else 1):
+        module = model.get_submodule(name)
+        replacement = module.prepare_for_export()  # type: ignore[operator]
+        if isinstance(replacement, nn.Module) and replacement is not module and name:
+            _replace(model, name, replacement.eval().requires_grad_(False))
+
+
+class _Tracer(fx.Tracer):
+    """torch.fx tracing that keeps the modules whole that timm declares untraceable."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, tuple(get_notrace_modules())) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(model: nn.Module) -> fx.Graph | None:
+    try:
+        return _Tracer(autowrap_functions=tuple(get_notrace_functions())).trace(model)
+    except Exception:  # tracing runs the model's own Python on proxies: anything may be raised
+        return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"))
+
+
+def _replace(model: nn.Module, name: str, replacement: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, replacement)
+
+
+def non_finite_weights(model: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that hold a NaN or an infinity."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, t in tensors if t.is_floating_point() and not bool(torch.isfinite(t).all())]
