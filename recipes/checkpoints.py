@@ -1,0 +1,124 @@
+"""Checkpoints of a run: a folder each, written under a temporary name and renamed, checked when read.
+
+`checkpoints/step-00000429/` holds `model.safetensors` (and `ema.safetensors`), `optimizer.pt` (tensors of the
+optimiser and the random state, read back with `weights_only=True`) and, written last, `state.json` with the position
+of the run and every file's sha256. A folder that fails its check is passed over in favour of the one before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+__all__ = ["Checkpoint", "latest_checkpoint", "save_checkpoint", "write_atomically", "write_safetensors"]
+
+KEEP = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds: weights by file name, the optimiser's tensors, the position in the run."""
+
+    weights: dict[str, dict[str, Tensor]]
+    optimizer: dict[str, Any]
+    state: dict[str, Any]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        _sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary)
+        _sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    weights: Mapping[str, Mapping[str, Tensor]],
+    optimizer: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> Path:
+    """Write the checkpoint of `step` and drop all but the newest ones. Returns its folder."""
+    root = run / "checkpoints"
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / f"step-{step:08d}"
+    temporary = root / f".step-{step:08d}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        for name, tensors in weights.items():
+            write_safetensors(temporary / f"{name}.safetensors", tensors)
+        torch.save(dict(optimizer), temporary / "optimizer.pt")
+        _sync(temporary / "optimizer.pt")
+        files = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
+        write_atomically(
+            temporary / "state.json", json.dumps({**state, "step": step, "files": files}, indent=1)
+        )
+        if target.exists():  # the same position again, after a resume: same content
+            shutil.rmtree(target)
+        temporary.rename(target)
+        _sync(root)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in sorted(root.glob("step-*"))[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def _read(folder: Path) -> Checkpoint:
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    for name, digest in state["files"].items():
+        if _sha256(folder / name) != digest:
+            raise ValueError(f"{name} does not match its checksum")
+    weights = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    return Checkpoint(weights, optimizer, state)
+
+
+def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest sound checkpoint of a run, and one line about each newer one that was passed over."""
+    skipped = []
+    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            return _read(folder), skipped
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            skipped.append(f"skipped the damaged checkpoint {folder.name}: {reason}")
+    return None, skipped

@@ -1,0 +1,233 @@
+"""What a recipe is: a YAML file read into these models, where every unknown key and wrong value is one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from capszoo._suggest import unknown_name
+from capszoo.data import DataError, dataset_spec
+from capszoo.errors import UsageError
+
+__all__ = [
+    "AugmentConfig",
+    "DataConfig",
+    "LossConfig",
+    "OptimizerConfig",
+    "Recipe",
+    "RecipeError",
+    "ScheduleConfig",
+    "find_recipe",
+    "list_recipes",
+    "load_recipe",
+]
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeRate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RecipeError(UsageError):
+    """A recipe is missing or wrong; the message is one line that names the key and the remedy."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AugmentConfig(_Section):
+    """Per-sample augmentation of the training images."""
+
+    shift: NonNegative = 0
+    """Largest shift in pixels, filled with black; the same as padding by it and cropping at random."""
+    flip: bool = False
+    """Mirror half of the images."""
+
+
+class DataConfig(_Section):
+    name: str
+    val_size: NonNegative = 5000
+    """Images carved out of the training set for validation; nothing is selected on the test set."""
+    val_seed: int = 0
+    limit: Positive | None = None
+    """Train on the first so many images only (after the validation split): for trials."""
+    augment: AugmentConfig = AugmentConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        try:
+            return dataset_spec(name).name
+        except DataError as error:
+            raise ValueError(str(error)) from error
+
+
+class OptimizerConfig(_Section):
+    """An optimiser of timm's factory (which has torch's too); biases and norms are kept free of weight decay."""
+
+    name: str = "adamw"
+    lr: Rate = 1e-3
+    weight_decay: NonNegativeRate = 0.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    options: dict[str, Any] = {}
+
+
+class ScheduleConfig(_Section):
+    """A scheduler of timm's factory, stepped after every update."""
+
+    name: Literal["cosine", "tanh", "step", "multistep", "poly", "none"] = "cosine"
+    warmup_epochs: NonNegativeRate = 0.0
+    warmup_lr: NonNegativeRate = 1e-6
+    min_lr: NonNegativeRate = 0.0
+    milestones: tuple[NonNegativeRate, ...] = ()
+    """Epochs of the drops of "multistep"."""
+    decay_epochs: Rate | None = None
+    """Epochs between the drops of "step"."""
+    decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.1
+
+
+class LossConfig(_Section):
+    """A loss of `capszoo.losses`, and its arguments."""
+
+    name: str = "cross_entropy"
+    options: dict[str, Any] = {}
+    reconstruction: NonNegativeRate = 0.0
+    """Weight of the decoder's summed squared error (the papers': 0.0005); needs `model_args: {decoder: true}`."""
+
+
+class Recipe(_Section):
+    """One recipe: one checkpoint, one tag."""
+
+    arch: str
+    tag: str
+    description: str = ""
+    model_args: dict[str, Any] = {}
+    data: DataConfig
+    epochs: Positive
+    batch_size: Positive = 128
+    """Images per update, over all processes and accumulated parts together."""
+    accumulate: Positive = 1
+    """Parts in which a process works through its share of a batch."""
+    seed: int = 0
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    loss: LossConfig = LossConfig()
+    clip_grad: Rate | None = None
+    """Largest norm of the gradient."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential average of the weights; it is what is evaluated and exported."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    channels_last: bool = True
+    compile: bool = False
+    checkpoint_every: Positive | None = None
+    """Updates between checkpoints, beside the one after each epoch."""
+
+    @field_validator("tag")
+    @classmethod
+    def _begins_with_data_set(cls, tag: str, info: Any) -> str:
+        if not tag or "." in tag or "/" in tag:
+            raise ValueError("a tag is a short name without '.' or '/', beginning with its data set")
+        return tag
+
+    @property
+    def name(self) -> str:
+        return f"{self.arch}.{self.tag}"
+
+
+def _section_at(location: tuple[Any, ...]) -> type[BaseModel]:
+    section: type[BaseModel] = Recipe
+    for key in location:
+        found = section.model_fields[str(key)].annotation if str(key) in section.model_fields else None
+        if not (isinstance(found, type) and issubclass(found, BaseModel)):
+            break
+        section = found
+    return section
+
+
+def _one_line(error: ValidationError, where: str) -> str:
+    first = error.errors(include_url=False)[0]
+    location = first["loc"]
+    key = ".".join(map(str, location))
+    if first["type"] == "extra_forbidden":
+        prefix = ".".join(map(str, location[:-1]))
+        kind = f"key of '{prefix}'" if prefix else "key"
+        return f"{where}: {unknown_name(kind, str(location[-1]), _section_at(location[:-1]).model_fields)}"
+    if first["type"] == "missing":
+        return f"{where}: the key '{key}' is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    if isinstance(first["input"], str | int | float | bool | None):
+        return f"{where}: '{key}: {first['input']}' is wrong: {message}"
+    return f"{where}: '{key}' is wrong: {message}"
+
+
+def list_recipes() -> list[str]:
+    """Names of the recipes that come with the package, `<arch>.<tag>`."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def find_recipe(name: str | Path) -> Path:
+    """A recipe's file: a path to a YAML file, or the name of one that comes with the package."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if path.is_file():
+            return path
+        if (CONFIGS / path.name).is_file():
+            return CONFIGS / path.name
+        raise RecipeError(f"no such recipe file: {path}")
+    if (CONFIGS / f"{name}.yaml").is_file():
+        return CONFIGS / f"{name}.yaml"
+    raise RecipeError(unknown_name("recipe", str(name), list_recipes()))
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise RecipeError(f"--set takes key=value, e.g. optimizer.lr=0.001; got '{override}'")
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise RecipeError(f"--set {override}: '{parent}' has no keys of its own")
+    try:
+        node[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {override}: '{text}' is not a YAML value") from error
+
+
+def load_recipe(recipe: str | Path | Recipe, overrides: list[str] | None = None) -> Recipe:
+    """Read and check a recipe.
+
+    Arguments:
+        recipe: path, name of a recipe of the package, or a `Recipe`.
+        overrides: `key=value` lines with dotted keys; values are YAML.
+
+    Raises `RecipeError`, one line that names the key and the nearest valid one.
+    """
+    if isinstance(recipe, Recipe):
+        where, tree = recipe.name, recipe.model_dump()
+    else:
+        path = find_recipe(recipe)
+        where = path.name
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"cannot read {path}: {error}") from error
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f", line {mark.line + 1}" if mark else ""
+            raise RecipeError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from error
+        if not isinstance(tree, dict):
+            raise RecipeError(f"{path} is no recipe: it must be a mapping of keys to values")
+    for override in overrides or ():
+        _apply(tree, override)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError(_one_line(error, where)) from error
