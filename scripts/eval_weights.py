@@ -1,0 +1,27 @@
+"""Evaluates every checkpoint of the zoo on its test set and holds the figure against its metadata: ``make eval-weights``.
+
+Arguments go to ``python -m capszoo.recipes.evaluate``: ``make eval-weights ARGS="--data FOLDER"``. The data sets are
+looked for in the folder that ``CAPSZOO_DATA`` names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
+
+import capszoo  # noqa: E402
+from capszoo.recipes.evaluate import main as evaluate  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    names = capszoo.list_pretrained()
+    if not names:
+        print("there are no weights to evaluate", file=sys.stderr)
+        return 1
+    return max(evaluate([name, *arguments]) for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Writes what is derived from the registry: hubconf.py's entry points and the README's tables (``make docs``).
+
+The sources are timm's registry (names, docstrings, parameter counts), the metadata beside the weights and
+``capszoo/models/_papers.py`` (the papers' figures). ``--check`` writes nothing and fails where a file is out of
+date; the tests do the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+from timm.models import model_entrypoint  # noqa: E402
+
+import capszoo  # noqa: E402
+
+HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet", pretrained=False)``.
+
+One function per architecture; keyword arguments are those of ``capszoo.create_model``. Written by
+``scripts/generate.py`` (``make docs``) from the registry, against which a test holds it.
+"""
+
+from typing import Any as _Any  # torch.hub lists every callable without an underscore
+
+import timm
+import torch
+
+import capszoo.models
+
+dependencies = ["torch", "timm", "safetensors", "huggingface_hub"]
+'''
+
+
+def first_line(name: str) -> str:
+    """First line of a model function's docstring."""
+    lines = (model_entrypoint(name).__doc__ or "").strip().splitlines()
+    if not lines:
+        raise SystemExit(f"error: {name} has no docstring")
+    return lines[0].strip()
+
+
+def hubconf() -> str:
+    """The whole of hubconf.py."""
+    parts = [HUBCONF_HEAD]
+    for name in capszoo.list_models():
+        parts.append(
+            f"\n\ndef {name}(pretrained: bool = False, **kwargs: _Any) -> torch.nn.Module:\n"
+            f'    """{first_line(name)}"""\n'
+            f'    return timm.create_model("{name}", pretrained=pretrained, **kwargs)\n'
+        )
+    return "".join(parts)
+
+
+def count_params(name: str, **arguments: object) -> int:
+    model = capszoo.create_model(name, device="meta", **arguments)
+    return sum(p.numel() for p in model.parameters())
+
+
+def replace_block(text: str, block: str, content: str) -> str:
+    """``text`` with what stands between ``<!-- block:start -->`` and ``<!-- block:end -->`` replaced.
+
+    Raises:
+        ValueError: the marks are missing.
+    """
+    start, end = f"<!-- {block}:start -->\n", f"<!-- {block}:end -->"
+    before, found_start, rest = text.partition(start)
+    _, found_end, after = rest.partition(end)
+    if not found_start or not found_end:
+        raise ValueError(f"the marks of the block '{block}' are missing")
+    return f"{before}{start}{content.rstrip()}\n{end}{after}"
+
+
+def outputs() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    for block, content in {"models": model_table(), "results": results_table()}.items():
+        text = replace_block(text, block, content)
+    return {ROOT / "hubconf.py": hubconf(), readme: text}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where a file is out of date"
+    )
+    check = parser.parse_args().check
+    stale = []
+    for path, content in outputs().items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != content:
+            stale.append(path.name)
+            if not check:
+                path.write_text(content, encoding="utf-8")
+    if stale:
+        print(
+            f"{'out of date' if check else 'written'}: {', '.join(stale)}"
+            + (" (run make docs)" if check else "")
+        )
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

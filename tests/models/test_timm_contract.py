@@ -1,0 +1,199 @@
+"""What timm asks of a model, on test-sized configurations of ours: the quick part of ``make test-timm``.
+
+That target runs timm's own test file on the models at their full size; the tests here hold the same contract in the
+time that ``make test`` has.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from timm.models import FeatureInfo
+from timm.models._manipulate import group_parameters
+from timm.optim import create_optimizer_v2
+from torch import fx
+
+import capszoo
+from capszoo import CapsuleNet
+from tests.models.zoo_cases import calibrate, images, names, small, small_arguments
+
+NAMES = names()
+each_model = pytest.mark.parametrize("name", NAMES)
+
+
+def _meta(name: str, **kwargs: object) -> CapsuleNet:
+    return timm.create_model(name, device="meta", **kwargs).eval()
+
+
+@each_model
+def test_features_and_head_fit_the_configuration(name: str) -> None:
+    model = _meta(name)
+    cfg = model.default_cfg
+    x = torch.randn(1, *cfg["input_size"], device="meta")
+    features = model.forward_features(x)
+    assert features.shape == (1, model.num_features, *cfg["pool_size"])
+    assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
+    assert model(x).shape == (1, model.num_classes)
+    keys = set(model.state_dict())
+    classifiers = (cfg["classifier"],) if isinstance(cfg["classifier"], str) else cfg["classifier"]
+    for module in (*classifiers, cfg["first_conv"]):
+        assert f"{module}.weight" in keys
+
+
+@each_model
+def test_reset_classifier(name: str) -> None:
+    model = _meta(name)
+    cfg = model.default_cfg
+    x = torch.randn(2, *cfg["input_size"], device="meta")
+    model.reset_classifier(7)
+    assert model.num_classes == 7 and model(x).shape == (2, 7)
+    model.reset_classifier(0)
+    assert model.num_classes == 0 and model(x).shape == (2, model.head_hidden_size)
+    model.reset_classifier(0, "")
+    assert model(x).shape == (2, model.num_features, *cfg["pool_size"])
+    assert _meta(name, num_classes=0)(x).shape == (2, model.head_hidden_size)
+    assert _meta(name, num_classes=0, global_pool="")(x).shape == (2, model.num_features, *cfg["pool_size"])
+
+
+@each_model
+def test_reset_classifier_keeps_device_dtype_and_mode(name: str) -> None:
+    model = _meta(name).to(torch.float64)
+    model.reset_classifier(0)
+    model.reset_classifier(2)
+    head = model.get_classifier()
+    parameters = [
+        p for module in (head if isinstance(head, (tuple, list)) else (head,)) for p in module.parameters()
+    ]
+    assert parameters
+    assert {(p.device.type, p.dtype) for p in parameters} == {("meta", torch.float64)}
+    assert not any(module.training for module in model.modules())
+
+
+@each_model
+def test_frozen_stays_frozen_without_a_head(name: str) -> None:
+    model = _meta(name)
+    model.requires_grad_(False)
+    model.reset_classifier(0)
+    model.reset_classifier(0, "")
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@each_model
+def test_every_tensor_is_on_the_device_asked_for(name: str) -> None:
+    model = _meta(name)
+    misplaced = [k for k, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type != "meta"]
+    assert not misplaced
+
+
+@each_model
+def test_parameter_groups(name: str) -> None:
+    model = _meta(name)
+    groups = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+    assert len(set(groups.values())) > 1
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1, weight_decay=1e-4, layer_decay=0.9)
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@each_model
+def test_intermediates_and_features_only(name: str) -> None:
+    model = small(name).eval()
+    x = images(model, 1)
+    info = FeatureInfo(model.feature_info, len(model.feature_info))
+    assert len(info.channels()) >= 3
+    with torch.no_grad():
+        final, levels = model.forward_intermediates(x)
+        torch.testing.assert_close(final, model.forward_features(x))
+        backbone = small(name, features_only=True).eval()
+        assert backbone.feature_info.channels() == info.channels()
+        given = backbone(x)
+    h, w = model.img_size
+    for level, same, channels, reduction in zip(
+        levels, given, info.channels(), info.reduction(), strict=True
+    ):
+        torch.testing.assert_close(level, same)
+        assert level.shape[:2] == (1, channels)
+        for actual, size in ((level.shape[2], h), (level.shape[3], w)):
+            assert size / (2 * reduction) < actual <= -(-size // reduction) + 1, f"reduction {reduction}"
+    with torch.no_grad():
+        last = model.forward_intermediates(x, indices=1, intermediates_only=True)
+        first = model.forward_intermediates(x, indices=[0], stop_early=True, intermediates_only=True)
+    torch.testing.assert_close(last[0], levels[-1])
+    torch.testing.assert_close(first[0], levels[0])
+
+
+@each_model
+def test_pruned_layers_leave_nothing_unused(name: str) -> None:
+    model = small(name)
+    x = images(model, 2)
+    for index in range(len(model.feature_info)):
+        pruned = copy.deepcopy(model).train()
+        take = pruned.prune_intermediate_layers([index])
+        pruned.forward_intermediates(x, indices=take, intermediates_only=True)[0].sum().backward()
+        assert not [k for k, p in pruned.named_parameters() if p.grad is None], f"pruned to level {index}"
+
+
+@each_model
+def test_fx_trace_is_bit_exact(name: str) -> None:
+    model = small(name).eval()
+    calibrate(model)
+    traced = fx.symbolic_trace(model)
+    with torch.no_grad():
+        for batch in (1, 3):  # the trace must not hold a batch
+            x = images(model, batch)
+            assert torch.equal(traced(x), model(x))
+
+
+@each_model
+def test_torchscript(name: str) -> None:
+    model = small(name).eval()
+    calibrate(model)
+    scripted = torch.jit.script(model)
+    with torch.no_grad():
+        for batch in (1, 3):
+            x = images(model, batch)
+            torch.testing.assert_close(scripted(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@each_model
+def test_change_of_dtype_after_a_forward_pass(name: str) -> None:
+    model = _meta(name)
+    x = torch.randn(1, *model.default_cfg["input_size"], device="meta")
+    model(x)
+    assert model.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+@each_model
+def test_copies_and_pickles(name: str) -> None:
+    model = small(name).eval()
+    x = images(model, 1)
+    with torch.no_grad():
+        expected = model(x)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(x), expected)
+
+
+def test_timm_creates_the_same_model() -> None:
+    name = "resnet20_routingcaps" if "resnet20_routingcaps" in NAMES else NAMES[0]
+    ours, theirs = (
+        create(name, **small_arguments(name)) for create in (capszoo.create_model, timm.create_model)
+    )
+    assert type(ours) is type(theirs)
+    theirs.load_state_dict(ours.state_dict())
+    x = images(ours)
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(x), theirs.eval()(x))
+
+
+def test_names_do_not_collide_with_timm() -> None:
+    """timm's registry identifies a module by its last path component, so ours must not be called like one of its."""
+    from pathlib import Path
+
+    from capszoo.models import MODULES
+
+    theirs = {path.stem for path in Path(timm.models.__file__).parent.glob("*.py")}
+    assert not theirs & set(MODULES)
+    assert set(NAMES) == {name for module in MODULES for name in timm.list_models(module=module)}

@@ -1,0 +1,545 @@
+"""Every registered model: the parameter table, sizes, dtypes, awkward inputs, timm's interface, ONNX.
+
+The sweeps run over ``capszoo.list_models()``; ``make test`` takes small configurations, ``make test-slow`` the native
+ones and the full products.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+import capszoo
+from capszoo import CapsuleNet, CapsuleOutput
+from tests.models.zoo_cases import calibrate, images, names, native, relative_difference, signature, small
+
+NAMES = names()
+each_model = pytest.mark.parametrize("name", NAMES)
+
+# -- parameter counts: the papers' figures (the specification's table) --------------------------------------------
+
+#: name, arguments, parameters
+EXACT: list[tuple[str, dict[str, Any], int]] = [
+    ("capsnet_dynamic", {}, 6_804_224),
+    ("capsnet_dynamic", {"decoder": True}, 8_215_568),
+    ("capsnet_dynamic", {"decoder": True, "img_size": 40}, 13_475_648),
+    ("capsnet_dynamic_cifar", {}, 7_992_576),
+    ("capsnet_dynamic_cifar", {"num_classes": 100}, 31_585_536),
+    ("capsnet_dynamic_resnet", {}, 12_451_136),
+    ("capsnet_dynamic_resnet", {"num_classes": 100}, 36_044_096),
+    ("capsnet_em", {}, 453_044),
+    ("capsnet_em", {"num_classes": 100}, 499_304),
+    ("capsnet_em_resnet", {}, 1_710_580),
+    ("capsnet_em_resnet", {"num_classes": 100}, 1_756_840),
+    ("capsnet_em_norb", {}, 317_258),
+    ("capsnet_em_norb_small", {}, 68_882),
+    ("idpa_cnn", {}, 561_297),
+    ("idpa_cnn_cifar100", {}, 1_462_989),
+    ("idpa_resnet", {}, 1_828_817),
+    ("idpa_resnet_cifar100", {}, 2_799_629),
+    ("idpa_multimnist", {"pose": "vector"}, 42_478_017),
+    ("idpa_multimnist", {"pose": "matrix"}, 9_963_969),
+    ("cnn_multimnist", {}, 19_553_162),
+    ("cnn_multimnist_fc", {}, 42_490_762),
+    ("cnn_baseline", {}, 18_919_434),
+    ("cnn_baseline", {"num_classes": 100}, 19_011_684),
+    ("cnn_routingpool", {"pool": "routing"}, 312_906),
+    ("cnn_routingpool", {"pool": "max"}, 312_906),
+    ("cnn_routingpool", {"pool": "avg"}, 312_906),
+    ("cnn_routingpool", {"in_chans": 1}, 309_706),
+    ("resnet_routingpool", {}, 269_722),
+    ("resnet20_routingpool", {}, 269_722),
+    ("resnet20_routingpool", {"pool": "avg"}, 269_722),
+    ("resnet32_routingpool", {}, 464_154),
+    ("resnet44_routingpool", {}, 658_586),
+    ("resnet56_routingpool", {}, 853_018),
+    ("resnet20_routingcaps", {}, 279_024),
+    ("resnet20_routingcaps", {"decoder": True, "img_size": 40}, 2_526_768),
+    ("resnet20_routingcaps", {"decoder": True, "img_size": 36}, 2_215_168),
+    ("encapnet_v1", {}, 36_544_064),
+    ("encapnet_v1", {"num_classes": 100}, 37_281_344),
+    ("encapnet_v1", {"coefficients": "own"}, 36_474_944),
+    ("encapnet_v1", {"mode": "master"}, 1_743_680),
+    ("encapnet_v1", {"img_size": 128, "num_classes": 200}, 38_104_384),
+    ("encapnet_v2", {}, 176_330_752),
+    ("encapnet_v3", {}, 179_709_952),
+    ("resnet18_encap", {}, 11_156_778),
+    ("capsnet6_dynamic", {}, 9_913_600),
+    ("capsnet6_em", {}, 9_991_540),
+    ("encapnet6_master", {}, 1_689_856),
+    ("encapnet6", {}, 8_133_440),
+]
+
+#: name, millions of parameters as the table rounds them
+ROUNDED: list[tuple[str, float, int]] = [
+    ("cnn_sabour", 35.4, 1),
+    ("capsnet_dynamic_multimnist", 42.48, 2),
+    ("cnn6", 1.59, 2),
+    ("cnn6_wide", 9.81, 2),
+]
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "arguments", "expected"), EXACT)
+def test_parameter_count(name: str, arguments: dict[str, Any], expected: int) -> None:
+    assert _count(capszoo.create_model(name, device="meta", **arguments)) == expected
+
+
+@pytest.mark.parametrize(("name", "millions", "digits"), ROUNDED)
+def test_parameter_count_rounded(name: str, millions: float, digits: int) -> None:
+    assert round(_count(capszoo.create_model(name, device="meta")) / 1e6, digits) == millions
+
+
+def test_table_and_registry_hold_the_same_names() -> None:
+    assert {name for name, *_ in EXACT} | {name for name, *_ in ROUNDED} == set(NAMES)
+
+
+@each_model
+def test_classes_change_the_head_only(name: str) -> None:
+    few, many = (capszoo.create_model(name, device="meta", num_classes=n) for n in (2, 200))
+    bodies = [{k: v.shape for k, v in m.stages.state_dict().items()} for m in (few, many)]
+    assert bodies[0] == bodies[1]
+    assert _count(few) < _count(many) or few.num_features == many.num_features
+
+
+# -- sizes, channels, classes -------------------------------------------------------------------------------------
+
+
+def _check_forward(model: CapsuleNet, x: torch.Tensor, classes: int) -> None:
+    scores = model(x)
+    assert scores.shape == (x.shape[0], classes)
+    assert scores.dtype == x.dtype
+    assert torch.isfinite(scores).all()
+
+
+#: batch, image size, channels, classes
+QUICK_SHAPES = [(1, (36, 32), 3, 2), (3, (32, 36), 1, 200)]
+SLOW_SHAPES = [
+    (batch, size, channels, classes)
+    for batch, size in [(1, None), (5, None), (2, (36, 48)), (3, (40, 40)), (1, (44, 32))]
+    for channels in (1, 3)
+    for classes in (2, 10, 200)
+]
+
+
+def _forward_at(name: str, batch: int, size: tuple[int, int] | None, channels: int, classes: int) -> None:
+    arguments: dict[str, Any] = {} if size is None else {"img_size": size}
+    model = small(name, in_chans=channels, num_classes=classes, **arguments)
+    if size is not None:
+        assert model.img_size == size
+    with torch.no_grad():
+        _check_forward(model.eval(), images(model, batch), classes)
+        # BatchNorm has no statistics of a single value; the nets' last maps are larger than one position
+        _check_forward(model.train(), images(model, max(batch, 2)), classes)
+
+
+@each_model
+@pytest.mark.parametrize(("batch", "size", "channels", "classes"), QUICK_SHAPES)
+def test_sizes(name: str, batch: int, size: tuple[int, int], channels: int, classes: int) -> None:
+    _forward_at(name, batch, size, channels, classes)
+
+
+@pytest.mark.slow
+@each_model
+@pytest.mark.parametrize(("batch", "size", "channels", "classes"), SLOW_SHAPES)
+def test_sizes_all(name: str, batch: int, size: tuple[int, int] | None, channels: int, classes: int) -> None:
+    _forward_at(name, batch, size, channels, classes)
+
+
+@pytest.mark.slow
+@each_model
+def test_native_configuration_trains(name: str) -> None:
+    """At the registered configuration itself: forward in eval and a training step with gradients everywhere."""
+    model = capszoo.create_model(name)
+    x = images(model, 2)
+    with torch.no_grad():
+        _check_forward(model.eval(), x, model.num_classes)
+    model.train()
+    F.cross_entropy(model(x), torch.tensor([0, 1])).backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), key
+
+
+@each_model
+def test_wrong_image_size_is_refused_or_works(name: str) -> None:
+    """A net whose weights depend on the image size says so; any other takes the size."""
+    model = small(name).eval()
+    h, w = model.img_size
+    x = torch.randn(1, model.in_chans, h + 8, w + 8)
+    if model.fixed_input_size:
+        with pytest.raises(AssertionError, match=f"{h}x{w}"):
+            model(x)
+    else:
+        with torch.no_grad():
+            _check_forward(model, x, model.num_classes)
+
+
+@each_model
+def test_routing_iters(name: str) -> None:
+    if "routing_iters" not in signature(name):
+        with pytest.raises(TypeError, match="routing_iters"):
+            capszoo.create_model(name, device="meta", routing_iters=2)
+        return
+    scores = []
+    for iters in (1, 3):
+        model = small(name, routing_iters=iters).eval()
+        with torch.no_grad():
+            scores.append(model(images(model)))
+    assert torch.isfinite(torch.stack(scores)).all()
+    assert not torch.equal(scores[0], scores[1]), "routing iterations change nothing"
+
+
+# -- dtypes and awkward inputs ------------------------------------------------------------------------------------
+
+
+def _inputs(kind: str, model: CapsuleNet, dtype: torch.dtype) -> torch.Tensor:
+    x = images(model, 2)
+    if kind == "zero":
+        x = torch.zeros_like(x)
+    elif kind == "constant":
+        x = torch.full_like(x, 0.5)
+    elif kind != "random":
+        x = x * float(kind)
+    return x.to(dtype)
+
+
+def _check_finite(model: CapsuleNet, kind: str, dtype: torch.dtype, train: bool) -> None:
+    model = model.to(dtype).train(train)
+    scores = model(_inputs(kind, model, dtype))
+    assert scores.dtype == dtype
+    assert torch.isfinite(scores).all(), f"scores for {kind} input in {dtype}, train={train}"
+    model.zero_grad(set_to_none=True)
+    # a sum of squares, scaled: a gradient through every score that half precision can hold
+    (scores.float().square().mean()).backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"no gradient for {key}"
+        assert torch.isfinite(parameter.grad).all(), (
+            f"gradient of {key} for {kind} input in {dtype}, train={train}"
+        )
+
+
+HUGE = ("1e4", "1e6")
+
+
+@each_model
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_finite_float32(name: str, train: bool) -> None:
+    model = small(name)
+    for kind in ("random", "zero", "constant", *HUGE):
+        _check_finite(model, kind, torch.float32, train)
+
+
+@each_model
+def test_finite_bfloat16(name: str) -> None:
+    model = small(name)
+    for kind in ("random", "zero", HUGE[-1]):
+        _check_finite(model, kind, torch.bfloat16, train=True)
+
+
+@pytest.mark.slow
+@each_model
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_finite_bfloat16_all(name: str, train: bool) -> None:
+    model = small(name)
+    for kind in ("random", "zero", "constant", *HUGE, "1e5"):
+        _check_finite(model, kind, torch.bfloat16, train)
+
+
+def _cpu_has_float16_conv() -> bool:
+    try:
+        y = F.conv2d(torch.ones(1, 1, 3, 3).half(), torch.ones(1, 1, 3, 3).half())
+    except RuntimeError:
+        return False
+    return bool(torch.isfinite(y).all())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _cpu_has_float16_conv(), reason="this PyTorch has no float16 convolution on the CPU")
+@each_model
+def test_finite_float16(name: str) -> None:
+    model = small(name).half()
+    for kind in ("random", "zero", "constant"):
+        model.eval()
+        with torch.no_grad():
+            scores = model(_inputs(kind, model, torch.float16))
+        assert scores.dtype == torch.float16 and torch.isfinite(scores).all(), kind
+        _check_finite(model, kind, torch.float16, train=True)
+
+
+@each_model
+def test_autocast(name: str) -> None:
+    """bfloat16 autocast, as training uses it: finite scores and float32 gradients."""
+    model = small(name).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(images(model)).float().square().mean()
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), key
+
+
+@each_model
+def test_batch_equals_its_images_one_by_one(name: str) -> None:
+    model = small(name).eval()
+    calibrate(model)
+    x = images(model, 3)
+    with torch.no_grad():
+        together = model(x)
+        alone = torch.cat([model(x[i : i + 1]) for i in range(3)])
+    assert relative_difference(together, alone) < 1e-4
+
+
+@each_model
+def test_eval_is_deterministic_and_sees_the_image(name: str) -> None:
+    model = small(name).eval()
+    calibrate(model)
+    x = images(model, 2)
+    with torch.no_grad():
+        first, second, other = model(x), model(x), model(images(model, 2, seed=2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+# -- keywords -----------------------------------------------------------------------------------------------------
+
+
+@each_model
+def test_unknown_keyword_names_the_nearest(name: str) -> None:
+    with pytest.raises(TypeError, match="num_classes") as caught:
+        capszoo.create_model(name, device="meta", num_clases=3)
+    assert "num_clases" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@each_model
+def test_arguments_are_explicit(name: str) -> None:
+    kinds = {p.kind.name for p in signature(name).values()}
+    assert not kinds & {"VAR_KEYWORD", "VAR_POSITIONAL"}
+    assert {"num_classes", "in_chans", "img_size"} <= set(signature(name))
+
+
+# -- capsules -----------------------------------------------------------------------------------------------------
+
+
+@each_model
+def test_forward_capsules(name: str) -> None:
+    model = small(name).eval()
+    calibrate(model)
+    x = images(model, 2)
+    with torch.no_grad():
+        out = model.forward_capsules(x)
+        scores = model(x)
+    assert isinstance(out, CapsuleOutput)
+    torch.testing.assert_close(out.scores, scores, rtol=1e-5, atol=1e-6)
+    assert out.poses.ndim == 3 and out.poses.shape[:2] == (2, model.num_classes)
+    assert out.activations.shape == (2, model.num_classes)
+    assert isinstance(out.couplings, tuple)
+    if "routing_iters" in signature(name):
+        assert out.couplings, "a net that routes returns its couplings"
+    for tensor in (out.poses, out.activations, *out.couplings):
+        assert torch.isfinite(tensor).all()
+    for coupling in out.couplings:
+        assert coupling.shape[0] == 2 or coupling.shape[0] % 2 == 0, "couplings keep the batch first"
+        assert coupling.min() >= 0
+
+
+@each_model
+def test_coupling_map(name: str) -> None:
+    model = small(name).eval()
+    try:
+        with torch.no_grad():
+            heat = model.coupling_map(images(model, 2))
+    except NotImplementedError as error:
+        assert str(error), "a net without couplings says so in words"
+        assert not model.forward_capsules(images(model, 2)).couplings
+        return
+    assert heat.ndim == 4 and heat.shape[:2] == (2, model.num_classes)
+    assert heat.shape[2] >= 1 and heat.shape[3] >= 1
+    assert torch.isfinite(heat).all() and heat.min() >= 0
+    torch.testing.assert_close(heat.sum((2, 3)), torch.ones(2, model.num_classes), rtol=1e-4, atol=1e-4)
+
+
+@each_model
+def test_decoder(name: str) -> None:
+    if "decoder" not in signature(name):
+        return
+    plain, model = small(name), small(name, decoder=True)
+    own = {key for key in model.state_dict() if key.startswith("decoder.")}
+    assert own and set(model.state_dict()) - own == set(plain.state_dict())
+    model.eval()
+    out = model.forward_capsules(images(model, 2))
+    for target in (None, torch.tensor([0, model.num_classes - 1])):
+        picture = model.reconstruct(out.poses, target)
+        assert picture.shape == (2, model.in_chans, *model.img_size)
+        assert 0 <= picture.min() and picture.max() <= 1
+    with pytest.raises(RuntimeError, match="decoder=True"):
+        plain.reconstruct(out.poses)
+
+
+# -- pretrained weights for another purpose -----------------------------------------------------------------------
+
+
+def _saved(name: str, folder: Path, **arguments: Any) -> tuple[CapsuleNet, dict[str, Any]]:
+    """A model with a safetensors file of its weights, and the timm overlay that names the file."""
+    source = small(name, seed=5, **arguments)
+    path = folder / "weights.safetensors"
+    save_file({k: v.contiguous().clone() for k, v in source.state_dict().items()}, path)
+    size = (source.in_chans, *source.img_size)
+    return source, {"file": str(path), "input_size": size, "num_classes": source.num_classes}
+
+
+def _taken(model: nn.Module, source: nn.Module) -> tuple[set[str], set[str]]:
+    """Keys whose values are the source's, and the others."""
+    theirs = source.state_dict()
+    taken = {k for k, v in model.state_dict().items() if k in theirs and torch.equal(v, theirs[k])}
+    return taken, set(model.state_dict()) - taken
+
+
+@each_model
+def test_pretrained_at_another_image_size(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, overlay = _saved(name, tmp_path)
+    h, w = source.img_size
+    with caplog.at_level(logging.WARNING):
+        model = small(name, pretrained=True, pretrained_cfg_overlay=overlay, img_size=(h + 8, w + 4))
+    _, fresh = _taken(model, source)
+    same_shape = {k for k, v in source.state_dict().items() if model.state_dict()[k].shape == v.shape}
+    assert not fresh & same_shape, "what does not depend on the image size is taken over"
+    for key in fresh:
+        assert key in caplog.text, f"{key} was re-initialised without a word"
+    if not fresh:
+        assert "re-initialised" not in caplog.text
+    with torch.no_grad():
+        _check_forward(model.eval(), images(model), model.num_classes)
+
+
+@each_model
+def test_pretrained_with_other_classes_and_channels(name: str, tmp_path: Path) -> None:
+    source, overlay = _saved(name, tmp_path)
+    channels = 3 if source.in_chans == 1 else 1
+    arguments = {"in_chans": channels, "num_classes": source.num_classes + 2}
+    model = small(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
+    _, fresh = _taken(model, source)
+    cfg = model.default_cfg
+    classifiers = (cfg["classifier"],) if isinstance(cfg["classifier"], str) else tuple(cfg["classifier"])
+    for key in fresh:
+        assert key == f"{cfg['first_conv']}.weight" or key.startswith(tuple(f"{c}." for c in classifiers)), (
+            key
+        )
+    with torch.no_grad():
+        _check_forward(model.eval(), images(model), model.num_classes)
+
+
+# -- timm's interface (the rest is in test_timm_contract.py) -------------------------------------------------------
+
+
+@each_model
+def test_default_cfg_is_complete(name: str) -> None:
+    model = capszoo.create_model(name, device="meta")
+    cfg = model.default_cfg
+    assert tuple(cfg["input_size"]) == native(name)
+    assert cfg["num_classes"] == model.num_classes
+    assert len(cfg["mean"]) == len(cfg["std"]) == model.in_chans
+    assert all(0 <= m <= 1 for m in cfg["mean"]) and all(0 < s <= 1 for s in cfg["std"])
+    assert bool(cfg["fixed_input_size"]) == model.fixed_input_size
+    assert cfg["paper_ids"]
+    assert "." not in name and cfg["architecture"] == name
+
+
+@each_model
+def test_grad_checkpointing_gives_the_same_gradients(name: str) -> None:
+    gradients = []
+    for enable in (False, True):
+        model = small(name).eval()  # eval: BatchNorm's statistics do not move between the two passes
+        model.set_grad_checkpointing(enable)
+        model(images(model)).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@each_model
+def test_group_matcher_orders_the_depth(name: str) -> None:
+    model = capszoo.create_model(name, device="meta")
+    depth_of = model.group_matcher()
+    depths = {key: depth_of(key) for key, _ in model.named_parameters()}
+    stages = [depth for key, depth in depths.items() if key.startswith("stages.")]
+    assert stages == sorted(stages), "stages are not in order of depth"
+    heads = [depth for key, depth in depths.items() if not key.startswith("stages.")]
+    assert heads and all(math.isinf(depth[0]) for depth in heads)
+    assert set(model.no_weight_decay()) <= set(depths)
+
+
+# -- bundled weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", capszoo.list_pretrained())
+def test_bundled_weights_load_and_match_their_metadata(name: str, root: Path) -> None:
+    model = capszoo.create_model(name, pretrained=True).eval()
+    folders = (root / "capszoo" / "weights", root / "weights-large")
+    (meta,) = (json.loads(path.read_text()) for f in folders for path in f.glob(f"{name}.json"))
+    assert (model.in_chans, *model.img_size) == tuple(meta["input_size"])
+    assert model.num_classes == meta["num_classes"]
+    with torch.no_grad():
+        _check_forward(model, images(model), model.num_classes)
+
+
+# -- ONNX ---------------------------------------------------------------------------------------------------------
+
+
+def _check_export(model: CapsuleNet, path: Path) -> None:
+    """Exported by the package, then judged by ONNX and ONNX Runtime themselves, not by the package's report."""
+    onnx = pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    from capszoo.export.to_onnx import export
+
+    model.eval()
+    calibrate(model)
+    report = export(model, path, gate="quick")
+    assert report.passed
+
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto, full_check=True)
+    assert not {node.op_type for node in proto.graph.node} & {"Loop", "If", "Scan", "Einsum", "NonZero"}
+    inferred = onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)
+    values = [*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info]
+    assert max(len(v.type.tensor_type.shape.dim) for v in values) <= 6
+    assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param, "the batch is not dynamic"
+    assert b"/" + b"site-packages" not in proto.SerializeToString()
+
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    for batch in (1, 3):
+        x = images(model, batch, seed=batch)
+        for sample in (x, torch.zeros_like(x)):
+            with torch.no_grad():
+                expected = model(sample)
+            (given,) = session.run(None, {session.get_inputs()[0].name: sample.numpy()})
+            difference = (torch.from_numpy(given) - expected).abs().max()
+            assert torch.isfinite(expected).all() and difference <= 1e-4 * expected.abs().max().clamp_min(
+                1e-3
+            )
+
+
+@each_model
+def test_onnx(name: str, tmp_path: Path) -> None:
+    _check_export(small(name), tmp_path / "model.onnx")
+
+
+@pytest.mark.slow
+@each_model
+def test_onnx_native(name: str, tmp_path: Path) -> None:
+    _check_export(capszoo.create_model(name), tmp_path / "model.onnx")

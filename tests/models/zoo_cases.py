@@ -1,0 +1,77 @@
+"""Small configurations of every registered model, shared by the sweeps over the registry.
+
+Everything is read from the registry and from the constructors' signatures: a new model is swept without a line here,
+unless it is too large for a test at its defaults.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import capszoo
+from capszoo import CapsuleNet
+
+#: Arguments that make a model small where its constructor has them; its structure stays.
+SMALLER: dict[str, Any] = {"depths": (2, 2, 2, 2), "mid_caps": 64}
+
+#: Image sizes that every test-sized model takes: its own for the small ones, less for the large.
+MAX_SIZE = 40
+
+
+def names() -> list[str]:
+    return capszoo.list_models()
+
+
+@cache
+def signature(name: str) -> dict[str, inspect.Parameter]:
+    """Constructor arguments of a model, by name."""
+    model = capszoo.create_model(name, device="meta")
+    return dict(inspect.signature(type(model).__init__).parameters)
+
+
+@cache
+def native(name: str) -> tuple[int, int, int]:
+    """Channels, height and width that a model has by default."""
+    model = capszoo.create_model(name, device="meta")
+    return model.in_chans, *model.img_size
+
+
+def small_arguments(name: str) -> dict[str, Any]:
+    arguments = {key: value for key, value in SMALLER.items() if key in signature(name)}
+    _, h, w = native(name)
+    if max(h, w) > MAX_SIZE:
+        arguments["img_size"] = 32
+    return arguments
+
+
+def small(name: str, seed: int = 0, **kwargs: Any) -> CapsuleNet:
+    """A model of test size, with reproducible random weights."""
+    torch.manual_seed(seed)
+    return capszoo.create_model(name, **{**small_arguments(name), **kwargs})
+
+
+def images(
+    model: CapsuleNet, batch: int = 2, seed: int = 1, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Reproducible noise of the model's input size, ``[b, c, h, w]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, model.in_chans, *model.img_size, generator=generator).to(dtype)
+
+
+def calibrate(model: nn.Module) -> None:
+    """Give every BatchNorm statistics other than its initial ones, so that a test of eval mode sees them."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            generator = torch.Generator().manual_seed(module.num_features)
+            module.running_mean.uniform_(-0.1, 0.1, generator=generator)
+            module.running_var.uniform_(0.8, 1.2, generator=generator)
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference as a share of the largest value of ``a``."""
+    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-12))

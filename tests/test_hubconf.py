@@ -1,0 +1,94 @@
+"""torch.hub: one entry point per architecture, from a plain checkout, with nothing but the stated dependencies."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import capszoo
+
+
+@pytest.fixture(scope="module")
+def hubconf(root: Path) -> ModuleType:
+    return torch.hub._import_module("hubconf", str(root / "hubconf.py"))
+
+
+def test_entry_points_are_the_registry(root: Path, hubconf: ModuleType) -> None:
+    assert torch.hub.list(str(root), source="local") and hubconf
+    assert sorted(torch.hub.list(str(root), source="local")) == capszoo.list_models()
+
+
+def test_entry_points_are_plain_functions(hubconf: ModuleType) -> None:
+    for name in capszoo.list_models():
+        entry = getattr(hubconf, name)
+        assert inspect.isfunction(entry) and entry.__module__ == "hubconf"
+        assert entry.__name__ == name and entry.__doc__
+        assert list(inspect.signature(entry).parameters) == ["pretrained", "kwargs"]
+
+
+def test_each_entry_point_builds_its_own_model(hubconf: ModuleType) -> None:
+    for name in capszoo.list_models():
+        model = getattr(hubconf, name)(num_classes=3, device="meta")
+        assert model.default_cfg["architecture"] == name
+        assert model.num_classes == 3
+
+
+def _from_checkout(root: Path, tmp_path: Path, body: str) -> None:
+    """Run ``body`` in a fresh process, away from the checkout, with only hubconf's dependencies importable."""
+    code = f"""
+import os, sys
+os.environ["HF_HUB_OFFLINE"] = "1"
+for name in ("typer", "rich", "onnx", "onnxruntime", "accelerate", "datasets", "pydantic", "matplotlib", "pytest"):
+    sys.modules[name] = None
+# an editable install of the project must not be what makes this work
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path = [p for p in sys.path if os.path.realpath(p or ".") != {str(root)!r}]
+import torch
+root = {str(root)!r}
+{body}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_load_from_a_plain_checkout(root: Path, tmp_path: Path) -> None:
+    _from_checkout(
+        root,
+        tmp_path,
+        """
+model = torch.hub.load(root, "idpa_resnet", source="local", num_classes=7).eval()
+assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 7)
+assert "idpa_resnet" in torch.hub.list(root, source="local")
+assert torch.hub.help(root, "idpa_resnet", source="local")
+""",
+    )
+
+
+def test_load_pretrained_from_a_plain_checkout(root: Path, tmp_path: Path) -> None:
+    name = next((n for n in capszoo.list_pretrained()), None)
+    assert name is not None, "there are no bundled weights"
+    architecture = name.split(".")[0]
+    _from_checkout(
+        root,
+        tmp_path,
+        f"""
+model = torch.hub.load(root, {architecture!r}, source="local", pretrained=True).eval()
+fresh = torch.hub.load(root, {architecture!r}, source="local").eval()
+x = torch.rand(2, model.in_chans, *model.img_size)
+assert torch.isfinite(model(x)).all()
+assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters()))
+""",
+    )
+
+
+def test_wrong_keyword_names_the_nearest(hubconf: ModuleType) -> None:
+    with pytest.raises(TypeError, match="num_classes"):
+        hubconf.idpa_resnet(num_clases=7)

@@ -1,0 +1,262 @@
+"""What is installed, what importing costs, and which way imports run."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    tomllib = pytest.importorskip("tomli")
+
+#: Folder on disk -> where it is installed.
+PACKAGE_ROOTS = {"capszoo": "capszoo", "recipes": "capszoo.recipes", "export": "capszoo.export"}
+
+#: Never imported by ``import capszoo``: optional, or slow to load.
+OPTIONAL = (
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "tensorrt",
+    "matplotlib",
+    "accelerate",
+    "datasets",
+    "pydantic",
+    "yaml",
+)
+
+
+def _project(root: Path) -> dict:
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _python_packages(root: Path) -> set[str]:
+    """Dotted names of every folder that holds Python files, as installed."""
+    found = set()
+    for folder, package in PACKAGE_ROOTS.items():
+        for init in (root / folder).rglob("*.py"):
+            if "__pycache__" not in init.parts:
+                inner = init.parent.relative_to(root / folder).parts
+                found.add(".".join((package, *inner)))
+    return found
+
+
+def _modules(root: Path) -> Iterator[tuple[str, Path]]:
+    """Dotted name (as installed) and file of every module."""
+    for folder, package in PACKAGE_ROOTS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            inner = path.relative_to(root / folder).with_suffix("").parts
+            parts = (package, *inner)
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def _run(root: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=240)
+
+
+def test_package_list_matches_the_disk(root: Path) -> None:
+    settings = _project(root)["tool"]["setuptools"]
+    assert set(settings["packages"]) == _python_packages(root)
+    for package, folder in settings["package-dir"].items():
+        assert PACKAGE_ROOTS[folder] == package
+
+
+def test_every_package_has_an_init(root: Path) -> None:
+    for name in _project(root)["tool"]["setuptools"]["packages"]:
+        top = {v: k for k, v in PACKAGE_ROOTS.items()}
+        folder = root / (top[name] if name in top else name.replace(".", "/"))
+        assert (folder / "__init__.py").is_file(), f"{name} has no __init__.py"
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy of the sources (a build writes into its source folder)."""
+    source = tmp_path_factory.mktemp("source")
+    junk = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for folder in PACKAGE_ROOTS:
+        shutil.copytree(root / folder, source / folder, ignore=junk)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source / name)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run(
+        [*command, "--disable-pip-version-check", "--wheel-dir", str(out), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("capszoo-*.whl")
+    return built
+
+
+def test_wheel_holds_everything_inside_the_package(root: Path, wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"capszoo"}
+
+    expected = {name.replace(".", "/") for name, _ in _modules(root)}
+    installed = {name.removesuffix(".py").removesuffix("/__init__") for name in names if name.endswith(".py")}
+    assert installed == expected
+
+    for pattern in ("weights/*", "assets/*"):
+        for path in (root / "capszoo").glob(pattern):
+            assert f"capszoo/{path.relative_to(root / 'capszoo').as_posix()}" in names
+    for path in (*(root / "recipes" / "configs").glob("*.yaml"), root / "recipes" / "queue.yaml"):
+        if path.is_file():
+            assert f"capszoo/recipes/{path.relative_to(root / 'recipes').as_posix()}" in names
+    assert any(name.endswith(".safetensors") for name in names), "the wheel carries no weights"
+
+
+def test_wheel_states_version_and_command(wheel: Path) -> None:
+    import capszoo
+
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        (entry_points,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
+        assert f"\nVersion: {capszoo.__version__}\n" in archive.read(metadata).decode()
+        assert "capszoo = capszoo.cli:main" in archive.read(entry_points).decode()
+
+
+def test_wheel_works_installed_and_offline(wheel: Path, tmp_path: Path) -> None:
+    """Unpacked wheel alone on the path: registry, bundled weights and the moved packages are there."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = f"""
+import os, sys
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path = [{str(tmp_path)!r}] + [p for p in sys.path if p]
+import capszoo, torch
+assert capszoo.__file__.startswith({str(tmp_path)!r}), capszoo.__file__
+model = capszoo.create_model("resnet20_routingcaps", pretrained=True).eval()
+assert torch.isfinite(model(torch.zeros(1, model.in_chans, *model.img_size))).all()
+import capszoo.recipes, capszoo.export
+assert capszoo.recipes.__file__.startswith({str(tmp_path)!r})
+assert capszoo.export.__file__.startswith({str(tmp_path)!r})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_leaves_optional_libraries_alone(root: Path) -> None:
+    code = f"import sys, capszoo; print([m for m in {OPTIONAL!r} if m in sys.modules])"
+    done = _run(root, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]", f"import capszoo pulls in {done.stdout.strip()}"
+
+
+def test_every_module_imports_without_optional_libraries(root: Path) -> None:
+    names = [name for name, path in _modules(root) if path.name != "__main__.py"]
+    code = f"""
+import importlib, sys
+for library in {OPTIONAL!r}:
+    sys.modules[library] = None  # makes an import raise ModuleNotFoundError
+for name in {names!r}:
+    importlib.import_module(name)
+"""
+    done = _run(root, code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", ["recipes", "export"])
+def test_moved_packages_refuse_their_bare_names(root: Path, folder: str) -> None:
+    done = _run(root, f"import {folder}")
+    assert done.returncode != 0
+    assert f"capszoo.{folder}" in done.stderr, "the message does not say what to import instead"
+
+
+def test_checkout_runs_uninstalled(root: Path, tmp_path: Path) -> None:
+    """``python -m capszoo`` from elsewhere, with nothing but the checkout on PYTHONPATH."""
+    blocked = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
+    code = blocked + (
+        f"sys.path.insert(0, {str(root)!r}); sys.argv = ['capszoo', 'train', '--help']; "
+        "import runpy; runpy.run_module('capszoo', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "recipe" in done.stdout.lower()
+
+
+# -- imports run one way ------------------------------------------------------------------------------------------
+
+#: What a part of the project may import of the others. ``shared`` is everything else directly in capszoo/.
+ALLOWED = {
+    "layers": set(),
+    "shared": {"layers", "models", "data"},
+    "models": {"layers", "shared"},
+    "data": {"shared"},
+    "recipes": {"layers", "models", "data", "shared"},
+    "export": {"layers", "models", "data", "shared"},
+    "cli": {"layers", "models", "data", "shared", "recipes", "export"},
+}
+
+
+def _part(module: str) -> str:
+    parts = module.split(".")
+    if len(parts) < 2:
+        return "shared"
+    if parts[1] in ("cli", "__main__"):
+        return "cli"
+    return parts[1] if parts[1] in ALLOWED else "shared"
+
+
+def _imported(module: str, path: Path) -> Iterator[tuple[str, int]]:
+    """Dotted names that a file imports, at any depth of its code, with their lines; relative ones resolved."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                above = parents[: len(parents) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}", node.lineno
+
+
+def test_imports_run_one_way(root: Path) -> None:
+    wrong = []
+    for module, path in _modules(root):
+        part = _part(module)
+        for target, line in _imported(module, path):
+            if not target.startswith("capszoo.") or _part(target) in (part, *ALLOWED[part]):
+                continue
+            wrong.append(f"{path.relative_to(root)}:{line}: {part} must not import {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_layers_import_torch_alone(root: Path) -> None:
+    allowed = {"torch", "capszoo", "triton"}
+    wrong = []
+    for module, path in _modules(root):
+        if _part(module) != "layers":
+            continue
+        for target, line in _imported(module, path):
+            top = target.split(".")[0]
+            if top not in allowed and top not in sys.stdlib_module_names:
+                wrong.append(f"{path.relative_to(root)}:{line}: {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_hubconf_imports_models_only(root: Path) -> None:
+    targets = [name for name, _ in _imported("hubconf", root / "hubconf.py")]
+    ours = [name for name in targets if name.startswith("capszoo")]
+    assert ours and all(name.startswith("capszoo.models") for name in ours), ours
+    others = {name.split(".")[0] for name in targets} - {"capszoo", "torch", "timm"} - set(sys.stdlib_module_names)
+    assert not others, others
