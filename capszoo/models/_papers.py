@@ -1,0 +1,182 @@
+"""What the papers report for each architecture: data set, metric, figure and where it stands.
+
+``PAPERS`` has an entry for every registered name, in the order of the papers' own tables; an empty one means that no
+paper gives a figure for exactly this network. Figures are the papers' (errors and accuracies in percent on the test
+set), never ours: ours stand in the metadata beside the weights. ``capszoo info`` and the README's model table show
+both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["PAPERS", "PaperFigure"]
+
+
+class PaperFigure(NamedTuple):
+    """One figure of a paper.
+
+    Attributes:
+        dataset: data set as the paper has it.
+        metric: ``"error"`` or ``"accuracy"``, in percent.
+        value: the figure.
+        source: paper and table.
+        note: what sets this figure apart from the others of the same network.
+    """
+
+    dataset: str
+    metric: str
+    value: float
+    source: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.dataset} {self.metric} {self.value:g}%{note}"
+
+
+_SABOUR = "Sabour et al. 2017, arXiv:1710.09829"
+_HINTON = "Hinton et al. 2018, Matrix capsules with EM routing"
+_IDPA = "Tsai et al. 2020, arXiv:2002.04764"
+_POOL = "Zhao and Huang 2019, Exploring dynamic routing as a pooling layer"
+_ENCAP = "Li et al. 2018, arXiv:1808.03749"
+
+
+def _errors(source: str, *figures: tuple[str, float] | tuple[str, float, str]) -> tuple[PaperFigure, ...]:
+    return tuple(PaperFigure(f[0], "error", f[1], source, *f[2:]) for f in figures)
+
+
+def _accuracies(source: str, *figures: tuple[str, float] | tuple[str, float, str]) -> tuple[PaperFigure, ...]:
+    return tuple(PaperFigure(f[0], "accuracy", f[1], source, *f[2:]) for f in figures)
+
+
+_RESNET20_POOL = _errors(
+    f"{_POOL}, table 2", ("CIFAR-10", 8.49, "mean of 3"), ("CIFAR-10", 8.73, "mean of 3, average pooling")
+)
+
+PAPERS: dict[str, tuple[PaperFigure, ...]] = {
+    "capsnet_dynamic": (
+        *_errors(
+            f"{_SABOUR}, table 1",
+            ("MNIST", 0.25, "±0.005, reconstruction"),
+            ("MNIST", 0.35, "±0.036, no reconstruction"),
+            ("MNIST", 0.29, "±0.011, 1 iteration, reconstruction"),
+            ("MNIST", 0.34, "±0.032, 1 iteration, no reconstruction"),
+            ("MultiMNIST", 5.2),
+            ("MultiMNIST", 7.5, "1 iteration"),
+        ),
+        *_accuracies(_SABOUR, ("affNIST", 79)),
+        *_errors(_SABOUR, ("smallNORB", 2.7), ("CIFAR-10", 10.6, "ensemble")),
+    ),
+    "cnn_sabour": (
+        *_errors(f"{_SABOUR}, table 1", ("MNIST", 0.39), ("MultiMNIST", 8.1)),
+        *_accuracies(_SABOUR, ("affNIST", 66)),
+    ),
+    "capsnet_dynamic_cifar": _accuracies(f"{_IDPA}, table 1", ("CIFAR-10", 84.08), ("CIFAR-100", 56.96)),
+    "capsnet_dynamic_resnet": _accuracies(f"{_IDPA}, table 1", ("CIFAR-10", 92.65), ("CIFAR-100", 71.70)),
+    "capsnet_dynamic_multimnist": _accuracies(f"{_IDPA}, figure 5", ("DiverseMultiMNIST", 83.39)),
+    "capsnet_em": _accuracies(
+        f"{_IDPA}, table 1", ("CIFAR-10", 82.19, "2 iterations"), ("CIFAR-100", 37.73, "2 iterations")
+    ),
+    "capsnet_em_resnet": _accuracies(f"{_IDPA}, table 1", ("CIFAR-10", 92.15), ("CIFAR-100", 58.08)),
+    "capsnet_em_norb": _errors(_HINTON, ("smallNORB", 1.4)),
+    "capsnet_em_norb_small": (),
+    "idpa_cnn": _accuracies(f"{_IDPA}, table 1", ("CIFAR-10", 85.17, "best test epoch")),
+    "idpa_cnn_cifar100": _accuracies(f"{_IDPA}, table 1", ("CIFAR-100", 57.32, "best test epoch")),
+    "idpa_resnet": _accuracies(
+        _IDPA,
+        ("CIFAR-10", 95.14, "best test epoch"),
+        ("CIFAR-10", 94.85, "mean"),
+        ("CIFAR-10", 94.73, "mean, 1 iteration"),
+    ),
+    "idpa_resnet_cifar100": _accuracies(
+        _IDPA,
+        ("CIFAR-100", 78.02, "best test epoch"),
+        ("CIFAR-100", 76.27, "mean"),
+        ("CIFAR-100", 76.02, "mean, 1 iteration"),
+    ),
+    "idpa_multimnist": _accuracies(
+        _IDPA,
+        ("DiverseMultiMNIST", 85.74, "vector poses"),
+        ("DiverseMultiMNIST", 80.59, "matrix poses"),
+        ("DiverseMultiMNIST", 91.17, "matrix poses, widened to 42M parameters"),
+    ),
+    "cnn_multimnist": _accuracies(f"{_IDPA}, figure 5", ("DiverseMultiMNIST", 79.81)),
+    "cnn_multimnist_fc": _accuracies(f"{_IDPA}, section 6", ("DiverseMultiMNIST", 84.84)),
+    "cnn_baseline": _accuracies(f"{_IDPA}, table 1", ("CIFAR-10", 87.10), ("CIFAR-100", 62.30)),
+    "cnn_routingpool": _errors(
+        f"{_POOL}, table 1",
+        ("Fashion-MNIST", 7.52),
+        ("Fashion-MNIST", 7.61, "average pooling"),
+        ("Fashion-MNIST", 7.86, "max pooling"),
+        ("SVHN", 6.02),
+        ("SVHN", 6.47, "average pooling"),
+        ("SVHN", 6.51, "max pooling"),
+        ("CIFAR-10", 18.39),
+        ("CIFAR-10", 19.35, "average pooling"),
+        ("CIFAR-10", 21.39, "max pooling"),
+    ),
+    "resnet_routingpool": _RESNET20_POOL,
+    "resnet20_routingpool": _RESNET20_POOL,
+    "resnet32_routingpool": _errors(
+        f"{_POOL}, table 2", ("CIFAR-10", 7.65, "mean of 3"), ("CIFAR-10", 7.89, "mean of 3, average pooling")
+    ),
+    "resnet44_routingpool": _errors(
+        f"{_POOL}, table 2", ("CIFAR-10", 7.10, "mean of 3"), ("CIFAR-10", 7.22, "mean of 3, average pooling")
+    ),
+    "resnet56_routingpool": _errors(
+        f"{_POOL}, table 2", ("CIFAR-10", 6.75, "mean of 3"), ("CIFAR-10", 6.97, "mean of 3, average pooling")
+    ),
+    "resnet20_routingcaps": _errors(
+        f"{_POOL}, table 4",
+        ("affNIST", 5.12, "λ=1, 32 neurons"),
+        ("expanded MNIST", 1.70, "λ=1, 32 neurons"),
+        ("affNIST", 5.37, "λ=5, 32 neurons"),
+        ("expanded MNIST", 1.76, "λ=5, 32 neurons"),
+        ("affNIST", 6.59, "λ=10, 32 neurons"),
+        ("expanded MNIST", 2.29, "λ=10, 32 neurons"),
+        ("affNIST", 9.59, "λ=15, 32 neurons"),
+        ("expanded MNIST", 3.81, "λ=15, 32 neurons"),
+        ("MultiMNIST", 5.2, "λ=5"),
+    ),
+    "encapnet_v1": _errors(
+        f"{_ENCAP}, table 4",
+        ("CIFAR-10", 4.55, "no augmentation"),
+        ("CIFAR-10", 3.13, "mild augmentation"),
+        ("CIFAR-10", 3.10, "strong augmentation; mean 3.56±0.12"),
+        ("CIFAR-100", 26.77, "no augmentation"),
+        ("CIFAR-100", 24.01, "mild augmentation; mean 24.85±0.11"),
+        ("CIFAR-100", 24.18, "strong augmentation"),
+        ("SVHN", 2.01, "no augmentation"),
+        ("SVHN", 1.64, "mild augmentation"),
+        ("SVHN", 1.52, "strong augmentation; mean 1.87±0.11"),
+        ("h-ImageNet", 48.23),
+        ("ImageNet", 7.51, "top-5"),
+    ),
+    "encapnet_v2": _errors(f"{_ENCAP}, table 4", ("h-ImageNet", 43.15)),
+    "encapnet_v3": _errors(
+        f"{_ENCAP}, table 4",
+        ("h-ImageNet", 42.76, "no augmentation"),
+        ("h-ImageNet", 40.18, "mild augmentation"),
+        ("h-ImageNet", 40.05, "strong augmentation"),
+    ),
+    "resnet18_encap": _errors(
+        f"{_ENCAP}, table 3",
+        ("CIFAR-10", 8.03),
+        ("CIFAR-10", 7.72, "KL regularisation"),
+        ("CIFAR-10", 7.67, "Sinkhorn unit"),
+    ),
+    "capsnet6_dynamic": _errors(
+        f"{_ENCAP}, tables 1 and 5",
+        ("CIFAR-10", 14.28),
+        ("MNIST", 0.37),
+        ("CIFAR-10", 14.79, "1 iteration"),
+        ("CIFAR-10", 14.41, "2 iterations"),
+        ("CIFAR-10", 14.25, "4 iterations"),
+    ),
+    "capsnet6_em": _errors(f"{_ENCAP}, table 1", ("CIFAR-10", 12.66), ("MNIST", 0.31)),
+    "encapnet6_master": _errors(f"{_ENCAP}, table 1", ("CIFAR-10", 13.87), ("MNIST", 0.31)),
+    "encapnet6": _errors(f"{_ENCAP}, table 1", ("CIFAR-10", 11.93), ("MNIST", 0.25)),
+    "cnn6": _errors(f"{_ENCAP}, table 1", ("CIFAR-10", 14.43), ("MNIST", 0.38)),
+    "cnn6_wide": _errors(f"{_ENCAP}, table 1", ("CIFAR-10", 12.09), ("MNIST", 0.33)),
+}
