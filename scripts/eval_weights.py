@@ -1,4 +1,4 @@
-"""Evaluates every checkpoint of the zoo on its test set and holds the figure against its metadata: ``make eval-weights``.
+"""Evaluates the bundled checkpoints on their test sets, against their metadata: ``make eval-weights``.
 
 Arguments go to ``python -m capszoo.recipes.evaluate``: ``make eval-weights ARGS="--data FOLDER"``. The data sets are
 looked for in the folder that ``CAPSZOO_DATA`` names.

@@ -17,8 +17,9 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
+from capszoo.models._pretrained import bundled_tags  # noqa: E402
 
-HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet", pretrained=False)``.
+HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
 
 One function per architecture; keyword arguments are those of ``capszoo.create_model``. Written by
 ``scripts/generate.py`` (``make docs``) from the registry, against which a test holds it.
@@ -72,6 +73,33 @@ def replace_block(text: str, block: str, content: str) -> str:
     if not found_start or not found_end:
         raise ValueError(f"the marks of the block '{block}' are missing")
     return f"{before}{start}{content.rstrip()}\n{end}{after}"
+
+
+def model_table() -> str:
+    """The registry as a markdown table."""
+    lines = ["| model | parameters | input | what it is |", "|---|---:|---:|---|"]
+    for name in capszoo.list_models():
+        info = capszoo.model_info(name)
+        size = "×".join(map(str, info.input_size))
+        lines.append(f"| `{name}` | {info.num_params:,} | {size} | {first_line(name).rstrip('.')} |")
+    return "\n".join(lines)
+
+
+def results_table() -> str:
+    """The checkpoints and their measured figures, from the metadata beside the weights."""
+    lines = [
+        "| weights | data set | top-1, % | wrong of | parameters | recipe |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for name, info in bundled_tags().items():
+        raw = info.raw
+        test = raw["metrics"]["test"]
+
+        lines.append(
+            f"| `{name}` | {raw['dataset']['name']} | {test['top1']:.2f} | {test['errors']} of {test['n']:,} "
+            f"| {raw['num_params']:,} | [`{name}.yaml`](recipes/configs/{name}.yaml) |"
+        )
+    return "\n".join(lines)
 
 
 def outputs() -> dict[Path, str]:
