@@ -1,0 +1,106 @@
+"""Readers against tiny files written in the real formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from capszoo.data import DataError
+from capszoo.data.readers import read_cifar_binary, read_idx, read_parquet
+from tests.data.formats import write_idx, write_parquet
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("shape", [(7,), (5, 4, 3)])
+def test_idx_round_trip(
+    tmp_path: Path, rng: np.random.Generator, shape: tuple[int, ...], compress: bool
+) -> None:
+    array = rng.integers(0, 256, shape, dtype=np.uint8)
+    read = read_idx(write_idx(tmp_path / "some-idx-ubyte", array, compress))
+    assert read.dtype == torch.uint8
+    np.testing.assert_array_equal(read.numpy(), array)
+
+
+def test_idx_damage_is_one_line(tmp_path: Path, rng: np.random.Generator) -> None:
+    array = rng.integers(0, 256, (5, 4, 3), dtype=np.uint8)
+    path = write_idx(tmp_path / "x", array)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"truncated or padded: 75 bytes, its header promises 76"):
+        read_idx(path)
+    write_idx(path, array, compress=True)
+    path.write_bytes(path.read_bytes()[:-6])
+    with pytest.raises(DataError, match="damaged gzip"):
+        read_idx(path)
+    path.write_bytes(b"<html>")
+    with pytest.raises(DataError, match="not an idx file"):
+        read_idx(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="not an idx file"):
+        read_idx(path)
+    with pytest.raises(DataError, match="cannot read"):
+        read_idx(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("channels", "fmt", "column"), [(1, "PNG", "image"), (3, "WEBP", "img")])
+def test_parquet_round_trip(
+    tmp_path: Path, rng: np.random.Generator, channels: int, fmt: str, column: str
+) -> None:
+    shape = (6, 5, 4) if channels == 1 else (6, 5, 4, 3)
+    images = rng.integers(0, 256, shape, dtype=np.uint8)
+    files = [
+        write_parquet(tmp_path / "train-00000-of-00002.parquet", images[:4], [3, 1, 2, 0], column, fmt),
+        write_parquet(tmp_path / "train-00001-of-00002.parquet", images[4:], [9, 5], column, fmt),
+    ]
+    read, labels = read_parquet(files[::-1], channels)
+    assert read.shape == (6, channels, 5, 4) and read.is_contiguous()
+    expected = images[:, None] if channels == 1 else images.transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(read.numpy(), expected)
+    assert labels.tolist() == [3, 1, 2, 0, 9, 5]
+    with pytest.raises(DataError, match="1 of 2 shards"):
+        read_parquet(files[:1], channels)
+
+
+def test_parquet_damage_is_one_line(tmp_path: Path, rng: np.random.Generator) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    images = rng.integers(0, 256, (2, 5, 4), dtype=np.uint8)
+    path = write_parquet(tmp_path / "test.parquet", images, [0, 1])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        read_parquet([path], 1)
+    pq.write_table(pa.table({"picture": ["a"], "label": [1]}), path)
+    with pytest.raises(DataError, match=r"columns \['picture', 'label'\]"):
+        read_parquet([path], 1)
+    pq.write_table(pa.table({"image": [{"bytes": b"not an image", "path": "x"}], "label": [1]}), path)
+    with pytest.raises(DataError, match="damaged image"):
+        read_parquet([path], 1)
+    pq.write_table(pa.table({"image": pa.array([{"path": "x.png"}]), "label": [1]}), path)
+    with pytest.raises(DataError, match="by path only"):
+        read_parquet([path], 1)
+    write_parquet(tmp_path / "b.parquet", rng.integers(0, 256, (1, 6, 4), dtype=np.uint8), [0])
+    write_parquet(path, images, [0, 1])
+    with pytest.raises(DataError, match="2 sizes"):
+        read_parquet([path, tmp_path / "b.parquet"], 1)
+
+
+def test_cifar_binary(tmp_path: Path, rng: np.random.Generator) -> None:
+    images = rng.integers(0, 256, (3, 3, 32, 32), dtype=np.uint8)
+    path = tmp_path / "data_batch_1.bin"
+    path.write_bytes(
+        b"".join(bytes([label]) + image.tobytes() for label, image in zip((7, 0, 9), images, strict=True))
+    )
+    read, labels = read_cifar_binary([path])
+    np.testing.assert_array_equal(read.numpy(), images)
+    assert labels.tolist() == [7, 0, 9]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="truncated"):
+        read_cifar_binary([path])
