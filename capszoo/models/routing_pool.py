@@ -1,0 +1,467 @@
+"""Networks with routing as their pooling layer, and a ResNet whose features route to class capsules.
+
+Paper: Zhao, Huang, "Exploring Dynamic Routing As A Pooling Layer" (ICCV workshop, 2019): section 4.1 and Table 1
+(`cnn_routingpool`), section 4.2 and Table 2 (`resnet*_routingpool`), section 4.3 and Table 4 (`resnet20_routingcaps`).
+The residual networks are those of He et al. 2016, section 4.2, with parameter-free shortcuts.
+
+Our choices, where the paper is silent: three routing iterations; stride 1 and padding 2 in the plain CNN; capsules of
+16 channels in the ResNets; in `resnet20_routingcaps` transforms shared over positions, without a bias (with them the
+network has the size that the paper states, about 2.5M parameters with the decoder at 40x40 pixels, 2.2M at 36x36).
+"""
+
+from collections import OrderedDict
+from typing import Any, Dict, Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.models import register_model
+from torch import Tensor
+
+from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
+
+from ._base import CapsuleNet, CapsuleOutput
+from ._blocks import Decoder, cifar_resnet_stages, init_conv_weights
+from ._builder import build_capsule_model, zoo_cfgs
+
+__all__ = ["RoutingCapsResNet", "RoutingPoolCNN", "RoutingPoolNet", "RoutingPoolResNet"]
+
+_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_MNIST_MEAN, _MNIST_STD = (0.1307,), (0.3081,)
+
+_POOLS = ("routing", "avg", "max")
+
+
+class ConvAct(nn.Module):
+    """5x5 convolution with a bias, ReLU: ``[b, in, h, w] -> [b, out, h, w]``."""
+
+    def __init__(self, in_chans: int, out_chans: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_chans, out_chans, 5, padding=2)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.conv(x))
+
+
+class ReducePool(nn.Module):
+    """Average or maximum over the grid: ``[b, c, h, w] -> [b, c]``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "max":
+            return x.amax(dim=(2, 3))
+        return x.mean(dim=(2, 3))
+
+    def extra_repr(self) -> str:
+        return repr(self.kind)
+
+
+def _check_caps_dim(caps_dim: int, chans: int) -> None:
+    if caps_dim < 1 or chans % caps_dim:
+        valid = ", ".join(str(d) for d in range(1, chans + 1) if chans % d == 0)
+        raise ValueError(f"caps_dim={caps_dim} does not divide the {chans} channels: use one of {valid}")
+
+
+class RoutingPoolNet(CapsuleNet):
+    """Feature stages, a pooling layer, one linear classifier; what the paper's Tables 1 and 2 compare.
+
+    There are no class capsules here: :meth:`forward_capsules` gives as "poses" ``[b, n, groups]`` how much each
+    pooled capsule adds to each class score (their sum and the bias are the score), as activations the scores, and
+    as couplings one tensor ``[b, groups, h, w]`` with routing pooling, none otherwise.
+
+    Args:
+        stages: feature stages, by name.
+        reductions: of each stage, in the same order.
+        num_features: channels of the last stage.
+        num_classes: classes; 0 returns the pooled features.
+        in_chans: channels of the images.
+        img_size: height and width of the images in pixels; no weight depends on it.
+        pool: ``"routing"``, ``"avg"`` or ``"max"``.
+        lam: λ of the routing; 0 is average pooling exactly.
+        caps_dim: channels of a capsule; divides ``num_features``.
+        routing_iters: routing iterations.
+        global_pool: timm's name for ``pool``, which it replaces where given; ``""`` leaves the features unpooled
+            while there is no classifier.
+        drop_rate: dropout before the classifier.
+    """
+
+    def __init__(
+        self,
+        stages: "OrderedDict[str, nn.Module]",
+        reductions: Tuple[int, ...],
+        stage_chans: Tuple[int, ...],
+        num_classes: int,
+        in_chans: int,
+        img_size: Union[int, Tuple[int, int]],
+        pool: str,
+        lam: float,
+        caps_dim: int,
+        routing_iters: int,
+        global_pool: Optional[str],
+        drop_rate: float,
+    ) -> None:
+        if pool not in _POOLS:
+            raise ValueError(f"pool must be one of {', '.join(map(repr, _POOLS))}, not {pool!r}")
+        super().__init__(num_classes, in_chans, img_size, global_pool=pool)
+        _check_caps_dim(caps_dim, stage_chans[-1])
+        self.num_features = self.head_hidden_size = stage_chans[-1]
+        self.default_pool = pool
+        self.lam, self.caps_dim, self.routing_iters = float(lam), caps_dim, routing_iters
+        self.stages = nn.Sequential(stages)
+        self.feature_info = [
+            dict(num_chs=chans, reduction=reduction, module=f"stages.{name}")
+            for name, chans, reduction in zip(stages, stage_chans, reductions, strict=True)
+        ]
+        init_conv_weights(self.stages)
+        self.head_drop = nn.Dropout(drop_rate)
+        self._set_pool(global_pool)
+        self.fc: nn.Module = self._make_fc()
+
+    def _make_fc(self) -> nn.Module:
+        return nn.Linear(self.num_features, self.num_classes) if self.num_classes else nn.Identity()
+
+    def _set_pool(self, kind: Optional[str]) -> None:
+        """Choose the pooling; None keeps it. A classifier needs one: without (``""``) the default comes back."""
+        kind = self.global_pool if kind is None else kind
+        if kind == "" and self.num_classes:
+            kind = self.default_pool
+        if kind not in _POOLS and kind != "":
+            raise ValueError(
+                f"global_pool must be one of {', '.join(map(repr, _POOLS))} or '' (none), not {kind!r}"
+            )
+        self.global_pool = kind
+        if kind == "routing":
+            self.pool: nn.Module = RoutingPool2d(self.caps_dim, self.lam, self.routing_iters, flatten=True)
+        else:
+            self.pool = ReducePool(kind) if kind else nn.Identity()
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """``[b, C, h, w]`` to scores ``[b, n]``; to ``[b, C]`` with ``pre_logits`` or without a classifier."""
+        x = self.pool(x)  # [b, C]; unchanged where pooling is off
+        x = self.head_drop(x)
+        if pre_logits:
+            return x
+        return self.fc(x)
+
+    def get_classifier(self) -> nn.Module:
+        return self.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """New classifier for ``num_classes`` (0: none) and, where given, another pooling (see the class)."""
+        self.num_classes = num_classes
+        self._set_pool(global_pool)
+        self.pool.train(self.training)
+        self.fc = self._like_parameters(self._make_fc())
+
+    def _couplings(self, x: Tensor) -> Tensor:
+        """Weight of each position in the pooled capsules: ``[b, C, h, w] -> [b, groups, h, w]``, sum 1."""
+        h, w = x.shape[2], x.shape[3]
+        if self.global_pool == "routing":
+            assert isinstance(self.pool, RoutingPool2d)
+            return self.pool.couplings(x)
+        if self.global_pool == "max":  # each channel takes one position; the group's share of each
+            taken = torch.zeros_like(x, dtype=torch.float32).flatten(2)
+            taken = taken.scatter(2, x.flatten(2).argmax(2, keepdim=True), 1.0)
+            return taken.unflatten(1, (-1, self.caps_dim)).mean(2).unflatten(2, (h, w))
+        return torch.full((x.shape[0], x.shape[1] // self.caps_dim, h, w), 1.0 / (h * w), device=x.device)
+
+    def _parts(self, x: Tensor) -> Tensor:
+        """What each pooled capsule adds to each class score: ``[b, C, h, w] -> [b, n, groups]``."""
+        if not isinstance(self.fc, nn.Linear):
+            raise RuntimeError("this model has no classifier: create it with num_classes above 0")
+        pooled = self.pool(x)  # [b, C]
+        parts = pooled[:, None] * self.fc.weight  # [b, n, C]
+        return parts.unflatten(2, (-1, self.caps_dim)).sum(-1)
+
+    @torch.jit.ignore
+    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
+        x = self.forward_features(x)
+        parts = self._parts(x)
+        scores = self.forward_head(x)
+        couplings = (self._couplings(x),) if self.global_pool == "routing" else ()
+        return CapsuleOutput(scores, parts, scores, couplings)
+
+    @torch.jit.ignore
+    def coupling_map(self, x: Tensor) -> Tensor:
+        """Couplings of the groups, averaged by what each adds to the class's score (none below zero).
+
+        ``[b, in_chans, h, w] -> [b, n, h', w']``. Where no group speaks for a class, all count the same.
+        """
+        x = self.forward_features(x)
+        share = self._parts(x).float().clamp_min(1e-6)  # [b, n, groups]
+        share = share / share.sum(-1, keepdim=True)
+        return torch.bmm(share, self._couplings(x).float().flatten(2)).unflatten(2, x.shape[2:])
+
+
+class RoutingPoolCNN(RoutingPoolNet):
+    """Four 5x5 convolutions of 64 channels, a pooling layer, one linear classifier (section 4.1).
+
+    Arguments are those of :class:`RoutingPoolNet`, and ``width``, the channels of each convolution.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: Union[int, Tuple[int, int]] = 32,
+        width: int = 64,
+        pool: str = "routing",
+        lam: float = 0.5,
+        caps_dim: int = 16,
+        routing_iters: int = 3,
+        global_pool: Optional[str] = None,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(
+            OrderedDict((f"conv{i + 1}", ConvAct(width if i else in_chans, width)) for i in range(4)),
+            (1, 1, 1, 1),
+            (width,) * 4,
+            num_classes,
+            in_chans,
+            img_size,
+            pool,
+            lam,
+            caps_dim,
+            routing_iters,
+            global_pool,
+            drop_rate,
+        )
+
+
+class RoutingPoolResNet(RoutingPoolNet):
+    """CIFAR ResNet of ``depth = 6n + 2`` layers (16-32-64 channels), routing in place of average pooling.
+
+    Arguments are those of :class:`RoutingPoolNet`, and ``depth``.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: Union[int, Tuple[int, int]] = 32,
+        depth: int = 20,
+        pool: str = "routing",
+        lam: float = 5.0,
+        caps_dim: int = 16,
+        routing_iters: int = 3,
+        global_pool: Optional[str] = None,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(
+            cifar_resnet_stages(in_chans, depth),
+            (1, 1, 2, 4),
+            (16, 16, 32, 64),
+            num_classes,
+            in_chans,
+            img_size,
+            pool,
+            lam,
+            caps_dim,
+            routing_iters,
+            global_pool,
+            drop_rate,
+        )
+
+
+class RoutingCapsResNet(CapsuleNet):
+    """CIFAR ResNet without pool and classifier, whose features route to class capsules (section 4.3).
+
+    The channels at a grid position are capsules of ``caps_dim``; Algorithm 1 routes them to one capsule per class,
+    whose length is the class score. :meth:`forward_capsules` gives poses ``[b, n, pose_dim]``, their lengths, and
+    one couplings tensor ``[b, n, types, h, w]`` that sums to 1 over types and positions.
+
+    Args:
+        num_classes: classes; 0 leaves out the class capsules (and the decoder).
+        in_chans: channels of the images.
+        img_size: height and width of the images in pixels; only the decoder depends on it.
+        depth: layers of the ResNet it is cut from, 6n + 2.
+        caps_dim: channels of a child capsule, a divisor of 64 (the paper tries 16 and 32).
+        pose_dim: numbers in a class capsule.
+        lam: λ of the routing (the paper takes 1 for affNIST, 5 for MultiMNIST).
+        routing_iters: routing iterations.
+        global_pool: ``"avg"``, or ``""`` to return the feature map where there are no class capsules.
+        decoder: add the decoder (see :meth:`reconstruct`).
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 1,
+        img_size: Union[int, Tuple[int, int]] = 40,
+        depth: int = 20,
+        caps_dim: int = 16,
+        pose_dim: int = 16,
+        lam: float = 1.0,
+        routing_iters: int = 3,
+        global_pool: str = "avg",
+        decoder: bool = False,
+    ) -> None:
+        super().__init__(num_classes, in_chans, img_size, global_pool=global_pool)
+        self.num_features = self.head_hidden_size = 64
+        _check_caps_dim(caps_dim, self.num_features)
+        self.caps_dim, self.pose_dim = caps_dim, pose_dim
+        self.lam, self.routing_iters = float(lam), routing_iters
+        stages = cifar_resnet_stages(in_chans, depth)
+        self.stages = nn.Sequential(stages)
+        self.feature_info = [
+            dict(num_chs=chans, reduction=reduction, module=f"stages.{name}")
+            for name, chans, reduction in zip(stages, (16, 16, 32, 64), (1, 1, 2, 4), strict=True)
+        ]
+        init_conv_weights(self.stages)
+        self._set_pool(global_pool)
+        self.with_decoder = decoder
+        self.class_caps: nn.Module = nn.Identity()
+        self._make_head()
+
+    def _set_pool(self, kind: Optional[str]) -> None:
+        if kind is not None and kind not in ("", "avg"):
+            raise ValueError(f"global_pool must be 'avg' or '' (none), not {kind!r}")
+        self.global_pool = self.global_pool if kind is None else kind
+
+    def _make_head(self) -> None:
+        n = self.num_classes
+        if n == 0:
+            self.class_caps, self.decoder = nn.Identity(), None
+            return
+        types = self.num_features // self.caps_dim
+        self.class_caps = RoutingCaps(types, self.caps_dim, n, self.pose_dim, self.lam, self.routing_iters)
+        if self.with_decoder:
+            self.decoder = Decoder(n, self.pose_dim, self.in_chans, self.img_size)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """``[b, 64, h, w]`` to capsule lengths ``[b, n]``; to ``[b, 64]``, the mean over the grid, without them."""
+        if pre_logits or self.num_classes == 0:
+            return x if self.global_pool == "" and self.num_classes == 0 else x.mean(dim=(2, 3))
+        poses = self.class_caps(x)  # [b, n, e]
+        return torch.linalg.vector_norm(poses, dim=-1)  # its gradient is zero for a zero capsule
+
+    def get_classifier(self) -> nn.Module:
+        return self.class_caps
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """New class capsules for ``num_classes`` (0: none), and a new decoder where there was one."""
+        self.num_classes = num_classes
+        self._set_pool(global_pool)
+        self._make_head()
+        self._like_parameters(self.class_caps)
+        if self.decoder is not None:
+            self._like_parameters(self.decoder)
+
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        if not isinstance(self.class_caps, RoutingCaps):
+            raise RuntimeError("this model has no class capsules: create it with num_classes above 0")
+        return self.class_caps.route(self.forward_features(x))
+
+    @torch.jit.ignore
+    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
+        poses, couplings = self._route(x)
+        scores = torch.linalg.vector_norm(poses, dim=-1)
+        return CapsuleOutput(scores, poses, scores, (couplings,))
+
+    @torch.jit.ignore
+    def coupling_map(self, x: Tensor) -> Tensor:
+        """Couplings of each class, added over the types at a position: ``[b, n, h', w']``."""
+        return self._route(x)[1].sum(2)
+
+
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
+    cfg = dict(
+        num_classes=10,
+        input_size=(3, 32, 32),
+        pool_size=(8, 8),
+        fixed_input_size=False,
+        interpolation="bilinear",
+        crop_pct=1.0,
+        mean=_CIFAR_MEAN,
+        std=_CIFAR_STD,
+        first_conv="stages.stem.conv",
+        classifier="fc",
+        paper_name="Exploring Dynamic Routing As A Pooling Layer",
+        paper_ids="doi:10.1109/ICCVW.2019.00095",
+        license="apache-2.0",
+    )
+    cfg.update(kwargs)
+    return cfg
+
+
+default_cfgs = zoo_cfgs(
+    {
+        "cnn_routingpool": _cfg(pool_size=(32, 32), first_conv="stages.conv1.conv"),
+        "resnet_routingpool": _cfg(),
+        "resnet20_routingpool": _cfg(),
+        "resnet32_routingpool": _cfg(),
+        "resnet44_routingpool": _cfg(),
+        "resnet56_routingpool": _cfg(),
+        "resnet20_routingcaps": _cfg(
+            input_size=(1, 40, 40),
+            pool_size=(10, 10),
+            mean=_MNIST_MEAN,
+            std=_MNIST_STD,
+            classifier="class_caps",
+        ),
+    }
+)
+
+
+def _create_cnn(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
+    return build_capsule_model(RoutingPoolCNN, variant, pretrained, **kwargs)
+
+
+def _create_resnet(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
+    return build_capsule_model(RoutingPoolResNet, variant, pretrained, **kwargs)
+
+
+def _create_caps(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
+    return build_capsule_model(RoutingCapsResNet, variant, pretrained, **kwargs)
+
+
+@register_model
+def cnn_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolCNN:
+    """Four 5x5 convolutions of 64 and routing pooling: CIFAR-10 error 18.39 (average 19.35, max 21.39)."""
+    args = dict(width=64, lam=0.5, caps_dim=16)
+    return _create_cnn("cnn_routingpool", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def resnet_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
+    """ResNet-20 with routing pooling; the same network as `resnet20_routingpool`."""
+    args = dict(depth=20, lam=5.0)
+    return _create_resnet("resnet_routingpool", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def resnet20_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
+    """ResNet-20 with routing pooling: CIFAR-10 error 8.49 (average pooling 8.73)."""
+    args = dict(depth=20, lam=5.0)
+    return _create_resnet("resnet20_routingpool", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def resnet32_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
+    """ResNet-32 with routing pooling: CIFAR-10 error 7.65 (average pooling 7.89)."""
+    args = dict(depth=32, lam=5.0)
+    return _create_resnet("resnet32_routingpool", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def resnet44_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
+    """ResNet-44 with routing pooling: CIFAR-10 error 7.10 (average pooling 7.22)."""
+    args = dict(depth=44, lam=5.0)
+    return _create_resnet("resnet44_routingpool", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def resnet56_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
+    """ResNet-56 with routing pooling: CIFAR-10 error 6.75 (average pooling 6.97)."""
+    args = dict(depth=56, lam=5.0)
+    return _create_resnet("resnet56_routingpool", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def resnet20_routingcaps(pretrained: bool = False, **kwargs: Any) -> RoutingCapsResNet:
+    """ResNet-20 features routed to class capsules: affNIST error 5.12 (λ=1, capsules of 32 channels)."""
+    args = dict(depth=20, lam=1.0)
+    return _create_caps("resnet20_routingcaps", pretrained, **dict(args, **kwargs))
