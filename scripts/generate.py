@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
+from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
 
 HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
@@ -56,11 +57,6 @@ def hubconf() -> str:
     return "".join(parts)
 
 
-def count_params(name: str, **arguments: object) -> int:
-    model = capszoo.create_model(name, device="meta", **arguments)
-    return sum(p.numel() for p in model.parameters())
-
-
 def replace_block(text: str, block: str, content: str) -> str:
     """``text`` with what stands between ``<!-- block:start -->`` and ``<!-- block:end -->`` replaced.
 
@@ -75,13 +71,20 @@ def replace_block(text: str, block: str, content: str) -> str:
     return f"{before}{start}{content.rstrip()}\n{end}{after}"
 
 
+def paper_figure(name: str) -> str:
+    """The paper's first figure for a model, or a dash."""
+    figures = PAPERS.get(name, ())
+    return str(figures[0]) if figures else "–"
+
+
 def model_table() -> str:
     """The registry as a markdown table."""
-    lines = ["| model | parameters | input | what it is |", "|---|---:|---:|---|"]
+    lines = ["| model | parameters | input | in its paper | what it is |", "|---|---:|---:|---|---|"]
     for name in capszoo.list_models():
         info = capszoo.model_info(name)
         size = "×".join(map(str, info.input_size))
-        lines.append(f"| `{name}` | {info.num_params:,} | {size} | {first_line(name).rstrip('.')} |")
+        what = first_line(name).rstrip(".")
+        lines.append(f"| `{name}` | {info.num_params:,} | {size} | {paper_figure(name)} | {what} |")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ unless it is too large for a test at its defaults.
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 from functools import cache
 from typing import Any
@@ -16,8 +17,14 @@ from torch import nn
 import capszoo
 from capszoo import CapsuleNet
 
-#: Arguments that make a model small where its constructor has them; its structure stays.
-SMALLER: dict[str, Any] = {"depths": (2, 2, 2, 2), "mid_caps": 64}
+#: Arguments that make a large model small; its structure stays.
+SMALLER: dict[str, dict[str, Any]] = {
+    "encapnet_v[123]": {"depths": (2, 2, 2, 2)},
+    "capsnet6_*": {"mid_caps": 64},
+}
+
+#: Plain networks, the papers' baselines: they have no capsules to return.
+WITHOUT_CAPSULES = ("cnn6*", "cnn_baseline", "cnn_multimnist*", "cnn_sabour", "resnet18_encap")
 
 #: Image sizes that every test-sized model takes: its own for the small ones, less for the large.
 MAX_SIZE = 40
@@ -41,10 +48,16 @@ def native(name: str) -> tuple[int, int, int]:
     return model.in_chans, *model.img_size
 
 
+def has_capsules(name: str) -> bool:
+    return not any(fnmatch.fnmatch(name, pattern) for pattern in WITHOUT_CAPSULES)
+
+
 def small_arguments(name: str) -> dict[str, Any]:
-    arguments = {key: value for key, value in SMALLER.items() if key in signature(name)}
-    _, h, w = native(name)
-    if max(h, w) > MAX_SIZE:
+    arguments: dict[str, Any] = {}
+    for pattern, smaller in SMALLER.items():
+        if fnmatch.fnmatch(name, pattern):
+            arguments |= smaller
+    if max(native(name)[1:]) > MAX_SIZE:
         arguments["img_size"] = 32
     return arguments
 
