@@ -1,14 +1,51 @@
 """Capsule layers: one routing per file, each a pure function and a module. Imports torch alone."""
 
+from .capconv import (
+    CapConv,
+    CapFC,
+    EncapModule,
+    MasterAide,
+    cap_fc,
+    capconv_combine,
+    squash_groups,
+)
+from .dynamic import (
+    ConvDynamicRouting,
+    DynamicRouting,
+    SharedDynamicRouting,
+    dynamic_routing,
+    shared_dynamic_routing,
+)
+from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
+from .sinkhorn import SinkhornUnit, feature_kl, ground_cost, sinkhorn_divergence, sinkhorn_plan
 from .squash import Squash, squash, upcast_half
 
 __all__ = [
+    "CapConv",
+    "CapFC",
+    "ConvDynamicRouting",
+    "DynamicRouting",
+    "EncapModule",
+    "MasterAide",
+    "PrimaryCaps2d",
     "RoutingCaps",
     "RoutingPool2d",
+    "SharedDynamicRouting",
+    "SinkhornUnit",
     "Squash",
+    "cap_fc",
+    "capconv_combine",
+    "capsules_from_map",
+    "dynamic_routing",
+    "feature_kl",
+    "ground_cost",
     "routing_caps",
     "routing_pool",
+    "shared_dynamic_routing",
+    "sinkhorn_divergence",
+    "sinkhorn_plan",
     "squash",
+    "squash_groups",
     "upcast_half",
 ]

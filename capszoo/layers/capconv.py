@@ -1,0 +1,341 @@
+"""capConv and capFC: routing approximated in one supervised pass by a master and an aide branch (EncapNet).
+
+Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation" (2018), section 3.1, Eq. 6, Fig. 1(c) and 3(a),
+Table 3; kernel of the aide, weight layout of capFC and initial values from the authors' release.
+
+============== ==========================================================================================
+symbol         here
+============== ==========================================================================================
+``v_j``        ``poses``: output capsule, after BN-ReLU-squash
+master         ``master``: the mapped lower capsules of the same channel (grouped convolution, kernel k)
+aide           ``aide``: the mapped lower capsules of all channels (plain convolution, kernel k + 4)
+co-efficients  ``alpha`` of the master and ``beta`` of the aide: one map per capsule channel, not normalised
+============== ==========================================================================================
+
+Letters: ``b`` batch, ``g`` capsule channels ("groups", 32 in the paper), ``d e`` child and parent pose size,
+``h w`` grid, ``k`` kernel, ``n`` classes. Feature maps are ``[b, g*d, h, w]``, channel = group * d + dimension.
+
+Where the paper does not say (our choices): "both" feeds the coefficients of one capsule channel with that channel
+of master and aide side by side, written as two convolutions that are added, so that nothing is concatenated;
+coefficients start near one, so that a layer starts as master + aide.
+"""
+
+import math
+from typing import Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .squash import squash
+
+__all__ = [
+    "COEFFICIENTS",
+    "CapConv",
+    "CapFC",
+    "CapGroupConv2d",
+    "EncapModule",
+    "MasterAide",
+    "cap_fc",
+    "capconv_combine",
+    "grouped_pointwise",
+    "squash_groups",
+]
+
+#: Where the coefficients of a branch come from: the branch itself, the other one, both (Table 3, rows 2 to 4).
+COEFFICIENTS = ("own", "cross", "both")
+
+
+def squash_groups(x: Tensor, groups: int) -> Tensor:
+    """Squash every capsule of a feature map ``[b, g*d, h, w]`` (channel = group * d + dimension)."""
+    return squash(x.unflatten(1, (groups, -1)), 2).flatten(1, 2)
+
+
+def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups: int) -> Tensor:
+    """1x1 grouped convolution of stride 1 as one batched matrix product (several times faster on a CPU).
+
+    Args:
+        x: ``[b, g*d, h, w]``.
+        weight: ``[g*e, d, 1, 1]``, as an ``nn.Conv2d`` holds it.
+        bias: ``[g*e]`` or None.
+        groups: ``g``.
+
+    Returns:
+        ``[b, g*e, h, w]``.
+    """
+    matrices = weight.unflatten(0, (groups, -1)).flatten(2)  # [g, e, d]
+    y = torch.matmul(matrices, x.unflatten(1, (groups, -1)).flatten(3)).flatten(1, 2)  # [b, g*e, h*w]
+    if bias is not None:
+        y = y + bias[:, None]
+    return y.unflatten(2, (x.shape[2], x.shape[3]))
+
+
+def capconv_combine(master: Tensor, aide: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Master and aide activations weighted by their coefficients (Eq. 6): ``alpha * master + beta * aide``.
+
+    Args:
+        master, aide: ``[b, g*d, h, w]``.
+        alpha, beta: one map per capsule channel, ``[b, g, h, w]``.
+
+    Returns:
+        ``[b, g*d, h, w]``.
+    """
+    groups = alpha.shape[1]
+    m = master.unflatten(1, (groups, -1))  # [b, g, d, h, w]
+    a = aide.unflatten(1, (groups, -1))
+    return (m * alpha.unsqueeze(2) + a * beta.unsqueeze(2)).flatten(1, 2)
+
+
+def cap_fc(x: Tensor, weight: Tensor) -> Tensor:
+    """Fully connected layer per pose dimension, then squash: grid capsules to class capsules.
+
+    Args:
+        x: ``[b, g*d, h, w]``.
+        weight: ``[d, g*h*w, n]``, one matrix for each of the d dimensions; children ordered (group, row, column).
+
+    Returns:
+        Class capsules ``[b, n, d]``.
+    """
+    d = weight.shape[0]
+    children = x.unflatten(1, (-1, d)).permute(2, 0, 1, 3, 4).flatten(2)  # [d, b, g*h*w]
+    return squash(torch.bmm(children, weight).permute(1, 2, 0), -1)  # [b, n, d]
+
+
+def _check(in_chans: int, out_chans: int, groups: int, coefficients: str, mode: str) -> None:
+    if groups < 1 or in_chans % groups or out_chans % groups:
+        raise ValueError(f"channels ({in_chans} to {out_chans}) must be multiples of groups ({groups})")
+    if coefficients not in COEFFICIENTS:
+        raise ValueError(f"coefficients must be one of {', '.join(COEFFICIENTS)}, not {coefficients!r}")
+    if mode not in ("master", "master_aide"):
+        raise ValueError(f"mode must be 'master' or 'master_aide', not {mode!r}")
+
+
+def _init_conv(conv: nn.Conv2d, bias: float = 0.0) -> nn.Conv2d:
+    nn.init.xavier_normal_(conv.weight)  # as released
+    if conv.bias is not None:
+        nn.init.constant_(conv.bias, bias)
+    return conv
+
+
+class CapGroupConv2d(nn.Conv2d):
+    """A biased convolution grouped by capsule channel; 1x1 of stride 1 runs as a matrix product."""
+
+    def __init__(self, in_chans: int, out_chans: int, kernel_size: int, stride: int, groups: int) -> None:
+        super().__init__(in_chans, out_chans, kernel_size, stride, kernel_size // 2, groups=groups)
+        self.pointwise = kernel_size == 1 and stride == 1
+        _init_conv(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pointwise:
+            return grouped_pointwise(x, self.weight, self.bias, self.groups)
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class MasterAide(nn.Module):
+    """Both branches and their coefficients: ``[b, in, h, w] -> [b, out, h', w']``, before any skip.
+
+    Args:
+        in_chans, out_chans: channels, multiples of ``groups``.
+        kernel_size: of the master; the aide's is 4 larger.
+        stride: of both.
+        groups: capsule channels.
+        coefficients: ``"own"``, ``"cross"`` or ``"both"``.
+    """
+
+    def __init__(
+        self, in_chans: int, out_chans: int, kernel_size: int, stride: int, groups: int, coefficients: str
+    ) -> None:
+        super().__init__()
+        _check(in_chans, out_chans, groups, coefficients, "master_aide")
+        self.groups = groups
+        self.coefficients = coefficients
+        self.master = CapGroupConv2d(in_chans, out_chans, kernel_size, stride, groups)
+        self.master_bn = nn.BatchNorm2d(out_chans)
+        wide = kernel_size + 4
+        self.aide = _init_conv(nn.Conv2d(in_chans, out_chans, wide, stride, wide // 2))
+        self.aide_bn = nn.BatchNorm2d(out_chans)
+        # "both": each convolution gives (alpha, beta) for every capsule channel, and the two are added; else one
+        # map per capsule channel and branch
+        both = coefficients == "both"
+        maps = 2 * groups if both else groups
+        self.coef_master = _init_conv(nn.Conv2d(out_chans, maps, 3, 1, 1, groups=groups, bias=not both), 1.0)
+        self.coef_aide = _init_conv(nn.Conv2d(out_chans, maps, 3, 1, 1, groups=groups), 1.0)
+
+    def branches(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Master and aide activations, each ``[b, out, h', w']``, after their BN-ReLU-squash."""
+        master = squash_groups(F.relu(self.master_bn(self.master(x))), self.groups)
+        aide = squash_groups(F.relu(self.aide_bn(self.aide(x))), self.groups)
+        return master, aide
+
+    def route(self, master: Tensor, aide: Tensor) -> Tuple[Tensor, Tensor]:
+        """The coefficients ``(alpha, beta)`` of the two activations, each ``[b, g, h', w']``."""
+        first = self.coef_master(master)
+        second = self.coef_aide(aide)
+        if self.coefficients == "own":
+            return first, second
+        if self.coefficients == "cross":
+            return second, first
+        pair = (first + second).unflatten(1, (self.groups, 2))  # [b, g, 2, h, w]
+        return pair[:, :, 0], pair[:, :, 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        master, aide = self.branches(x)
+        alpha, beta = self.route(master, aide)
+        return capconv_combine(master, aide, alpha, beta)
+
+    def extra_repr(self) -> str:
+        return f"groups={self.groups}, coefficients={self.coefficients}"
+
+
+class CapConv(nn.Module):
+    """One capConv layer: master (and aide), an optional skip, BN-ReLU-squash.
+
+    Type I raises the pose size and strides (``kernel_size=3``); Type II keeps both (``kernel_size=1``).
+
+    Args:
+        in_chans, out_chans: channels, multiples of ``groups``; the pose sizes are ``chans / groups``.
+        kernel_size: of the master branch, odd.
+        stride: of both branches.
+        groups: capsule channels.
+        mode: ``"master_aide"``, or ``"master"`` for the master alone, without coefficients (Table 3, row 1).
+        coefficients: ``"own"``, ``"cross"`` or ``"both"`` (Table 3, rows 2, 3, 4).
+    """
+
+    def __init__(
+        self,
+        in_chans: int,
+        out_chans: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        groups: int = 32,
+        mode: str = "master_aide",
+        coefficients: str = "both",
+    ) -> None:
+        super().__init__()
+        _check(in_chans, out_chans, groups, coefficients, mode)
+        if kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, not {kernel_size}")
+        self.groups = groups
+        self.conv: nn.Module
+        if mode == "master":
+            self.conv = CapGroupConv2d(in_chans, out_chans, kernel_size, stride, groups)
+        else:
+            self.conv = MasterAide(in_chans, out_chans, kernel_size, stride, groups, coefficients)
+        self.bn = nn.BatchNorm2d(out_chans)
+
+    def forward(self, x: Tensor, skip: Optional[Tensor] = None) -> Tensor:
+        """Capsules ``[b, in, h, w]`` (and what to add before the norm, ``[b, out, h', w']``) to the same shape."""
+        y = self.conv(x)
+        if skip is not None:
+            y = y + skip
+        return squash_groups(F.relu(self.bn(y)), self.groups)
+
+
+class EncapModule(nn.Module):
+    """An encapsulated module (Fig. 3a): one Type I layer, then a stack of Type II layers.
+
+    Args:
+        in_chans, out_chans: channels, multiples of ``groups``.
+        depth: layers in all, the Type I layer included.
+        stride: of the Type I layer.
+        groups: capsule channels.
+        mode, coefficients: as :class:`CapConv` has them.
+        skip_type1: add a 3x3 ungrouped convolution of the input to the Type I layer (Table 3, row 5).
+        skip_type2: add the stack's input to its last layer, before that one's norm (Table 3, row 6).
+    """
+
+    def __init__(
+        self,
+        in_chans: int,
+        out_chans: int,
+        depth: int = 4,
+        stride: int = 1,
+        groups: int = 32,
+        mode: str = "master_aide",
+        coefficients: str = "both",
+        skip_type1: bool = True,
+        skip_type2: bool = True,
+    ) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"a module has at least its Type I layer: depth must be 1 or more, not {depth}")
+        self.skip_type2 = skip_type2
+        self.last = depth - 2  # index of the last Type II layer
+        self.skip: Optional[nn.Module] = None
+        if skip_type1:
+            self.skip = _init_conv(nn.Conv2d(in_chans, out_chans, 3, stride, 1))
+        self.type1 = CapConv(in_chans, out_chans, 3, stride, groups, mode, coefficients)
+        self.type2 = nn.ModuleList(
+            CapConv(out_chans, out_chans, 1, 1, groups, mode, coefficients) for _ in range(depth - 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, in, h, w] -> [b, out, h', w']``."""
+        if self.skip is not None:
+            x = self.type1(x, self.skip(x))
+        else:
+            x = self.type1(x)
+        stack_input = x
+        for index, layer in enumerate(self.type2):
+            if self.skip_type2 and index == self.last:
+                x = layer(x, stack_input)
+            else:
+                x = layer(x)
+        return x
+
+
+class CapFC(nn.Module):
+    """capFC: for each pose dimension its own matrix from all grid capsules to the classes, then squash.
+
+    Args:
+        num_classes: class capsules.
+        pose_dim: size of a capsule, lower and higher alike.
+        groups: capsule channels.
+        grid: rows and columns of the feature map.
+    """
+
+    def __init__(
+        self, num_classes: int, pose_dim: int = 16, groups: int = 32, grid: Union[int, Tuple[int, int]] = 4
+    ) -> None:
+        super().__init__()
+        if num_classes < 1 or pose_dim < 1 or groups < 1:
+            raise ValueError("num_classes, pose_dim and groups must be at least 1")
+        self.num_classes = num_classes
+        self.pose_dim = pose_dim
+        self.groups = groups
+        self.grid = (grid, grid) if isinstance(grid, int) else (int(grid[0]), int(grid[1]))
+        in_caps = groups * self.grid[0] * self.grid[1]
+        self.weight = nn.Parameter(torch.empty(pose_dim, in_caps, num_classes))  # [d, g*h*w, n]
+        bound = 1.0 / math.sqrt(in_caps)  # as released
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Grid capsules ``[b, g*d, h, w]`` to class capsules ``[b, n, d]``."""
+        return cap_fc(x, self.weight)
+
+    @torch.jit.ignore
+    def contributions(self, x: Tensor, poses: Tensor) -> Tensor:
+        """How much each grid position adds to each class capsule's length, ``[b, n, h, w]``, summing to 1.
+
+        A position's vote for a class is its share of the matrix products before the squash; its contribution is
+        the vote's component along the class capsule, clamped at zero and normalised over the grid (uniform where
+        no position contributes). There are no coupling coefficients in this layer; this stands in for them.
+
+        Args:
+            x: grid capsules ``[b, g*d, h, w]``.
+            poses: class capsules ``[b, n, d]``.
+        """
+        h, w = self.grid
+        d = self.pose_dim
+        weight = self.weight.unflatten(1, (self.groups, h * w)).transpose(1, 2).flatten(0, 1)  # [d*h*w, g, n]
+        grid = x.unflatten(1, (self.groups, d)).flatten(3).permute(2, 3, 0, 1).flatten(0, 1)  # [d*h*w, b, g]
+        votes = torch.bmm(grid, weight).unflatten(0, (d, h * w)).permute(2, 3, 1, 0)  # [b, n, h*w, d]
+        share = torch.matmul(votes, poses.unsqueeze(-1)).squeeze(-1).float().clamp(min=0.0)  # [b, n, h*w]
+        total = share.sum(dim=-1, keepdim=True)
+        uniform = torch.full_like(share, 1.0 / (h * w))
+        return torch.where(total > 1e-12, share / total.clamp(min=1e-12), uniform).unflatten(-1, (h, w))
+
+    def extra_repr(self) -> str:
+        h, w = self.grid
+        return f"{self.groups}x{h}x{w} capsules of {self.pose_dim} -> {self.num_classes}"
