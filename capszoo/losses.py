@@ -1,0 +1,241 @@
+"""Training losses of capsule networks: pure functions, and :func:`create_loss` to have one by name.
+
+Sources: margin and reconstruction, Sabour et al. 2017 (section 4, Eq. 4, and 4.1); spread, Hinton et al. 2018
+(Eq. 3); schedules and ablations, Li et al. 2018 (appendix A.2). Each function is averaged over the batch. The
+feedback agreement (Sinkhorn, KL), which looks inside the model, is in ``capszoo.models._feedback``.
+
+Letters: ``b`` batch, ``n`` classes, ``c h w`` image. Targets are class indices ``[b]``, or ``[b, n]`` with a one
+for each class that is present (MultiMNIST) where the function says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from capszoo._suggest import unknown_name
+
+__all__ = [
+    "LOSSES",
+    "BceLoss",
+    "CrossEntropyLoss",
+    "MarginLoss",
+    "ReconstructionLoss",
+    "SpreadLoss",
+    "bce_loss",
+    "create_loss",
+    "cross_entropy_loss",
+    "margin_loss",
+    "reconstruction_loss",
+    "spread_loss",
+    "spread_margin",
+]
+
+
+def _presence(target: Tensor, scores: Tensor) -> Tensor:
+    """Targets ``[b]`` or ``[b, n]`` as ``[b, n]`` of zeros and ones, in the scores' type."""
+    if target.dim() == 1:
+        return F.one_hot(target.long(), scores.shape[1]).to(scores.dtype)
+    if target.shape != scores.shape:
+        raise ValueError(
+            f"target must be [b] class indices or [b, n] presences for scores {tuple(scores.shape)}, "
+            f"not {tuple(target.shape)}"
+        )
+    return target.to(scores.dtype)
+
+
+def _full_precision(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def margin_loss(
+    scores: Tensor, target: Tensor, m_plus: float = 0.9, m_minus: float = 0.1, down_weight: float = 0.5
+) -> Tensor:
+    """``T max(0, m+ - |v|)^2 + lambda (1 - T) max(0, |v| - m-)^2``, summed over classes.
+
+    Args:
+        scores: capsule lengths ``[b, n]``.
+        target: ``[b]`` or ``[b, n]``.
+        m_plus: length from which a present class costs nothing.
+        m_minus: length below which an absent class costs nothing.
+        down_weight: lambda, weight of the absent classes.
+    """
+    scores = _full_precision(scores)
+    present = _presence(target, scores)
+    missed = F.relu(m_plus - scores).square()
+    invented = F.relu(scores - m_minus).square()
+    return (present * missed + down_weight * (1.0 - present) * invented).sum(dim=1).mean()
+
+
+def spread_loss(scores: Tensor, target: Tensor, margin: float = 0.9) -> Tensor:
+    """``sum over i != t of max(0, m - (a_t - a_i))^2``.
+
+    Args:
+        scores: activations ``[b, n]``.
+        target: class indices ``[b]``.
+        margin: what the labelled class must lead by.
+    """
+    scores = _full_precision(scores)
+    labelled = scores.gather(1, target.long()[:, None])  # [b, 1]
+    short = F.relu(margin - (labelled - scores)).square()
+    others = 1.0 - _presence(target, scores)
+    return (short * others).sum(dim=1).mean()
+
+
+def spread_margin(progress: float, low: float = 0.2, high: float = 0.9) -> float:
+    """Margin of the spread loss after a share ``progress`` (0 to 1) of the training: a straight line."""
+    return low + (high - low) * min(max(progress, 0.0), 1.0)
+
+
+def cross_entropy_loss(scores: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Softmax cross-entropy.
+
+    Args:
+        scores: logits ``[b, n]``.
+        target: class indices ``[b]``, or class probabilities ``[b, n]``.
+        label_smoothing: 0 to 1.
+    """
+    scores = _full_precision(scores)
+    if target.dim() == 1:
+        return F.cross_entropy(scores, target.long(), label_smoothing=label_smoothing)
+    return F.cross_entropy(scores, _presence(target, scores), label_smoothing=label_smoothing)
+
+
+def bce_loss(scores: Tensor, target: Tensor) -> Tensor:
+    """Binary cross-entropy on logits, mean over batch and classes (multi-label).
+
+    Args:
+        scores: logits ``[b, n]``.
+        target: ``[b]`` or ``[b, n]``.
+    """
+    scores = _full_precision(scores)
+    return F.binary_cross_entropy_with_logits(scores, _presence(target, scores))
+
+
+def reconstruction_loss(reconstruction: Tensor, image: Tensor, weight: float = 0.0005) -> Tensor:
+    """Sum of squared pixel errors of an image, averaged over the batch, times ``weight``.
+
+    Args:
+        reconstruction, image: ``[b, c, h, w]``, pixels in 0 to 1.
+        weight: 0.0005, so that it does not dominate the margin loss.
+    """
+    if reconstruction.shape != image.shape:
+        raise ValueError(
+            f"reconstruction {tuple(reconstruction.shape)} and image {tuple(image.shape)} differ in shape"
+        )
+    error = _full_precision(reconstruction) - _full_precision(image)
+    return weight * error.square().flatten(1).sum(dim=1).mean()
+
+
+class MarginLoss(nn.Module):
+    """:func:`margin_loss` as a module."""
+
+    def __init__(self, m_plus: float = 0.9, m_minus: float = 0.1, down_weight: float = 0.5) -> None:
+        super().__init__()
+        self.m_plus = m_plus
+        self.m_minus = m_minus
+        self.down_weight = down_weight
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        return margin_loss(scores, target, self.m_plus, self.m_minus, self.down_weight)
+
+    def extra_repr(self) -> str:
+        return f"m_plus={self.m_plus:g}, m_minus={self.m_minus:g}, down_weight={self.down_weight:g}"
+
+
+class SpreadLoss(nn.Module):
+    """:func:`spread_loss` whose margin rises from ``margin_low`` to ``margin`` as training goes on.
+
+    Call :meth:`set_progress` with the share of the training that is done, e.g. once an epoch; the straight line is
+    our choice. ``margin_low=None`` keeps the margin fixed ("fix_m" in Li et al. 2018, Table 5).
+    """
+
+    def __init__(self, margin: float = 0.9, margin_low: float | None = 0.2) -> None:
+        super().__init__()
+        if margin_low is not None and margin_low > margin:
+            raise ValueError(f"margin_low ({margin_low}) must not exceed margin ({margin})")
+        self.margin = margin
+        self.margin_low = margin_low
+        self.current = margin if margin_low is None else margin_low
+
+    def set_progress(self, progress: float) -> None:
+        """``progress``: 0 at the start of the training, 1 at its end."""
+        if self.margin_low is not None:
+            self.current = spread_margin(progress, self.margin_low, self.margin)
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        return spread_loss(scores, target, self.current)
+
+    def extra_repr(self) -> str:
+        return f"margin={self.margin:g}, margin_low={self.margin_low}, current={self.current:g}"
+
+
+class CrossEntropyLoss(nn.Module):
+    """:func:`cross_entropy_loss` as a module."""
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must lie between 0 and 1, not {label_smoothing}")
+        self.label_smoothing = label_smoothing
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy_loss(scores, target, self.label_smoothing)
+
+    def extra_repr(self) -> str:
+        return f"label_smoothing={self.label_smoothing:g}"
+
+
+class BceLoss(nn.Module):
+    """:func:`bce_loss` as a module."""
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        return bce_loss(scores, target)
+
+
+class ReconstructionLoss(nn.Module):
+    """:func:`reconstruction_loss` as a module."""
+
+    def __init__(self, weight: float = 0.0005) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, reconstruction: Tensor, image: Tensor) -> Tensor:
+        return reconstruction_loss(reconstruction, image, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"weight={self.weight:g}"
+
+
+#: Losses of class scores and targets by name, as recipes name them; reconstruction compares images.
+LOSSES: dict[str, Callable[..., nn.Module]] = {
+    "bce": BceLoss,
+    "cross_entropy": CrossEntropyLoss,
+    "margin": MarginLoss,
+    "reconstruction": ReconstructionLoss,
+    "spread": SpreadLoss,
+}
+
+
+def create_loss(name: str, **options: Any) -> nn.Module:
+    """A loss by name.
+
+    Args:
+        name: one of ``LOSSES``.
+        **options: arguments of its class.
+
+    Raises:
+        ValueError: unknown name; TypeError: unknown option. Both name the nearest valid one.
+    """
+    if name not in LOSSES:
+        raise ValueError(unknown_name("loss", name, LOSSES))
+    valid = inspect.signature(LOSSES[name]).parameters
+    for option in options:
+        if option not in valid:
+            raise TypeError(unknown_name(f"option of loss '{name}'", option, valid))
+    return LOSSES[name](**options)

@@ -1,0 +1,283 @@
+"""Feedback agreement on any backbone: a training loss between named feature levels, gone at inference.
+
+Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation" (2018), section 3.2. The units themselves are in
+``capszoo/layers/sinkhorn.py``; this file finds the shapes, listens to the model with forward hooks and adds the
+units' losses up::
+
+    feedback = FeedbackAgreement(model, [("layer1", "layer2"), ("layer2", "layer3")])
+    optimizer = torch.optim.Adam([*model.parameters(), *feedback.parameters()])
+    scores = model(images)                       # training mode: the named outputs are kept
+    loss = criterion(scores, labels) + feedback()
+    ...
+    feedback.remove()                            # the model is as it was
+
+The model's own parameters, buffers and state dict never change. Copies of the model (deepcopy, pickle; an
+averaged model) carry no listening hooks. Remove the feedback before scripting, tracing or exporting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from capszoo._suggest import unknown_name
+from capszoo.layers.sinkhorn import SinkhornUnit
+
+__all__ = ["FeedbackAgreement", "encapnet_feedback"]
+
+
+class _Silent:
+    """What is left of a hook in a copy of the model: nothing."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+class _Hook:
+    """A hook that is not copied along with the model it sits on."""
+
+    def __init__(self, store: dict[str, Tensor], name: str) -> None:
+        self.store = store
+        self.name = name
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return (_Silent, ())
+
+
+class _Begin(_Hook):
+    """Before the model's forward: forget the last one's features and start to listen."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.store.clear()
+        if module.training:
+            self.store[_LISTENING] = torch.empty(0)
+
+
+class _End(_Hook):
+    """After the model's forward: stop (re-computation under gradient checkpointing must not be taken)."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.store.pop(_LISTENING, None)
+
+
+class _Keep(_Hook):
+    """After a named module: keep its output."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _LISTENING in self.store:
+            self.store[self.name] = output
+
+
+_LISTENING = "(listening)"
+
+
+class FeedbackAgreement(nn.Module):
+    """Units between pairs of feature levels of a model; calling it gives the loss of the last training forward.
+
+    Args:
+        model: any network. It is listened to, not owned: its parameters are not part of this module.
+        pairs: names of (lower, higher) modules, as in ``model.named_modules()``; their outputs are compared.
+        weight: factor of the sum of all units: 10 in the paper, 1 by default in its release.
+        groups: capsule channels of the generators; the largest common divisor with a pair's channels is used.
+        generator, critic, metric, num_iters, epsilon, cost, bias_fix, backprop_plan: of
+            :class:`~capszoo.layers.sinkhorn.SinkhornUnit`.
+        input_size: ``(c, h, w)`` of the dry run that finds the shapes; the model's own where absent.
+        layout: of the features: ``"nchw"``, ``"nhwc"`` (Swin), or ``"nlc"``, tokens of a square grid whose first
+            ``model.num_prefix_tokens`` are left out (ViT).
+
+    Raises:
+        ValueError: an unknown name, an output that is no feature map, or a pair whose higher grid does not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pairs: Sequence[tuple[str, str]],
+        weight: float = 10.0,
+        groups: int = 32,
+        generator: str = "capsule",
+        critic: bool = True,
+        metric: str = "sinkhorn",
+        num_iters: int = 10,
+        epsilon: float = 1.0,
+        cost: str = "cosine",
+        bias_fix: bool = True,
+        backprop_plan: bool = False,
+        input_size: tuple[int, int, int] | None = None,
+        layout: str = "nchw",
+    ) -> None:
+        super().__init__()
+        if layout not in ("nchw", "nhwc", "nlc"):
+            raise ValueError(f"layout must be 'nchw', 'nhwc' or 'nlc', not {layout!r}")
+        if not pairs:
+            raise ValueError("pairs must name at least one (lower, higher) pair of modules")
+        self.pairs = [(str(low), str(high)) for low, high in pairs]
+        self.weight = weight
+        self.layout = layout
+        self.prefix = int(getattr(model, "num_prefix_tokens", 0)) if layout == "nlc" else 0
+        self._features: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+        modules = dict(model.named_modules())
+        for name in dict.fromkeys(name for pair in self.pairs for name in pair):
+            if name not in modules or not name:
+                raise ValueError(unknown_name("module", name, (n for n in modules if n)))
+        self._listen(model, modules)
+        try:
+            shapes = self._dry_run(model, input_size)
+            self.units = nn.ModuleList()
+            like = next(model.parameters())
+            for low, high in self.pairs:
+                low_chans, *low_grid = shapes[low]
+                high_chans, *high_grid = shapes[high]
+                unit = SinkhornUnit(
+                    low_chans,
+                    high_chans,
+                    _stride(low, low_grid, high, high_grid),
+                    math.gcd(groups, low_chans, high_chans),
+                    generator,
+                    critic,
+                    metric,
+                    num_iters,
+                    epsilon,
+                    cost,
+                    bias_fix,
+                    backprop_plan,
+                )
+                self.units.append(unit.to(device=like.device, dtype=like.dtype))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _listen(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+        store = self._features
+        self._handles.append(model.register_forward_pre_hook(_Begin(store, "")))
+        for name in dict.fromkeys(name for pair in self.pairs for name in pair):
+            self._handles.append(modules[name].register_forward_hook(_Keep(store, name)))
+        # even if the forward raises, the model must not go on listening
+        self._handles.append(model.register_forward_hook(_End(store, ""), always_call=True))
+
+    def _dry_run(
+        self, model: nn.Module, input_size: tuple[int, int, int] | None
+    ) -> dict[str, tuple[int, ...]]:
+        """Shape ``(c, h, w)`` of every named feature, from one forward that leaves no trace in the model."""
+        like = next(model.parameters())
+        size = input_size or _input_size(model)
+        flags = [(m, m.training) for m in model.modules()]
+        model.eval()
+        self._features[_LISTENING] = torch.empty(0)
+        try:
+            with torch.no_grad():
+                # not through the model's hooks: its pre-hook would see evaluation mode and not listen
+                model.forward(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
+            taken = {name: tuple(self._as_map(name, low).shape[1:]) for name, low in self._features.items()}
+        finally:
+            self._features.clear()
+            for module, training in flags:
+                module.training = training
+        taken.pop(_LISTENING, None)
+        for low, high in self.pairs:
+            for name in (low, high):
+                if name not in taken:
+                    raise ValueError(f"module '{name}' was not called in the forward: name one that is")
+        return taken
+
+    def _as_map(self, name: str, feature: Any) -> Tensor:
+        """A kept output as a feature map ``[b, c, h, w]``."""
+        if name == _LISTENING:
+            return feature
+        rank = 3 if self.layout == "nlc" else 4
+        if not isinstance(feature, Tensor) or feature.dim() != rank:
+            found = f"shape {tuple(feature.shape)}" if isinstance(feature, Tensor) else type(feature).__name__
+            raise ValueError(
+                f"the output of '{name}' ({found}) is no feature map in layout '{self.layout}': "
+                "name another module, or set layout"
+            )
+        if self.layout == "nhwc":
+            return feature.permute(0, 3, 1, 2)
+        if self.layout == "nlc":
+            tokens = feature[:, self.prefix :]
+            side = math.isqrt(tokens.shape[1])
+            if side * side != tokens.shape[1]:
+                raise ValueError(f"the {tokens.shape[1]} tokens of '{name}' are no square grid")
+            return tokens.transpose(1, 2).unflatten(2, (side, side))
+        return feature
+
+    def losses(self) -> list[Tensor]:
+        """The loss of each pair, unweighted, of the model's last forward in training mode."""
+        missing = [name for pair in self.pairs for name in pair if name not in self._features]
+        if missing:
+            raise RuntimeError(
+                "nothing to compare: call the model in training mode first"
+                + ("" if self._handles else " (this feedback was removed from its model)")
+            )
+        features = {name: self._as_map(name, f) for name, f in self._features.items() if name != _LISTENING}
+        self._features.clear()
+        return [
+            unit(features[low], features[high])
+            for unit, (low, high) in zip(self.units, self.pairs, strict=True)
+        ]
+
+    def forward(self) -> Tensor:
+        """The weighted sum over all pairs, a scalar: add it to the criterion. Each forward's can be taken once."""
+        return self.weight * torch.stack(self.losses()).sum()
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._features.clear()
+
+    def extra_repr(self) -> str:
+        return f"weight={self.weight:g}, " + ", ".join(f"{low} <- {high}" for low, high in self.pairs)
+
+
+def _input_size(model: nn.Module) -> tuple[int, int, int]:
+    size = getattr(model, "img_size", None)
+    chans = getattr(model, "in_chans", None)
+    if chans is not None and isinstance(size, (tuple, list)):
+        return int(chans), int(size[0]), int(size[1])
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    if not cfg.get("input_size"):
+        raise ValueError("the model does not say its input size: give input_size=(channels, height, width)")
+    channels, height, width = cfg["input_size"]
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    if first is not None and first.groups == 1:
+        channels = first.in_channels
+    return int(channels), int(height), int(width)
+
+
+def _stride(low: str, low_grid: Sequence[int], high: str, high_grid: Sequence[int]) -> tuple[int, int]:
+    """How many times smaller the higher grid is, per axis."""
+    strides = []
+    for a, b in zip(low_grid, high_grid, strict=True):
+        stride = math.ceil(a / b)
+        if b > a or math.ceil(a / stride) != b:
+            raise ValueError(
+                f"'{high}' has a grid of {high_grid[0]}x{high_grid[1]}, which is not that of '{low}' "
+                f"({low_grid[0]}x{low_grid[1]}) divided by a whole number: name another pair"
+            )
+        strides.append(stride)
+    return strides[0], strides[1]
+
+
+def encapnet_feedback(model: nn.Module, units: int = 1, **options: Any) -> FeedbackAgreement:
+    """The paper's units on an ``encapnet_*`` or ``resnet18_encap`` model.
+
+    Args:
+        model: a model with ``feedback_pairs``.
+        units: 1 (Table 3, row c) or 2 per module (row 8).
+        **options: of :class:`FeedbackAgreement`.
+    """
+    pairs = getattr(model, "feedback_pairs", None)
+    if pairs is None:
+        raise TypeError(
+            f"{type(model).__name__} has no feedback_pairs: use FeedbackAgreement(model, pairs=[(lower, higher), …])"
+        )
+    return FeedbackAgreement(model, pairs(units), **options)
