@@ -58,9 +58,8 @@ class ConvActBn(nn.Module):
 class ConvNet(CapsuleNet):
     """Convolutions, pooling or flattening, hidden layers (the neck), one linear classifier.
 
-    Nothing routes: :meth:`forward_capsules` gives each score as a capsule of one number, ``[b, n, 1]``, and no
-    couplings. A subclass sets ``pooler`` (``[b, c, h, w] -> [b, width]``), ``neck`` and ``head_drop``, and then calls
-    :meth:`_finish`.
+    There are no capsules: :meth:`forward_capsules` and :meth:`coupling_map` raise RuntimeError. A subclass sets
+    ``pooler`` (``[b, c, h, w] -> [b, width]``), ``neck`` and ``head_drop``, and then calls :meth:`_finish`.
 
     Args:
         num_classes: classes; 0 returns the neck's output ``[b, head_hidden_size]``.
@@ -154,27 +153,11 @@ class ConvNet(CapsuleNet):
 
     @torch.jit.ignore
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        scores = self.forward(x)
-        return CapsuleOutput(scores, scores[..., None], scores, ())
+        raise RuntimeError("this is a plain convolutional network: it has no capsules")
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
-        """Nothing routes here; instead what each position adds to a class's score, by gradient times feature.
-
-        ``[b, in_chans, h, w] -> [b, n, h', w']``: the positive part, scaled to sum 1 (uniform where there is none).
-        For a head that is linear in the features this is the class activation map.
-        """
-        if self.num_classes == 0:
-            raise RuntimeError("this model has no classifier: create it with num_classes above 0")
-        with torch.enable_grad():
-            features = self.forward_features(x).detach().requires_grad_()
-            scores = self.forward_head(features).sum(0)
-            maps = []
-            for k in range(self.num_classes):
-                (grad,) = torch.autograd.grad(scores[k], features, retain_graph=True)
-                maps.append((features * grad).float().sum(1))
-        parts = torch.stack(maps, 1).detach().clamp_min(0.0) + 1e-12  # [b, n, h', w']
-        return parts / parts.sum((2, 3), keepdim=True)
+        raise RuntimeError("this is a plain convolutional network: it has no capsules to route from")
 
 
 class SabourCNN(ConvNet):
