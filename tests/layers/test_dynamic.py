@@ -1,0 +1,354 @@
+"""Dynamic routing against the naive procedure, in float64, values and gradients; and its invariants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from capszoo.layers import (
+    ConvDynamicRouting,
+    DynamicRouting,
+    SharedDynamicRouting,
+    dynamic_routing,
+    squash,
+)
+from tests.reference import dynamic as naive
+
+F64 = torch.float64
+AXES = ["parents", "children"]
+INITS = ["zero", "random", "learned"]
+
+
+def assert_same(fast: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    """Equal values, and equal gradients of a random functional of them."""
+    torch.testing.assert_close(fast, expected, atol=1e-11, rtol=1e-10)
+    weights = torch.randn(fast.shape, dtype=F64)
+    grads = torch.autograd.grad((fast * weights).sum(), inputs)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert expected_grad.abs().max() > 0
+        torch.testing.assert_close(grad, expected_grad, atol=1e-10, rtol=1e-9)
+
+
+def dense_transforms(layer: DynamicRouting) -> Tensor:
+    """``[i, d, j * e]`` as ``[i, j, e, d]``."""
+    weight = layer.weight.reshape(layer.in_caps, layer.in_dim, layer.out_caps, layer.out_dim)
+    return weight.permute(0, 2, 3, 1)
+
+
+def start_of(layer: torch.nn.Module) -> Tensor | None:
+    start = layer.start
+    if isinstance(start, torch.nn.Parameter):  # not zeros, or the test would not see them
+        torch.nn.init.normal_(start)
+    return None if start is None else start.t()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation makes (views do not count)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+# -- the pure function ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softmax_over", AXES)
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(1, 6, 3, 4), (2, 5, 1, 3), (3, 1, 4, 2), (2, 7, 4, 5)])
+def test_function_equals_procedure_1(shape: tuple[int, ...], num_iters: int, softmax_over: str) -> None:
+    b, i, j, e = shape
+    votes = torch.randn(b, i, j, e, dtype=F64, requires_grad=True)
+    poses, couplings = dynamic_routing(votes.permute(0, 2, 1, 3), num_iters, softmax_over)
+    expected_poses, expected_couplings = naive.route(votes, num_iters, softmax_over)
+    assert_same(poses, expected_poses, [votes])
+    torch.testing.assert_close(couplings, expected_couplings.transpose(1, 2), atol=1e-11, rtol=1e-10)
+
+
+@pytest.mark.parametrize("softmax_over", AXES)
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+def test_start_logits(num_iters: int, softmax_over: str) -> None:
+    votes = torch.randn(2, 6, 3, 4, dtype=F64, requires_grad=True)
+    start = torch.randn(6, 3, dtype=F64, requires_grad=True)
+    poses, couplings = dynamic_routing(votes.permute(0, 2, 1, 3), num_iters, softmax_over, start.t())
+    expected_poses, expected_couplings = naive.route(votes, num_iters, softmax_over, start)
+    assert_same(poses, expected_poses, [votes, start])
+    torch.testing.assert_close(couplings, expected_couplings.transpose(1, 2), atol=1e-11, rtol=1e-10)
+
+
+@pytest.mark.parametrize("num_iters", [1, 3])
+@pytest.mark.parametrize("softmax_over", AXES)
+def test_couplings_sum_to_one_over_the_stated_axis_only(softmax_over: str, num_iters: int) -> None:
+    votes = torch.randn(2, 5, 9, 4, dtype=F64)  # 5 parents, 9 children
+    couplings = dynamic_routing(votes, num_iters, softmax_over)[1]
+    assert couplings.shape == (2, 5, 9)
+    over, other = (1, 2) if softmax_over == "parents" else (2, 1)
+    torch.testing.assert_close(couplings.sum(over), torch.ones_like(couplings.sum(over)))
+    assert (couplings.sum(other) - 1).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("softmax_over", AXES)
+def test_first_round_is_a_scaled_sum(softmax_over: str) -> None:
+    votes = torch.randn(2, 5, 9, 4, dtype=F64)
+    poses, _ = dynamic_routing(votes, 1, softmax_over)
+    torch.testing.assert_close(poses, squash(votes.sum(2) / (5 if softmax_over == "parents" else 9)))
+
+
+@pytest.mark.parametrize("softmax_over", AXES)
+def test_permuting_children_changes_nothing(softmax_over: str) -> None:
+    votes = torch.randn(2, 4, 11, 3, dtype=F64)
+    order = torch.randperm(11)
+    poses, couplings = dynamic_routing(votes, 3, softmax_over)
+    other_poses, other_couplings = dynamic_routing(votes[:, :, order], 3, softmax_over)
+    torch.testing.assert_close(other_poses, poses, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(other_couplings, couplings[:, :, order], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("softmax_over", AXES)
+def test_agreement_is_rewarded(softmax_over: str) -> None:
+    """Children that agree about a parent are coupled to it more strongly with every round."""
+    votes = 0.3 * torch.randn(1, 3, 12, 4, dtype=F64)
+    votes[0, 1, :6] = torch.tensor([2.0, 0.0, 0.0, 0.0], dtype=F64)  # six of them agree about parent 1
+    shares = [dynamic_routing(votes, t, softmax_over)[1][0, 1, :6].mean() for t in (1, 2, 3, 4)]
+    assert shares[0] < shares[1] < shares[2] < shares[3]
+
+
+@pytest.mark.parametrize(("num_iters", "axis"), [(0, "parents"), (3, "children of")])
+def test_function_refuses(num_iters: int, axis: str) -> None:
+    with pytest.raises(ValueError, match="num_iters" if num_iters < 1 else "softmax_over"):
+        dynamic_routing(torch.randn(1, 2, 3, 4), num_iters, axis)
+
+
+# -- fully connected --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("softmax_over", AXES)
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_layer_equals_naive(batch: int, num_iters: int, softmax_over: str, init: str) -> None:
+    layer = DynamicRouting(7, 3, 4, 5, num_iters, softmax_over, init, weight_std=0.5).double()
+    start = start_of(layer)
+    x = torch.randn(batch, 7, 3, dtype=F64, requires_grad=True)
+    expected, expected_couplings = naive.route(
+        naive.dense_votes(x, dense_transforms(layer)), num_iters, softmax_over, start
+    )
+    assert_same(layer(x), expected, [x, *layer.parameters()])
+    poses, couplings = layer.route(x)
+    torch.testing.assert_close(poses, expected, atol=1e-11, rtol=1e-10)
+    torch.testing.assert_close(couplings, expected_couplings.transpose(1, 2), atol=1e-11, rtol=1e-10)
+
+
+def test_one_round_makes_no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = DynamicRouting(64, 4, 10, 8, num_iters=1)
+    monkeypatch.setattr(layer, "votes", None)
+    x = torch.randn(32, 64, 4)
+    with LargestTensor() as made:
+        layer(x)
+    assert made.numel <= layer.weight.numel() < 32 * 64 * 10 * 8
+
+
+def test_weights_are_not_expanded_over_the_batch() -> None:
+    layer = DynamicRouting(64, 8, 10, 4)
+    x = torch.randn(16, 64, 8, requires_grad=True)
+    with LargestTensor() as made:
+        layer(x).sum().backward()
+    assert made.numel == max(16 * 64 * 10 * 4, layer.weight.numel())  # the votes, not d times as many
+
+
+def test_batch_equals_one_by_one() -> None:
+    layer = DynamicRouting(20, 4, 5, 6).double()
+    x = torch.randn(7, 20, 4, dtype=F64)
+    torch.testing.assert_close(layer(x), torch.cat([layer(row[None]) for row in x]), atol=1e-12, rtol=1e-12)
+
+
+def test_wrong_number_of_children() -> None:
+    with pytest.raises(AssertionError, match="child capsules"):
+        DynamicRouting(20, 4, 5, 6)(torch.randn(2, 19, 4))
+
+
+@pytest.mark.parametrize("kwargs", [{"num_iters": 0}, {"softmax_over": "both"}, {"init": "ones"}])
+def test_bad_settings(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        DynamicRouting(4, 2, 3, 2, **kwargs)
+
+
+def test_starts() -> None:
+    assert DynamicRouting(4, 2, 3, 2).start is None
+    random = DynamicRouting(4, 2, 3, 2, init="random")
+    assert "start" in dict(random.named_buffers()) and random.start.std() > 0
+    learned = DynamicRouting(4, 2, 3, 2, init="learned")
+    assert "start" in dict(learned.named_parameters()) and not learned.start.any()
+
+
+# -- convolutional ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding"), [((4, 3), 3, 1, 0), ((5, 4), 3, 2, 1), ((3, 3), 2, 1, 0)]
+)
+@pytest.mark.parametrize("softmax_over", AXES)
+def test_conv_equals_naive(
+    size: tuple[int, int], kernel: int, stride: int, padding: int, num_iters: int, softmax_over: str
+) -> None:
+    layer = ConvDynamicRouting(
+        2, 3, 4, 2, kernel, stride, padding, num_iters, softmax_over, weight_std=0.5
+    ).double()
+    x = torch.randn(2, 2 * 3, *size, dtype=F64, requires_grad=True)
+    transforms = dense_transforms(layer.window).reshape(kernel, kernel, 2, 4, 2, 3)
+    caps = x.reshape(2, 2, 3, *size).permute(0, 3, 4, 1, 2)
+    expected = naive.conv_route(caps, transforms, stride, padding, num_iters, softmax_over)
+    expected = expected.flatten(3).permute(0, 3, 1, 2)
+    assert_same(layer(x), expected, [x, layer.window.weight])
+    poses, couplings = layer.route(x)
+    torch.testing.assert_close(poses, expected, atol=1e-11, rtol=1e-10)
+    over = couplings.sum(3 if softmax_over == "parents" else 4)
+    torch.testing.assert_close(over, torch.ones_like(over))
+
+
+def test_one_round_of_the_conv_layer_is_a_convolution() -> None:
+    layer = ConvDynamicRouting(4, 3, 5, 2, num_iters=1)
+    x = torch.randn(2, 12, 6, 7)
+    kernel = (
+        dense_transforms(layer.window)
+        .reshape(3, 3, 4, 5, 2, 3)
+        .permute(3, 4, 2, 5, 0, 1)
+        .reshape(10, 12, 3, 3)
+    )
+    expected = squash(torch.nn.functional.conv2d(x, kernel).unflatten(1, (5, 2)) / 5, dim=2).flatten(1, 2)
+    torch.testing.assert_close(layer(x), expected, atol=1e-6, rtol=1e-5)
+
+
+# -- transforms shared over the grid ----------------------------------------------------------------------------
+
+
+def shared_parts(layer: SharedDynamicRouting) -> tuple[Tensor, Tensor]:
+    """Transforms ``[g, j, e, d]`` and offsets ``[g, j, e]``."""
+    weight = layer.weight.reshape(layer.out_caps, layer.out_dim, layer.groups, layer.in_dim)
+    return weight.permute(2, 0, 1, 3), layer.bias.permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("softmax_over", AXES)
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_shared_equals_naive(batch: int, num_iters: int, softmax_over: str, init: str) -> None:
+    layer = SharedDynamicRouting(3, 4, 5, 2, num_iters, softmax_over, init, positions=6).double()
+    start = start_of(layer)
+    x = torch.randn(batch, 3, 4, 6, dtype=F64, requires_grad=True)
+    votes = naive.shared_votes(x.transpose(2, 3), *shared_parts(layer))
+    expected, expected_couplings = naive.route(votes, num_iters, softmax_over, start)
+    assert_same(layer(x), expected, [x, *layer.parameters()])
+    poses, couplings = layer.route(x)
+    torch.testing.assert_close(poses, expected, atol=1e-11, rtol=1e-10)
+    torch.testing.assert_close(couplings, expected_couplings.transpose(1, 2), atol=1e-11, rtol=1e-10)
+
+
+def test_shared_votes_are_those_of_a_grouped_convolution() -> None:
+    """The authors' form: a biased 1x1 convolution with one group per capsule type, then Procedure 1."""
+    layer = SharedDynamicRouting(4, 3, 6, 5, num_iters=3).double()
+    x = torch.randn(2, 12, 3, 2, dtype=F64)
+    transforms, offsets = shared_parts(layer)
+    votes = torch.nn.functional.conv2d(
+        x, transforms.reshape(4 * 6 * 5, 3, 1, 1), offsets.reshape(-1), groups=4
+    )  # [b, g*j*e, h, w]
+    votes = votes.reshape(2, 4, 6, 5, 6).permute(0, 2, 1, 4, 3).reshape(2, 6, 24, 5)  # [b, j, g*p, e]
+    expected = dynamic_routing(votes, 3, "children")[0]
+    torch.testing.assert_close(layer(x.reshape(2, 4, 3, 6)), expected, atol=1e-11, rtol=1e-10)
+
+
+def test_shared_layer_never_makes_votes() -> None:
+    layer = SharedDynamicRouting(8, 4, 64, 16, num_iters=3)
+    x = torch.randn(4, 8, 4, 16, requires_grad=True)
+    with LargestTensor() as made:
+        layer(x).sum().backward()
+    assert made.numel <= max(
+        4 * 8 * 16 * 64, layer.weight.numel()
+    )  # as many as couplings, not 16 times as many
+
+
+def test_shared_layer_takes_any_grid() -> None:
+    layer = SharedDynamicRouting(3, 4, 5, 2)
+    assert layer(torch.randn(2, 3, 4, 6)).shape == layer(torch.randn(2, 3, 4, 35)).shape == (2, 5, 2)
+    with pytest.raises(ValueError, match="positions"):
+        SharedDynamicRouting(3, 4, 5, 2, init="learned")
+
+
+# -- every layer ------------------------------------------------------------------------------------------------
+
+
+LAYERS = {
+    "dense": (lambda **kw: DynamicRouting(24, 4, 5, 6, **kw), (24, 4)),
+    "conv": (lambda **kw: ConvDynamicRouting(6, 4, 5, 6, **kw), (24, 5, 5)),
+    "shared": (lambda **kw: SharedDynamicRouting(4, 4, 5, 6, positions=6, **kw), (4, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("softmax_over", AXES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["zero", "constant", "random", "huge"])
+def test_finite(name: str, softmax_over: str, dtype: torch.dtype, kind: str) -> None:
+    """Zero, constant and huge capsules: finite outputs and gradients, and the dtype of the input."""
+    make, shape = LAYERS[name]
+    layer = make(softmax_over=softmax_over).to(dtype)
+    x = {
+        "zero": torch.zeros(2, *shape),
+        "constant": torch.ones(2, *shape),
+        "random": torch.randn(2, *shape),
+        "huge": torch.randn(2, *shape) * (1e2 if dtype == torch.float16 else 1e6),
+    }[kind]
+    x = x.to(dtype).requires_grad_()
+    y = layer(x)
+    y.float().sum().backward()
+    assert y.dtype == dtype
+    assert torch.isfinite(y).all()
+    for tensor in (x, *layer.parameters()):
+        assert tensor.grad is not None and torch.isfinite(tensor.grad).all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close(name: str, dtype: torch.dtype) -> None:
+    make, shape = LAYERS[name]
+    layer, x = make(), torch.randn(3, *shape)
+    expected = layer(x)
+    # eight bits of mantissa for bfloat16, eleven for float16, a few roundings deep
+    tolerance = (0.04 if dtype == torch.bfloat16 else 0.005) * float(expected.detach().abs().max())
+    torch.testing.assert_close(layer.to(dtype)(x.to(dtype)).float(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("softmax_over", AXES)
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("num_iters", [1, 3])
+def test_script_fx_and_meta(name: str, softmax_over: str, init: str, num_iters: int) -> None:
+    make, shape = LAYERS[name]
+    layer = make(softmax_over=softmax_over, init=init, num_iters=num_iters)
+    x = torch.randn(3, *shape)
+    expected = layer(x)
+    for other in (torch.jit.script(layer), torch.fx.symbolic_trace(layer)):
+        assert torch.equal(other(x), expected)
+        assert torch.equal(other(x[:2]), layer(x[:2]))  # no batch size baked in
+    assert layer.to("meta")(x.to("meta")).shape == expected.shape
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_eval_is_deterministic(name: str) -> None:
+    make, shape = LAYERS[name]
+    layer, x = make(init="random").eval(), torch.randn(2, *shape)
+    assert torch.equal(layer(x), layer(x))
