@@ -118,7 +118,7 @@ class Difference:
 
 
 def probe_input(probe: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
-    """A float32 input of ``shape``: ``random`` (standard normal), ``zero``, ``constant`` (0.5), ``x100`` (100 × random)."""
+    """A float32 input: ``random`` (standard normal), ``zero``, ``constant`` (0.5) or ``x100`` (100 x random)."""
     if probe == "zero":
         return np.zeros(shape, dtype=np.float32)
     if probe == "constant":

@@ -28,6 +28,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.errors import CapszooError, UsageError
+from capszoo.preprocess import model_input_size
 
 from . import compare, unroll
 
@@ -171,6 +172,7 @@ def export(
     model: nn.Module | str,
     path: str | os.PathLike[str],
     *,
+    name: str = "",
     pretrained: bool = True,
     routing_iters: int | None = None,
     outputs: Sequence[str] = ("scores",),
@@ -190,7 +192,8 @@ def export(
     Args:
         model: a module (left as it is), or a name that ``capszoo.create_model`` takes.
         path: file to write.
-        pretrained: for a name: load its weights; False exports freshly initialised ones.
+        name: what the report and the messages call a module; its class where empty.
+        pretrained: for a model given by name: load its weights; False exports freshly initialised ones.
         routing_iters: iterations to unroll; None keeps the model's own.
         outputs: any of ``scores``, ``poses``, ``activations``, ``couplings``; all but the first need a capsule
             network of the zoo. Couplings become one output per routing layer.
@@ -224,9 +227,8 @@ def export(
     if isinstance(model, str):
         import capszoo
 
-        name, model = model, capszoo.create_model(model, pretrained=pretrained)
-    else:
-        name = type(model).__name__
+        name, model = name or model, capszoo.create_model(model, pretrained=pretrained)
+    name = name or type(model).__name__
 
     with _evaluating(model):
         bad = unroll.non_finite_weights(model)
@@ -236,7 +238,7 @@ def export(
             )
         if any(p.dtype != torch.float32 for p in model.parameters()):
             raise ExportError(f"{name}: only float32 models are exported", "call model.float() first")
-        size = input_size or _input_size(model)
+        size = input_size or model_input_size(model)
         original = _with_outputs(model, outputs)
         output_names = _output_names(original, outputs, size)
         say("preparing and tracing")
@@ -572,6 +574,11 @@ def _to_onnx_program(
                 verbose=False,
             )
         except Exception as e:  # torch raises many kinds here, several without a common base
+            if "Constraints violated" in str(e):
+                raise ExportError(
+                    f"{name}: its forward turns the batch size into a number",
+                    "keep x.shape[0] as it is (no int(), no len())",
+                ) from e
             raise ExportError(f"{name}: torch.export cannot trace it: {_first_line(e)}") from e
     if program is None:
         raise ExportError(f"{name}: torch.onnx gave no program")
@@ -651,18 +658,6 @@ def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
     smallest, _, largest = batch
     wanted = (smallest, 1, 2, 5, largest) if full else (smallest, 3)
     return sorted({count for count in wanted if smallest <= count <= largest})
-
-
-def _input_size(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width that a model takes: its own ``img_size``, else its pretrained configuration's."""
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    configured = tuple(cfg.get("input_size") or ())
-    channels = getattr(model, "in_chans", configured[0] if configured else None)
-    size = getattr(model, "img_size", configured[-2:])
-    if channels is None or not size:
-        raise UsageError(f"{type(model).__name__} does not say its input size", "give input_size=(c, h, w)")
-    height, width = (size, size) if isinstance(size, int) else size
-    return int(channels), int(height), int(width)
 
 
 def _require_libraries(check: bool) -> None:

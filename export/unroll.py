@@ -82,7 +82,8 @@ def fold_batchnorm(model: nn.Module) -> int:
     """Fold each eval-mode BatchNorm into the convolution before it, in place; returns how many were folded.
 
     A pair qualifies when the symbolically traced graph shows that the convolution's output goes to that BatchNorm
-    alone, and that either module runs once. A model that cannot be traced is left as it is.
+    alone, and that either module runs once. A subclass of a convolution may compute with other weights than its own,
+    so it qualifies only if it says so (``folds_batchnorm = True``). A model that cannot be traced is left as it is.
     """
     graph = _trace(model)
     if graph is None:
@@ -100,7 +101,7 @@ def fold_batchnorm(model: nn.Module) -> int:
             continue
         conv_name, norm_name = str(source.target), str(node.target)
         conv, norm = modules[conv_name], modules[norm_name]
-        if type(conv) not in _CONVS or norm.running_mean is None or norm.training:
+        if not _is_plain_conv(conv) or norm.running_mean is None or norm.training:
             continue
         if calls[conv_name] != 1 or calls[norm_name] != 1 or {conv_name, norm_name} & read_apart:
             continue
@@ -110,6 +111,13 @@ def fold_batchnorm(model: nn.Module) -> int:
         _replace(model, norm_name, nn.Identity())
         folded += 1
     return folded
+
+
+def _is_plain_conv(module: nn.Module) -> bool:
+    """Whether the output is linear in the module's own weight and bias, one output channel each."""
+    return type(module) in _CONVS or (
+        isinstance(module, _CONVS) and getattr(module, "folds_batchnorm", False)
+    )
 
 
 def _fold(conv: nn.Module, norm: nn.Module) -> nn.Module:
@@ -140,7 +148,8 @@ class _Tracer(fx.Tracer):
     """torch.fx tracing that keeps the modules whole that timm declares untraceable."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, tuple(get_notrace_modules())) or super().is_leaf_module(m, module_qualified_name)
+        whole = isinstance(m, tuple(get_notrace_modules())) or _is_plain_conv(m)
+        return whole or super().is_leaf_module(m, module_qualified_name)
 
 
 def _trace(model: nn.Module) -> fx.Graph | None:

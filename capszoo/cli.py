@@ -1,0 +1,471 @@
+"""The ``capszoo`` command: it parses, calls one function, prints.
+
+Results go to stdout, errors, notes and progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage. An error is one
+line that says what to do; ``--debug`` shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from typer.core import TyperGroup
+
+from . import __version__
+from .errors import CapszooError, UsageError
+
+if TYPE_CHECKING:
+    from .export.to_onnx import ExportReport
+
+__all__ = ["app", "main"]
+
+
+def _stdout() -> Console:
+    return Console(width=_width(sys.stdout), highlight=False)
+
+
+def _stderr() -> Console:
+    return Console(width=_width(sys.stderr), highlight=False, stderr=True)
+
+
+def _width(stream: Any) -> int | None:
+    """A terminal's own width; in a pipe wide enough that tables keep their words."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else 160
+
+
+class _OneLineErrors(TyperGroup):
+    """Every error, of the parser and of the commands, as one line on stderr with the right exit code."""
+
+    def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+        given = list(sys.argv[1:] if args is None else args)
+        end = given.index("--") if "--" in given else len(given)
+        debug = "--debug" in given[:end]  # taken anywhere on the line, as users put it last
+        given = [arg for i, arg in enumerate(given) if arg != "--debug" or i > end]
+        try:
+            code = super().main(args=given, standalone_mode=False, **extra)
+        except Exception as error:
+            if debug:
+                raise
+            line, code = _one_line(error)
+            if line:
+                _stderr().print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+        except KeyboardInterrupt:
+            code = 130
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _one_line(error: Exception) -> tuple[str, int]:
+    """The message of an error and its exit code."""
+    from ._api import UnknownModel
+    from .data import DataError
+    from .models._builder import UnknownArgument
+    from .models._pretrained import WeightsError
+
+    if isinstance(error, CapszooError):
+        return " ".join(str(error).split()), error.exit_code
+    if hasattr(
+        error, "format_message"
+    ):  # the parser's own: unknown command, option or value, missing argument
+        message = " ".join(error.format_message().split()).rstrip(".")
+        if not message:  # called without a command: the help has been printed
+            return "", 2
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "capszoo"
+        return f"{message}: see `{path} --help`", int(getattr(error, "exit_code", 2))
+    if type(error).__name__ == "Abort":
+        return "stopped", 1
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (UnknownModel, UnknownArgument)):
+        return message, 2
+    if isinstance(error, (WeightsError, DataError)):
+        return message, 1
+    return f"{type(error).__name__}: {message} (--debug shows the traceback)", 1
+
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    help="Capsule networks as ready models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Name, name.tag, hf-hub:org/repo, the folder of a training run, or a .safetensors file.",
+        show_default=False,
+    ),
+]
+ImagesArgument = Annotated[
+    list[Path],
+    typer.Argument(metavar="IMAGE...", help="Image files or folders of images.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cuda where there is one).")]
+SizeOption = Annotated[
+    str | None, typer.Option("--img-size", metavar="N or HxW", help="Input size, if not the model's own.")
+]
+ItersOption = Annotated[
+    int | None, typer.Option("--routing-iters", min=1, help="Routing iterations, if not the model's own.")
+]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"capszoo {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks (works anywhere on the line).")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("list")
+def list_command(
+    filter: Annotated[
+        str,
+        typer.Argument(
+            metavar="[FILTER]", help="Part of a name, or a pattern such as 'idpa*'.", show_default=False
+        ),
+    ] = "",
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="Only checkpoints, as name.tag.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the models, or the checkpoints that exist."""
+    from .summary import list_summaries
+
+    rows = list_summaries(filter, pretrained)
+    if as_json:
+        _print_json(rows)
+        return
+    if not rows:
+        kind = "checkpoint" if pretrained else "model"
+        matching = f" matching '{filter}'" if filter else ""
+        raise CapszooError(f"no {kind}{matching}", "`capszoo list` shows every model")
+    table = Table("model", "weights" if not pretrained else "top-1 %", "what it is", box=None, pad_edge=False)
+    for row in rows:
+        second = f"{row['top1']:.2f}" if row.get("top1") is not None else ", ".join(row.get("tags", ()))
+        table.add_row(row["name"], second, escape(row["description"]))
+    _stdout().print(table)
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name or name.tag.", show_default=False)],
+    img_size: SizeOption = None,
+    routing_iters: ItersOption = None,
+    num_classes: Annotated[
+        int | None, typer.Option("--num-classes", min=0, help="Classes, if not the default.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a model's size, arithmetic, the papers' figures, its weights and licence."""
+    from .summary import summarise
+
+    summary = summarise(
+        model, **_given(img_size=_size(img_size), routing_iters=routing_iters, num_classes=num_classes)
+    )
+    if as_json:
+        _print_json(summary.to_dict())
+        return
+    about = summary.info
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("model", f"{about.name}: {escape(about.description)}")
+    facts.add_row("parameters", f"{about.num_params:,}")
+    facts.add_row("multiply-adds", f"{summary.multiply_adds:,} per image (convolutions and matrix products)")
+    facts.add_row("input", "{}x{}x{} (channels, height, width)".format(*about.input_size))
+    facts.add_row("classes", str(about.num_classes))
+    if summary.routing_iters is not None:
+        facts.add_row("routing", f"{summary.routing_iters} iterations")
+    facts.add_row("licence", about.license)
+    out = _stdout()
+    out.print(facts)
+    if summary.figures:
+        papers = Table("papers report", "metric", "%", "setting", "source", box=None, pad_edge=False)
+        for figure in summary.figures:
+            papers.add_row(figure.dataset, figure.metric, f"{figure.value:g}", figure.note, figure.source)
+        out.print()
+        out.print(papers)
+    out.print()
+    if not about.weights:
+        out.print("no weights yet: `capszoo train` makes them")
+        return
+    weights = Table("weights", "top-1 %", "input", "licence", "sha256", box=None, pad_edge=False)
+    for entry in summary.to_dict()["weights"]:
+        top1 = entry["metrics"].get("test", {}).get("top1")
+        shape = "x".join(map(str, entry["input_size"]))
+        weights.add_row(
+            entry["name"],
+            "" if top1 is None else f"{top1:.2f}",
+            shape,
+            entry["license"],
+            entry["sha256"][:12],
+        )
+    out.print(weights)
+
+
+@app.command()
+def predict(
+    model: ModelArgument,
+    images: ImagesArgument,
+    topk: Annotated[int, typer.Option("--topk", "-k", min=1, help="Classes to show per image.")] = 3,
+    device: DeviceOption = None,
+    img_size: SizeOption = None,
+    routing_iters: ItersOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Classify images."""
+    from .inference import load_model, predict
+    from .preprocess import find_images
+
+    files = find_images(images)
+    net = load_model(model, device=device, **_given(img_size=_size(img_size), routing_iters=routing_iters))
+    with _progress("predicting", len(files)) as advance:
+        results = predict(net, files, topk, advance=advance)
+    failed = [result for result in results if result.error]
+    if as_json:
+        _print_json({"model": model, "results": [result.to_dict() for result in results]})
+    else:
+        table = Table("image", "class", "score", box=None, pad_edge=False)
+        for result in results:
+            for rank, scored in enumerate(result.top):
+                table.add_row(
+                    escape(result.image) if rank == 0 else "", escape(scored.label), f"{scored.score:.4f}"
+                )
+        if table.row_count:
+            _stdout().print(table)
+    for result in failed:
+        _stderr().print(f"[bold red]error:[/] {escape(result.error)}", soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    model: ModelArgument,
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="An image file.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Figure to write (.png, .pdf, .svg).")] = Path(
+        "heat.png"
+    ),
+    target: Annotated[
+        str | None,
+        typer.Option("--class", help="Class to follow (name or number), if not the predicted one."),
+    ] = None,
+    device: DeviceOption = None,
+) -> None:
+    """Draw from where in the image the class capsule was routed."""
+    from .explain import explain, save_figure
+    from .inference import load_model
+    from .preprocess import load_image
+
+    picture = load_image(image)
+    explanation = explain(load_model(model, device=device), picture, target)
+    written = save_figure(explanation, out)
+    name, score = explanation.labels[explanation.predicted], float(explanation.scores[explanation.predicted])
+    _stdout().print(
+        f"{escape(str(image))}: {escape(name)} ({score:.4f}); written: {escape(str(written))}", soft_wrap=True
+    )
+
+
+@app.command("export")
+def export_command(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write (.onnx).", show_default=False)],
+    opset: Annotated[int, typer.Option(help="ONNX opset.")] = 20,
+    batch: Annotated[
+        str, typer.Option(metavar="MIN,USUAL,MAX", help="Batch sizes to serve; one number fixes the batch.")
+    ] = "1,8,32",
+    routing_iters: ItersOption = None,
+    img_size: SizeOption = None,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained/--no-pretrained", help="Load weights, or export untrained ones.")
+    ] = True,
+    images: Annotated[
+        Path | None, typer.Option("--verify-data", help="Image file or folder whose top-1 must agree, too.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer probes: random and zero input only.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a model as ONNX, routing unrolled, and prove it equal to the original."""
+    profile = _batch(batch)
+    if out.suffix != ".onnx":
+        raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx")
+    from .export.to_onnx import export
+    from .inference import load_model
+    from .preprocess import find_images, load_image, model_transform
+
+    net = load_model(model, pretrained, "cpu", **_given(img_size=_size(img_size)))
+    verify = None
+    if images is not None:
+        import torch
+
+        transform = model_transform(net)
+        verify = torch.stack([transform(load_image(file)) for file in find_images([images])])
+    console = _stderr()
+    with console.status("exporting") as status:
+        report = export(
+            net,
+            out,
+            name=model,
+            routing_iters=routing_iters,
+            opset=opset,
+            batch=profile,
+            gate="quick" if quick else "full",
+            images=verify,
+            progress=lambda line: status.update(escape(line)),
+        )
+    if as_json:
+        _print_json(report.to_dict())
+    else:
+        _print_report(report)
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A recipe's name or a YAML file.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changed settings, such as optimizer.lr=0.001."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Folder of the data set (default: $CAPSZOO_DATA).", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder of the run (default: runs/<recipe>).", show_default=False),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+) -> None:
+    """Train a recipe to its end, or go on where an earlier run of it stopped."""
+    import importlib.util
+
+    missing = [name for name in ("accelerate", "pydantic", "yaml") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CapszooError(f"training needs {', '.join(missing)}", "pip install 'capszoo[train]'")
+    from .recipes.train import train
+
+    result = train(recipe, overrides or [], out=out, data=data, cpu=cpu)
+    console = _stdout()
+    if "test" in result:
+        figures = ", ".join(f"{key} {value}" for key, value in result["test"].items())
+        console.print(f"test: {escape(figures)}", soft_wrap=True)
+    if "weights" in result:
+        console.print(f"weights: {escape(str(result['weights']))}", soft_wrap=True)
+
+
+# -- printing and parsing ---------------------------------------------------------------------------------------
+
+
+def _print_report(report: ExportReport) -> None:
+    out = _stdout()
+    parity = Table(
+        "input", "batch", "max difference", "of the largest output", "top-1 equal", box=None, pad_edge=False
+    )
+    for difference in report.comparisons:
+        parity.add_row(
+            difference.probe,
+            str(difference.batch),
+            f"{difference.max_abs:.1e}",
+            f"{difference.relative:.1e}",
+            f"{difference.top1_agreement:.0%}",
+        )
+    out.print(parity)
+    out.print()
+    gate = Table("gate", "", "", box=None, pad_edge=False)
+    words = {True: "[green]passed[/]", False: "[red]failed[/]", None: "[yellow]not run[/]"}
+    for step in report.gate:
+        gate.add_row(step.name, words[step.passed], escape(step.detail.removeprefix("not run: ")))
+    out.print(gate)
+    out.print()
+    iterations = (
+        "" if not report.routing_iters else f", {'/'.join(map(str, report.routing_iters))} routing iterations"
+    )
+    out.print(
+        f"{escape(report.path)}: {report.file_bytes:,} bytes, opset {report.opset}, {report.num_nodes} nodes, "
+        f"batch {report.batch[0]} to {report.batch[2]}{iterations}",
+        soft_wrap=True,
+    )
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(_plain(value), indent=1, allow_nan=False, ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN: it becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr (on a terminal, for more than one batch); gives the function that advances it."""
+    console = _stderr()
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = total <= 32 or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    """``32`` or ``32x48`` to (height, width)."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"--img-size {text} is no size", "give 32 or 32x48 (height x width)")
+    return int(parts[0]), int(parts[-1])
+
+
+def _batch(text: str) -> tuple[int, int, int] | int:
+    """``8`` or ``1,8,32``."""
+    parts = text.split(",")
+    if len(parts) not in (1, 3) or not all(part.strip().isdigit() for part in parts):
+        raise UsageError(f"--batch {text} makes no sense", "give smallest, usual and largest, such as 1,8,32")
+    numbers = [int(part) for part in parts]
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1], numbers[2])
+
+
+def main() -> None:
+    """Entry point of the ``capszoo`` script."""
+    app(prog_name="capszoo")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Use a model on image files: find it under whatever name it was given, and predict.
+
+What ``capszoo predict`` and ``capszoo explain`` do, as functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._api import UnknownModel, create_model, list_models, list_pretrained
+from .errors import CapszooError, UsageError
+from .models._pretrained import WeightsError, WeightsInfo, sha256_of
+from .preprocess import ImageTransform, load_image, model_transform
+
+__all__ = ["ImagePrediction", "ScoredClass", "label_names", "load_model", "predict"]
+
+
+def load_model(name: str, pretrained: bool = True, device: str | None = None, **kwargs: Any) -> nn.Module:
+    """A model in eval mode, from a name or a path.
+
+    Args:
+        name: registered name, ``name.tag``, ``hf-hub:org/repo``, the folder of a finished training run, a folder with
+            a ``config.json`` (timm's and the Hub's layout), or a ``.safetensors`` file beside its metadata.
+        pretrained: load weights; False gives freshly initialised ones.
+        device: where to put it; None is CUDA where there is one.
+        **kwargs: as for :func:`capszoo.create_model`.
+
+    Raises:
+        UnknownModel: no such name.
+        CapszooError: nothing there that could be loaded, or weights that do not exist.
+        WeightsError: weights that are damaged or do not fit.
+    """
+    path = Path(name.removeprefix("local-dir:"))
+    if name.startswith("hf-hub:"):
+        model = _from_hub(name, pretrained, kwargs)
+    elif path.is_dir() or path.suffix == ".safetensors":
+        model = _from_disk(path, pretrained, kwargs)
+    elif "/" in name or name.startswith("local-dir:"):
+        raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
+    else:
+        if pretrained and name in list_models() and not list_pretrained(f"{name}.*"):
+            raise CapszooError(
+                f"no pretrained weights of {name} exist",
+                "`capszoo list --pretrained` shows those that do; `capszoo train` makes them",
+            )
+        model = create_model(name, pretrained=pretrained, **kwargs)
+    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _from_hub(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    try:
+        return create_model(name, pretrained=pretrained, **kwargs)
+    except (WeightsError, UnknownModel):
+        raise
+    except (OSError, ValueError) as e:  # huggingface_hub's errors: network, no such repository, bad name
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CapszooError(
+            f"{name}: the Hub gives no such model ({reason})", "check the name and the connection"
+        ) from e
+
+
+def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    if path.is_dir() and (path / "config.json").is_file():
+        return create_model(f"local-dir:{path}", pretrained=pretrained, **kwargs)
+    weights = _run_weights(path) if path.is_dir() else path
+    metadata = weights.with_suffix(".json")
+    for file in (weights, metadata):
+        if not file.is_file():
+            raise CapszooError(f"{file}: no such file", "weights and their metadata must lie side by side")
+    info = WeightsInfo.from_json(metadata)
+    if sha256_of(weights) != info.sha256:
+        raise WeightsError(
+            f"{weights}: sha256 differs from its metadata's: the file is damaged or another one"
+        )
+    described = dict(
+        file=str(weights),
+        tag="",
+        source=None,
+        hf_hub_id=None,
+        num_classes=info.num_classes,
+        input_size=info.input_size,
+        mean=info.mean,
+        std=info.std,
+        interpolation=info.interpolation,
+        crop_pct=info.crop_pct,
+        label_names=info.label_names,
+    )
+    arguments = {"num_classes": info.num_classes, "in_chans": info.input_size[0], **info.model_args, **kwargs}
+    return create_model(
+        info.architecture, pretrained=pretrained, pretrained_cfg_overlay=described, **arguments
+    )
+
+
+def _run_weights(folder: Path) -> Path:
+    """The weights that a finished run left in its folder, as ``<architecture>.<tag>.safetensors``."""
+    found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
+    if len(found) != 1:
+        what = "several checkpoints" if found else "no weights with their metadata, and no config.json"
+        raise CapszooError(f"{folder}: {what} in this folder", "name a .safetensors file, or finish the run")
+    return found[0]
+
+
+@dataclass(frozen=True)
+class ScoredClass:
+    """A class, its name where the weights have names, and its score (capsule length, activation or logit)."""
+
+    index: int
+    label: str
+    score: float
+
+
+@dataclass(frozen=True)
+class ImagePrediction:
+    """The highest-scored classes of an image, best first; or why it could not be read.
+
+    Attributes:
+        image: path as given.
+        top: the classes.
+        size: width and height of the file's image.
+        error: empty where all went well.
+    """
+
+    image: str
+    top: tuple[ScoredClass, ...] = ()
+    size: tuple[int, int] = (0, 0)
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.error:
+            return {"image": self.image, "error": self.error}
+        return {"image": self.image, "predictions": [asdict(scored) for scored in self.top]}
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Names of a model's classes; their numbers where the weights have no names (or were made for other classes)."""
+    count = int(getattr(model, "num_classes", 0))
+    names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
+    return [str(name) for name in names] if len(names) == count else [str(i) for i in range(count)]
+
+
+def predict(
+    model: nn.Module,
+    images: Iterable[str | Path],
+    topk: int = 5,
+    batch_size: int = 32,
+    advance: Callable[[int], None] | None = None,
+) -> list[ImagePrediction]:
+    """Classify image files; one that cannot be read gets a prediction that says so.
+
+    Args:
+        model: in eval mode, on its device.
+        images: files.
+        topk: classes per image, at most as many as there are.
+        batch_size: images per forward pass.
+        advance: called with the number of images done after each batch.
+
+    Raises:
+        UsageError: ``topk`` below 1, or a model without classes.
+    """
+    labels = label_names(model)
+    if topk < 1:
+        raise UsageError(f"topk is {topk}", "give 1 or more")
+    if not labels:
+        raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
+    transform = model_transform(model)
+    files = list(images)
+    results: list[ImagePrediction] = []
+    for start in range(0, len(files), batch_size):
+        chunk = files[start : start + batch_size]
+        results.extend(_predict_chunk(model, transform, chunk, labels, min(topk, len(labels))))
+        if advance:
+            advance(len(chunk))
+    return results
+
+
+def _predict_chunk(
+    model: nn.Module, transform: ImageTransform, files: list[str | Path], labels: list[str], topk: int
+) -> list[ImagePrediction]:
+    tensors: list[Tensor] = []
+    sizes: list[tuple[int, int]] = []
+    errors: dict[int, str] = {}
+    for i, file in enumerate(files):
+        try:
+            image = load_image(file)
+        except CapszooError as e:
+            errors[i] = str(e)
+        else:
+            tensors.append(transform(image))
+            sizes.append(image.size)
+    found = iter(())
+    if tensors:
+        like = next(model.parameters())
+        with torch.inference_mode():
+            scores = model(torch.stack(tensors).to(like.device, like.dtype)).float().cpu()
+        values, indices = scores.topk(topk, dim=1)
+        found = iter(zip(values.tolist(), indices.tolist(), sizes, strict=True))
+    results = []
+    for i, file in enumerate(files):
+        if i in errors:
+            results.append(ImagePrediction(str(file), error=errors[i]))
+            continue
+        best, classes, size = next(found)
+        top = tuple(ScoredClass(c, labels[c], value) for value, c in zip(best, classes, strict=True))
+        results.append(ImagePrediction(str(file), top, size))
+    return results

@@ -1,0 +1,187 @@
+"""From an image file to what a model takes: reading, resizing, cropping, normalising.
+
+The transform of a model is read from its pretrained configuration (size, mean, std, interpolation, crop), so that
+``predict``, ``explain`` and the export's checks on real images all see exactly the same pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor, nn
+
+from .errors import CapszooError, UsageError
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "ImageTransform",
+    "find_images",
+    "load_image",
+    "model_input_size",
+    "model_transform",
+]
+
+#: What is taken for an image in a folder; a file named on its own may have any suffix.
+IMAGE_SUFFIXES = frozenset(
+    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+)
+
+_RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+
+def find_images(paths: Iterable[str | Path]) -> list[Path]:
+    """Files as they are, folders as the images under them (by suffix, sorted).
+
+    Raises:
+        CapszooError: a path that does not exist, or a folder without images.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+            if not inside:
+                raise CapszooError(
+                    f"{path}: no images in this folder", f"it takes {', '.join(sorted(IMAGE_SUFFIXES))}"
+                )
+            found.extend(inside)
+        elif path.exists():
+            found.append(path)
+        else:
+            raise CapszooError(f"{path}: no such file", "check the path")
+    return found
+
+
+def load_image(path: str | Path) -> Image.Image:
+    """Read an image file, upright.
+
+    Raises:
+        CapszooError: no such file, not an image, or a damaged one.
+    """
+    path = Path(path)
+    try:
+        with Image.open(path) as image:
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+    except FileNotFoundError:
+        raise CapszooError(f"{path}: no such file", "check the path") from None
+    except IsADirectoryError:
+        raise CapszooError(f"{path} is a folder", "name an image file") from None
+    except UnidentifiedImageError:
+        raise CapszooError(f"{path}: not an image", "give a PNG, JPEG or another common image file") from None
+    except Image.DecompressionBombError:
+        raise CapszooError(f"{path}: too many pixels", "scale it down first") from None
+    except (OSError, ValueError, SyntaxError) as e:  # what Pillow's decoders raise for broken files
+        raise CapszooError(f"{path}: cannot be read ({e})", "the file is damaged or not readable") from None
+    return upright
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Image to normalised tensor: shorter side resized, centre cropped, scaled to 0..1, normalised.
+
+    An image that has the size already is not resampled.
+
+    Attributes:
+        channels: 1 (grey) or 3 (RGB).
+        size: height and width.
+        mean, std: per channel, for values in 0..1.
+        interpolation: ``nearest``, ``bilinear``, ``bicubic`` or ``lanczos``.
+        crop_pct: share of the resized image that the crop keeps.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bilinear"
+    crop_pct: float = 1.0
+
+    def view(self, image: Image.Image) -> Image.Image:
+        """The part of the image that the model sees, at the model's size, in grey or RGB."""
+        image = _to_mode(image, self.channels)
+        height, width = self.size
+        scale = max(height / image.height, width / image.width) / self.crop_pct
+        resized = (max(height, round(image.height * scale)), max(width, round(image.width * scale)))
+        if resized != (image.height, image.width):
+            image = image.resize(
+                (resized[1], resized[0]), _RESAMPLING.get(self.interpolation, Image.Resampling.BILINEAR)
+            )
+        top, left = (image.height - height) // 2, (image.width - width) // 2
+        return image.crop((left, top, left + width, top + height))
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Image to ``[c, h, w]``, float32."""
+        pixels = np.asarray(self.view(image), dtype=np.float32) / 255
+        tensor = torch.from_numpy(pixels.reshape(*self.size, self.channels)).permute(2, 0, 1)
+        return (tensor - self._column(self.mean)) / self._column(self.std)
+
+    def restore(self, tensor: Tensor) -> Tensor:
+        """Normalised ``[..., c, h, w]`` back to values in 0..1, on the CPU."""
+        return (tensor.detach().float().cpu() * self._column(self.std) + self._column(self.mean)).clamp(0, 1)
+
+    def _column(self, values: tuple[float, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+
+
+def _to_mode(image: Image.Image, channels: int) -> Image.Image:
+    if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits: Pillow's own conversion would clip
+        values = np.asarray(image, dtype=np.float64)
+        top = 65535.0 if image.mode.startswith("I") and values.max(initial=0) > 255 else 255.0
+        image = Image.fromarray((values / top * 255).clip(0, 255).astype(np.uint8))
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def model_input_size(model: nn.Module) -> tuple[int, int, int]:
+    """Channels, height and width that a model takes: its own ``img_size``, else its pretrained configuration's.
+
+    Raises:
+        UsageError: the model says neither.
+    """
+    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    configured = tuple(cfg.get("input_size") or ())
+    channels = getattr(model, "in_chans", configured[0] if configured else None)
+    size = getattr(model, "img_size", configured[-2:])
+    if channels is None or not size:
+        raise UsageError(f"{type(model).__name__} does not say its input size", "give input_size=(c, h, w)")
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(channels), int(height), int(width)
+
+
+def model_transform(model: nn.Module) -> ImageTransform:
+    """The transform that a model's weights were trained for.
+
+    Raises:
+        CapszooError: a model whose input is no single grey or colour image.
+    """
+    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    channels, height, width = model_input_size(model)
+    if channels not in (1, 3):
+        raise CapszooError(
+            f"the model takes {channels} channels, which is no single image",
+            "call it from Python with a tensor, or create it with in_chans=1 or 3",
+        )
+    return ImageTransform(
+        channels=channels,
+        size=(height, width),
+        mean=_per_channel(cfg.get("mean") or (0.0,), channels),
+        std=_per_channel(cfg.get("std") or (1.0,), channels),
+        interpolation=str(cfg.get("interpolation") or "bilinear"),
+        crop_pct=float(cfg.get("crop_pct") or 1.0),
+    )
+
+
+def _per_channel(values: Iterable[float], channels: int) -> tuple[float, ...]:
+    """As many values as channels: repeated from one, averaged to one."""
+    given = tuple(float(value) for value in values)
+    return given if len(given) == channels else (sum(given) / len(given),) * channels

@@ -1,0 +1,127 @@
+"""Everything that is known of a model, for ``capszoo info``: size, arithmetic, the papers' figures, our weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.models import model_entrypoint, split_model_name_tag
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ._api import ModelInfo, create_model, list_models, list_pretrained, model_info
+from .models._papers import PAPERS, PaperFigure
+from .models._pretrained import bundled_tags
+from .preprocess import model_input_size
+
+__all__ = ["ModelSummary", "count_multiply_adds", "list_summaries", "summarise"]
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What ``capszoo info`` prints.
+
+    Attributes:
+        info: the registry's view.
+        multiply_adds: of one image, in convolutions and matrix products.
+        routing_iters: the model's own count, None without routing.
+        figures: what the papers report for this architecture.
+    """
+
+    info: ModelInfo
+    multiply_adds: int
+    routing_iters: int | None
+    figures: tuple[PaperFigure, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        info = self.info
+        return {
+            "name": info.name,
+            "description": info.description,
+            "parameters": info.num_params,
+            "multiply_adds": self.multiply_adds,
+            "num_classes": info.num_classes,
+            "input_size": list(info.input_size),
+            "routing_iters": self.routing_iters,
+            "license": info.license,
+            "paper_ids": list(info.paper_ids),
+            "paper_figures": [figure._asdict() for figure in self.figures],
+            "weights": [
+                {
+                    "name": weights.name,
+                    "license": weights.license,
+                    "input_size": list(weights.input_size),
+                    "num_classes": weights.num_classes,
+                    "metrics": weights.raw.get("metrics", {}),
+                    "sha256": weights.sha256,
+                }
+                for weights in info.weights
+            ],
+        }
+
+
+def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | None = None) -> int:
+    """Multiply-adds of one image in convolutions and matrix products, as PyTorch's counter sees them.
+
+    Elementwise work (squash, softmax, norms) is not counted. On a model on the meta device nothing is computed.
+
+    Args:
+        model: any model; run once in eval mode.
+        input_size: channels, height and width; None takes the model's own.
+    """
+    size = input_size or model_input_size(model)
+    like = next(model.parameters())
+    was_training = model.training
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            model.eval()(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
+    finally:
+        model.train(was_training)
+    return counter.get_total_flops() // 2
+
+
+def list_summaries(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]]:
+    """One row per architecture (name, description, tags), or per checkpoint (with its test accuracy).
+
+    Args:
+        filter: part of a name, or a shell pattern.
+        pretrained: checkpoints instead of architectures.
+    """
+    rows: list[dict[str, Any]] = []
+    for name in list_models(filter, pretrained=pretrained):
+        architecture, _ = split_model_name_tag(name)
+        row: dict[str, Any] = {"name": name, "description": _first_line(architecture)}
+        if pretrained:
+            row["top1"] = bundled_tags()[name].raw.get("metrics", {}).get("test", {}).get("top1")
+        else:
+            row["tags"] = [tag.partition(".")[2] for tag in list_pretrained(f"{name}.*")]
+        rows.append(row)
+    return rows
+
+
+def _first_line(architecture: str) -> str:
+    return (model_entrypoint(architecture).__doc__ or "").strip().split("\n")[0]
+
+
+def summarise(name: str, **kwargs: Any) -> ModelSummary:
+    """Describe a model of the zoo without computing anything.
+
+    Args:
+        name: registered name, with or without a tag.
+        **kwargs: as for :func:`capszoo.create_model`.
+
+    Raises:
+        UnknownModel: no such name.
+    """
+    info = model_info(name, **kwargs)
+    model = create_model(name, device="meta", **kwargs)
+    iterations = getattr(model, "routing_iters", None)
+    return ModelSummary(
+        info=info,
+        multiply_adds=count_multiply_adds(model),
+        routing_iters=iterations if isinstance(iterations, int) else None,
+        figures=PAPERS.get(split_model_name_tag(name)[0], ()),
+    )
