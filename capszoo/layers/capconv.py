@@ -121,6 +121,8 @@ def _init_conv(conv: nn.Conv2d, bias: float = 0.0) -> nn.Conv2d:
 class CapGroupConv2d(nn.Conv2d):
     """A biased convolution grouped by capsule channel; 1x1 of stride 1 runs as a matrix product."""
 
+    folds_batchnorm = True  # linear in weight and bias, so that the export may fold the norm behind it
+
     def __init__(self, in_chans: int, out_chans: int, kernel_size: int, stride: int, groups: int) -> None:
         super().__init__(in_chans, out_chans, kernel_size, stride, kernel_size // 2, groups=groups)
         self.pointwise = kernel_size == 1 and stride == 1
