@@ -72,14 +72,19 @@ class Task(nn.Module):
         self.criterion = create_loss(recipe.loss.name, **recipe.loss.options)
         self.reconstruction = recipe.loss.reconstruction
 
+    def set_progress(self, progress: float) -> None:
+        """Tell a loss that changes in the course of training which share of it is done."""
+        if hasattr(self.criterion, "set_progress"):
+            self.criterion.set_progress(progress)
+
     def forward(self, images: Tensor, labels: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss (mean over the batch, a scalar) and the scores [b, n]."""
         if self.reconstruction:
             capsules = self.net.forward_capsules(images)
             loss = self.criterion(capsules.scores.float(), labels)
             rebuilt = self.net.reconstruct(capsules.poses, labels)
-            loss = loss + self.reconstruction * reconstruction_loss(rebuilt.float(), pixels.float() / 255)
-            return loss, capsules.scores
+            rebuilding = reconstruction_loss(rebuilt.float(), pixels.float() / 255, self.reconstruction)
+            return loss + rebuilding, capsules.scores
         scores = self.net(images)
         return self.criterion(scores.float(), labels), scores
 
@@ -172,6 +177,7 @@ class _Log:
 
     def __init__(self, out: Path, active: bool, total: int, done: int) -> None:
         self.path, self.active = out / "metrics.jsonl", active
+        self.shown = time.monotonic()
         self.console = Console(quiet=not active, highlight=False)
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -196,6 +202,13 @@ class _Log:
         if self.active:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def show(self, step: int, note: str) -> None:
+        """Move the bar; where the output is no terminal, a line a minute."""
+        self.progress.update(self.task, completed=step, note=note)
+        if not self.console.is_terminal and time.monotonic() - self.shown > 60:
+            self.shown = time.monotonic()
+            self.say(f"update {step}  {note}")
 
     def say(self, line: str) -> None:
         self.progress.console.print(line, soft_wrap=True)
@@ -293,7 +306,7 @@ def _train(
     ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
     optimizer = _create_optimizer(recipe, net)
     try:
-        task: nn.Module = Task(torch.compile(net) if recipe.compile else net, recipe)
+        goal = Task(torch.compile(net) if recipe.compile else net, recipe)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
     schedule = _create_scheduler(recipe, optimizer, steps)
@@ -308,7 +321,7 @@ def _train(
         optimizer.load_state_dict(checkpoint.optimizer["optimizer"])
         step, seconds = checkpoint.state["step"], checkpoint.state["seconds"]
         sums = torch.tensor(checkpoint.state["sums"], dtype=torch.float64)
-    task, wrapped = accelerator.prepare(task, optimizer)
+    task, wrapped = accelerator.prepare(goal, optimizer)
     if checkpoint:
         if accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
@@ -371,6 +384,7 @@ def _train(
             for batch in batches.epoch(epoch, start):
                 if schedule:
                     schedule.step_update(step)
+                goal.set_progress(step / total)
                 loss = _update(accelerator, task, wrapped, batch, recipe, layout, sums)
                 if ema:
                     ema.update(net, step=step)
@@ -381,7 +395,7 @@ def _train(
                     check(losses)
                     rate = (step - epoch_first) * recipe.batch_size / (time.monotonic() - epoch_began)
                     note = f"epoch {epoch + 1}/{recipe.epochs}  loss {losses[-1].item():.4f}  {rate:.0f} images/s"
-                    log.progress.update(log.task, completed=step, note=note)
+                    log.show(step, note)
                     losses.clear()
                 at_limit = stop_after is not None and step - first >= stop_after
                 periodic = recipe.checkpoint_every is not None and step % recipe.checkpoint_every == 0

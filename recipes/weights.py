@@ -70,6 +70,18 @@ def golden_outputs(
         return net.eval()(normalize(pixels, mean, std)).float().cpu().numpy()
 
 
+def _feature_grid(net: nn.Module, input_size: tuple[int, int, int]) -> list[int] | None:
+    """Height and width of the net's last feature map at this input size; None where it has none."""
+    if not hasattr(net, "forward_features"):
+        return None
+    like = next(net.parameters())
+    with torch.no_grad():
+        features = net.eval().forward_features(
+            torch.zeros(1, *input_size, device=like.device, dtype=like.dtype)
+        )
+    return list(features.shape[-2:]) if features.ndim == 4 else None
+
+
 def write_weights(
     folder: Path,
     net: nn.Module,
@@ -102,6 +114,7 @@ def write_weights(
         "input_size": spec.input_size,
         "mean": spec.mean,
         "std": spec.std,
+        "pool_size": _feature_grid(net, spec.input_size),
         "label_names": spec.label_names,
         "model_args": dict(model_args),
         **details,

@@ -1,0 +1,96 @@
+"""Every bundled checkpoint against its metadata: checksum, golden outputs, accuracy on 1,000 fixed images."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import capszoo
+from capszoo.data import ImageSet, dataset_spec, load_dataset, normalize
+from capszoo.models._pretrained import bundled_tags, locate_weights
+from capszoo.recipes.evaluate import evaluate, main
+
+PACKED = {"mnist": "mnist_test_1000.npz"}
+TAGS = sorted(bundled_tags())
+
+
+def packed(root: Path, name: str) -> ImageSet:
+    arrays = np.load(root / "tests" / "fixtures" / PACKED[name])
+    images = torch.from_numpy(arrays["images"]).reshape(-1, *dataset_spec(name).input_size)
+    return ImageSet(dataset_spec(name), "test", images, torch.from_numpy(arrays["labels"]).long())
+
+
+def test_there_are_weights_of_two_routings() -> None:
+    assert {"resnet20_routingcaps.mnist", "idpa_cnn.mnist"} <= set(TAGS)
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_accuracy_within_the_sampling_error(tag: str, root: Path) -> None:
+    raw = bundled_tags()[tag].raw
+    if raw["dataset"]["name"] not in PACKED:
+        pytest.skip(f"no packed images of {raw['dataset']['name']}")
+    images = packed(root, raw["dataset"]["name"])
+    found = evaluate(tag, images)
+    assert found["n"] == 1000 and found["stated"] is None
+    p = raw["metrics"]["test"]["top1"] / 100
+    tolerance = 4 * math.sqrt(p * (1 - p) / found["n"]) + 1 / found["n"]
+    assert abs(found["top1"] / 100 - p) <= tolerance, f"{found['top1']} here, {100 * p} on the whole test set"
+    shuffled = replace(images, labels=images.labels.roll(1))
+    assert evaluate(tag, shuffled)["top1"] < 50, "the test can tell right from wrong"
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_golden_outputs(tag: str) -> None:
+    info = bundled_tags()[tag]
+    path = locate_weights(info)
+    golden = np.load(path.with_suffix("").with_suffix("").with_name(f"{tag}.golden.npz"))
+    model = capszoo.create_model(tag, pretrained=True).eval()
+    with torch.no_grad():
+        scores = model(normalize(torch.from_numpy(golden["pixels"]), info.mean, info.std))
+    expected = torch.from_numpy(golden["scores"])
+    torch.testing.assert_close(scores, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_metadata(tag: str) -> None:
+    info = bundled_tags()[tag]
+    raw = info.raw
+    spec = dataset_spec(raw["dataset"]["name"])
+    assert info.tag.startswith(spec.name) and info.input_size == spec.input_size
+    assert info.label_names == spec.label_names and info.num_classes == spec.num_classes
+    model = capszoo.create_model(tag, pretrained=True)
+    assert raw["num_params"] == sum(p.numel() for p in model.parameters())
+    assert model.pretrained_cfg["mean"] == info.mean and model.pretrained_cfg["input_size"] == info.input_size
+    test = raw["metrics"]["test"]
+    assert test["n"] == spec.counts["test"] and test["top1"] == pytest.approx(
+        100 - 100 * test["errors"] / test["n"]
+    )
+    assert (
+        raw["seed"] == raw["recipe"]["seed"]
+        and raw["commit"]
+        and raw["hardware"]
+        and raw["train_seconds"] > 0
+    )
+    assert raw["recipe"]["arch"] == info.architecture and raw["recipe"]["tag"] == info.tag
+
+
+def test_stated_floor() -> None:
+    assert bundled_tags()["resnet20_routingcaps.mnist"].raw["metrics"]["test"]["top1"] >= 99.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tag", TAGS)
+def test_whole_test_set_reproduces_the_stated_accuracy(
+    tag: str, data_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main([tag, "--data", str(data_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["n"] == 10_000 and found["stated"] == pytest.approx(found["top1"], abs=0.021)
+    raw = bundled_tags()[tag].raw["dataset"]
+    assert load_dataset(raw["name"], "test", data_dir).fingerprint() == raw["sha256"]["test"]

@@ -1,0 +1,302 @@
+"""Training on a few real images: it learns, resumes bit for bit, leaves nothing half-written, and fails in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import capszoo
+from capszoo.data import DataError
+from capszoo.models import WeightsError
+from capszoo.recipes import train as train_module
+from capszoo.recipes.checkpoints import latest_checkpoint, save_checkpoint
+from capszoo.recipes.config import Recipe, RecipeError
+from capszoo.recipes.evaluate import evaluate, model_from_file
+from capszoo.recipes.train import TrainingError, main, train
+from capszoo.recipes.weights import bundle
+
+
+def tiny_recipe(**changes: Any) -> Recipe:
+    tree: dict[str, Any] = {
+        "arch": "resnet20_routingcaps",
+        "tag": "mnist",
+        "data": {"name": "mnist", "val_size": 20, "augment": {"shift": 2}},
+        "epochs": 2,
+        "batch_size": 32,
+        "optimizer": {"name": "adamw", "lr": 0.003},
+        "loss": {"name": "margin"},
+        "clip_grad": 1.0,
+    }
+    return Recipe.model_validate({**tree, **changes})
+
+
+def files_under(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_from_start_to_bundle(tiny_mnist: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = train(tiny_recipe(), out=out, data=tiny_mnist)
+    assert result["finished"] and result["step"] == 6 and result["test"]["n"] == 40
+    checkpoint = {"model.safetensors", "optimizer.pt", "state.json"}
+    name = "resnet20_routingcaps.mnist"
+    assert files_under(out) == {
+        "recipe.json",
+        "metrics.jsonl",
+        *(f"{name}{suffix}" for suffix in (".safetensors", ".json", ".golden.npz")),
+        *(f"checkpoints/step-{step:08d}/{file}" for step in (3, 6) for file in checkpoint),
+    }
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records] == [1, 2] and records[-1]["lr"] < 0.003
+    metadata = json.loads((out / f"{name}.json").read_text())
+    assert metadata["input_size"] == [1, 28, 28] and metadata["metrics"]["test"] == result["test"]
+    assert metadata["metrics"]["validation"] == {"top1": records[-1]["val_top1"], "n": 20}
+    assert metadata["recipe"]["epochs"] == 2 and len(metadata["dataset"]["sha256"]["train"]) == 64
+
+    again = evaluate(out / f"{name}.safetensors", data=tiny_mnist)
+    assert again["top1"] == again["stated"] == result["test"]["top1"] and again["n"] == 40
+    model, info = model_from_file(out / f"{name}.json")
+    golden = np.load(out / f"{name}.golden.npz")
+    pixels = torch.from_numpy(golden["pixels"]).float() / 255
+    with torch.no_grad():
+        scores = model((pixels - info.mean[0]) / info.std[0])
+    torch.testing.assert_close(scores, torch.from_numpy(golden["scores"]), atol=1e-5, rtol=0)
+
+    paths = bundle(out, tmp_path / "weights")
+    assert files_under(tmp_path / "weights") == {path.name for path in paths} and len(paths) == 3
+    assert train(tiny_recipe(), out=out, data=tiny_mnist)["test"] == result["test"], (
+        "a finished run stays as it is"
+    )
+
+    data = bytearray((out / f"{name}.safetensors").read_bytes())
+    data[-1] ^= 1
+    (out / f"{name}.safetensors").write_bytes(data)
+    with pytest.raises(WeightsError, match="sha256 differs"):
+        model_from_file(out / f"{name}.json")
+
+
+def test_the_loss_falls(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(epochs=8, data={"name": "mnist", "val_size": 20})
+    train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["train_loss"] < 0.7 * records[0]["train_loss"]
+    assert records[-1]["train_top1"] > records[0]["train_top1"] + 20
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "changes"),
+    [
+        (1, {}),
+        (3, {"precision": "bf16"}),
+        (4, {"ema_decay": 0.9, "accumulate": 2, "optimizer": {"name": "sgd", "lr": 0.05}}),
+        (2, {"model_args": {"drop_rate": 0.2}, "arch": "test_resnet", "loss": {"name": "cross_entropy"}}),
+    ],
+)
+def test_resume_is_bit_exact(
+    tiny_mnist: Path, tmp_path: Path, stop_after: int, changes: dict[str, Any]
+) -> None:
+    recipe = tiny_recipe(**changes)
+    whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
+    parts = train(recipe, out=tmp_path / "parts", data=tiny_mnist, stop_after=stop_after)
+    assert not parts["finished"] and parts["step"] == stop_after
+    torch.manual_seed(123)  # whatever the process did in between must not matter
+    while not parts["finished"]:
+        parts = train(recipe, out=tmp_path / "parts", data=tiny_mnist, stop_after=stop_after)
+    expected, found = load_file(whole["weights"]), load_file(parts["weights"])
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert torch.equal(value, found[key]), key
+
+    def metrics(folder: str) -> list[dict[str, Any]]:
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [
+            {k: v for k, v in json.loads(ln).items() if k not in ("seconds", "images_per_s")} for ln in lines
+        ]
+
+    assert metrics("whole") == metrics("parts") and len(metrics("whole")) == 2
+
+
+def test_seed_changes_the_run(tiny_mnist: Path, tmp_path: Path) -> None:
+    one, two = (
+        load_file(train(tiny_recipe(epochs=1, seed=s), out=tmp_path / str(s), data=tiny_mnist)["weights"])
+        for s in (0, 1)
+    )
+    assert any(not torch.equal(one[key], two[key]) for key in one)
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    recipe = tiny_recipe(checkpoint_every=1)
+    whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
+    train(recipe, out=tmp_path / "run", data=tiny_mnist, stop_after=2)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    capsys.readouterr()
+    resumed = train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    printed = capsys.readouterr().out
+    assert "skipped the damaged checkpoint step-00000002" in printed and "going on from update 1" in printed
+    expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"model": {"w": torch.arange(4.0)}}
+    save_checkpoint(tmp_path, 1, weights, {"optimizer": {}}, {"seconds": 1.0})
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            save_checkpoint(tmp_path, 2, weights, {"optimizer": {}}, {"seconds": 2.0})
+    assert files_under(tmp_path) == {
+        f"checkpoints/step-00000001/{file}" for file in ("model.safetensors", "optimizer.pt", "state.json")
+    }
+    for step in (2, 3, 4):
+        save_checkpoint(tmp_path, step, weights, {"optimizer": {}}, {"seconds": 3.0})
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000003", "step-00000004"]
+    (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text("{")
+    checkpoint, skipped = latest_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.state["step"] == 3 and len(skipped) == 1
+    assert torch.equal(checkpoint.weights["model"]["w"], torch.arange(4.0))
+
+
+def test_a_non_finite_loss_stops_the_run(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(epochs=3)
+    train(recipe, out=tmp_path / "run", data=tiny_mnist, stop_after=3)
+    folder = tmp_path / "run" / "checkpoints"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def poisoned(name: str, **options: Any) -> Any:
+        def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return scores.sum() * (float("nan") if len(calls) == 2 else 1.0)
+
+        return loss
+
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "create_loss", poisoned)
+        with pytest.raises(
+            TrainingError, match=r"not finite at update 5 \(epoch 2\), first in .*update 3 is kept"
+        ):
+            train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_interrupt_saves_and_says_how_to_go_on(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe()
+    whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
+    original, calls = train_module._update, []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(train_module, "_update", interrupted)
+    with pytest.raises(TrainingError, match="stopped at update 4 of 6; the same command goes on"):
+        train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    resumed = train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_mistakes_are_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def message(kind: type[Exception], **changes: Any) -> str:
+        with pytest.raises(kind) as caught:
+            train(tiny_recipe(**changes), out=out, data=tiny_mnist)
+        assert "\n" not in str(caught.value)
+        for file in out.glob("*"):  # a failed start leaves nothing that hinders the next
+            assert file.name == "recipe.json"
+            file.unlink()
+        return str(caught.value)
+
+    assert "did you mean" in message(RecipeError, arch="resnet20_routingcap")
+    assert "did you mean 'routing_iters'" in message(RecipeError, model_args={"routing_iter": 2})
+    assert "adamw" in message(RecipeError, optimizer={"name": "adamw", "options": {"betaz": 1}})
+    assert "optimizer no_such" in message(RecipeError, optimizer={"name": "no_such"})
+    assert "no_such" in message(RecipeError, loss={"name": "no_such"})
+    assert "cannot be shared" in message(RecipeError, accumulate=3)
+    assert "do not fill one batch" in message(DataError, batch_size=101)
+    assert "cannot be carved" in message(DataError, data={"name": "mnist", "val_size": 120})
+    with pytest.raises(DataError, match="does not exist"):
+        train(tiny_recipe(), out=out, data=tmp_path / "absent")
+
+
+def test_another_recipe_s_run_is_not_overwritten(tiny_mnist: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
+    with pytest.raises(TrainingError, match="holds a run with epochs=2, this recipe says 3"):
+        train(tiny_recipe(epochs=3), out=tmp_path / "run", data=tiny_mnist)
+    with pytest.raises(TrainingError, match="already holds a run"):
+        train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, resume=False)
+    with pytest.raises(WeightsError, match="not a finished run"):
+        bundle(tmp_path / "run", tmp_path / "weights")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="cannot write to"):
+        train(tiny_recipe(), out=tmp_path / "file", data=tiny_mnist)
+
+
+def test_decoder_and_reconstruction_loss(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        model_args={"decoder": True}, loss={"name": "margin", "reconstruction": 0.0005}, epochs=1
+    )
+    result = train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    trained = load_file(result["weights"])
+    torch.manual_seed(recipe.seed)
+    decoder = [key for key in trained if key.startswith("decoder.")]
+    assert decoder
+    checkpoint, _ = latest_checkpoint(tmp_path / "run")
+    assert checkpoint is not None
+    moments = checkpoint.optimizer["optimizer"]["state"]
+    assert len(moments) == sum(1 for _ in model_from_file(result["weights"])[0].parameters()), (
+        "all have gradients"
+    )
+
+
+def test_command_line(tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["resnet20_routingcaps.mnist", "--set", "epoch=1"]) == 2
+    assert capsys.readouterr().err.startswith("error: resnet20_routingcaps.mnist.yaml: unknown key 'epoch'")
+    assert (
+        main(["resnet20_routingcaps.mnist", "--data", str(tmp_path / "absent"), "--out", str(tmp_path / "x")])
+        == 1
+    )
+    sets = ["epochs=1", "data.val_size=0", "batch_size=60", "precision=fp32"]
+    argv = ["resnet20_routingcaps.mnist", "--data", str(tiny_mnist), "--out", str(tmp_path / "run"), "--cpu"]
+    assert main([*argv, *(part for s in sets for part in ("--set", s))]) == 0
+    out = capsys.readouterr().out
+    assert "epochs of 2 updates" in out and "test: top-1" in out
+    metadata = json.loads((tmp_path / "run" / "resnet20_routingcaps.mnist.json").read_text())
+    assert "validation" not in metadata["metrics"]
+
+
+def test_bare_import_is_refused(root: Path) -> None:
+    code = "import recipes"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode and "capszoo.recipes" in done.stderr.splitlines()[-1]
+
+
+def test_weights_metadata_matches_the_model(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(epochs=1, model_args={"routing_iters": 1})
+    train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    model, info = model_from_file(tmp_path / "run" / "resnet20_routingcaps.mnist.json")
+    assert info.model_args == {"routing_iters": 1} and info.raw["num_params"] == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert type(model) is type(capszoo.create_model("resnet20_routingcaps"))
