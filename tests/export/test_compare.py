@@ -1,0 +1,82 @@
+"""The one comparator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from capszoo.export.compare import (
+    PROBES,
+    EagerRunner,
+    compare_outputs,
+    compare_runners,
+    probe_input,
+)
+
+
+def test_figures_are_exact() -> None:
+    reference = np.array([[1.0, -4.0], [2.0, 0.0]], dtype=np.float32)
+    candidate = reference + np.array([[0.0, 0.5], [-0.25, 0.0]], dtype=np.float32)
+    difference = compare_outputs([reference], [candidate], "p", ("a", "b"))
+    assert difference.max_abs == 0.5 and difference.mean_abs == 0.75 / 4
+    assert difference.relative == 0.5 / 4.0 and difference.batch == 2
+    assert difference.passed(0.125) and not difference.passed(0.124)
+    assert difference.top1_agreement == 1.0 and difference.finite
+    assert (difference.reference, difference.candidate, difference.probe) == ("a", "b", "p")
+
+
+def test_the_worst_output_counts() -> None:
+    small, large = np.full((1, 2), 0.01, np.float32), np.full((1, 3), 100.0, np.float32)
+    difference = compare_outputs([small, large], [small * 2, large + 0.5])
+    assert difference.max_abs == pytest.approx(0.5) and difference.relative == pytest.approx(1.0)
+
+
+def test_outputs_near_zero_are_compared_against_a_floor() -> None:
+    zero = np.zeros((1, 2), np.float32)
+    assert compare_outputs([zero], [zero + 1e-8]).passed(1e-4)
+    assert not compare_outputs([zero], [zero + 1e-6]).passed(1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_infinity_never_pass(bad: float) -> None:
+    good = np.ones((2, 2), np.float32)
+    other = good.copy()
+    other[0, 1] = bad
+    for pair in ((good, other), (other, good), (other, other)):
+        assert not compare_outputs([pair[0]], [pair[1]]).passed(1e9)
+
+
+def test_another_prediction_is_seen() -> None:
+    reference = np.array([[1.0, 0.0], [0.0, 1.0]], dtype=np.float32)
+    assert compare_outputs([reference], [reference[:, ::-1]]).top1_agreement == 0.0
+    assert compare_outputs([reference], [reference[[0, 0]]]).top1_agreement == 0.5
+
+
+def test_another_shape_is_an_error() -> None:
+    with pytest.raises(ValueError, match="differ in shape"):
+        compare_outputs([np.ones((1, 2))], [np.ones((1, 3))])
+    with pytest.raises(ValueError, match="differ in shape"):
+        compare_outputs([np.ones((1, 2))], [])
+
+
+def test_probes() -> None:
+    inputs = {probe: probe_input(probe, (2, 1, 4, 4), seed=3) for probe in PROBES}
+    assert all(x.shape == (2, 1, 4, 4) and x.dtype == np.float32 for x in inputs.values())
+    assert not inputs["zero"].any() and (inputs["constant"] == 0.5).all()
+    assert np.array_equal(inputs["x100"], inputs["random"] * 100) and inputs["random"].std() > 0.5
+    with pytest.raises(ValueError, match="unknown probe"):
+        probe_input("huge", (1,))
+
+
+def test_runners() -> None:
+    class Double:
+        name = "double"
+
+        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+            return [images.reshape(len(images), -1) * 2]
+
+    eager = EagerRunner(torch.nn.Flatten())
+    images = np.ones((2, 1, 2, 2), np.float32)
+    difference = compare_runners(eager, Double(), images, "ones")
+    assert difference.max_abs == 1.0 and (difference.reference, difference.candidate) == ("eager", "double")

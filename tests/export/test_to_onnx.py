@@ -1,0 +1,306 @@
+"""The ONNX file is written only when it has been proved equal, and the gate sees what it must see."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from capszoo.errors import UsageError
+from capszoo.export import to_onnx, unroll
+from capszoo.export.compare import OnnxRunner
+from capszoo.export.to_onnx import ExportError, ExportReport, export, inspect_graph
+from tests.export.toys import ToyCaps
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[ToyCaps, Path, ExportReport]:
+    """One toy through the full gate, shared by the tests that only look at the result."""
+    torch.manual_seed(0)
+    model = ToyCaps(decoder=True)
+    path = tmp_path_factory.mktemp("onnx") / "deep" / "toy.onnx"
+    images = torch.rand(6, 1, 10, 10)
+    return model, path, export(model, path, batch=(1, 4, 8), images=images)
+
+
+def test_report(exported: tuple[ToyCaps, Path, ExportReport]) -> None:
+    model, path, report = exported
+    assert report.passed and report.opset == 20 and report.path == str(path)
+    assert report.num_nodes == sum(report.node_types.values()) > 20
+    assert report.max_rank == 4 and report.routing_iters == [3] and report.batch == (1, 4, 8)
+    assert report.input_shape == ("batch", 1, 10, 10) and report.outputs == {"scores": ("batch", 5)}
+    assert set(report.diffs) == {"random", "zero", "constant", "x100", "images"}
+    assert {(d.probe, d.batch) for d in report.comparisons} >= {("zero", 1), ("random", 2), ("x100", 8)}
+    assert 0 <= report.max_rel_diff <= 1e-4 and report.max_abs_diff <= 1e-4
+    assert report.file_bytes == path.stat().st_size
+    assert [step.passed for step in report.gate] == [True] * 4
+    assert report.to_dict()["passed"] is True and report.to_dict()["gate"][0]["name"] == "structure"
+    assert "BatchNormalization" not in report.node_types
+    assert model.training and model.decoder is not None
+
+
+def test_file(exported: tuple[ToyCaps, Path, ExportReport]) -> None:
+    model, path, _ = exported
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto, full_check=True)
+    assert {entry.domain: entry.version for entry in proto.opset_import} == {"": 20}
+    content = path.read_bytes()
+    for secret in (b"stack_trace", b"toys.py", b"torch.onnx", b"fx_node"):
+        assert secret not in content
+    assert not any("decoder" in tensor.name for tensor in proto.graph.initializer)
+    assert [file.name for file in path.parent.iterdir()] == ["toy.onnx"]
+    x = torch.randn(7, 1, 10, 10)
+    with torch.no_grad():
+        expected = model.eval()(x)
+    model.train()
+    np.testing.assert_allclose(OnnxRunner(str(path))(x.numpy())[0], expected, atol=1e-5)
+
+
+def test_capsule_outputs_and_iterations(tmp_path: Path) -> None:
+    model = ToyCaps(3)
+    path = tmp_path / "all.onnx"
+    report = export(
+        model, path, gate="quick", routing_iters=2, outputs=("scores", "poses", "couplings"), opset=18
+    )
+    assert report.opset == 18 and report.routing_iters == [2]
+    assert report.outputs == {
+        "scores": ("batch", 5),
+        "poses": ("batch", 5, 3),
+        "couplings": ("batch", 5, 12),
+    }
+    other = ToyCaps(2)
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(2, 1, 10, 10)
+    with torch.no_grad():
+        expected = other.eval().forward_capsules(x)
+    scores, poses, couplings = OnnxRunner(str(path))(x.numpy())
+    np.testing.assert_allclose(scores, expected.scores, atol=1e-5)
+    np.testing.assert_allclose(poses, expected.poses, atol=1e-5)
+    np.testing.assert_allclose(couplings, expected.couplings[0], atol=1e-5)
+    not_run = {step.name for step in report.gate if step.passed is None}
+    assert not_run == {"top-1 on real images", "plain and optimised graph agree"}
+
+
+def test_fixed_batch(tmp_path: Path) -> None:
+    report = export(ToyCaps(1), tmp_path / "fixed.onnx", batch=3)
+    assert report.input_shape == (3, 1, 10, 10) and report.batch == (3, 3, 3)
+    assert {d.batch for d in report.comparisons} == {3}
+
+
+def test_without_check_nothing_is_claimed(tmp_path: Path) -> None:
+    report = export(ToyCaps(1), tmp_path / "unchecked.onnx", check=False, optimize=False)
+    assert not report.passed and report.comparisons == [] and np.isnan(report.max_abs_diff)
+    assert (tmp_path / "unchecked.onnx").is_file()
+
+
+# -- what must fail, and leave nothing ----------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """A flat function of the image as a classifier."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.in_chans, self.img_size = 1, (4, 4)
+        self.linear = nn.Linear(16, 5)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x.flatten(1)) - self.linear.bias)
+
+
+def _vanishing_eps(x: Tensor) -> Tensor:
+    return x / (x.norm(dim=-1, keepdim=True) + 1e-9)
+
+
+def _branching(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def _frozen(x: Tensor) -> Tensor:
+    return x.reshape(int(x.shape[0]), 5)
+
+
+def _seven_dimensions(x: Tensor) -> Tensor:
+    return (x.reshape(-1, 1, 1, 1, 1, 1, 5) * 2).softmax(-1).flatten(1)
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.double().exp().float()
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    return x - x.logsumexp(-1, keepdim=True)
+
+
+def _einsum(x: Tensor) -> Tensor:
+    return torch.einsum("bn,bn->bn", x, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_vanishing_eps, "NaN or infinity in the output for zero input"),
+        (_branching, "cannot trace"),
+        (_frozen, "turns the batch size into a number"),
+        (_seven_dimensions, "7 dimensions, the limit is 6"),
+        (_double, "float64"),
+        (_log_sum_exp, "operator ReduceLogSumExp"),
+        (_einsum, "operator Einsum"),
+    ],
+)
+def test_a_failed_gate_writes_nothing(
+    function: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.onnx"
+    path.write_text("an older file")
+    with pytest.raises(ExportError, match=message) as caught:
+        export(Wrapped(function), path, gate="quick")
+    assert "\n" not in str(caught.value)
+    assert path.read_text() == "an older file" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_unequal_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoilt(model: nn.Module, routing_iters: int | None = None) -> nn.Module:
+        prepared = original(model, routing_iters)
+        with torch.no_grad():
+            prepared.class_caps.weight.mul_(1.01)
+        return prepared
+
+    original = unroll.prepare_for_export
+    monkeypatch.setattr(unroll, "prepare_for_export", spoilt)
+    with pytest.raises(ExportError, match="differs from eager by .* of the largest output") as caught:
+        export(ToyCaps(), tmp_path / "bad.onnx", gate="quick")
+    report = caught.value.report
+    assert report is not None and not report.passed and report.max_rel_diff > 1e-4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_answer_of_the_plain_graph_is_refused(exported: tuple[ToyCaps, Path, ExportReport]) -> None:
+    _, path, report = exported
+    other = onnx.load(path)
+    weight = next(t for t in other.graph.initializer if t.name == "class_caps.weight")
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 2, weight.name))
+    gate = to_onnx._Gate(report, lambda line: None)
+    before = list(report.gate)
+    try:
+        with pytest.raises(ExportError, match="optimisation changes the result"):
+            gate.both_graphs(other, str(path), (1, 10, 10), run=True)
+    finally:
+        report.gate[:] = before
+
+
+def test_an_opset_that_the_exporter_changes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="asked for opset 13, the exporter wrote"):
+        export(ToyCaps(1), tmp_path / "old.onnx", opset=13, gate="quick")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_with_nan_are_refused(tmp_path: Path) -> None:
+    model = ToyCaps()
+    with torch.no_grad():
+        model.class_caps.weight[0, 0, 0] = float("nan")
+    with pytest.raises(ExportError, match=r"NaN or infinity \(class_caps.weight\)"):
+        export(model, tmp_path / "nan.onnx")
+
+
+def test_half_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="only float32"):
+        export(ToyCaps().half(), tmp_path / "half.onnx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": (4, 2, 8)}, "batch .* makes no sense"),
+        ({"batch": 0}, "batch 0 makes no sense"),
+        ({"gate": "none"}, "unknown gate 'none'"),
+        ({"outputs": ("logits",)}, "unknown output 'logits'"),
+        ({"routing_iters": 0}, "1 or more"),
+    ],
+)
+def test_wrong_usage(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        export(ToyCaps(), tmp_path / "x.onnx", **arguments)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder"):
+        export(ToyCaps(), tmp_path)
+    with pytest.raises(UsageError, match="does not say its input size"):
+        export(nn.Linear(4, 2), tmp_path / "x.onnx")
+    with pytest.raises(UsageError, match="no capsules"):
+        export(nn.Conv2d(1, 2, 1), tmp_path / "x.onnx", input_size=(1, 4, 4), outputs=("poses",))
+
+
+def test_modes_come_back_as_they_were(tmp_path: Path) -> None:
+    model = ToyCaps(1).train()
+    model.stem[1].eval()  # a frozen norm
+    export(model, tmp_path / "x.onnx", check=False)
+    assert model.training and model.class_caps.training and not model.stem[1].training
+
+
+# -- the structural rules, on graphs made by hand -------------------------------------------------------------------
+
+
+def _graph(node_type: str, shape: list[object], dtype: int | None = None, **attributes: object) -> object:
+    dtype = dtype or onnx.TensorProto.FLOAT
+    value = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node(node_type, ["input"], ["scores"], **attributes)
+    graph = onnx.helper.make_graph(
+        [node], "g", [value("input", dtype, shape)], [value("scores", dtype, shape)]
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+
+
+def test_rules() -> None:
+    assert inspect_graph(_graph("Relu", ["batch", 3])) == []
+    assert any("batch of input is 2" in p for p in inspect_graph(_graph("Relu", [2, 3])))
+    assert any("symbolic beyond its batch" in p for p in inspect_graph(_graph("Relu", ["batch", "n"])))
+    assert any("not on the list" in p for p in inspect_graph(_graph("Acosh", ["batch", 3])))
+    assert any("Einsum" in p for p in inspect_graph(_graph("Einsum", ["batch", 3], equation="bn->bn")))
+    seven: list[object] = ["batch", 1, 1, 1, 1, 1, 2]
+    assert any("7 dimensions" in p for p in inspect_graph(_graph("Relu", seven)))
+    assert any("float64" in p for p in inspect_graph(_graph("Relu", ["batch", 3], onnx.TensorProto.DOUBLE)))
+    broken = _graph("Relu", ["batch", 3])
+    broken.graph.node[0].op_type = "NoSuchOperator"  # type: ignore[attr-defined]
+    assert any("onnx.checker" in p for p in inspect_graph(broken))
+
+
+def test_control_flow_is_found_inside_branches() -> None:
+    inner = onnx.helper.make_node("NonZero", ["c"], ["y"])
+    value = onnx.helper.make_tensor_value_info
+    branch = onnx.helper.make_graph([inner], "b", [], [value("y", onnx.TensorProto.INT64, None)])
+    node = onnx.helper.make_node("If", ["c"], ["z"], then_branch=branch, else_branch=branch)
+    graph = onnx.helper.make_graph(
+        [node], "g", [value("c", onnx.TensorProto.BOOL, [])], [value("z", onnx.TensorProto.INT64, None)]
+    )
+    proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    assert to_onnx._node_types(proto) == {"If": 1, "NonZero": 2}
+
+
+def test_importing_export_does_not_import_onnx(root: Path) -> None:
+    code = (
+        "import sys, capszoo.export, capszoo.cli\n"
+        "loaded = {'onnx', 'onnxruntime', 'onnxscript', 'tensorrt', 'matplotlib', 'accelerate', 'datasets'}\n"
+        "print(sorted(loaded & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_folder_is_no_package_of_its_own(root: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", "import export"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 1 and "import capszoo.export" in done.stderr
