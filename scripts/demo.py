@@ -33,7 +33,7 @@ def main() -> None:
         sys.exit("error: no images in capszoo/assets: the checkout is incomplete")
     OUT.mkdir(exist_ok=True)
     images = [str(path.relative_to(ROOT)) for path in digits]
-    step("1. What are these digits?", "predict", MODEL, *images, "--top", "3")
+    step("1. What are these digits?", "predict", MODEL, *images, "--topk", "3")
     step("2. Where did the capsules look?", "explain", MODEL, images[0], "--out", "demo/heat.png")
     step("3. The same network as an ONNX file, proved equal", "export", MODEL, "--out", f"demo/{MODEL}.onnx")
     print("\nThe files lie here:")

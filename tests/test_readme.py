@@ -29,9 +29,9 @@ def test_every_model_and_checkpoint_is_listed(root: Path) -> None:
 
 
 def test_python_examples_run(root: Path, tmp_path: Path) -> None:
-    text = (root / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) >= 2
+    texts = [(root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/fine-tune.md")]
+    blocks = [block for text in texts for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
+    assert len(blocks) >= 3
     for block in blocks:
         code = f"import sys; sys.path.insert(0, {str(root)!r})\n{block}"
         done = subprocess.run(

@@ -83,6 +83,17 @@ def test_frozen_stays_frozen_without_a_head(name: str) -> None:
 
 
 @each_model
+def test_new_head_on_a_frozen_body_is_what_trains(name: str) -> None:
+    model = _meta(name)
+    model.requires_grad_(False)
+    model.reset_classifier(4)
+    trainable = {k for k, p in model.named_parameters() if p.requires_grad}
+    cfg = model.default_cfg
+    classifiers = (cfg["classifier"],) if isinstance(cfg["classifier"], str) else cfg["classifier"]
+    assert trainable and all(key.startswith(tuple(f"{c}." for c in classifiers)) for key in trainable)
+
+
+@each_model
 def test_every_tensor_is_on_the_device_asked_for(name: str) -> None:
     model = _meta(name)
     misplaced = [k for k, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type != "meta"]
