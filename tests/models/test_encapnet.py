@@ -1,0 +1,240 @@
+"""EncapNet: exact sizes, the head's arithmetic, its arguments and the feedback's places."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import capszoo  # noqa: F401  (registers the models)
+from tests.reference import capconv as reference
+
+TINY = dict(groups=4, depths=(1, 2, 3), strides=(1, 2, 2), pose_dims=(2, 2, 3), stem_chans=(4,), img_size=9)
+
+
+def tiny(**kwargs):
+    return timm.create_model("encapnet_v1", **{**TINY, **kwargs})
+
+
+def warmed(model: nn.Module) -> nn.Module:
+    """In evaluation mode, with norms that know the data: at first, squash after squash makes the scores vanish."""
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.momentum = 1.0
+    model.train()
+    with torch.no_grad():
+        model(torch.randn(8, model.in_chans, *model.img_size, dtype=next(model.parameters()).dtype))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "name, arguments, parameters",
+    [
+        ("encapnet_v1", {}, 36_544_064),
+        ("encapnet_v1", dict(num_classes=100), 37_281_344),
+        ("encapnet_v1", dict(coefficients="own"), 36_474_944),
+        ("encapnet_v1", dict(coefficients="cross"), 36_474_944),
+        ("encapnet_v1", dict(mode="master"), 1_743_680),
+        ("encapnet_v1", dict(aide=(False, False, False, False)), 1_743_680),
+        ("encapnet_v1", dict(img_size=128, num_classes=200), 38_104_384),
+        ("encapnet_v2", {}, 176_330_752),
+        ("encapnet_v3", {}, 179_709_952),
+        ("encapnet6_master", {}, 1_689_856),
+        ("encapnet6", {}, 8_133_440),
+        ("resnet18_encap", {}, 11_156_778),
+    ],
+)
+def test_parameters(name, arguments, parameters) -> None:
+    model = timm.create_model(name, device="meta", **arguments)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_depth_counts_the_papers_layers() -> None:
+    for name, layers in [("encapnet_v1", 18), ("encapnet_v2", 101), ("encapnet_v3", 101), ("encapnet6", 6)]:
+        model = timm.create_model(name, device="meta")
+        convolutional = sum(model.depths) + len(list(model.stages)) - len(model.depths)
+        assert convolutional + 1 == layers  # and capFC
+
+
+def test_published_shapes() -> None:
+    model = timm.create_model("encapnet_v1", device="meta")
+    x = torch.empty(2, 3, 32, 32, device="meta")
+    shapes = [tuple(f.shape[1:]) for f in model.forward_intermediates(x, intermediates_only=True)]
+    assert shapes == [(64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
+    master = model.stages.module2.type1.conv.master
+    assert master.weight.shape == (128, 2, 3, 3)  # 32 groups, pose 2 -> 4
+    assert model.stages.module2.type1.conv.aide.weight.shape == (128, 64, 7, 7)
+    assert model.stages.module2.type2[0].conv.aide.weight.shape == (128, 128, 5, 5)
+    assert model.head.weight.shape == (16, 32 * 4 * 4, 10)
+    large = timm.create_model("encapnet_v3", device="meta")
+    assert large.grid == (7, 7) and large.stages.stem.conv.kernel_size == (7, 7)
+    for i, module in enumerate([large.stages.module1, large.stages.module2, large.stages.module3]):
+        assert hasattr(module.type1.conv, "aide") == (i == 2)
+    six = timm.create_model("encapnet6", device="meta")
+    assert six.stages.conv4(torch.empty(1, 128, 16, 16, device="meta")).shape == (1, 256, 8, 8)
+
+
+def test_head_is_the_reference() -> None:
+    model = warmed(tiny(num_classes=4).double())
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    features = model.forward_features(x)
+    assert features.shape == (2, 12, 3, 3) and float(features.abs().max()) > 1e-2
+    poses = reference.cap_fc(features, model.head.weight)
+    out = model.forward_capsules(x)
+    torch.testing.assert_close(out.poses, poses, rtol=0, atol=1e-10)
+    # lengths are computed in float32
+    torch.testing.assert_close(model(x), poses.norm(dim=2), rtol=0, atol=1e-7)
+    assert torch.equal(out.scores, model(x)) and torch.equal(out.activations, out.scores)
+    assert out.couplings == ()
+    torch.testing.assert_close(model.forward_head(features, pre_logits=True), features.mean((2, 3)))
+    share = reference.contributions(features.detach(), model.head.weight.detach(), poses.detach())
+    torch.testing.assert_close(model.coupling_map(x).double(), share, rtol=0, atol=1e-5)
+
+
+def test_network_is_the_reference() -> None:
+    model = warmed(
+        tiny(num_classes=2, depths=(2,), strides=(2,), pose_dims=(2,), groups=2, img_size=(4, 3)).double()
+    )
+    x = torch.randn(1, 3, 4, 3, dtype=torch.float64)
+    stem = model.stages.stem
+    y = reference.convolution(x, stem.conv.weight, stem.conv.bias, 1, 1)
+    y = reference.batch_norm(y, stem.bn, False).clamp(min=0)
+    y = reference.module(model.stages.module1, y, False)
+    torch.testing.assert_close(model.forward_features(x), y, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [9, (9, 14), (7, 5), 66])
+def test_grid_of_any_size(size) -> None:
+    model = tiny(img_size=size, num_classes=3).eval()
+    x = torch.randn(1, 3, *model.img_size)
+    assert model.forward_features(x).shape[-2:] == model.grid == model.head.grid
+    assert (model.stages.stem.conv.stride == (2, 2)) == (size == 66)
+    assert model(x).shape == (1, 3) and model.coupling_map(x).shape == (1, 3, *model.grid)
+    with pytest.raises(AssertionError, match=f"{model.img_size[0]}x{model.img_size[1]}"):
+        model(torch.randn(1, 3, model.img_size[0] + 8, model.img_size[1]))
+
+
+def test_stem_can_be_chosen() -> None:
+    assert tiny(img_size=80, stem="conv").stages.stem.conv.kernel_size == (3, 3)
+    assert tiny(stem="resnet").grid == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(mode="master"),
+        dict(coefficients="own"),
+        dict(coefficients="cross"),
+        dict(),
+        dict(skip_type2=False),
+        dict(skip_type1=False),
+        dict(skip_type1=False, skip_type2=False),
+        dict(aide=(True, False, True)),
+    ],
+)
+def test_rows_of_table_3_train(arguments) -> None:
+    model = tiny(**arguments)
+    scores = model(torch.randn(4, 3, 9, 9))
+    assert float(scores.max()) > 1e-3
+    scores.square().sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    skips = [m.skip is not None for m in model.stages if hasattr(m, "skip")]
+    assert skips == [arguments.get("skip_type1", True)] * 3
+    kinds = [hasattr(m.type1.conv, "aide") for m in model.stages if hasattr(m, "type1")]
+    assert kinds == list(arguments.get("aide", [arguments.get("mode") != "master"] * 3))
+    for module in (m for m in model.stages if hasattr(m, "type2")):
+        assert module.skip_type2 == arguments.get("skip_type2", True)
+
+
+def test_every_argument_changes_the_output() -> None:
+    outputs = []
+    for arguments in (
+        dict(),
+        dict(mode="master"),
+        dict(coefficients="own"),
+        dict(coefficients="cross"),
+        dict(skip_type1=False),
+        dict(skip_type2=False),
+        dict(aide=(True, True, False)),
+    ):
+        model = tiny(**arguments)
+        for seed, p in enumerate(model.parameters()):
+            torch.manual_seed(seed)
+            nn.init.normal_(p, std=0.5)
+        torch.manual_seed(0)
+        outputs.append(model(torch.randn(2, 3, 9, 9)).detach())
+    for i, first in enumerate(outputs):
+        assert all(not torch.allclose(first, other) for other in outputs[i + 1 :])
+
+
+def test_dropout_of_the_grid_capsules() -> None:
+    model = warmed(tiny(drop_rate=0.5))
+    x = torch.randn(2, 3, 9, 9)
+    assert torch.equal(model(x), model(x))
+    features = model.forward_features(x)
+    model.train()
+    assert not torch.equal(model.forward_head(features), model.forward_head(features))
+
+
+def test_reset_classifier_replaces_the_decoder_too() -> None:
+    model = tiny(num_classes=4, decoder=True).double()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    model.reset_classifier(7)
+    assert model.get_classifier().weight.shape == (3, 4 * 9, 7) and model(x).shape == (2, 7)
+    picture = model.reconstruct(model.forward_capsules(x).poses)
+    assert picture.shape == (2, 3, 9, 9) and picture.dtype == torch.float64
+    model.reset_classifier(0, "")
+    assert model.decoder is None and model(x).shape == (2, 12, 3, 3)
+    with pytest.raises(RuntimeError, match="no class capsules"):
+        model.forward_capsules(x)
+    with pytest.raises(ValueError, match="'avg' or ''"):
+        model.reset_classifier(3, "max")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(mode="aide"), "'master' or 'master_aide'"),
+        (dict(coefficients="all"), "own, cross, both"),
+        (dict(depths=(1, 2)), "one entry per module"),
+        (dict(aide=(True,)), "one entry per module"),
+        (dict(mode="master", aide=(True, True, True)), "leaves out every aide"),
+        (dict(strides=(1, 2, 3)), "1 or 2"),
+        (dict(stem="big"), "'auto', 'conv' or 'resnet'"),
+        (dict(stem_chans=()), "one entry per stem layer"),
+        (dict(groups=3), "multiples of groups"),
+    ],
+)
+def test_wrong_arguments_say_what_is_right(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny(**arguments)
+
+
+def test_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="'coefficients'"):
+        tiny(coefficient="own")
+
+
+def test_baseline_takes_any_size_and_has_no_capsules() -> None:
+    model = timm.create_model(
+        "resnet18_encap", widths=(8, 8, 16), depths=(1, 1, 2), strides=(1, 2, 2), num_classes=3
+    )
+    model.eval()
+    for size in ((32, 32), (9, 14)):
+        assert model(torch.randn(1, 3, *size)).shape == (1, 3)
+    assert model.stages.stem.conv.stride == (1, 1)
+    assert timm.create_model("resnet18_encap", device="meta", img_size=128).stages.stem.conv.stride == (2, 2)
+    for method in (model.forward_capsules, model.coupling_map):
+        with pytest.raises(RuntimeError, match="without capsules"):
+            method(torch.randn(1, 3, 32, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["encapnet_v2", "encapnet_v3"])
+def test_deep_variants_run(name) -> None:
+    model = timm.create_model(name, img_size=65, num_classes=5)
+    scores = model(torch.randn(2, 3, 65, 65))
+    scores.sum().backward()
+    assert scores.shape == (2, 5) and torch.isfinite(scores).all()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())

@@ -1,0 +1,148 @@
+"""Losses against loops, their fixed points, and the factory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from capszoo.losses import (
+    LOSSES,
+    bce_loss,
+    create_loss,
+    cross_entropy_loss,
+    margin_loss,
+    reconstruction_loss,
+    spread_loss,
+    spread_margin,
+)
+from tests.reference import losses as reference
+
+
+def scores_and_target(batch: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.rand(batch, classes, dtype=torch.float64, requires_grad=True)
+    return scores, torch.randint(classes, (batch,))
+
+
+def compare(got: torch.Tensor, want: torch.Tensor, x: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, x)[0], torch.autograd.grad(want, x)[0], rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("batch, classes", [(1, 2), (5, 10)])
+@pytest.mark.parametrize("numbers", [(0.9, 0.1, 0.5), (0.6, 0.3, 0.25)])
+def test_margin(batch, classes, numbers) -> None:
+    scores, target = scores_and_target(batch, classes)
+    present = torch.nn.functional.one_hot(target, classes)
+    want = reference.margin(scores, present, *numbers)
+    compare(margin_loss(scores, target, *numbers), want, scores)
+    assert torch.equal(margin_loss(scores, present, *numbers), margin_loss(scores, target, *numbers))
+
+
+def test_margin_with_several_labels() -> None:
+    scores, _ = scores_and_target(4, 6)
+    present = torch.rand(4, 6) < 0.4
+    compare(margin_loss(scores, present), reference.margin(scores, present, 0.9, 0.1, 0.5), scores)
+
+
+def test_margin_is_zero_where_lengths_are_right() -> None:
+    scores = torch.tensor([[0.95, 0.05, 0.1], [0.0, 0.9, 0.1]])
+    assert float(margin_loss(scores, torch.tensor([0, 1]))) == 0.0
+    # both wrong: (0.9 - 0.05)^2 + 0.5 * (0.95 - 0.1)^2
+    assert float(margin_loss(scores[:1], torch.tensor([1]))) == pytest.approx(1.5 * 0.85**2)
+
+
+@pytest.mark.parametrize("margin", [0.2, 0.5, 0.9])
+def test_spread(margin) -> None:
+    scores, target = scores_and_target(5, 4)
+    compare(spread_loss(scores, target, margin), reference.spread(scores, target, margin), scores)
+
+
+def test_spread_margin_rises_unless_fixed() -> None:
+    assert [round(spread_margin(p), 6) for p in (-1.0, 0.0, 0.5, 1.0, 2.0)] == [0.2, 0.2, 0.55, 0.9, 0.9]
+    scores, target = scores_and_target(3, 4)
+    loss, fixed = create_loss("spread"), create_loss("spread", margin_low=None)
+    assert torch.equal(loss(scores, target), spread_loss(scores, target, 0.2))
+    assert torch.equal(fixed(scores, target), spread_loss(scores, target, 0.9))
+    for module, margin in ((loss, 0.55), (fixed, 0.9)):
+        module.set_progress(0.5)
+        torch.testing.assert_close(module(scores, target), spread_loss(scores, target, margin))
+
+
+def test_cross_entropy_and_bce() -> None:
+    scores, target = scores_and_target(5, 4)
+    compare(cross_entropy_loss(scores, target), reference.cross_entropy(scores, target), scores)
+    soft = torch.nn.functional.one_hot(target, 4).double()
+    torch.testing.assert_close(cross_entropy_loss(scores, soft), cross_entropy_loss(scores, target))
+    assert not torch.equal(cross_entropy_loss(scores, target, 0.5), cross_entropy_loss(scores, target))
+    present = torch.rand(5, 4) < 0.5
+    compare(bce_loss(scores, present), reference.bce(scores, present), scores)
+    torch.testing.assert_close(bce_loss(scores, target), bce_loss(scores, soft))
+
+
+def test_reconstruction() -> None:
+    made = torch.rand(3, 2, 4, 5, dtype=torch.float64, requires_grad=True)
+    image = torch.rand(3, 2, 4, 5, dtype=torch.float64)
+    compare(reconstruction_loss(made, image), reference.reconstruction(made, image, 0.0005), made)
+    # the sum over pixels, not their mean; the mean over the batch, not its sum
+    ones, zeros = torch.ones(4, 1, 28, 28), torch.zeros(4, 1, 28, 28)
+    assert float(reconstruction_loss(ones, zeros)) == pytest.approx(784 * 0.0005)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fill", [0.0, 1.0, 6e4])
+def test_finite_and_in_full_precision(dtype, fill) -> None:
+    target = torch.tensor([0, 2])
+    for name in sorted(set(LOSSES) - {"reconstruction"}):
+        scores = torch.full((2, 3), fill, dtype=dtype, requires_grad=True)
+        loss = create_loss(name)(scores, target)
+        assert loss.dtype == torch.float32 and torch.isfinite(loss), name
+        (grad,) = torch.autograd.grad(loss, scores)
+        assert torch.isfinite(grad.float()).all() or dtype == torch.float16, name
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_modules_are_the_functions(name) -> None:
+    scores, target = scores_and_target(3, 4)
+    if name == "reconstruction":
+        image = torch.rand(2, 1, 3, 3)
+        assert torch.equal(
+            create_loss(name, weight=0.5)(image, 0 * image), reconstruction_loss(image, 0 * image, 0.5)
+        )
+        return
+    functions = {
+        "margin": margin_loss,
+        "spread": spread_loss,
+        "bce": bce_loss,
+        "cross_entropy": cross_entropy_loss,
+    }
+    options = {
+        "margin": {"m_plus": 0.7},
+        "spread": {"margin": 0.7},
+        "cross_entropy": {"label_smoothing": 0.2},
+    }
+    chosen = options.get(name, {})
+    module = create_loss(name, **chosen, **({"margin_low": None} if name == "spread" else {}))
+    assert torch.equal(module(scores, target), functions[name](scores, target, **chosen))
+    assert name == "bce" or str(next(iter(chosen.values()))) in repr(module)
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'margin'"):
+        create_loss("margn")
+    with pytest.raises(TypeError, match="'m_plus'"):
+        create_loss("margin", m_pls=0.9)
+    with pytest.raises(TypeError, match="'weight'"):
+        create_loss("reconstruction", wieght=1.0)
+    with pytest.raises(ValueError, match="must not exceed"):
+        create_loss("spread", margin=0.1)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        create_loss("cross_entropy", label_smoothing=2.0)
+
+
+def test_wrong_shapes_say_what_is_right() -> None:
+    with pytest.raises(ValueError, match="presences"):
+        margin_loss(torch.rand(2, 3), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="differ in shape"):
+        reconstruction_loss(torch.rand(2, 1, 3, 3), torch.rand(2, 1, 4, 4))
