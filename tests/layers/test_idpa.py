@@ -1,0 +1,520 @@
+"""IDPA routing against the naive procedures, in float64, values and gradients; its invariants; its dependency cone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
+from capszoo.layers.idpa import _group_size
+from tests.reference import idpa as naive
+
+F64 = torch.float64
+
+
+def describe(layer: nn.Module) -> naive.Layer:
+    """The naive description of a layer, on its own parameters."""
+    conv = isinstance(layer, ConvIDPA)
+    return naive.Layer(
+        layer.weight,
+        layer.rows,
+        kernel=layer.kernel_size if conv else 0,
+        stride=layer.stride if conv else 1,
+        padding=layer.padding if conv else 0,
+        scale=layer.scale != 1.0,
+        start=None if layer.parent_init == "zero" else layer.start,
+        norm_weight=layer.norm.weight if layer.layer_norm else None,
+        norm_bias=layer.norm.bias if layer.layer_norm else None,
+        layer_norm=layer.layer_norm,
+        beta_v=layer.beta_v,
+        beta_a=layer.beta_a,
+    )
+
+
+def shaken(module: nn.Module) -> nn.Module:
+    """In float64, with parameters away from their special initial values (norms, starts, betas)."""
+    module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return module
+
+
+def assert_same(fast: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    """Equal values, and equal gradients of a random functional of them."""
+    torch.testing.assert_close(fast, expected, atol=1e-10, rtol=1e-9)
+    weights = torch.randn(fast.shape, dtype=F64)
+    grads = torch.autograd.grad((fast * weights).sum(), inputs, retain_graph=True)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs, retain_graph=True)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert expected_grad.abs().max() > 0
+        torch.testing.assert_close(grad, expected_grad, atol=1e-9, rtol=1e-8)
+
+
+def small_stack(
+    num_iters: int, routing: str = "concurrent", pose: str = "matrix", **options: Any
+) -> IDPAStack:
+    """Two convolutional and two fully connected layers, on 5x4 children."""
+    first = {"in_dim": 4, "pose": pose, **options}
+    dims = (4, 4, 4) if pose == "matrix" else (3, 2, 4)
+    return shaken(
+        IDPAStack(
+            OrderedDict(
+                conv1=ConvIDPA(2, 3, out_dim=dims[0], kernel_size=2, stride=2, **first),
+                conv2=ConvIDPA(3, 2, out_dim=dims[1], kernel_size=2, **{**first, "in_dim": dims[0]}),
+                hidden=FCIDPA(2, 3, out_dim=dims[2], **{**first, "in_dim": dims[1]}),
+                classes=FCIDPA(3, 2, out_dim=dims[2], **{**first, "in_dim": dims[2]}),
+            ),
+            num_iters,
+            routing,
+        )
+    )
+
+
+def primary(batch: int = 1, size: tuple[int, int] = (5, 4), caps: int = 2, dim: int = 4) -> Tensor:
+    return torch.randn(batch, *size, caps, dim, dtype=F64, requires_grad=True)
+
+
+# -- the pure function --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"scale_agreement": False}, {"layer_norm": False}])
+def test_pure_function(num_iters: int, options: dict[str, bool]) -> None:
+    votes = torch.randn(2, 3, 5, 4, dtype=F64, requires_grad=True)  # [b, j, i, e]
+    weight, bias = (torch.randn(4, dtype=F64, requires_grad=True) for _ in range(2))
+    poses, couplings = idpa_routing(votes, num_iters, norm_weight=weight, norm_bias=bias, **options)
+    layer = naive.Layer(
+        torch.zeros(5, 1, 3, 4),
+        1,
+        scale=options.get("scale_agreement", True),
+        norm_weight=weight,
+        norm_bias=bias,
+        layer_norm=options.get("layer_norm", True),
+    )
+    for b in range(2):
+        listed = [list(votes[b, :, i]) for i in range(5)]
+        p = list(torch.zeros(3, 4, dtype=F64))
+        for _ in range(num_iters):
+            p, c, _ = naive.route_position(listed, p, layer)
+        inputs = [votes] + ([weight, bias] if layer.layer_norm else [])
+        assert_same(poses[b], naive.stack(p), inputs)
+        torch.testing.assert_close(couplings[b], naive.stack(c).t())
+    torch.testing.assert_close(couplings.sum(dim=1), torch.ones(2, 5, dtype=F64))
+
+
+def test_pure_function_takes_a_start() -> None:
+    votes, start = torch.randn(2, 3, 5, 4, dtype=F64), torch.randn(2, 3, 4, dtype=F64)
+    once, c = idpa_routing(votes, 1, parents=start)
+    assert not torch.allclose(c, torch.full_like(c, 1 / 3))
+    first, _ = idpa_routing(votes, 1)
+    torch.testing.assert_close(idpa_routing(votes, 1, parents=first)[0], idpa_routing(votes, 2)[0])
+    with pytest.raises(ValueError, match="num_iters"):
+        idpa_routing(votes, 0)
+
+
+# -- single layers ------------------------------------------------------------------------------------------------
+
+CONVS = [
+    dict(in_caps=2, out_caps=3, in_dim=4, kernel_size=3),
+    dict(in_caps=3, out_caps=2, in_dim=4, kernel_size=3, stride=2),
+    dict(in_caps=2, out_caps=4, in_dim=9, kernel_size=2, stride=2),
+    dict(in_caps=2, out_caps=3, in_dim=4, kernel_size=3, stride=2, padding=1),
+    dict(in_caps=4, out_caps=2, in_dim=4, kernel_size=1),
+    dict(in_caps=2, out_caps=3, in_dim=3, out_dim=5, kernel_size=2, pose="vector"),
+]
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", range(len(CONVS)))
+def test_conv_layer(case: int, num_iters: int) -> None:
+    layer = shaken(ConvIDPA(**CONVS[case], num_iters=num_iters))
+    caps, dim = layer.in_caps, layer.in_dim
+    x = torch.randn(1, caps * dim, 4, 3, dtype=F64, requires_grad=True)
+    poses = layer(x)
+    described = describe(layer)
+    children = naive.grid(x[0].reshape(caps, dim, 4, 3).permute(2, 3, 0, 1))
+    expected, couplings, _ = naive.inference(children, [described], num_iters)
+    expected = naive.stack(expected[0])  # [h, w, j, e]
+    assert poses.shape == (1, layer.out_caps * layer.out_dim, *expected.shape[:2])
+    assert (layer.out_size(4), layer.out_size(3)) == tuple(poses.shape[2:])
+    poses = poses[0].unflatten(0, (layer.out_caps, layer.out_dim)).permute(2, 3, 0, 1)
+    assert_same(poses, expected, [x, layer.weight, layer.norm.weight, layer.norm.bias])
+
+    _, _, given = layer.route([x.permute(0, 2, 3, 1).unflatten(3, (caps, dim))], [], num_iters)
+    if num_iters == 1:
+        assert given is None
+    else:  # naive: [h, w, (k l i), j]
+        torch.testing.assert_close(given[0].flatten(3), naive.stack(couplings[0]).transpose(2, 3))
+        torch.testing.assert_close(given.sum(dim=3), torch.ones_like(given[:, :, :, 0]))
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+@pytest.mark.parametrize("out_caps", [1, 5, 18, 37])  # one block of all parents, two of nine, one of a prime
+@pytest.mark.parametrize("pose", ["matrix", "vector"])
+def test_fc_layer(out_caps: int, num_iters: int, pose: str) -> None:
+    layer = shaken(FCIDPA(3, out_caps, 4, 4 if pose == "matrix" else 2, num_iters, pose))
+    x = torch.randn(2, 3, 4, dtype=F64, requires_grad=True)
+    poses = layer(x)
+    _, _, given = layer.route([x], [], num_iters)
+    for b in range(2):
+        expected, couplings, _ = naive.inference(list(x[b]), [describe(layer)], num_iters)
+        assert_same(poses[b], naive.stack(expected[0]), [x, layer.weight, layer.norm.weight, layer.norm.bias])
+        if num_iters > 1:
+            torch.testing.assert_close(given[b], naive.stack(couplings[0]).t())
+
+
+def test_group_size_divides() -> None:
+    for parents in range(1, 1001):
+        group = _group_size(parents)
+        assert parents % group == 0 and group <= 64
+    assert [_group_size(parents) for parents in (10, 20, 32, 100, 37)] == [10, 10, 16, 10, 37]
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+@pytest.mark.parametrize("parent_init", ["random", "learned"])
+@pytest.mark.parametrize("kind", ["conv", "fc"])
+def test_other_starts(kind: str, parent_init: str, num_iters: int) -> None:
+    options = {"num_iters": num_iters, "parent_init": parent_init}
+    layer = ConvIDPA(2, 3, 4, kernel_size=2, **options) if kind == "conv" else FCIDPA(12, 18, 4, **options)
+    shaken(layer)
+    x = primary(1, (2, 3))
+    poses, _, _ = layer.route([x], [], num_iters)
+    expected, _, _ = naive.inference(naive.grid(x[0]), [describe(layer)], num_iters)
+    inputs = [x, layer.weight] + ([layer.start] if parent_init == "learned" else [])
+    assert_same(poses[-1][0], naive.stack(expected[0]), inputs)
+    assert ("start" in layer.state_dict()) and ("start" not in FCIDPA(2, 3).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["conv", "fc"])
+@pytest.mark.parametrize("pose", ["matrix", "vector"])
+def test_one_iteration_is_the_sum_of_votes_over_parents(kind: str, pose: str) -> None:
+    """... divided by the number of parents, then LayerNorm. Votes are formed here in full."""
+    b, i, d, j = 2, 6, 9, 5
+    x = torch.randn(b, i, d, dtype=F64)
+    if kind == "fc":
+        layer = shaken(FCIDPA(i, j, d, pose=pose, num_iters=1))
+        weight = layer.weight.permute(0, 2, 1, 3)  # [i, j, q, r]
+        given = layer(x)
+    else:  # a window that covers the grid: one output position
+        layer = shaken(ConvIDPA(i, j, d, kernel_size=1, pose=pose, num_iters=1))
+        weight = layer.weight[:, :, :, :, 0, 0].permute(2, 0, 3, 1)
+        given = layer(x.reshape(b, i * d, 1, 1)).reshape(b, j, d)
+    rows = 3 if pose == "matrix" else 1
+    votes = (x.reshape(b, i, 1, rows, -1) @ weight).reshape(b, i, j, d)
+    expected = F.layer_norm(votes.sum(dim=1) / j, (d,), layer.norm.weight, layer.norm.bias)
+    torch.testing.assert_close(given, expected)
+
+
+# -- Procedure 2 --------------------------------------------------------------------------------------------------
+
+
+def full_reference(stack: IDPAStack, x: Tensor, activation: Tensor | None = None) -> tuple[Any, Any, Any]:
+    acts = None if activation is None else naive.grid(activation[0])
+    layers = [describe(layer) for layer in stack]
+    return naive.inference(naive.grid(x[0]), layers, stack.num_iters, stack.routing, acts)
+
+
+def parameters_but_starts(stack: IDPAStack) -> list[Tensor]:
+    return [p for p in stack.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
+@pytest.mark.parametrize("pose", ["matrix", "vector"])
+def test_stack_is_procedure_2(num_iters: int, routing: str, pose: str) -> None:
+    """What the cone computes equals the full procedure, gradients included; and so does everything, when asked."""
+    stack = small_stack(num_iters, routing, pose)
+    x = primary()
+    expected, couplings, _ = full_reference(stack, x)
+    scores = stack(x)
+    assert_same(scores[0], naive.stack(expected[-1]), [x, *parameters_but_starts(stack)])
+
+    poses, _, given = stack.run_full(x)
+    for level in range(4):
+        torch.testing.assert_close(poses[level][0], naive.stack(expected[level]), atol=1e-10, rtol=1e-9)
+        if num_iters == 1:
+            assert given[level] is None
+        else:
+            c = naive.stack(couplings[level]).transpose(-1, -2)
+            torch.testing.assert_close(given[level][0].reshape(c.shape), c)
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4, 5])
+def test_cone_and_full_run_agree(num_iters: int) -> None:
+    """Values and gradients of the class poses, on batches and larger layers, against the full run of the same code."""
+    layers = OrderedDict(
+        conv1=ConvIDPA(4, 18, 4, stride=2), conv2=ConvIDPA(18, 4, 4), classes=FCIDPA(4 * 2 * 1, 10, 4)
+    )
+    stack = shaken(IDPAStack(layers, num_iters))
+    x = primary(3, (9, 7), 4)
+    poses, _, couplings = stack.run_full(x)
+    assert_same(stack(x), poses[-1], [x, *stack.parameters()])
+    in_cone = stack.run_full(x, full=False)
+    assert [stack.iterations(level) for level in range(3)] == [
+        max(1, num_iters - 2),
+        max(1, num_iters - 1),
+        num_iters,
+    ]
+    torch.testing.assert_close(in_cone[0][-1], poses[-1])
+    if num_iters > 1:
+        torch.testing.assert_close(in_cone[2][-1], couplings[-1])
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements of all tensors that operations make (views do not count)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in before:
+                self.largest = max(self.largest, leaf.numel())
+        return out
+
+
+def test_no_vote_outside_of_the_cone() -> None:
+    """At two iterations only the class layer forms votes; at one, none does. Sequential routing forms them all."""
+    layers = OrderedDict(conv=ConvIDPA(8, 16, 16, kernel_size=3), classes=FCIDPA(4 * 4 * 16, 3, 16))
+    stack = IDPAStack(layers, 2)
+    x = torch.randn(2, 6, 6, 8, 16)
+    conv_votes, class_votes = 2 * 16 * 72 * 16 * 16, 2 * 256 * 3 * 16
+    largest = {}
+    for routing, t in [("concurrent", 1), ("concurrent", 2), ("concurrent", 3), ("sequential", 2)]:
+        stack.routing, stack.num_iters = routing, t
+        with torch.no_grad(), Elements() as elements:
+            stack(x)
+        largest[routing, t] = elements.largest
+    assert largest["concurrent", 1] < class_votes
+    assert class_votes <= largest["concurrent", 2] < conv_votes
+    assert largest["concurrent", 3] >= conv_votes and largest["sequential", 2] >= conv_votes
+
+
+def test_votes_are_shared_while_the_children_stay() -> None:
+    layer = FCIDPA(6, 3, 4, num_iters=5)
+    calls = []
+    layer._votes = lambda children: calls.append(children) or FCIDPA._votes(layer, children)
+    layer(torch.randn(2, 6, 4))
+    assert len(calls) == 1
+    kids = [torch.randn(2, 6, 4) for _ in range(4)]
+    layer.route(kids, [], 5)
+    assert [next(k for k in range(4) if c is kids[k]) for c in calls[1:]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
+@pytest.mark.parametrize("parent_init", ["zero", "learned"])
+def test_activations(num_iters: int, routing: str, parent_init: str) -> None:
+    """Ablation C, and that an absent child has no say."""
+    stack = small_stack(num_iters, routing, activations=True, parent_init=parent_init)
+    x = primary()
+    a = torch.rand(x.shape[:-1], dtype=F64).requires_grad_()
+    expected, _, active = full_reference(stack, x, a)
+    poses, last = stack.run(x, a, 4)
+    inputs = [x, a, *stack[:3].parameters()]
+    assert_same(poses[0], naive.stack(expected[-1]), inputs)
+    assert_same(last[0], naive.stack(active[-1]), inputs + [stack.classes.beta_v, stack.classes.beta_a])
+    full = stack.run_full(x, a)
+    for level in range(4):
+        torch.testing.assert_close(full[1][level][0], naive.stack(active[level]), atol=1e-9, rtol=1e-8)
+
+    with torch.no_grad():
+        a[0, 0, 0, 0] = 0.0
+        moved = x.clone()
+        moved[0, 0, 0, 0] += 100.0
+        torch.testing.assert_close(stack.run(moved, a, 4)[0], stack.run(x, a, 4)[0])
+    with pytest.raises(AssertionError, match="route"):
+        stack.classes(torch.randn(1, 3, 4, dtype=F64))
+
+
+@pytest.mark.parametrize("num_iters", [1, 3])
+def test_without_layer_norm(num_iters: int) -> None:
+    """Ablation A."""
+    stack = small_stack(num_iters, layer_norm=False)
+    x = primary()
+    expected, _, _ = full_reference(stack, x)
+    assert_same(stack(x)[0], naive.stack(expected[-1]), [x, *stack.parameters()])
+
+
+def test_scale_is_an_argument() -> None:
+    x = primary()
+    for scale in (True, False):
+        stack = small_stack(2, scale_agreement=scale)
+        expected, _, _ = full_reference(stack, x)
+        torch.testing.assert_close(stack(x)[0], naive.stack(expected[-1]))
+
+
+# -- invariants ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+def test_permuting_children_changes_nothing(num_iters: int) -> None:
+    order = torch.randperm(6)
+    fc, conv = shaken(FCIDPA(6, 5, 4, num_iters=num_iters)), shaken(ConvIDPA(6, 5, 4, num_iters=num_iters))
+    x, grid = torch.randn(2, 6, 4, dtype=F64), torch.randn(2, 5, 5, 6, 4, dtype=F64)
+    before = fc(x), conv.route([grid], [], num_iters)[0][-1]
+    with torch.no_grad():
+        fc.weight.copy_(fc.weight[order])
+        conv.weight.copy_(conv.weight[:, :, order])
+    torch.testing.assert_close(fc(x[:, order]), before[0])
+    torch.testing.assert_close(conv.route([grid[:, :, :, order]], [], num_iters)[0][-1], before[1])
+
+
+@pytest.mark.parametrize("num_iters", [2, 3, 4])
+@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
+def test_couplings_sum_to_one_over_parents(num_iters: int, routing: str) -> None:
+    _, _, couplings = small_stack(num_iters, routing).run_full(primary(3))
+    for c, axis in zip(couplings, (3, 3, 1, 1), strict=True):
+        assert c is not None and (c >= 0).all()
+        torch.testing.assert_close(c.sum(dim=axis), torch.ones_like(c.sum(dim=axis)))
+        assert c.std(dim=axis).max() > 1e-3, "uniform: the routing does nothing"
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 4])
+def test_batch_equals_one_by_one(num_iters: int) -> None:
+    stack, x = small_stack(num_iters), primary(3)
+    alone = torch.cat([stack(x[b : b + 1]) for b in range(3)])
+    torch.testing.assert_close(stack(x), alone)
+
+
+def test_a_child_turns_to_the_parent_that_agrees_with_it() -> None:
+    """One child disagrees with the others in its votes for parent 0: it goes to parent 1."""
+    votes = torch.ones(1, 2, 8, 4, dtype=F64) * torch.tensor(
+        [1.0, -1.0, 2.0, -2.0], dtype=F64
+    )  # [b, j, i, e]
+    votes[0, 0, 0] *= -1
+    _, couplings = idpa_routing(votes, 3)
+    assert couplings[0, 1, 0] > 0.9
+    torch.testing.assert_close(couplings[0, :, 1:], torch.full((2, 7), 0.5, dtype=F64), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["random", "zero", "constant", "huge"])
+@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
+def test_finite(dtype: torch.dtype, kind: str, routing: str) -> None:
+    torch.manual_seed(0)
+    stack = IDPAStack(OrderedDict(conv=ConvIDPA(4, 18, 16), classes=FCIDPA(18 * 4, 10, 16)), 3, routing).to(
+        dtype
+    )
+    x = torch.randn(2, 4, 4, 4, 16)
+    # huge: float16 holds 65504, and a sum of votes has hundreds of terms; in a network a LayerNorm comes before
+    values = {
+        "random": x,
+        "zero": 0 * x,
+        "constant": 0 * x + 0.5,
+        "huge": x * (30 if dtype == torch.float16 else 1e6),
+    }
+    x = values[kind].to(dtype).requires_grad_()
+    poses = stack(x)
+    assert poses.dtype == dtype and torch.isfinite(poses).all()
+    poses.float().square().mean().backward()
+    for tensor in (x, *stack.parameters()):
+        assert tensor.grad is not None and torch.isfinite(tensor.grad).all()
+
+
+def test_dropout_is_for_training_only() -> None:
+    layer = FCIDPA(6, 5, 16, drop=0.5)
+    x = torch.randn(2, 6, 16)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    torch.testing.assert_close(layer(x), layer(x))
+
+
+def test_capsule_norm() -> None:
+    norm = shaken(CapsuleNorm(4))
+    x = torch.randn(2, 12, 3, 5, dtype=F64)
+    given = norm(x)
+    assert given.shape == x.shape and given.is_contiguous(memory_format=torch.channels_last)
+    for cap in range(3):
+        one = naive.layer_norm(x[1, cap * 4 : cap * 4 + 4, 2, 3], norm.norm.weight, norm.norm.bias, 1e-5)
+        torch.testing.assert_close(given[1, cap * 4 : cap * 4 + 4, 2, 3], one)
+
+
+# -- tracing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripts_and_traces(num_iters: int, routing: str) -> None:
+    stack, x = small_stack(num_iters, routing), primary(2)
+    expected = stack(x)
+    assert torch.equal(torch.jit.script(stack)(x), expected)
+    assert torch.equal(torch.fx.symbolic_trace(stack)(x), expected)
+    with_activations = small_stack(num_iters, routing, activations=True, parent_init="random")
+    a = torch.rand(x.shape[:-1], dtype=F64)
+    torch.testing.assert_close(
+        torch.jit.script(with_activations).run(x, a, 4)[1], with_activations.run(x, a, 4)[1]
+    )
+
+
+def test_exports_to_plain_operators(tmp_path: Any) -> None:
+    """Three iterations: sums of votes, votes of one layer shared between passes, votes of windows."""
+    onnx = pytest.importorskip("onnx")
+    layers = OrderedDict(conv=ConvIDPA(4, 18, 16, stride=2), classes=FCIDPA(18 * 2 * 3, 10, 16))
+    stack = IDPAStack(layers, 3).eval()
+    x = torch.randn(3, 5, 7, 4, 16)
+    path = tmp_path / "stack.onnx"
+    batch = torch.export.Dim("batch", min=1, max=64)
+    torch.onnx.export(
+        stack, (x,), path, dynamo=True, dynamic_shapes=({0: batch},), external_data=False, verbose=False
+    )
+    model = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True)
+    operators = {node.op_type for node in model.graph.node}
+    assert not operators & {"Gather", "GatherND", "Loop", "If", "Scan", "Einsum", "ScatterND"}, operators
+    tensors = [*model.graph.input, *model.graph.output, *model.graph.value_info]
+    assert max(len(t.type.tensor_type.shape.dim) for t in tensors) <= 6
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for sample in (x, torch.zeros_like(x[:1])):
+        (given,) = session.run(None, {session.get_inputs()[0].name: sample.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(given), stack(sample), atol=1e-5, rtol=1e-4)
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"in_dim": 5}, "square"),
+        ({"in_dim": 16, "out_dim": 4}, "pose='vector'"),
+        ({"pose": "tensor"}, "matrix"),
+        ({"parent_init": "ones"}, "learned"),
+        ({"num_iters": 0}, "at least 1"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FCIDPA(3, 2, **arguments)
+    with pytest.raises(ValueError, match=message):
+        ConvIDPA(3, 2, **arguments)
+
+
+def test_wrong_routing() -> None:
+    with pytest.raises(ValueError, match="sequential"):
+        IDPAStack(OrderedDict(a=FCIDPA(3, 2)), routing="parallel")
+    with pytest.raises(ValueError, match="at least 1"):
+        IDPAStack(OrderedDict(a=FCIDPA(3, 2)), 0)
+
+
+def test_initial_values_are_the_release_s() -> None:
+    torch.manual_seed(0)
+    conv = ConvIDPA(32, 32, 16, kernel_size=3)
+    assert conv.weight.std().item() == pytest.approx((32 / (4 * 32 * 9)) ** 0.5, rel=0.02)
+    fc = FCIDPA(800, 10, 16)
+    assert fc.weight.std().item() == pytest.approx((10 / (4 * 800)) ** 0.5, rel=0.02)
+    vector = FCIDPA(800, 10, 16, pose="vector")
+    assert vector.weight.std().item() == pytest.approx((10 / (16 * 800)) ** 0.5, rel=0.02)
