@@ -19,6 +19,7 @@ if (_checkout / "hubconf.py").is_file() and (_checkout / "recipes" / "__init__.p
 
 from ._api import ModelInfo, UnknownModel, create_model, list_models, list_pretrained, model_info  # noqa: E402
 from .models import CapsuleNet, CapsuleOutput, WeightsError  # noqa: E402
+from .models._surgery import replace_global_pool  # noqa: E402
 
 __all__ = [
     "CapsuleNet",
@@ -31,4 +32,5 @@ __all__ = [
     "list_models",
     "list_pretrained",
     "model_info",
+    "replace_global_pool",
 ]

@@ -324,7 +324,8 @@ class RoutingCapsResNet(CapsuleNet):
     def _make_head(self) -> None:
         n = self.num_classes
         if n == 0:
-            self.class_caps, self.decoder = nn.Identity(), None
+            self.class_caps = nn.Identity()
+            self.decoder = None
             return
         types = self.num_features // self.caps_dim
         self.class_caps = RoutingCaps(types, self.caps_dim, n, self.pose_dim, self.lam, self.routing_iters)

@@ -1,0 +1,163 @@
+"""The baselines: sizes, and what their tables say layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import capszoo
+
+COUNTS = [
+    ("cnn_sabour", {}, 35_445_522),
+    ("cnn_multimnist", {}, 19_553_162),
+    ("cnn_multimnist_fc", {}, 42_490_762),
+    ("cnn_baseline", {}, 18_919_434),
+    ("cnn_baseline", {"num_classes": 100}, 19_011_684),
+    ("cnn6", {}, 1_590_058),
+    ("cnn6_wide", {}, 9_811_930),
+]
+
+#: Small configurations, for what does not need the paper's widths.
+SMALL = {
+    "cnn_sabour": {"widths": (8, 8, 4), "hidden": (12, 6)},
+    "cnn_multimnist": {"width": 16, "hidden": 12},
+    "cnn_multimnist_fc": {"width": 16, "hidden": 12},
+    "cnn_baseline": {"width": 16},
+    "cnn6": {"widths": (4, 4, 8, 8, 16)},
+    "cnn6_wide": {"widths": (4, 4, 8, 8, 16)},
+}
+
+
+@pytest.mark.parametrize(("name", "args", "count"), COUNTS)
+def test_parameter_counts(name: str, args: dict, count: int) -> None:
+    model = capszoo.create_model(name, device="meta", **args)
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "grids"),
+    [
+        ("cnn_sabour", [28, 28, 28]),
+        ("cnn_multimnist", [18, 8, 6]),  # Table 12
+        ("cnn_multimnist_fc", [18, 8, 6]),
+        ("cnn_baseline", [16, 8, 2]),  # Tables 2 and 3, before the last pooling
+        ("cnn6", [32, 32, 16, 8, 8]),
+    ],
+)
+def test_grids_of_the_tables(name: str, grids: list[int]) -> None:
+    model = capszoo.create_model(name, **SMALL[name]).eval()
+    x = torch.randn(1, model.in_chans, *model.img_size)
+    assert [f.shape[-1] for f in model.forward_intermediates(x, intermediates_only=True)] == grids
+
+
+def _layer(conv: nn.Conv2d, x: torch.Tensor, stride: int, padding: int) -> torch.Tensor:
+    return F.relu(F.conv2d(x, conv.weight, conv.bias, stride, padding))
+
+
+def _bn(bn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    assert isinstance(bn, nn.BatchNorm2d)
+    return F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps)
+
+
+def _with_statistics(name: str) -> nn.Module:
+    """A small model in eval mode whose BatchNorms have statistics other than their initial ones."""
+    model = capszoo.create_model(name, dtype=torch.float64, **SMALL[name]).train()
+    model(torch.rand(4, model.in_chans, *model.img_size, dtype=torch.float64) * 3)
+    return model.eval()
+
+
+def test_baseline_is_table_2() -> None:
+    model = _with_statistics("cnn_baseline")
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    one, two, three = model.stages
+    y = _layer(one.conv, x, 2, 1)
+    y = F.avg_pool2d(_bn(two.bn, _layer(two.conv, y, 2, 1)), 2)
+    y = F.avg_pool2d(_bn(three.bn, _layer(three.conv, y, 2, 1)), 2)
+    assert y.shape == (2, 16, 1, 1)
+    torch.testing.assert_close(model(x), model.fc(y.flatten(1)))
+
+
+@pytest.mark.parametrize("name", ["cnn_multimnist", "cnn_multimnist_fc"])
+def test_multimnist_is_table_12(name: str) -> None:
+    model = _with_statistics(name)
+    x = torch.randn(2, 1, 36, 36, dtype=torch.float64)
+    one, two, three = model.stages
+    y = _layer(one.conv, x, 2, 1)
+    y = _bn(two.bn, _layer(two.conv, y, 2, 0))
+    y = _bn(three.bn, _layer(three.conv, y, 1, 0))
+    if name == "cnn_multimnist":  # the linear layer at every position, then the average, in the table's order
+        y = model.neck(y.permute(0, 2, 3, 1)).mean((1, 2))
+    else:
+        y = model.neck(y.flatten(1))
+    torch.testing.assert_close(model(x), model.fc(y))
+
+
+def test_sabour_layers() -> None:
+    model = capszoo.create_model("cnn_sabour", dtype=torch.float64, **SMALL["cnn_sabour"]).eval()
+    x = torch.randn(2, 1, 28, 28, dtype=torch.float64)
+    y = x
+    for stage in model.stages:
+        y = _layer(stage.conv, y, 1, 2)
+    y = F.relu(model.neck.fc1(y.flatten(1)))
+    y = F.relu(model.neck.fc2(y))
+    torch.testing.assert_close(model(x), model.fc(y))
+    torch.manual_seed(0)
+    assert not torch.equal(model.train()(x), model(x))  # dropout
+
+
+def test_six_layers() -> None:
+    model = _with_statistics("cnn6")
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    y = x
+    for stage, stride in zip(model.stages, (1, 1, 2, 2, 1), strict=True):
+        y = F.relu(_bn(stage.bn, F.conv2d(y, stage.conv.weight, None, stride, 1)))
+    torch.testing.assert_close(model(x), model.fc(F.avg_pool2d(y, 4).flatten(1)))
+    assert capszoo.create_model("cnn6_wide", device="meta").fc.in_features == 1280
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_without_and_with_another_classifier(name: str) -> None:
+    model = capszoo.create_model(name, num_classes=0, **SMALL[name]).eval()
+    x = torch.randn(2, model.in_chans, *model.img_size)
+    assert model(x).shape == (2, model.head_hidden_size)
+    model.reset_classifier(0, "")
+    assert model(x).shape == model.forward_features(x).shape
+    model.reset_classifier(4)
+    assert model(x).shape == (2, 4)
+    with pytest.raises(RuntimeError, match="no capsules"):
+        model.forward_capsules(x)
+    with pytest.raises(RuntimeError, match="no capsules"):
+        model.coupling_map(x)
+
+
+@pytest.mark.parametrize("name", ["cnn_sabour", "cnn_multimnist_fc"])
+def test_weights_that_depend_on_the_size(name: str) -> None:
+    model = capszoo.create_model(name, img_size=(24, 20), **SMALL[name]).eval()
+    assert model(torch.randn(1, 1, 24, 20)).shape == (1, 10)
+    with pytest.raises(AssertionError, match="24x20"):
+        model(torch.randn(1, 1, 28, 28))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_pruned_for_features_no_parameter_is_left_over(name: str) -> None:
+    model = capszoo.create_model(name, **SMALL[name])
+    model.prune_intermediate_layers([1])
+    x = torch.randn(2, model.in_chans, *model.img_size)
+    sum(f.sum() for f in model.forward_intermediates(x, indices=[1], intermediates_only=True)).backward()
+    assert not [n for n, p in model.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("cnn_multimnist", {"pool": "max"}, "pool must be 'avg' or 'linear'"),
+        ("cnn_baseline", {"global_pool": "max"}, "global_pool must be 'avg' or ''"),
+        ("cnn_multimnist_fc", {"img_size": 4}, "too small"),
+        ("cnn6", {"pool_grid": 0}, "pool_grid must be at least 1"),
+    ],
+)
+def test_wrong_arguments(name: str, args: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        capszoo.create_model(name, device="meta", **args)

@@ -1,0 +1,194 @@
+"""The routing-pooling networks: sizes, heads against the reference, couplings, pooling by argument."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import capszoo
+from capszoo.layers import RoutingCaps, RoutingPool2d
+from tests.reference import routing_pool as reference
+
+COUNTS = [
+    ("cnn_routingpool", {}, 312_906),
+    ("cnn_routingpool", {"in_chans": 1}, 309_706),
+    ("resnet_routingpool", {}, 269_722),
+    ("resnet20_routingpool", {}, 269_722),
+    ("resnet32_routingpool", {}, 464_154),
+    ("resnet44_routingpool", {}, 658_586),
+    ("resnet56_routingpool", {}, 853_018),
+    ("resnet20_routingcaps", {}, 279_024),
+    ("resnet20_routingcaps", {"caps_dim": 32}, 279_024),
+    ("resnet20_routingcaps", {"decoder": True, "img_size": 40}, 2_526_768),
+    ("resnet20_routingcaps", {"decoder": True, "img_size": 36}, 2_215_168),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "count"), COUNTS)
+def test_parameter_counts(name: str, args: dict, count: int) -> None:
+    model = capszoo.create_model(name, device="meta", **args)
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_pooling_adds_no_parameters() -> None:
+    counts = {
+        sum(
+            p.numel()
+            for p in capszoo.create_model("resnet20_routingpool", device="meta", pool=pool).parameters()
+        )
+        for pool in ("routing", "avg", "max")
+    }
+    assert counts == {269_722}
+
+
+@pytest.mark.parametrize("name", ["cnn_routingpool", "resnet20_routingpool"])
+def test_pool_head_equals_reference(name: str) -> None:
+    model = capszoo.create_model(name, num_classes=4, lam=3.0, img_size=12, dtype=torch.float64).eval()
+    x = torch.randn(2, 3, 12, 8, dtype=torch.float64)
+    with torch.no_grad():
+        features = model.forward_features(x)
+        children = features.reshape(2, 4, 16, -1).transpose(2, 3)  # [b, g, l, e]
+        poses, couplings = reference.routing_pool(children, 3.0, 3)
+        scores = F.linear(poses.flatten(1), model.fc.weight, model.fc.bias)
+        torch.testing.assert_close(model(x), scores, rtol=0, atol=1e-9)
+        out = model.forward_capsules(x)
+        torch.testing.assert_close(out.couplings[0].flatten(2), couplings, rtol=0, atol=1e-9)
+        # each pooled capsule's part in each score, and the map weighted by the parts above zero
+        parts = torch.stack([(poses * w.reshape(4, 16)).sum(-1) for w in model.fc.weight], 1)  # [b, n, g]
+        torch.testing.assert_close(out.poses, parts, rtol=0, atol=1e-9)
+        torch.testing.assert_close(parts.sum(-1) + model.fc.bias, scores)
+        share = parts.clamp_min(1e-6)
+        share = share / share.sum(-1, keepdim=True)
+        expected = (share[..., None] * couplings[:, None]).sum(2).reshape(2, 4, *features.shape[2:])
+        torch.testing.assert_close(model.coupling_map(x).double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("caps_dim", [16, 32])
+def test_caps_head_equals_reference(caps_dim: int) -> None:
+    model = capszoo.create_model(
+        "resnet20_routingcaps", num_classes=3, lam=5.0, caps_dim=caps_dim, img_size=12, dtype=torch.float64
+    ).eval()
+    x = torch.randn(2, 1, 12, 8, dtype=torch.float64)
+    with torch.no_grad():
+        features = model.forward_features(x)  # [b, 64, 3, 2]
+        children = features.reshape(2, 64 // caps_dim, caps_dim, 6).transpose(2, 3)
+        poses, couplings = reference.routing_caps(children, model.class_caps.weight, 5.0, 3)
+        out = model.forward_capsules(x)
+        torch.testing.assert_close(out.poses, poses, rtol=0, atol=1e-9)
+        torch.testing.assert_close(out.couplings[0].flatten(3), couplings, rtol=0, atol=1e-9)
+        torch.testing.assert_close(model(x), poses.norm(dim=-1), rtol=0, atol=1e-9)
+        torch.testing.assert_close(out.scores, model(x))
+        heat = couplings.sum(2).reshape(2, 3, 3, 2)
+        torch.testing.assert_close(model.coupling_map(x), heat, rtol=0, atol=1e-9)
+
+
+def test_lam_zero_is_the_average_pooling_twin() -> None:
+    zero = capszoo.create_model("resnet20_routingpool", lam=0.0).eval()
+    twin = capszoo.create_model("resnet20_routingpool", pool="avg").eval()
+    routed = capszoo.create_model("resnet20_routingpool").eval()
+    for other in (twin, routed):
+        other.load_state_dict(zero.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(zero(x), twin(x))
+    assert not torch.allclose(routed(x), twin(x))
+    torch.testing.assert_close(zero.coupling_map(x), torch.full((2, 10, 8, 8), 1 / 64))
+
+
+def test_max_pooling_and_its_positions() -> None:
+    model = capszoo.create_model("cnn_routingpool", pool="max", img_size=8).eval()
+    x = torch.randn(2, 3, 8, 8)
+    features = model.forward_features(x)
+    torch.testing.assert_close(model(x), model.fc(F.adaptive_max_pool2d(features, 1).flatten(1)))
+    heat = model.coupling_map(x)
+    assert model.forward_capsules(x).couplings == ()
+    torch.testing.assert_close(heat.sum((2, 3)), torch.ones(2, 10))
+    taken = F.one_hot(features.flatten(2).argmax(2), 64).sum(1).reshape(2, 8, 8) > 0
+    assert (heat.sum(1)[~taken] == 0).all()
+
+
+def test_pool_is_chosen_by_argument_and_kept() -> None:
+    model = capszoo.create_model("resnet20_routingpool", lam=2.0, caps_dim=8, routing_iters=2)
+    assert repr(model.pool) == repr(RoutingPool2d(8, 2.0, 2, flatten=True))
+    model.reset_classifier(5)
+    assert isinstance(model.pool, RoutingPool2d) and model.fc.out_features == 5
+    model.reset_classifier(5, "avg")
+    assert model.global_pool == "avg" and not isinstance(model.pool, RoutingPool2d)
+    x = torch.randn(1, 3, 16, 16)
+    model.reset_classifier(0, "")
+    assert model(x).shape == (1, 64, 4, 4)
+    with pytest.raises(RuntimeError, match="no classifier"):
+        model.coupling_map(x)
+    model.reset_classifier(3)  # a classifier needs pooled features: the model's own pooling is back
+    assert isinstance(model.pool, RoutingPool2d) and model(x).shape == (1, 3)
+    assert capszoo.create_model("resnet20_routingpool", global_pool="max").global_pool == "max"
+
+
+def test_class_capsules_can_be_left_out_and_reset() -> None:
+    model = capszoo.create_model("resnet20_routingcaps", num_classes=0, img_size=16).eval()
+    x = torch.randn(2, 1, 16, 16)
+    torch.testing.assert_close(model(x), model.forward_features(x).mean((2, 3)))
+    with pytest.raises(RuntimeError, match="no class capsules"):
+        model.forward_capsules(x)
+    model.reset_classifier(0, "")
+    assert model(x).shape == (2, 64, 4, 4)
+    model.reset_classifier(6, "avg")
+    assert isinstance(model.get_classifier(), RoutingCaps) and model(x).shape == (2, 6)
+
+    model = capszoo.create_model("resnet20_routingcaps", decoder=True, img_size=(20, 16)).eval()
+    model.reset_classifier(4)
+    poses = model.forward_capsules(torch.randn(2, 1, 20, 16)).poses
+    assert model.reconstruct(poses, torch.tensor([0, 3])).shape == (2, 1, 20, 16)
+
+
+def test_lam_reaches_the_routing() -> None:
+    x = torch.randn(2, 1, 24, 24)
+    peaks = []
+    for lam in (0.0, 1.0, 15.0):
+        torch.manual_seed(1)
+        model = capszoo.create_model("resnet20_routingcaps", lam=lam, img_size=24).eval()
+        peaks.append(model.forward_capsules(x).couplings[0].amax((2, 3, 4)).mean())
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+@pytest.mark.parametrize("name", ["cnn_routingpool", "resnet20_routingpool", "resnet20_routingcaps"])
+def test_trains_in_bfloat16_and_channels_last(name: str) -> None:
+    """The way it is trained on a CPU: a few steps reduce the loss on one batch."""
+    model = capszoo.create_model(name, num_classes=3, in_chans=1, img_size=16).train()
+    model = model.to(memory_format=torch.channels_last)
+    y = torch.arange(12) % 3
+    x = torch.randn(12, 1, 16, 16) + 1.5 * (y - 1)[:, None, None, None]  # a brightness for each class
+    x = x.to(memory_format=torch.channels_last)
+    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(12):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = model(x)
+        loss = F.cross_entropy(scores.float() * 5, y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        (
+            "resnet20_routingpool",
+            {"caps_dim": 24},
+            "caps_dim=24 does not divide the 64 channels: use one of 1, 2",
+        ),
+        ("resnet20_routingcaps", {"caps_dim": 0}, "use one of"),
+        ("resnet20_routingpool", {"pool": "mean"}, "pool must be one of 'routing', 'avg', 'max'"),
+        ("resnet20_routingpool", {"global_pool": "catavgmax"}, "global_pool must be one of"),
+        ("resnet20_routingcaps", {"global_pool": "max"}, "global_pool must be 'avg' or ''"),
+        ("resnet20_routingcaps", {"lam": -1.0}, "lam must be 0"),
+        ("resnet20_routingcaps", {"routing_iters": 0}, "num_iters must be at least 1"),
+        ("resnet20_routingpool", {"depth": 21}, "6n"),
+    ],
+)
+def test_wrong_arguments(name: str, args: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        capszoo.create_model(name, device="meta", **args)
