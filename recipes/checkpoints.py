@@ -114,7 +114,7 @@ def _read(folder: Path) -> Checkpoint:
 
 def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest sound checkpoint of a run, and one line about each newer one that was passed over."""
-    skipped = []
+    skipped: list[str] = []
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
             return _read(folder), skipped

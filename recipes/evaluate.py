@@ -78,7 +78,7 @@ def _resolve(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | No
     name = str(model)
     if name not in bundled_tags():  # an architecture's default weights, or an error that names what exists
         net = capszoo.create_model(name, pretrained=True)
-        cfg = net.pretrained_cfg
+        cfg: Any = net.pretrained_cfg
         return net, bundled_tags().get(f"{cfg['architecture']}.{cfg['tag']}")
     return capszoo.create_model(name, pretrained=True), bundled_tags()[name]
 
@@ -112,7 +112,7 @@ def evaluate(
     images = load_dataset(dataset, split, data) if isinstance(dataset, str) else dataset
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     mean, std = (info.mean, info.std) if info else (None, None)
-    net = net.to(target, memory_format=torch.channels_last)
+    net = net.to(target).to(memory_format=torch.channels_last)
     right, n = count_correct(net, Batches(images.to(target), batch_size, mean=mean, std=std)).tolist()
     stated = info.raw.get("metrics", {}).get(split, {}) if info else {}
     return {

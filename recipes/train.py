@@ -66,10 +66,10 @@ class TrainingError(CapszooError, RuntimeError):
 class Task(nn.Module):
     """The net and its loss as one module, so that Accelerate's precision and processes wrap the whole of a step."""
 
-    def __init__(self, net: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, net: Any, recipe: Recipe) -> None:
         super().__init__()
-        self.net = net
-        self.criterion = create_loss(recipe.loss.name, **recipe.loss.options)
+        self.net: Any = net
+        self.criterion: Any = create_loss(recipe.loss.name, **recipe.loss.options)
         self.reconstruction = recipe.loss.reconstruction
 
     def set_progress(self, progress: float) -> None:
@@ -150,10 +150,10 @@ def _create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: i
         optimizer,
         sched=settings.name,
         num_epochs=recipe.epochs,
-        warmup_epochs=settings.warmup_epochs,
+        warmup_epochs=settings.warmup_epochs,  # type: ignore[arg-type]  # timm multiplies it by the updates
         warmup_lr=settings.warmup_lr,
         min_lr=settings.min_lr,
-        decay_milestones=list(settings.milestones),
+        decay_milestones=list(settings.milestones),  # type: ignore[arg-type]
         decay_epochs=settings.decay_epochs,
         decay_rate=settings.decay_rate,
         step_on_epochs=False,
@@ -302,7 +302,7 @@ def _train(
     # Model, optimiser, schedule.
     accelerate.utils.set_seed(recipe.seed)
     layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    net = _create_net(recipe).to(device, memory_format=layout)
+    net = _create_net(recipe).to(device).to(memory_format=layout)
     ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
     optimizer = _create_optimizer(recipe, net)
     try:

@@ -72,13 +72,12 @@ def golden_outputs(
 
 def _feature_grid(net: nn.Module, input_size: tuple[int, int, int]) -> list[int] | None:
     """Height and width of the net's last feature map at this input size; None where it has none."""
-    if not hasattr(net, "forward_features"):
+    forward_features: Any = getattr(net.eval(), "forward_features", None)
+    if forward_features is None:
         return None
     like = next(net.parameters())
     with torch.no_grad():
-        features = net.eval().forward_features(
-            torch.zeros(1, *input_size, device=like.device, dtype=like.dtype)
-        )
+        features = forward_features(torch.zeros(1, *input_size, device=like.device, dtype=like.dtype))
     return list(features.shape[-2:]) if features.ndim == 4 else None
 
 
