@@ -16,17 +16,22 @@ from .dynamic import (
     dynamic_routing,
     shared_dynamic_routing,
 )
+from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
 from .sinkhorn import SinkhornUnit, feature_kl, ground_cost, sinkhorn_divergence, sinkhorn_plan
-from .squash import Squash, squash, upcast_half
+from .squash import Squash, capsule_lengths, squash, upcast_half
 
 __all__ = [
     "CapConv",
     "CapFC",
+    "CapsuleNorm",
     "ConvDynamicRouting",
+    "ConvIDPA",
     "DynamicRouting",
     "EncapModule",
+    "FCIDPA",
+    "IDPAStack",
     "MasterAide",
     "PrimaryCaps2d",
     "RoutingCaps",
@@ -36,10 +41,12 @@ __all__ = [
     "Squash",
     "cap_fc",
     "capconv_combine",
+    "capsule_lengths",
     "capsules_from_map",
     "dynamic_routing",
     "feature_kl",
     "ground_cost",
+    "idpa_routing",
     "routing_caps",
     "routing_pool",
     "shared_dynamic_routing",

@@ -18,7 +18,7 @@ cast back.
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Squash", "squash", "upcast_half"]
+__all__ = ["Squash", "capsule_lengths", "squash", "upcast_half"]
 
 
 def upcast_half(x: Tensor) -> Tensor:
@@ -50,6 +50,20 @@ def squash(s: Tensor, dim: int = -1) -> Tensor:
     # not a clamp); the upper one keeps float32 finite when the sum of squares overflows.
     square = (x * x).sum(dim=dim, keepdim=True).clamp(1e-12, 1e38)
     return (x * (square.sqrt() / (1.0 + square))).to(s.dtype)
+
+
+def capsule_lengths(poses: Tensor, dim: int = -1) -> Tensor:
+    """Lengths of capsules, with a finite gradient at zero.
+
+    Args:
+        poses: capsules, any shape; the pose lies along ``dim``.
+        dim: the pose axis.
+
+    Returns:
+        The shape of ``poses`` without ``dim``, its dtype. Lengths below 1e-6 are returned as 1e-6.
+    """
+    x = upcast_half(poses)
+    return (x * x).sum(dim=dim).clamp(1e-12, 1e38).sqrt().to(poses.dtype)
 
 
 class Squash(nn.Module):
