@@ -281,17 +281,29 @@ class BaselineCNN(ConvNet):
 
 
 class GridPool(nn.Module):
-    """Average pooling to a grid of ``size x size``, flattened: ``[b, c, h, w] -> [b, c * size * size]``."""
+    """Average pooling to a grid of ``size x size``, flattened: ``[b, c, h, w] -> [b, c * size * size]``.
+
+    The cells are those of adaptive average pooling, one axis after the other; that operator itself exports to
+    gathers where the sizes do not divide.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
-        self.pool = nn.AdaptiveAvgPool2d(size)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.size == 1:
+        n = self.size
+        if n == 1:
             return x.mean(dim=(2, 3))
-        return self.pool(x).flatten(1)
+        h, w = x.shape[2], x.shape[3]
+        # cell i covers rows floor(i h / n) to ceil((i + 1) h / n)
+        rows = [x[:, :, i * h // n : ((i + 1) * h + n - 1) // n].mean(dim=2) for i in range(n)]
+        x = torch.stack(rows, dim=2)  # [b, c, n, w]
+        cols = [x[:, :, :, i * w // n : ((i + 1) * w + n - 1) // n].mean(dim=3) for i in range(n)]
+        return torch.stack(cols, dim=3).flatten(1)
+
+    def extra_repr(self) -> str:
+        return str(self.size)
 
 
 class SixLayerCNN(ConvNet):

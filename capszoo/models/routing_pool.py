@@ -10,7 +10,7 @@ network has the size that the paper states, about 2.5M parameters with the decod
 """
 
 from collections import OrderedDict
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -285,6 +285,9 @@ class RoutingCapsResNet(CapsuleNet):
         global_pool: ``"avg"``, or ``""`` to return the feature map where there are no class capsules.
         decoder: add the decoder (see :meth:`reconstruct`).
     """
+
+    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
+        decoder: Any
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import capszoo
+from capszoo.models.cnn_baselines import GridPool
 
 COUNTS = [
     ("cnn_sabour", {}, 35_445_522),
@@ -115,6 +116,17 @@ def test_six_layers() -> None:
         y = F.relu(_bn(stage.bn, F.conv2d(y, stage.conv.weight, None, stride, 1)))
     torch.testing.assert_close(model(x), model.fc(F.avg_pool2d(y, 4).flatten(1)))
     assert capszoo.create_model("cnn6_wide", device="meta").fc.in_features == 1280
+
+
+@pytest.mark.parametrize(
+    ("size", "h", "w"), [(1, 5, 4), (2, 8, 8), (2, 7, 5), (2, 1, 3), (3, 7, 8), (4, 3, 9)]
+)
+def test_grid_pool_is_adaptive_average_pooling(size: int, h: int, w: int) -> None:
+    x = torch.randn(2, 3, h, w, dtype=torch.float64)
+    pool = GridPool(size)
+    torch.testing.assert_close(pool(x), F.adaptive_avg_pool2d(x, size).flatten(1))
+    torch.testing.assert_close(torch.fx.symbolic_trace(pool)(x), pool(x))
+    torch.testing.assert_close(torch.jit.script(pool)(x), pool(x))
 
 
 @pytest.mark.parametrize("name", SMALL)
