@@ -231,7 +231,7 @@ def info(
 def predict(
     model: ModelArgument,
     images: ImagesArgument,
-    topk: Annotated[int, typer.Option("--topk", "-k", min=1, help="Classes to show per image.")] = 3,
+    topk: Annotated[int, typer.Option("--topk", "--top", "-k", min=1, help="Classes to show per image.")] = 3,
     device: DeviceOption = None,
     img_size: SizeOption = None,
     routing_iters: ItersOption = None,
@@ -314,10 +314,13 @@ def export_command(
     if out.suffix != ".onnx":
         raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx")
     from .export.to_onnx import export
-    from .inference import load_model
+    from .inference import NoWeights, load_model
     from .preprocess import find_images, load_image, model_transform
 
-    net = load_model(model, pretrained, "cpu", **_given(img_size=_size(img_size)))
+    try:
+        net = load_model(model, pretrained, "cpu", **_given(img_size=_size(img_size)))
+    except NoWeights as error:
+        raise CapszooError(error.message, "--no-pretrained exports the untrained architecture") from None
     verify = None
     if images is not None:
         import torch

@@ -18,7 +18,11 @@ from .errors import CapszooError, UsageError
 from .models._pretrained import WeightsError, WeightsInfo, sha256_of
 from .preprocess import ImageTransform, load_image, model_transform
 
-__all__ = ["ImagePrediction", "ScoredClass", "label_names", "load_model", "predict"]
+__all__ = ["ImagePrediction", "NoWeights", "ScoredClass", "label_names", "load_model", "predict"]
+
+
+class NoWeights(CapszooError):
+    """An architecture of the zoo that has no pretrained weights."""
 
 
 def load_model(name: str, pretrained: bool = True, device: str | None = None, **kwargs: Any) -> nn.Module:
@@ -33,7 +37,8 @@ def load_model(name: str, pretrained: bool = True, device: str | None = None, **
 
     Raises:
         UnknownModel: no such name.
-        CapszooError: nothing there that could be loaded, or weights that do not exist.
+        NoWeights: an architecture without weights.
+        CapszooError: nothing there that could be loaded.
         WeightsError: weights that are damaged or do not fit.
     """
     path = Path(name.removeprefix("local-dir:"))
@@ -45,7 +50,7 @@ def load_model(name: str, pretrained: bool = True, device: str | None = None, **
         raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
     else:
         if pretrained and name in list_models() and not list_pretrained(f"{name}.*"):
-            raise CapszooError(
+            raise NoWeights(
                 f"no pretrained weights of {name} exist",
                 "`capszoo list --pretrained` shows those that do; `capszoo train` makes them",
             )

@@ -1,0 +1,377 @@
+"""The command line: what it prints, where, and how it fails."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+import capszoo
+from capszoo.cli import app
+
+MODEL = "resnet20_routingcaps"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def succeeds(*arguments: object) -> str:
+    """stdout of a command that must end with 0."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def fails(code: int, *arguments: object) -> str:
+    """The one line of error of a command that must end with ``code`` and print nothing else."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr.strip()
+
+
+def write_run(folder: Path, **changes: Any) -> Path:
+    """What a finished training run leaves: weights and metadata side by side."""
+    torch.manual_seed(0)
+    model = capszoo.create_model(MODEL, num_classes=3, img_size=20, decoder=True)
+    weights = folder / f"{MODEL}.test.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(model.state_dict(), str(weights))
+    metadata = {
+        "architecture": MODEL,
+        "tag": "test",
+        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "num_classes": 3,
+        "input_size": [1, 20, 20],
+        "mean": [0.1],
+        "std": [0.3],
+        "label_names": ["ant", "bee", "cat"],
+        "model_args": {"decoder": True},
+        **changes,
+    }
+    weights.with_suffix(".json").write_text(json.dumps(metadata))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a grey picture of the right size, a larger colour one in a sub-folder, and a text file."""
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "more").mkdir()
+    Image.effect_noise((20, 20), 80).save(folder / "a.png")
+    Image.effect_noise((50, 30), 80).convert("RGB").save(folder / "more" / "b.jpg")
+    (folder / "notes.txt").write_text("not a picture")
+    return folder
+
+
+# -- list and info --------------------------------------------------------------------------------------------------
+
+
+def test_list() -> None:
+    lines = succeeds("list").splitlines()
+    assert len(lines) == 1 + len(capszoo.list_models())
+    assert [line.split()[0] for line in lines[1:]] == capszoo.list_models()
+    assert succeeds("list", "resnet20_*").count("resnet20_") >= 2
+    rows = json.loads(succeeds("list", "routingcaps", "--json"))
+    assert [row["name"] for row in rows] == capszoo.list_models("routingcaps")
+    assert all(row["description"] for row in rows)
+
+
+def test_list_pretrained() -> None:
+    rows = json.loads(succeeds("list", "--pretrained", "--json"))
+    assert [row["name"] for row in rows] == capszoo.list_pretrained()
+
+
+def test_list_without_a_match() -> None:
+    assert "no model matching 'nosuchthing'" in fails(1, "list", "nosuchthing")
+    assert json.loads(succeeds("list", "nosuchthing", "--json")) == []
+
+
+def test_info() -> None:
+    text = succeeds("info", MODEL)
+    for expected in ("279,024", "multiply-adds", "affNIST", "5.12", "apache-2.0", "3 iterations"):
+        assert expected in text, expected
+    about = json.loads(succeeds("info", MODEL, "--json"))
+    assert about["parameters"] == 279_024 and about["multiply_adds"] > 1e6
+    assert about["paper_figures"][0]["value"] == 5.12
+    smaller = json.loads(succeeds("info", MODEL, "--img-size", "20x20", "--num-classes", "3", "--json"))
+    assert smaller["multiply_adds"] < about["multiply_adds"] and smaller["input_size"] == [1, 20, 20]
+    assert smaller["num_classes"] == 3
+
+
+def test_wrong_model_name_suggests_the_right_one(pictures: Path) -> None:
+    for arguments in (("info", "resnet20_routingcap"), ("predict", "resnet20_routingcap", pictures)):
+        line = fails(2, *arguments)
+        assert "did you mean" in line and MODEL in line
+
+
+# -- predict ----------------------------------------------------------------------------------------------------------
+
+
+def test_predict_prints_a_table(trained: Path, pictures: Path) -> None:
+    text = succeeds("predict", trained, pictures, "--device", "cpu")
+    lines = text.splitlines()
+    assert len(lines) == 1 + 2 * 3
+    assert "a.png" in lines[1] and any(f" {label} " in text for label in ("ant", "bee", "cat"))
+
+
+def test_predict_json_is_pure_and_right(trained: Path, pictures: Path) -> None:
+    found = json.loads(
+        succeeds(
+            "predict",
+            trained,
+            pictures / "a.png",
+            pictures / "more",
+            "--topk",
+            2,
+            "--json",
+            "--device",
+            "cpu",
+        )
+    )
+    assert [Path(entry["image"]).name for entry in found["results"]] == ["a.png", "b.jpg"]
+    from capszoo.inference import load_model
+    from capszoo.preprocess import load_image, model_transform
+
+    model = load_model(str(trained), device="cpu")
+    for entry in found["results"]:
+        with torch.no_grad():
+            scores = model(model_transform(model)(load_image(entry["image"]))[None])[0]
+        values, indices = scores.topk(2)
+        assert [p["index"] for p in entry["predictions"]] == indices.tolist()
+        assert [p["score"] for p in entry["predictions"]] == pytest.approx(values.tolist(), abs=1e-6)
+        assert [p["label"] for p in entry["predictions"]] == [
+            ("ant", "bee", "cat")[i] for i in indices.tolist()
+        ]
+
+
+def test_predict_from_a_weights_file(trained: Path, pictures: Path) -> None:
+    (weights,) = trained.glob("*.safetensors")
+    by_file = succeeds("predict", weights, pictures / "a.png", "--json", "--device", "cpu")
+    by_folder = succeeds("predict", trained, pictures / "a.png", "--json", "--device", "cpu")
+    assert json.loads(by_file)["results"] == json.loads(by_folder)["results"]
+
+
+def test_one_bad_image_does_not_lose_the_others(trained: Path, pictures: Path) -> None:
+    result = run("predict", trained, pictures / "notes.txt", pictures / "a.png", "--device", "cpu", "--json")
+    assert result.exit_code == 1
+    first, second = json.loads(result.stdout)["results"]
+    assert "not an image" in first["error"] and second["predictions"]
+    assert result.stderr.count("error:") == 1 and "notes.txt" in result.stderr
+
+
+def test_predict_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    assert "missing.png: no such file" in fails(1, "predict", trained, pictures / "missing.png")
+    assert "no images in this folder" in fails(1, "predict", trained, tmp_path)
+    assert "not an image" in fails(1, "predict", trained, pictures / "notes.txt")
+    broken = tmp_path / "broken.png"
+    broken.write_bytes((pictures / "a.png").read_bytes()[:60])
+    assert "broken.png" in fails(1, "predict", trained, broken)
+    assert "topk" in fails(2, "predict", trained, pictures, "--topk", "0")
+    assert "is no size" in fails(2, "predict", trained, pictures, "--img-size", "big")
+
+
+def test_model_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    picture = pictures / "a.png"
+    without = next(name for name in capszoo.list_models() if not capszoo.list_pretrained(f"{name}.*"))
+    assert f"no pretrained weights of {without}" in fails(1, "predict", without, picture)
+    assert "no weights 'nosuchtag'" in fails(2, "predict", f"{MODEL}.nosuchtag", picture)
+    assert "no such folder" in fails(1, "predict", tmp_path / "missing", picture)
+    assert "no weights with their metadata" in fails(1, "predict", tmp_path, picture)
+    misfit = write_run(tmp_path / "misfit", num_classes=3, model_args={"pose_dim": 12, "decoder": False})
+    assert "do not fit" in fails(1, "predict", misfit, picture)
+    damaged = write_run(tmp_path / "damaged", sha256="0" * 64)
+    assert "sha256 differs" in fails(1, "predict", damaged, picture)
+    alone = tmp_path / "alone.safetensors"
+    alone.write_bytes(b"")
+    assert "side by side" in fails(1, "predict", alone, picture)
+
+
+# -- explain ----------------------------------------------------------------------------------------------------------
+
+
+def test_explain(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "heat.png"
+    text = succeeds("explain", trained, pictures / "more" / "b.jpg", "--out", out, "--device", "cpu")
+    assert "b.jpg: " in text and str(out) in text
+    with Image.open(out) as figure:
+        assert figure.width > 3 * figure.height  # four panels: with the decoder's reconstruction
+    succeeds("explain", trained, pictures / "a.png", "--out", out, "--class", "bee", "--device", "cpu")
+
+
+def test_explain_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = pictures / "a.png"
+    line = fails(2, "explain", trained, picture, "--class", "dog", "--out", tmp_path / "x.png")
+    assert "no class 'dog': the classes are ant, bee, cat" in line
+    assert "cannot write this kind" in fails(2, "explain", trained, picture, "--out", tmp_path / "x.xyz")
+    assert "not an image" in fails(1, "explain", trained, pictures / "notes.txt", "--out", tmp_path / "x.png")
+    assert not list(tmp_path.iterdir())
+
+
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_export(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    out = tmp_path / "model.onnx"
+    common = (
+        "export",
+        MODEL,
+        "--no-pretrained",
+        "--img-size",
+        20,
+        "--routing-iters",
+        2,
+        "--out",
+        out,
+        "--quick",
+    )
+    text = succeeds(*common, "--batch", "1,2,4")
+    for expected in (
+        "structure",
+        "passed",
+        "parity with eager",
+        "not run",
+        "opset 20",
+        "batch 1 to 4",
+        "2 routing",
+    ):
+        assert expected in text, expected
+    assert out.is_file()
+
+
+def test_export_of_a_run_checks_its_images(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    out = tmp_path / "model.onnx"
+    report = json.loads(
+        succeeds(
+            "export", trained, "--out", out, "--quick", "--verify-data", pictures, "--json", "--opset", 18
+        )
+    )
+    assert report["passed"] and report["opset"] == 18
+    assert {step["name"]: step["passed"] for step in report["gate"]}["top-1 on real images"] is True
+    assert [d["batch"] for d in report["comparisons"] if d["probe"] == "images"] == [2]
+
+
+def test_export_errors(trained: Path, tmp_path: Path) -> None:
+    assert "give a name such as model.onnx" in fails(2, "export", MODEL, "--out", tmp_path / "model.pt")
+    for batch in ("4,2,1", "0", "1,2", "many"):
+        line = fails(2, "export", trained, "--out", tmp_path / "m.onnx", "--batch", batch)
+        assert "makes no sense" in line
+    without = next(name for name in capszoo.list_models() if not capszoo.list_pretrained(f"{name}.*"))
+    assert "--no-pretrained" in fails(1, "export", without, "--out", tmp_path / "m.onnx")
+    assert "Missing option" in fails(2, "export", MODEL)
+    assert not list(tmp_path.iterdir())
+
+
+# -- train ------------------------------------------------------------------------------------------------------------
+
+
+needs_training = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="needs capszoo[train]"
+)
+
+
+@needs_training
+def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import capszoo.recipes.train as module
+
+    calls: list[tuple[Any, ...]] = []
+
+    def train(recipe: str, overrides: list[str], **options: Any) -> dict[str, Any]:
+        calls.append((recipe, overrides, options))
+        return {"finished": True, "weights": tmp_path / "w.safetensors", "test": {"top1": 99.5, "n": 10}}
+
+    monkeypatch.setattr(module, "train", train)
+    text = succeeds(
+        "train", "some.recipe", "epochs=1", "seed=3", "--data", tmp_path, "--out", tmp_path / "r", "--cpu"
+    )
+    assert calls == [
+        ("some.recipe", ["epochs=1", "seed=3"], {"out": tmp_path / "r", "data": tmp_path, "cpu": True})
+    ]
+    assert "top1 99.5" in text and "w.safetensors" in text
+
+
+@needs_training
+def test_train_errors() -> None:
+    line = fails(2, "train", "resnet20_routingcaps.nosuch")
+    assert "resnet20_routingcaps" in line
+
+
+# -- the frame --------------------------------------------------------------------------------------------------------
+
+
+def test_version_and_help() -> None:
+    assert succeeds("--version") == f"capszoo {capszoo.__version__}\n"
+    for command in ("list", "info", "predict", "explain", "export", "train"):
+        assert command in succeeds("--help")
+        assert "Usage: capszoo" in succeeds(command, "--help").replace("root", "capszoo")
+
+
+def test_wrong_usage() -> None:
+    assert "No such command 'nosuch'" in fails(2, "nosuch")
+    assert "--nosuch" in fails(2, "list", "--nosuch")
+    assert "Missing argument" in fails(2, "predict")
+    assert run().exit_code == 2
+
+
+def test_an_unexpected_error_is_one_line_unless_debugged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise KeyError("something\nunforeseen")
+
+    monkeypatch.setattr("capszoo.summary.list_summaries", broken)
+    line = fails(1, "list")
+    assert "KeyError" in line and "--debug shows the traceback" in line
+    for arguments in (("--debug", "list"), ("list", "--debug")):
+        result = run(*arguments)
+        assert isinstance(result.exception, KeyError) and result.exit_code != 0
+
+
+def test_as_a_process(root: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+
+    def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "capszoo", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+
+    good = process("list", "routingcaps", "--json")
+    assert good.returncode == 0 and MODEL in {row["name"] for row in json.loads(good.stdout)}
+    bad = process("info", "nosuchmodel")
+    assert (
+        bad.returncode == 2
+        and bad.stdout == ""
+        and bad.stderr.startswith("error: unknown model 'nosuchmodel'")
+    )
+
+
+def test_importing_the_package_stays_light(root: Path) -> None:
+    code = (
+        "import sys, capszoo, capszoo.cli, capszoo.explain\n"
+        "heavy = {'onnx', 'onnxruntime', 'tensorrt', 'matplotlib', 'accelerate', 'datasets', 'pandas'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

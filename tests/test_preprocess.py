@@ -1,0 +1,137 @@
+"""From file to tensor: sizes, modes, normalisation, broken files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from PIL import Image
+
+from capszoo.errors import CapszooError, UsageError
+from capszoo.preprocess import ImageTransform, find_images, load_image, model_input_size, model_transform
+
+
+def transform(channels: int = 1, size: tuple[int, int] = (8, 8), **options: object) -> ImageTransform:
+    return ImageTransform(channels, size, (0.0,) * channels, (1.0,) * channels, **options)  # type: ignore[arg-type]
+
+
+def test_an_image_of_the_right_size_is_not_resampled() -> None:
+    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8) * 3
+    tensor = transform()(Image.fromarray(pixels))
+    assert torch.equal(tensor, torch.from_numpy(pixels.astype(np.float32) / 255)[None])
+
+
+def test_normalisation_and_back() -> None:
+    t = ImageTransform(3, (4, 4), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    image = Image.new("RGB", (4, 4), (255, 0, 51))
+    tensor = t(image)
+    assert tensor[:, 0, 0].tolist() == pytest.approx([2.5, -4 / 3, -0.25], abs=1e-6)
+    assert t.restore(tensor)[:, 0, 0].tolist() == pytest.approx([1.0, 0.0, 0.2], abs=1e-6)
+
+
+@pytest.mark.parametrize("given", [(16, 8), (8, 16), (31, 17), (3, 5)])
+def test_the_shorter_side_fits_and_the_middle_is_kept(given: tuple[int, int]) -> None:
+    width, height = given
+    rows, columns = np.mgrid[0:height, 0:width]
+    for ramp in (rows / (height - 1), columns / (width - 1)):  # the middle of a ramp is one half
+        tensor = transform()(Image.fromarray((ramp * 255).astype(np.uint8)))[0]
+        assert tensor.shape == (8, 8) and tensor.mean().item() == pytest.approx(0.5, abs=0.06)
+    spread = transform()(Image.fromarray((rows / (height - 1) * 255).astype(np.uint8)))[0]
+    # the whole of the shorter side is kept, of the longer side as much as is square
+    kept = min(1.0, width / height)
+    assert (spread.max() - spread.min()).item() == pytest.approx(kept, abs=0.2)
+
+
+def test_non_square_input_and_crop() -> None:
+    assert transform(3, (6, 10))(Image.new("RGB", (40, 40))).shape == (3, 6, 10)
+    pixels = np.zeros((16, 16), dtype=np.uint8)
+    pixels[:2] = 255
+    assert transform(crop_pct=0.5)(Image.fromarray(pixels)).max() == 0  # the edge is cropped away
+    assert transform()(Image.fromarray(pixels)).max() > 0.8
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "CMYK"])
+def test_modes(mode: str) -> None:
+    image = Image.new("L", (8, 8), 255).convert("RGB").convert(mode) if mode == "P" else None
+    image = image or Image.new("L", (8, 8), 255).convert("RGB").convert(mode)
+    for channels in (1, 3):
+        assert transform(channels)(image).min() > 0.99
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    values = np.full((8, 8), 32768, dtype=np.uint16)
+    assert transform()(Image.fromarray(values)).mean().item() == pytest.approx(0.5, abs=0.01)
+
+
+def test_orientation_is_applied(tmp_path: Path) -> None:
+    image = Image.new("L", (8, 4))
+    image.putpixel((0, 0), 255)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees to the right
+    image.save(tmp_path / "turned.png", exif=exif)
+    upright = load_image(tmp_path / "turned.png")
+    assert upright.size == (4, 8) and upright.getpixel((3, 0)) == 255
+
+
+def test_find_images(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name in ("b/2.JPG", "1.png", "x.txt"):
+        (tmp_path / name).touch()
+    assert find_images([tmp_path, tmp_path / "x.txt"]) == [
+        tmp_path / "1.png",
+        tmp_path / "b" / "2.JPG",
+        tmp_path / "x.txt",
+    ]
+    with pytest.raises(CapszooError, match="no such file"):
+        find_images([tmp_path / "missing"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CapszooError, match="no images in this folder"):
+        find_images([tmp_path / "empty"])
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("hello")
+    Image.effect_noise((40, 40), 80).save(tmp_path / "good.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:300])
+    (tmp_path / "nothing.png").touch()
+    for name, message in (
+        ("missing.png", "no such file"),
+        ("text.png", "not an image"),
+        ("nothing.png", "not an image"),
+        ("cut.png", "cannot be read"),
+        (".", "is a folder"),
+    ):
+        with pytest.raises(CapszooError, match=message) as caught:
+            load_image(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+class Described(nn.Module):
+    def __init__(self, **attributes: object) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def test_model_transform_reads_the_configuration() -> None:
+    cfg = dict(
+        input_size=(3, 8, 8), mean=(0.1, 0.2, 0.3), std=(1, 1, 1), interpolation="bicubic", crop_pct=0.875
+    )
+    t = model_transform(Described(pretrained_cfg=cfg))
+    assert (t.channels, t.size, t.mean, t.interpolation, t.crop_pct) == (
+        3,
+        (8, 8),
+        (0.1, 0.2, 0.3),
+        "bicubic",
+        0.875,
+    )
+    grey = model_transform(Described(pretrained_cfg=cfg, in_chans=1, img_size=(6, 4)))
+    assert grey.size == (6, 4) and grey.mean == pytest.approx((0.2,)) and len(grey.std) == 1
+    assert model_input_size(Described(in_chans=2, img_size=9)) == (2, 9, 9)
+    with pytest.raises(CapszooError, match="2 channels, which is no single image"):
+        model_transform(Described(in_chans=2, img_size=9))
+    with pytest.raises(UsageError, match="does not say its input size"):
+        model_input_size(Described())
