@@ -56,7 +56,7 @@ Random starts are drawn once, at construction, and shared by all positions. What
 
 import math
 from collections import OrderedDict
-from typing import List, Optional, Tuple
+from typing import List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +133,11 @@ def _update(
 def _couplings(agreement: Tensor, dtype: torch.dtype) -> Tensor:
     """Softmax over the parents, in float32 for half types (Procedure 1, line 4). ``[n, i, j]``"""
     return upcast_half(agreement).softmax(dim=-1).to(dtype)
+
+
+def _normalised(couplings: Tensor) -> Tensor:
+    """Couplings ``[..., j, i]`` as each parent's shares in its children, which sum to 1 over ``i``."""
+    return couplings / couplings.sum(dim=-1, keepdim=True).clamp(min=1e-30)
 
 
 def idpa_routing(
@@ -246,7 +251,6 @@ class _IDPALayer(nn.Module):
         # with parents at zero and no activations, the first pass is a sum of votes: no vote is formed
         self.folds = parent_init == "zero" and not activations
         group = _group_size(out_caps)
-        self.blocks_per_row = 1 if group == out_caps else self.rows * (out_caps // group)
         self.register_buffer("mask", _block_mask(self.rows, out_caps, self.cols, group), persistent=False)
 
         if parent_init == "learned":
@@ -307,7 +311,7 @@ class _IDPALayer(nn.Module):
         cost = (beta_v + 0.5 * variance.log().mean(dim=2)) * (mass * (self.out_caps / self.num_children))
         return sums.to(blocks.dtype), couplings, torch.sigmoid(beta_a - cost).to(blocks.dtype)
 
-    def _normalised(self, sums: Tensor) -> Tensor:
+    def _normalise(self, sums: Tensor) -> Tensor:
         """Line 6, after the release's dropout: ``[..., e]``."""
         return self.norm(self.drop(sums))
 
@@ -345,13 +349,16 @@ class _IDPALayer(nn.Module):
                     if self.activations:
                         activation = self._of_each_parent(activations[read])
                 if s == 0:
-                    parents = self.start.expand(blocks.shape[0] // self.blocks_per_row, -1, -1)
+                    # (the votes of one child have the size of the parents' poses)
+                    parents = self.start + torch.zeros_like(
+                        blocks[:, 0].reshape(-1, self.out_caps, self.out_dim)
+                    )
                 else:
                     parents = poses[s - 1]
                 sums, couplings, act = self._route_blocks(blocks, parents, activation)
                 if act is not None:
                     active.append(act)
-            poses.append(self._normalised(sums))
+            poses.append(self._normalise(sums))
         return poses, active, couplings
 
     def extra_repr(self) -> str:
@@ -475,6 +482,33 @@ class ConvIDPA(_IDPALayer):
             couplings = c.transpose(1, 2).reshape(shape)
         return poses, active, couplings
 
+    def even_couplings(self, poses: Tensor) -> Tensor:
+        """The couplings of a pass that is a sum of votes, 1/j: ``[b, h', w', j, k*l, i]``, for its poses."""
+        b, h, w = poses.shape[0], poses.shape[1], poses.shape[2]
+        even = poses.new_full([1], 1.0 / self.out_caps)
+        return even.expand(b, h, w, self.out_caps, self.kernel_size * self.kernel_size, self.in_caps)
+
+    def share_among_children(self, share: Tensor, couplings: Tensor, height: int, width: int) -> Tensor:
+        """Divide what each parent holds among its children, in proportion to their couplings with it.
+
+        Args:
+            share: ``[b, n, h'*w'*j]``, for n wholes (the classes).
+            couplings: ``[b, h', w', j, k*l, i]``.
+            height, width: of the children's grid.
+
+        Returns:
+            ``[b, n, height*width*i]``; sums over the last axis are kept (without padding).
+        """
+        b, h, w, j, window, i = couplings.shape
+        n = share.shape[1]
+        of_parent = _normalised(couplings.reshape(b, h * w, j, window * i))
+        share = torch.matmul(share.reshape(b, n, h * w, j).transpose(1, 2), of_parent)  # [b, h'*w', n, k*l*i]
+        share = share.reshape(b, h * w, n, window, i).permute(0, 2, 4, 3, 1).reshape(b, n * i * window, h * w)
+        share = F.fold(
+            share, (height, width), self.kernel_size, 1, self.padding, self.stride
+        )  # [b, n*i, h, w]
+        return share.reshape(b, n, i, height * width).transpose(2, 3).flatten(2)
+
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
         x = children.unflatten(4, [p, q]).permute(0, 4, 1, 2, 3, 5)  # [b, p, h, w, i, q]
@@ -588,6 +622,14 @@ class FCIDPA(_IDPALayer):
         poses, active, couplings = self._passes(children, activations, num_iters)
         return poses, active, None if couplings is None else couplings.transpose(1, 2)
 
+    def even_couplings(self, poses: Tensor) -> Tensor:
+        """The couplings of a pass that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
+        return poses.new_full([1], 1.0 / self.out_caps).expand(poses.shape[0], self.out_caps, self.in_caps)
+
+    def share_among_children(self, share: Tensor, couplings: Tensor) -> Tensor:
+        """``[b, n, j]`` and couplings ``[b, j, i]`` to ``[b, n, i]`` (see the method of :class:`ConvIDPA`)."""
+        return torch.bmm(share, _normalised(couplings))
+
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         x = children.reshape(-1, self.in_caps, self.rows, self.inner).transpose(1, 2)
         x = x.reshape(-1, self.in_caps * self.inner)  # [b*p, i*q]
@@ -613,13 +655,16 @@ class IDPAStack(nn.Sequential):
         num_iters: routing iterations t.
         routing: ``"concurrent"`` (Procedure 2), or ``"sequential"``: each layer makes all its passes before the next
             starts (ablation B).
-
-    The last layer may be taken out later (a class layer that is to be replaced): ``depth``, from which the
-    iterations of every layer follow, stays what it was at construction.
+        depth: layers of the whole network, from which the iterations of every layer follow; those given where
+            absent. (A class layer may be missing now and added later, as a child module.)
     """
 
     def __init__(
-        self, layers: "OrderedDict[str, nn.Module]", num_iters: int = 2, routing: str = "concurrent"
+        self,
+        layers: "OrderedDict[str, nn.Module]",
+        num_iters: int = 2,
+        routing: str = "concurrent",
+        depth: Optional[int] = None,
     ) -> None:
         super().__init__(layers)
         if num_iters < 1:
@@ -628,7 +673,7 @@ class IDPAStack(nn.Sequential):
             raise ValueError(f"routing must be 'concurrent' or 'sequential', not {routing!r}")
         self.num_iters = num_iters
         self.routing = routing
-        self.depth = len(layers)
+        self.depth = len(layers) if depth is None else depth
 
     def iterations(self, level: int, full: bool = False) -> int:
         """Passes of layer ``level`` (from 0): those in the dependency cone of the last layer, or with ``full`` all."""
@@ -664,10 +709,9 @@ class IDPAStack(nn.Sequential):
             last = activations[-1]
         return children[-1], last
 
-    @torch.jit.unused
     def run_full(
         self, x: Tensor, activation: Optional[Tensor] = None, full: bool = True
-    ) -> Tuple[List[Tensor], List[Tensor], List[Optional[Tensor]]]:
+    ) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
         """Last poses, activations and couplings of every layer.
 
         Args:
@@ -676,21 +720,52 @@ class IDPAStack(nn.Sequential):
                 poses and couplings are the same either way.
 
         Returns:
-            Poses and activations (empty without activations) of each layer; couplings as of ``route()``, None for
-            a layer whose only pass was a sum of votes.
+            Poses, activations (empty without activations) and couplings of each layer, as of its ``route()``;
+            even couplings for a layer whose only pass was a sum of votes.
         """
         children, activations = [x], [] if activation is None else [activation]
         poses: List[Tensor] = []
         active: List[Tensor] = []
-        couplings: List[Optional[Tensor]] = []
-        for level, layer in enumerate(self):
-            children, activations, c = layer.route(children, activations, self.iterations(level, full))  # type: ignore[operator]
+        couplings: List[Tensor] = []
+        for level, layer in enumerate(self._typed()):
+            children, activations, c = layer.route(children, activations, self.iterations(level, full))
             if self.routing == "sequential":
                 children, activations = children[-1:], activations[-1:]
             poses.append(children[-1])
             active += activations[-1:]
-            couplings.append(c)
+            couplings.append(layer.even_couplings(children[-1]) if c is None else c)
         return poses, active, couplings
+
+    def shares(self, x: Tensor, activation: Optional[Tensor] = None, even: bool = False) -> Tensor:
+        """Share of each primary capsule in each of the last layer's: ``[b, n, h, w, i]``, summing to 1 over h, w, i.
+
+        A parent's share is divided among its children in proportion to their couplings with it, from the last layer
+        down. The couplings are those that reach the last layer: where its dependency cone holds but one pass of
+        a layer, that layer divides evenly.
+
+        Args:
+            x, activation: as in :meth:`run`; the last layer is fully connected.
+            even: what even couplings would give everywhere, ``[1, 1, h, w, i]``: by how many windows a capsule is seen.
+        """
+        poses, _, couplings = self.run_full(x, activation, full=False)
+        layers = self._typed()
+        n = poses[-1].shape[1]
+        share = torch.eye(n, dtype=upcast_half(x).dtype, device=x.device).expand(x.shape[0], n, n)
+        if even:
+            couplings = [layer.even_couplings(p[:1]) for layer, p in zip(layers, poses)]  # noqa: B905
+            share = share[:1, :1]
+        for level in range(len(layers) - 1, -1, -1):
+            layer, c = layers[level], upcast_half(couplings[level])
+            if isinstance(layer, FCIDPA):
+                share = layer.share_among_children(share, c)
+            else:
+                height, width = (poses[level - 1] if level > 0 else x).shape[1:3]
+                share = layer.share_among_children(share, c, height, width)
+        share = share.reshape(share.shape[0], share.shape[1], x.shape[1], x.shape[2], -1)
+        return share / share.sum(dim=(2, 3, 4), keepdim=True)
+
+    def _typed(self) -> "List[Union[ConvIDPA, FCIDPA]]":
+        return [layer for layer in self if isinstance(layer, (ConvIDPA, FCIDPA))]
 
     def extra_repr(self) -> str:
         return f"num_iters={self.num_iters}, routing={self.routing}"

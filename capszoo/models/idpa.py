@@ -1,0 +1,344 @@
+"""Capsule networks with inverted dot-product attention (IDPA) routing.
+
+Paper: Tsai, Srivastava, Goh, Salakhutdinov, "Capsules with Inverted Dot-Product Attention Routing" (ICLR 2020,
+arXiv:2002.04764): Tables 8 and 9, the text's ResNet backbone (appendix A.1), Tables 10 and 11. The authors' release
+was read for facts (scale of the agreement, initial values of the capsule layers, primary convolution without bias).
+
+A backbone, primary capsules with LayerNorm (these are the features), convolutional and fully connected capsule layers
+routed together, and one Linear that turns every class capsule into its logit, shared by all classes.
+
+The scores need only the dependency cone of the class capsules (see :mod:`capszoo.layers.idpa`): at two iterations,
+one pass of every layer but the last. ``forward`` computes the cone; ``forward_capsules`` everything, with equal scores.
+
+Our choices, where the paper is silent: the backbone's convolutions start as He normal; with ``activations`` (ablation
+C), those of the primary capsules are a 1x1 convolution of the primary capsules and a sigmoid, and a class
+capsule's pose is multiplied by its activation before the Linear. The paper's matrix-pose network "with 42M
+parameters" is given no layout: ``idpa_multimnist(pose="matrix", num_caps=64)`` has 41.6M.
+"""
+
+from collections import OrderedDict
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.models import register_model
+from torch import Tensor
+
+from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack
+
+from ._base import CapsuleNet, CapsuleOutput
+from ._blocks import idpa_backbone_stages, init_conv_weights
+from ._builder import build_capsule_model, zoo_cfgs
+
+__all__ = ["IdpaNet"]
+
+_CIFAR10 = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+_CIFAR100 = dict(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
+
+
+class ConvReLU(nn.Module):
+    """The plain backbone: 3x3 convolution of stride 2 with bias, ReLU. ``[b, in, h, w] -> [b, out, h/2, w/2]``"""
+
+    def __init__(self, in_chans: int, out_chans: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_chans, out_chans, 3, 2, 1)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.conv(x))
+
+
+class PrimaryConv(nn.Module):
+    """Convolution to the primary capsules, before their LayerNorm; works channels-last, as the capsule layers do."""
+
+    def __init__(self, in_chans: int, out_chans: int, kernel_size: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_chans, out_chans, kernel_size, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.contiguous(memory_format=torch.channels_last))
+
+
+def _check_pool(global_pool: str) -> str:
+    if global_pool not in ("avg", ""):
+        raise ValueError(f"global_pool must be 'avg' or '' (none), not {global_pool!r}")
+    return global_pool
+
+
+class IdpaNet(CapsuleNet):
+    """Capsule network with IDPA routing.
+
+    ``couplings`` of :meth:`forward_capsules`: ``[b, h', w', j, k*l, i]`` of each convolutional layer, then
+    ``[b, j, i]`` of each fully connected one; they sum to 1 over the parents ``j``.
+
+    Args:
+        num_classes: class capsules; 0 leaves the class layer out.
+        in_chans, img_size: of the images. The first fully connected layer has weights for every grid position: other
+            sizes are refused.
+        backbone: ``"resnet"`` or ``"conv"`` (one 3x3 convolution of stride 2).
+        backbone_chans: channels of the backbone's features.
+        num_caps: capsule types of the primary and of every convolutional capsule layer.
+        pose_dim: numbers in a pose.
+        pose: ``"matrix"`` (a square number of entries, O(d) weights a pair of capsules) or ``"vector"`` (O(d^2)).
+        primary_kernel, primary_stride: of the primary convolution, which does not pad.
+        conv_strides: strides of the 3x3 convolutional capsule layers.
+        fc_caps: capsules of hidden fully connected layers.
+        routing_iters: routing iterations t (1 to 5 in the paper).
+        routing: ``"concurrent"`` (Procedure 2) or ``"sequential"`` (ablation B).
+        scale_agreement: divide the agreement by sqrt(pose_dim), as the release does.
+        parent_init: first parents, ``"zero"``, ``"random"`` or ``"learned"`` (footnote 1).
+        layer_norm: LayerNorm of the routed poses; False is ablation A. (Primary capsules keep theirs.)
+        activations: capsules have activations as in EM routing (ablation C).
+        global_pool: ``"avg"``; ``""`` returns the feature map where there is no class layer.
+        drop_rate: dropout of the sums of votes, before their LayerNorm.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: Union[int, Tuple[int, int]] = 32,
+        backbone: str = "resnet",
+        backbone_chans: int = 128,
+        num_caps: int = 32,
+        pose_dim: int = 16,
+        pose: str = "matrix",
+        primary_kernel: int = 1,
+        primary_stride: int = 1,
+        conv_strides: Sequence[int] = (2, 1),
+        fc_caps: Sequence[int] = (),
+        routing_iters: int = 2,
+        routing: str = "concurrent",
+        scale_agreement: bool = True,
+        parent_init: str = "zero",
+        layer_norm: bool = True,
+        activations: bool = False,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(num_classes, in_chans, img_size, _check_pool(global_pool), fixed_input_size=True)
+        if backbone not in ("resnet", "conv"):
+            raise ValueError(f"backbone must be 'resnet' or 'conv', not {backbone!r}")
+        self.num_caps, self.pose_dim = num_caps, pose_dim
+        self.activations = activations
+        self.drop_rate = drop_rate
+        self.num_features = num_caps * pose_dim
+
+        if backbone == "resnet":
+            stages = idpa_backbone_stages(in_chans, backbone_chans)
+            levels = [("stem", 64, 1), ("layer1", 64, 1), ("layer2", backbone_chans, 2)]
+        else:
+            stages = OrderedDict(stem=ConvReLU(in_chans, backbone_chans))
+            levels = [("stem", backbone_chans, 2)]
+        stages["primary"] = PrimaryConv(backbone_chans, self.num_features, primary_kernel, primary_stride)
+        stages["norm"] = CapsuleNorm(pose_dim)
+        levels += [(name, self.num_features, 2 * primary_stride) for name in ("primary", "norm")]
+        self.stages = nn.Sequential(stages)
+        init_conv_weights(self.stages)
+        self.feature_info = [
+            dict(num_chs=chans, reduction=reduction, module=f"stages.{name}")
+            for name, chans, reduction in levels
+        ]
+
+        self._options: Dict[str, Any] = dict(
+            num_iters=routing_iters,
+            pose=pose,
+            scale_agreement=scale_agreement,
+            parent_init=parent_init,
+            layer_norm=layer_norm,
+            activations=activations,
+            drop=drop_rate,
+        )
+        height, width = (((size + 1) // 2 - primary_kernel) // primary_stride + 1 for size in self.img_size)
+        self.grid = (height, width)  # of the features
+        layers: "OrderedDict[str, nn.Module]" = OrderedDict()
+        for i, stride in enumerate(conv_strides):
+            layer = ConvIDPA(num_caps, num_caps, pose_dim, stride=stride, **self._options)
+            height, width = layer.out_size(height), layer.out_size(width)
+            layers[f"conv{i + 1}"] = layer
+        if min(height, width) < 1:
+            raise ValueError(
+                f"images of {self.img_size[0]}x{self.img_size[1]} leave no capsules: use larger ones"
+            )
+        self._children = height * width * num_caps  # of the next fully connected layer
+        for i, caps in enumerate(fc_caps):
+            layers[f"fc{i + 1}"] = FCIDPA(self._children, caps, pose_dim, **self._options)
+            self._children = caps
+        self.hidden = len(layers)  # capsule layers below the classes
+        self.hidden_on_grid = not fc_caps
+        self.head_hidden_size = (fc_caps[-1] if fc_caps else num_caps) * pose_dim
+        if num_classes > 0:
+            layers["classes"] = self._class_layer()
+        self.capsules = IDPAStack(layers, routing_iters, routing, depth=self.hidden + 1)
+        self.primary_activation: nn.Module = (
+            nn.Conv2d(self.num_features, num_caps, 1) if activations else nn.Identity()
+        )
+        self.score: nn.Module = nn.Linear(pose_dim, 1)  # the classes share it
+
+    def _class_layer(self) -> FCIDPA:
+        return FCIDPA(self._children, self.num_classes, self.pose_dim, **self._options)
+
+    def _primary_capsules(self, x: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+        """Features ``[b, i*d, h, w]`` to poses ``[b, h, w, i, d]`` and, where there are any, activations."""
+        activation: Optional[Tensor] = None
+        if self.activations:
+            activation = torch.sigmoid(self.primary_activation(x)).permute(0, 2, 3, 1)  # [b, h, w, i]
+        return x.permute(0, 2, 3, 1).unflatten(-1, [self.num_caps, self.pose_dim]), activation
+
+    def _scores(self, poses: Tensor, activation: Optional[Tensor]) -> Tensor:
+        """Class poses ``[b, n, e]`` to logits ``[b, n]``."""
+        if activation is not None:
+            poses = poses * activation.unsqueeze(-1)
+        return self.score(poses).squeeze(-1)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Primary capsules ``[b, i*d, h, w]`` to logits ``[b, n]``.
+
+        ``pre_logits`` (or no classes): the capsules below the class layer, those on a grid averaged over it,
+        ``[b, head_hidden_size]``.
+        """
+        if self.num_classes == 0 and self.global_pool == "":
+            return x
+        poses, activation = self._primary_capsules(x)
+        if pre_logits or self.num_classes == 0:
+            hidden, _ = self.capsules.run(poses, activation, self.hidden)
+            if self.hidden_on_grid:
+                hidden = hidden.mean(dim=[1, 2])
+            return hidden.flatten(1)
+        classes, active = self.capsules.run(poses, activation, self.hidden + 1)
+        return self._scores(classes, active)
+
+    def _require_classes(self) -> None:
+        if self.num_classes == 0:
+            raise RuntimeError("this model has no class capsules: create it with num_classes >= 1")
+
+    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
+        """Images to logits, class capsules ``[b, n, e]``, logits again as activations, and all couplings.
+
+        All iterations of all layers are run, also those that cannot reach the scores.
+        """
+        self._require_classes()
+        primary, activation = self._primary_capsules(self.forward_features(x))
+        poses, active, couplings = self.capsules.run_full(primary, activation)
+        scores = self._scores(poses[-1], active[-1] if active else None)
+        return CapsuleOutput(scores, poses[-1], scores, tuple(couplings))
+
+    def coupling_map(self, x: Tensor) -> Tensor:
+        """Images to ``[b, n, h, w]``: how each position of the primary grid is coupled to each class; sums to 1.
+
+        A class's share is divided among the children of each layer in proportion to their couplings, from the class
+        layer down, and taken relative to what even couplings would give (inner positions are seen by more
+        windows). Couplings are those that reach the scores: a layer whose only pass is a sum of votes (at two
+        iterations, all but the last) divides evenly over its window. Positions that no window sees have 0.
+        """
+        self._require_classes()
+        primary, activation = self._primary_capsules(self.forward_features(x))
+        share = self.capsules.shares(primary, activation).sum(dim=-1)  # [b, n, h, w]
+        even = self.capsules.shares(primary[:1], None if activation is None else activation[:1], even=True)
+        relative = share / even.sum(dim=-1).clamp(min=1e-12)
+        return relative / relative.sum(dim=(2, 3), keepdim=True)
+
+    def get_classifier(self) -> nn.Module:
+        """The class capsule layer. (The Linear behind it, ``score``, serves any number of classes.)"""
+        classifier = getattr(self.capsules, "classes", None)
+        return classifier if isinstance(classifier, nn.Module) else nn.Identity()
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """A fresh class capsule layer for another number of classes; 0 leaves it out."""
+        if global_pool is not None:
+            self.global_pool = _check_pool(global_pool)
+        self.num_classes = num_classes
+        if hasattr(self.capsules, "classes"):
+            del self.capsules.classes
+        if num_classes > 0:
+            self.capsules.classes = self._like_parameters(self._class_layer())
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> List[int]:
+        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        if prune_head:
+            self.capsules = IDPAStack(OrderedDict(), depth=self.hidden + 1)
+            self.primary_activation = nn.Identity()
+            self.score = nn.Identity()
+        return take
+
+
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
+    cfg: Dict[str, Any] = dict(
+        num_classes=10,
+        input_size=(3, 32, 32),
+        pool_size=(16, 16),
+        fixed_input_size=True,
+        interpolation="bilinear",
+        crop_pct=1.0,
+        first_conv="stages.stem.conv",
+        classifier="capsules.classes",
+        paper_name="Capsules with Inverted Dot-Product Attention Routing",
+        paper_ids="arXiv:2002.04764",
+        license="apache-2.0",
+        **_CIFAR10,
+    )
+    cfg.update(kwargs)
+    return cfg
+
+
+default_cfgs = zoo_cfgs(
+    {
+        "idpa_cnn": _cfg(),
+        "idpa_cnn_cifar100": _cfg(num_classes=100, **_CIFAR100),
+        "idpa_resnet": _cfg(),
+        "idpa_resnet_cifar100": _cfg(num_classes=100, **_CIFAR100),
+        "idpa_multimnist": _cfg(input_size=(1, 36, 36), pool_size=(8, 8), mean=(0.0,), std=(1.0,)),
+    }
+)
+
+
+def _create_idpa(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
+    return build_capsule_model(IdpaNet, variant, pretrained, **kwargs)
+
+
+@register_model
+def idpa_cnn(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
+    """Plain backbone (Table 8): CIFAR-10 accuracy 85.17."""
+    args: Dict[str, Any] = dict(backbone="conv", backbone_chans=256)
+    return _create_idpa("idpa_cnn", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def idpa_cnn_cifar100(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
+    """Plain backbone, 6x6 poses, one more capsule layer (Table 9): CIFAR-100 accuracy 57.32."""
+    args: Dict[str, Any] = dict(backbone="conv", backbone_chans=128, pose_dim=36, fc_caps=(20,))
+    return _create_idpa("idpa_cnn_cifar100", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def idpa_resnet(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
+    """ResNet backbone: CIFAR-10 accuracy 95.14 (best test epoch)."""
+    args: Dict[str, Any] = dict(backbone="resnet", backbone_chans=128)
+    return _create_idpa("idpa_resnet", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def idpa_resnet_cifar100(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
+    """ResNet backbone, 6x6 poses, one more capsule layer: CIFAR-100 accuracy 78.02 (best test epoch)."""
+    args: Dict[str, Any] = dict(backbone="resnet", backbone_chans=128, pose_dim=36, fc_caps=(20,))
+    return _create_idpa("idpa_resnet_cifar100", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def idpa_multimnist(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
+    """DiverseMultiMNIST (Tables 10 and 11): accuracy 85.74 with vector poses, 80.59 with ``pose="matrix"``."""
+    args: Dict[str, Any] = dict(
+        in_chans=1,
+        backbone="conv",
+        backbone_chans=1024,
+        num_caps=16,
+        pose_dim=64,
+        pose="vector",
+        primary_kernel=3,
+        primary_stride=2,
+        conv_strides=(1,),
+    )
+    return _create_idpa("idpa_multimnist", pretrained, **dict(args, **kwargs))
