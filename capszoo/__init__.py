@@ -19,16 +19,19 @@ if (_checkout / "hubconf.py").is_file() and (_checkout / "recipes" / "__init__.p
 
 from ._api import ModelInfo, UnknownModel, create_model, list_models, list_pretrained, model_info  # noqa: E402
 from .models import CapsuleNet, CapsuleOutput, WeightsError  # noqa: E402
+from .models._feedback import FeedbackAgreement, encapnet_feedback  # noqa: E402
 from .models._surgery import replace_global_pool  # noqa: E402
 
 __all__ = [
     "CapsuleNet",
     "CapsuleOutput",
+    "FeedbackAgreement",
     "ModelInfo",
     "UnknownModel",
     "WeightsError",
     "__version__",
     "create_model",
+    "encapnet_feedback",
     "list_models",
     "list_pretrained",
     "model_info",
