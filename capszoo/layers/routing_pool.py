@@ -126,7 +126,8 @@ def _routing_caps(
         # line 1: lengths of all votes, one matrix product per type, summed over e with the positions contiguous
         w_t = w.reshape(classes, types, d, e).permute(1, 0, 3, 2).reshape(types, -1, d)  # [g, n*e, d]
         votes = torch.bmm(w_t, u.reshape(types, -1, d).transpose(1, 2))  # [g, n*e, b*l]
-        inv = _inverse_length((votes * votes).reshape(types, classes, e, -1).sum(dim=2))  # [g, n, b*l]
+        votes = votes.reshape(types, classes, e, -1)
+        inv = _inverse_length(votes.square().sum(dim=2))  # [g, n, b*l]
         inv = inv.reshape(types, classes, -1, locations).transpose(1, 2)  # [g, b, n, l]
         inv = inv.reshape(-1, classes, locations)  # [g*b, n, l]
         u_t = u.transpose(1, 2)  # [g*b, d, l], a view
