@@ -97,7 +97,7 @@ def build(spec: str) -> tuple[nn.Module, tuple[int, ...]]:
     if spec == YARDSTICK:
         return cifar_resnet18(), (3, 32, 32)
     name, arguments = parse_spec(spec)
-    model = capszoo.create_model(name, **arguments)
+    model: Any = capszoo.create_model(name, **arguments)
     return model, (model.in_chans, *model.img_size)
 
 

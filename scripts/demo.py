@@ -14,7 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "demo"
-MODEL = "resnet20_routingcaps.mnist"
+MODEL = "resnet20_routingcaps.mnist"  # routing pooling's capsules; shown in every step
+OTHER = "idpa_cnn.mnist"  # inverted dot-product attention routing, on the same digits
+DIGITS = "capszoo/assets"
 
 
 def step(title: str, *arguments: str) -> None:
@@ -28,14 +30,18 @@ def step(title: str, *arguments: str) -> None:
 
 
 def main() -> None:
-    digits = sorted((ROOT / "capszoo" / "assets").glob("*.png"))
-    if not digits:
-        sys.exit("error: no images in capszoo/assets: the checkout is incomplete")
+    if not list((ROOT / DIGITS).glob("*.png")):
+        sys.exit(f"error: no images in {DIGITS}: the checkout is incomplete")
     OUT.mkdir(exist_ok=True)
-    images = [str(path.relative_to(ROOT)) for path in digits]
-    step("1. What are these digits?", "predict", MODEL, *images, "--topk", "3")
-    step("2. Where did the capsules look?", "explain", MODEL, images[0], "--out", "demo/heat.png")
-    step("3. The same network as an ONNX file, proved equal", "export", MODEL, "--out", f"demo/{MODEL}.onnx")
+    step("1. What are these digits?", "predict", MODEL, DIGITS, "--topk", "2")
+    step("2. Another routing on the same digits", "predict", OTHER, DIGITS, "--topk", "1")
+    step(
+        "3. Where did the capsules look?", "explain", MODEL, f"{DIGITS}/digit_0.png", "--out", "demo/heat.png"
+    )
+    step(
+        "4. The same network as an ONNX file, proved equal",
+        *("export", MODEL, "--out", f"demo/{MODEL}.onnx", "--verify-data", DIGITS),
+    )
     print("\nThe files lie here:")
     for path in sorted(OUT.iterdir()):
         print(f"  demo/{path.name}  ({path.stat().st_size / 1024:,.0f} KiB)")
