@@ -148,6 +148,7 @@ def save_figure(explanation: Explanation, path: str | Path) -> Path:
     path = Path(path)
     image = _for_display(explanation.image)
     height, width = explanation.image.shape[-2:]
+    heat = explanation.heat_at(height, width).numpy()
     panels: list[tuple[str, list[tuple[Any, dict[str, Any]]]]] = [
         ("input", [(image, _image_style(image))]),
         ("couplings", [(explanation.heat.numpy(), {"cmap": "inferno"})]),
@@ -155,7 +156,7 @@ def save_figure(explanation: Explanation, path: str | Path) -> Path:
             "overlay",
             [
                 (image, _image_style(image)),
-                (explanation.heat_at(height, width).numpy(), {"cmap": "inferno", "alpha": 0.55}),
+                (heat, {"cmap": "autumn", "alpha": 0.65 * heat}),  # where nothing was routed, the image alone
             ],
         ),
     ]
