@@ -59,7 +59,8 @@ def hardware(device: torch.device) -> str:
     if cpuinfo.is_file():
         models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         name = models[0].split(":", 1)[1].strip() if models else name
-    return f"{name}, {torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} CPU thread{'s' if threads > 1 else ''}"
 
 
 def golden_outputs(
