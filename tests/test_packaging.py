@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -157,13 +158,17 @@ def test_import_leaves_optional_libraries_alone(root: Path) -> None:
 
 
 def test_every_module_imports_without_optional_libraries(root: Path) -> None:
+    """Every one; those that are of no use without an extra may end in an error that names it instead."""
     names = [name for name, path in _modules(root) if path.name != "__main__.py"]
     code = f"""
 import importlib, sys
 for library in {OPTIONAL!r}:
     sys.modules[library] = None  # makes an import raise ModuleNotFoundError
 for name in {names!r}:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        assert name.startswith("capszoo.recipes.") and "capszoo[train]" in str(error), (name, error)
 """
     done = _run(root, code)
     assert done.returncode == 0, done.stderr
@@ -258,5 +263,58 @@ def test_hubconf_imports_models_only(root: Path) -> None:
     targets = [name for name, _ in _imported("hubconf", root / "hubconf.py")]
     ours = [name for name in targets if name.startswith("capszoo")]
     assert ours and all(name.startswith("capszoo.models") for name in ours), ours
-    others = {name.split(".")[0] for name in targets} - {"capszoo", "torch", "timm"} - set(sys.stdlib_module_names)
+    others = (
+        {name.split(".")[0] for name in targets} - {"capszoo", "torch", "timm"} - set(sys.stdlib_module_names)
+    )
     assert not others, others
+
+
+# -- setting up ----------------------------------------------------------------------------------------------------
+
+
+def _set_up(root: Path, python: str, venv: Path) -> subprocess.CompletedProcess[str]:
+    command = ["sh", "scripts/setup_venv.sh", python, str(venv)]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+
+
+def _wrapper(path: Path, body: str) -> str:
+    """A stand-in for python that does ``body`` first and is the real one otherwise."""
+    path.write_text(f'#!/bin/sh\n{body}\nexec "{sys.executable}" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_setup_says_where_python_is_missing(root: Path, tmp_path: Path) -> None:
+    done = _set_up(root, "no-such-python3", tmp_path / "venv")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no-such-python3 was not found") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "venv").exists()
+
+
+def test_setup_says_that_debian_splits_venv_off(root: Path, tmp_path: Path) -> None:
+    python = _wrapper(tmp_path / "python3", 'case "$2" in *ensurepip*) exit 1;; esac')
+    done = _set_up(root, python, tmp_path / "venv")
+    assert done.returncode == 1
+    assert "apt install python3-venv" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "venv").exists()
+
+
+def test_setup_refuses_an_old_python(root: Path, tmp_path: Path) -> None:
+    python = _wrapper(tmp_path / "python3", 'case "$2" in *version_info*) exit 1;; esac')
+    done = _set_up(root, python, tmp_path / "venv")
+    assert done.returncode == 1
+    assert "needs Python 3.10 or newer" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_constraints_name_versions_only(root: Path) -> None:
+    lines = (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert pins and all(re.fullmatch(r'[\w.-]+==[\w.]+(; python_version >= "3\.11")?', pin) for pin in pins)
+    pinned = {re.split("==", pin)[0].lower().replace("_", "-") for pin in pins}
+    project = _project(root)["project"]
+    wanted = [
+        *project["dependencies"],
+        *(r for e in ("train", "export") for r in project["optional-dependencies"][e]),
+    ]
+    missing = {re.split(r"[<>=!~ ]", requirement)[0].lower() for requirement in wanted} - pinned
+    assert not missing, f"not pinned: {missing}"
