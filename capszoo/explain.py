@@ -94,7 +94,7 @@ def explain(model: nn.Module, image: Image.Image | Tensor, target: int | str | N
             scores = output.scores[0].float().cpu()
             predicted = int(scores.argmax())
             chosen = predicted if target is None else _class_index(target, labels)
-            heat = model.coupling_map(batch)[0, chosen].float().cpu()
+            heat = model.coupling_map(batch)[0, chosen].float().cpu()  # type: ignore[operator]
             reconstruction = None
             if getattr(model, "decoder", None) is not None:
                 kept = torch.tensor([chosen], device=like.device)

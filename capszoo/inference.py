@@ -5,7 +5,7 @@ What ``capszoo predict`` and ``capszoo explain`` do, as functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,7 @@ def _predict_chunk(
         else:
             tensors.append(transform(image))
             sizes.append(image.size)
-    found = iter(())
+    found: Iterator[tuple[list[float], list[int], tuple[int, int]]] = iter(())
     if tensors:
         like = next(model.parameters())
         with torch.inference_mode():

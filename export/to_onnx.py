@@ -437,13 +437,12 @@ def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 3
     for node in inferred.graph.node:
         for output in filter(None, node.output):
             value = known.get(output)
-            shape = _shape(value) if value is not None else None
-            if shape is None or any(not isinstance(size, int) for size in shape):
+            sizes = _shape(value) if value is not None else ("?",)
+            if any(not isinstance(size, int) for size in sizes):
                 problems.append(f"{output} ({node.op_type}) has no inferable shape")
-            elif len(shape) > MAX_RANK:
-                problems.append(
-                    f"{output} ({node.op_type}) has {len(shape)} dimensions, the limit is {MAX_RANK}"
-                )
+            elif len(sizes) > MAX_RANK:
+                what = f"{output} ({node.op_type})"
+                problems.append(f"{what} has {len(sizes)} dimensions, the limit is {MAX_RANK}")
             if value is not None and value.type.tensor_type.elem_type == onnx.TensorProto.DOUBLE:
                 problems.append(f"{output} ({node.op_type}) is float64")
     for tensor in proto.graph.initializer:
@@ -464,7 +463,9 @@ def _infer_shapes(proto: onnx.ModelProto, batch: int) -> onnx.ModelProto:
     copy.CopyFrom(proto)
     del copy.graph.value_info[:]
     for value in copy.graph.input:
-        value.type.tensor_type.shape.dim[0].dim_value = batch
+        for dim in value.type.tensor_type.shape.dim[:1]:
+            if dim.HasField("dim_param"):
+                dim.dim_value = batch
     for value in copy.graph.output:
         value.type.tensor_type.ClearField("shape")
     return onnx.shape_inference.infer_shapes(copy, check_type=True, strict_mode=True, data_prop=True)
@@ -688,6 +689,8 @@ def _node_types(proto: onnx.ModelProto) -> Counter[str]:
 
 def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     """Shape of a value; a symbolic place is its name, an unknown one is ``"?"``."""
+    if not value.type.tensor_type.HasField("shape"):
+        return ("?",)
     dims = value.type.tensor_type.shape.dim
     return tuple(int(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -42,7 +43,7 @@ def prepare_for_export(model: nn.Module, routing_iters: int | None = None, fold:
     if routing_iters is not None:
         set_routing_iterations(prepared, routing_iters)
     if isinstance(getattr(prepared, "decoder", None), nn.Module):
-        prepared.decoder = None  # reconstructions are not an output of the graph
+        setattr(prepared, "decoder", None)  # noqa: B010 - reconstructions are not an output of the graph
     if fold:
         fold_batchnorm(prepared)
     _call_hooks(prepared)
@@ -120,11 +121,10 @@ def _is_plain_conv(module: nn.Module) -> bool:
     )
 
 
-def _fold(conv: nn.Module, norm: nn.Module) -> nn.Module:
+def _fold(conv: Any, norm: Any) -> nn.Module:
     """One convolution that equals ``norm(conv(x))``; the product is taken in float64, then rounded once."""
-    dtype = conv.weight.dtype
     fused = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
-    return fused.to(dtype).eval().requires_grad_(False)
+    return fused.to(conv.weight.dtype).eval().requires_grad_(False)
 
 
 def _call_hooks(model: nn.Module) -> None:

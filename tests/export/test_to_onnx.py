@@ -274,6 +274,13 @@ def test_rules() -> None:
     seven: list[object] = ["batch", 1, 1, 1, 1, 1, 2]
     assert any("7 dimensions" in p for p in inspect_graph(_graph("Relu", seven)))
     assert any("float64" in p for p in inspect_graph(_graph("Relu", ["batch", 3], onnx.TensorProto.DOUBLE)))
+    unknown = _graph("Expand", ["batch", 2, 3])  # to a shape that only the data tells
+    unknown.graph.node[0].input.append("sizes")  # type: ignore[attr-defined]
+    sizes = onnx.helper.make_tensor_value_info("sizes", onnx.TensorProto.INT64, [4])
+    unknown.graph.input.append(sizes)  # type: ignore[attr-defined]
+    wider = onnx.helper.make_tensor_value_info("scores", onnx.TensorProto.FLOAT, ["batch", 1, 2, 3])
+    unknown.graph.output[0].CopyFrom(wider)  # type: ignore[attr-defined]
+    assert any("no inferable shape" in p for p in inspect_graph(unknown))
     broken = _graph("Relu", ["batch", 3])
     broken.graph.node[0].op_type = "NoSuchOperator"  # type: ignore[attr-defined]
     assert any("onnx.checker" in p for p in inspect_graph(broken))
