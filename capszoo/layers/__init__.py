@@ -16,6 +16,7 @@ from .dynamic import (
     dynamic_routing,
     shared_dynamic_routing,
 )
+from .em import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
 from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
@@ -26,7 +27,9 @@ __all__ = [
     "CapConv",
     "CapFC",
     "CapsuleNorm",
+    "ClassEM",
     "ConvDynamicRouting",
+    "ConvEM",
     "ConvIDPA",
     "DynamicRouting",
     "EncapModule",
@@ -37,6 +40,7 @@ __all__ = [
     "RoutingCaps",
     "RoutingPool2d",
     "SharedDynamicRouting",
+    "SharedEM",
     "SinkhornUnit",
     "Squash",
     "cap_fc",
@@ -44,12 +48,14 @@ __all__ = [
     "capsule_lengths",
     "capsules_from_map",
     "dynamic_routing",
+    "em_routing",
     "feature_kl",
     "ground_cost",
     "idpa_routing",
     "routing_caps",
     "routing_pool",
     "shared_dynamic_routing",
+    "shared_em_routing",
     "sinkhorn_divergence",
     "sinkhorn_plan",
     "squash",

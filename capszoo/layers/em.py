@@ -1,0 +1,683 @@
+"""EM routing: each parent is a Gaussian cluster of the votes of its children.
+
+Papers: the procedure as Tsai et al. 2020 ("Capsules with inverted dot-product attention routing", Tables 6-7) and
+Li et al. 2018 ("Neural network encapsulation", section 2.1) compare against it; it is that of Hinton, Sabour and
+Frosst 2018 ("Matrix capsules with EM routing", Procedure 1). The cost normalisation is Li et al., appendix A.i.
+
+========================= =================================================
+symbol                    here
+========================= =================================================
+``V_ij``                  ``votes``, child ``i``'s vote for the pose of parent ``j``
+``a_i``                   ``activations`` of the children
+``R_ij``                  ``coupling``: share of child ``i`` that parent ``j`` takes
+``sum_i R_ij`` (after a)  ``mass``
+``mu_j``, ``sigma_j^2``   ``poses``, ``variance``
+``beta_v``, ``beta_a``    ``beta_v``, ``beta_a``, one number per parent type
+``lambda_t``              ``lam_start + lam_step * t``, with t from 0
+``a_j``                   ``sigmoid(logits)``
+========================= =================================================
+
+Letters: b batch (for a convolution: batch times output positions) · i children · j parents · d, e pose sizes ·
+p, q rows and columns of a matrix pose · h w grid · k l kernel · n classes · g groups of children that share their
+transforms.
+
+Each iteration, from ``R = 1 / parents``::
+
+    M-step   R <- R * a_i + eps / parents;  mu, sigma^2 = weighted mean and variance of the votes
+             cost_jh = (beta_v + log sigma_jh) * sum_i R_ij
+             logit_j = lambda_t * (beta_a - sum_h cost_jh)
+    E-step   R_ij = softmax over parents of (log sigmoid(logit_j) - sum_h [log sigma_jh + (V - mu)^2 / 2 sigma^2])
+
+Deviations and choices of ours, all of them arguments: ``lambda_t = 1 + t``; variances are floored at ``var_floor``;
+``eps``, an activation that every child has beside its own, keeps a weighted mean defined where no child is active.
+Activations are returned before their sigmoid, which keeps their order where the sigmoid has saturated; without
+``normalize_cost`` it does so early (encapnet's authors call that option crucial).
+
+How it is computed: squares are taken about the mean of the first iteration, where they do not cancel; means,
+variances and log-likelihoods are then matrix-vector products of the votes and of these squares, the only two
+tensors of that size. Half types are computed in float32, under autocast too.
+"""
+
+from typing import List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .squash import upcast_half
+
+__all__ = ["ClassEM", "ConvEM", "SharedEM", "em_routing", "shared_em_routing"]
+
+torch.fx.wrap("upcast_half")
+
+# Defaults of our own choosing (the papers do not print them).
+LAM_START = 1.0
+LAM_STEP = 1.0
+VAR_FLOOR = 1e-4
+EPS = 1e-4
+INIT_NOISE = 0.1
+
+
+def _parent_logits(
+    mass: Tensor,
+    log_sigma: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    pose_dim: int,
+    lam: float,
+    normalize: bool,
+) -> Tensor:
+    """Activation logits ``[b, j]`` from ``mass`` ``[b, j or 1]`` and ``sum_h log sigma_jh`` ``[b, j]``."""
+    cost = mass * (pose_dim * beta_v + log_sigma)  # sum over h of (beta_v + log sigma_jh) * sum_i R_ij
+    if normalize:
+        low = cost.amin(dim=1, keepdim=True)
+        high = cost.amax(dim=1, keepdim=True)
+        cost = (cost - low) / (high - low).clamp_min(1e-6) * 10.0 - 5.0
+    return lam * (beta_a - cost)
+
+
+def _height(logits: Tensor, log_sigma: Tensor) -> Tensor:
+    """Log of a parent's weight in the mixture, without what all parents share: ``[b, j]``."""
+    # -softplus(-x), because an exported logsigmoid is Log(Sigmoid(x)), which is -inf at -120
+    return -F.softplus(-logits) - log_sigma
+
+
+def _check_iterations(num_iters: int) -> None:
+    if num_iters < 1:
+        raise ValueError(f"num_iters must be at least 1, not {num_iters}")
+
+
+def em_routing(
+    votes: Tensor,
+    activations: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int = 2,
+    lam_start: float = LAM_START,
+    lam_step: float = LAM_STEP,
+    var_floor: float = VAR_FLOOR,
+    eps: float = EPS,
+    normalize_cost: bool = False,
+    mean: Optional[Tensor] = None,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Route votes by expectation-maximisation.
+
+    Args:
+        votes: ``[b, j, i, e]``, float32 or float64; any strides, best with ``b`` and ``j`` mergeable (the layout
+            ``[i, b, j, e]`` in memory, as matrix products over the children leave it, is read without a copy).
+        activations: ``[b, i]``, not negative.
+        beta_v, beta_a: ``[j]``.
+        num_iters: iterations, at least 1.
+        lam_start, lam_step: inverse temperature ``lam_start + lam_step * t`` of iteration t = 0, 1, …
+        var_floor: smallest variance.
+        eps: added to every child's activation, and shared evenly by the parents.
+        normalize_cost: map the parents' costs of each item to [-5, 5], smallest to largest, before the sigmoid.
+        mean: ``[b, j, e]``, the first iteration's mean, for a caller who has it for less than a pass over the
+            votes (see :func:`first_weights`); absent, it is computed here.
+
+    Returns:
+        poses ``[b, j, e]``; logits ``[b, j]``, whose sigmoids are the parents' activations; couplings
+        ``[b, j, i]`` of the last iteration, which sum to 1 over the parents.
+    """
+    _check_iterations(num_iters)
+    parents, pose_dim = votes.shape[1], votes.shape[3]
+    v = votes.flatten(0, 1)  # [bj, i, e], a view in the layout above
+    # t = 0: every parent takes the same share of every child, so the weights do not depend on j
+    weights, mass = first_weights(activations, parents, eps)  # [b, i], [b, 1]
+    weights = weights.unsqueeze(1).expand(-1, parents, -1).flatten(0, 1).unsqueeze(1)  # [bj, 1, i]
+    if mean is None:
+        mean = torch.bmm(weights, v).reshape(-1, parents, pose_dim)  # [b, j, e]
+    # (V - mean)^2 in one pass over the votes; written out, it and its gradient would take three
+    squares = F.mse_loss(v, mean.reshape(-1, 1, pose_dim).expand_as(v), reduction="none")  # [bj, i, e]
+    variance = torch.bmm(weights, squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)  # [b, j, e]
+    log_sigma = 0.5 * variance.log().sum(dim=-1)  # [b, j]
+    logits = _parent_logits(mass, log_sigma, beta_v, beta_a, pose_dim, lam_start, normalize_cost)
+    poses = mean
+    coupling = torch.full_like(votes[:, :, :, 0], 1.0) / parents  # [b, j, i]
+    for t in range(1, num_iters):
+        # E-step: distance = sum_h (V - mu)^2 / 2 sigma^2, expanded about the first mean
+        precision = 0.5 / variance  # [b, j, e]
+        distance = torch.bmm(squares, precision.reshape(-1, pose_dim, 1))  # [bj, i, 1]
+        height = _height(logits, log_sigma)  # [b, j]
+        if t > 1:  # else mu is the first mean itself
+            shift = poses - mean
+            pull = 2.0 * precision * shift
+            distance = distance - torch.bmm(v, pull.reshape(-1, pose_dim, 1))
+            height = height - (pull * (mean + 0.5 * shift)).sum(dim=-1)
+        coupling = torch.softmax(height.unsqueeze(2) - distance.reshape(coupling.shape), dim=1)  # [b, j, i]
+        # M-step
+        weights = coupling * activations.unsqueeze(1) + eps / parents  # [b, j, i]
+        mass = weights.sum(dim=2)  # [b, j]
+        weights = (weights / mass.unsqueeze(2)).flatten(0, 1).unsqueeze(1)  # [bj, 1, i]
+        poses = torch.bmm(weights, v).reshape(-1, parents, pose_dim)
+        shift = poses - mean
+        second = torch.bmm(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
+        variance = (second - shift * shift).clamp_min(var_floor)
+        log_sigma = 0.5 * variance.log().sum(dim=-1)
+        lam = lam_start + lam_step * t
+        logits = _parent_logits(mass, log_sigma, beta_v, beta_a, pose_dim, lam, normalize_cost)
+    return poses, logits, coupling
+
+
+def first_weights(activations: Tensor, parents: int, eps: float = EPS) -> Tuple[Tensor, Tensor]:
+    """Weights of the first M-step, the same for every parent.
+
+    Args:
+        activations: ``[b, i]``.
+        parents: their number.
+        eps: as in :func:`em_routing`.
+
+    Returns:
+        weights ``[b, i]`` with sum 1, and ``[b, 1]``, what each parent's weights summed to before.
+    """
+    weights = (activations + eps) / parents
+    mass = weights.sum(dim=1, keepdim=True)
+    return weights / mass, mass
+
+
+def block_diagonal(weight: Tensor, pose_size: int) -> Tensor:
+    """Transforms of matrix poses as matrices on flattened poses: ``[i, j, q, r] -> [i, p*q, j*p*r]``.
+
+    ``pose.flatten() @ block_diagonal(weight)[i]`` is ``pose @ weight[i, j]`` for all parents j, flattened. The
+    products with the zeros cost less than products of 4x4 matrices lose.
+    """
+    w = weight.permute(0, 2, 1, 3).unsqueeze(3)  # [i, q, j, 1, r]
+    # row p of the child's pose reaches row p of the vote only
+    rows = [F.pad(w, [0, 0, p, pose_size - 1 - p]) for p in range(pose_size)]  # each [i, q, j, p, r]
+    return torch.stack(rows, dim=1).flatten(3).flatten(1, 2)
+
+
+def _init_transforms(weight: Tensor, noise: float) -> None:
+    """Identity plus noise: a parent starts as the mean of poses that mean the same to every child."""
+    with torch.no_grad():
+        nn.init.normal_(weight, std=noise)
+        weight += torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
+
+
+def _describe(lam_start: float, lam_step: float, var_floor: float, eps: float, normalize_cost: bool) -> str:
+    numbers = f", lam={lam_start:g}+{lam_step:g}t, var_floor={var_floor:g}, eps={eps:g}"
+    return numbers + (", normalize_cost=True" if normalize_cost else "")
+
+
+class _MatrixEM(nn.Module):
+    """What the two layers of matrix capsules share: arguments, parameters, and maps that hold them.
+
+    A map of matrix capsules is ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p +
+    column, then the activations, one channel a capsule.
+    """
+
+    prepared: Optional[Tensor]
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        taps: int,
+        pose_size: int,
+        num_iters: int,
+        lam_start: float,
+        lam_step: float,
+        var_floor: float,
+        eps: float,
+        normalize_cost: bool,
+        init_noise: float,
+    ) -> None:
+        super().__init__()
+        _check_iterations(num_iters)
+        if pose_size < 2:
+            raise ValueError(f"pose_size must be at least 2 (poses are matrices), not {pose_size}")
+        self.in_caps = in_caps
+        self.out_caps = out_caps
+        self.pose_size = pose_size
+        self.pose_dim = pose_size * pose_size
+        self.num_iters = num_iters
+        self.lam_start = lam_start
+        self.lam_step = lam_step
+        self.var_floor = var_floor
+        self.eps = eps
+        self.normalize_cost = normalize_cost
+        self.init_noise = init_noise
+        self.weight = nn.Parameter(torch.empty(taps * in_caps, out_caps, pose_size, pose_size))
+        self.beta_v = nn.Parameter(torch.empty(out_caps))
+        self.beta_a = nn.Parameter(torch.empty(out_caps))
+        channels = in_caps * (self.pose_dim + 1)
+        self._channels_message = (
+            f"a map of {in_caps} matrix capsules has {channels} channels: poses, then activations"
+        )
+        self.register_buffer("prepared", None, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _init_transforms(self.weight, self.init_noise)
+        nn.init.zeros_(self.beta_v)
+        nn.init.zeros_(self.beta_a)
+
+    @torch.jit.ignore
+    def prepare_for_export(self) -> None:
+        """Keep the block-diagonal weights as a constant: nothing is computed from ``weight`` any more."""
+        self.prepared = block_diagonal(self.weight.detach(), self.pose_size)
+
+    def _wide_weight(self) -> Tensor:
+        prepared = self.prepared
+        if prepared is not None:
+            return upcast_half(prepared)
+        return block_diagonal(upcast_half(self.weight), self.pose_size)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_caps}, {self.out_caps}, pose_size={self.pose_size}, num_iters={self.num_iters}"
+            + _describe(self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost)
+        )
+
+
+class ConvEM(_MatrixEM):
+    """EM routing of matrix capsules in a window: ``k x k`` positions of every child type to every parent type.
+
+    The children of an output position are the ``k * k * in_caps`` capsules of its window, which has a normalisation
+    of its own: the couplings of a child sum to 1 over the parent types in each window that it lies in. No padding.
+
+    Args:
+        in_caps, out_caps: capsule types.
+        pose_size: rows (and columns) of a pose.
+        kernel_size, stride: of the window.
+        num_iters: iterations.
+        lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        init_noise: standard deviation of the noise that the transforms, initially identities, are given.
+
+    ``weight`` is ``[k*k*in_caps, out_caps, p, p]``, its first index ``(row * k + column) * in_caps + capsule``; a
+    vote is ``pose @ weight``, so that a transform has as many numbers as a pose. ``beta_v`` and ``beta_a`` are
+    ``[out_caps]``.
+    """
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        pose_size: int = 4,
+        kernel_size: int = 3,
+        stride: int = 1,
+        num_iters: int = 2,
+        lam_start: float = LAM_START,
+        lam_step: float = LAM_STEP,
+        var_floor: float = VAR_FLOOR,
+        eps: float = EPS,
+        normalize_cost: bool = False,
+        init_noise: float = INIT_NOISE,
+    ) -> None:
+        super().__init__(
+            in_caps,
+            out_caps,
+            kernel_size * kernel_size,
+            pose_size,
+            num_iters,
+            lam_start,
+            lam_step,
+            var_floor,
+            eps,
+            normalize_cost,
+            init_noise,
+        )
+        self.kernel_size = kernel_size
+        self.stride = stride
+
+    def grid_size(self, height: int, width: int) -> Tuple[int, int]:
+        """Output rows and columns for an input of this size."""
+        k, s = self.kernel_size, self.stride
+        return (height - k) // s + 1, (width - k) // s + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[b, in_caps * (p*p + 1), h, w]`` to ``[b, out_caps * (p*p + 1), h', w']``, activations in 0..1."""
+        poses, logits, _ = self.route(x)
+        y = torch.cat([poses.flatten(3), torch.sigmoid(logits)], dim=3)
+        return y.permute(0, 3, 1, 2).to(x.dtype)
+
+    def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Map to poses ``[b, h', w', j, p*p]``, activation logits ``[b, h', w', j]``, couplings ``[b, h', w', j, i]``.
+
+        All of them at least in float32; the children i of a window as the first index of ``weight``.
+        """
+        if torch.jit.is_scripting():
+            return self._route(x)
+        else:  # noqa: RET505 (TorchScript compiles no more than the branch it needs of an if with else)
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with torch.autocast(x.device.type, enabled=False):
+                    return self._route(x)
+            return self._route(x)
+
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
+        x = self._windows(upcast_half(x).permute(0, 2, 3, 1))  # [b, h', w', k, l, channels]
+        b, h, w = x.shape[0], x.shape[1], x.shape[2]
+        children, parents = self.weight.shape[0], self.out_caps
+        split = self.in_caps * self.pose_dim
+        poses = x[..., :split].reshape(-1, children, self.pose_dim)  # [bhw, i, d]
+        activations = x[..., split:].reshape(-1, children)  # [bhw, i]
+        wide = self._wide_weight()  # [i, d, j*e]
+        # mean vote at uniform couplings: children summed and transformed by one product
+        weights = first_weights(activations, parents, self.eps)[0].unsqueeze(2)
+        mean = torch.mm((poses * weights).flatten(1), wide.flatten(0, 1)).unflatten(
+            1, [parents, -1]
+        )  # [bhw, j, e]
+        votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, bhw, j, e]
+        mu, logits, couplings = em_routing(
+            votes.permute(1, 2, 0, 3),
+            activations,
+            upcast_half(self.beta_v),
+            upcast_half(self.beta_a),
+            self.num_iters,
+            self.lam_start,
+            self.lam_step,
+            self.var_floor,
+            self.eps,
+            self.normalize_cost,
+            mean,
+        )
+        return (
+            mu.reshape(b, h, w, parents, self.pose_dim),
+            logits.reshape(b, h, w, parents),
+            couplings.reshape(b, h, w, parents, children),
+        )
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """``[b, h, w, c]`` to ``[b, h', w', k, l, c]``, by slices."""
+        last = self.kernel_size - 1
+        columns = [x[:, :, k : k - last if k < last else None : self.stride] for k in range(self.kernel_size)]
+        x = torch.stack(columns, dim=3)  # [b, h, w', l, c]
+        rows = [x[:, k : k - last if k < last else None : self.stride] for k in range(self.kernel_size)]
+        return torch.stack(rows, dim=3)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", kernel_size={self.kernel_size}, stride={self.stride}"
+
+
+class ClassEM(_MatrixEM):
+    """EM routing of all capsules of a map to one capsule per class.
+
+    The transforms are shared by all positions of a capsule type, so any grid will do. What tells positions apart is
+    coordinate addition: a child's place, scaled to (0, 1), is added to its votes, the row to the top and the column to
+    the second number of the pose's right-hand column.
+
+    Args:
+        in_caps, num_classes: capsule types, and classes.
+        pose_size: rows (and columns) of a pose.
+        num_iters: iterations.
+        lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        init_noise: standard deviation of the noise that the transforms, initially identities, are given.
+
+    ``weight`` is ``[in_caps, num_classes, p, p]``; ``beta_v``, ``beta_a`` are ``[num_classes]``.
+    """
+
+    def __init__(
+        self,
+        in_caps: int,
+        num_classes: int,
+        pose_size: int = 4,
+        num_iters: int = 2,
+        lam_start: float = LAM_START,
+        lam_step: float = LAM_STEP,
+        var_floor: float = VAR_FLOOR,
+        eps: float = EPS,
+        normalize_cost: bool = False,
+        init_noise: float = INIT_NOISE,
+    ) -> None:
+        super().__init__(
+            in_caps,
+            num_classes,
+            1,
+            pose_size,
+            num_iters,
+            lam_start,
+            lam_step,
+            var_floor,
+            eps,
+            normalize_cost,
+            init_noise,
+        )
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Map ``[b, in_caps * (p*p + 1), h, w]`` to poses ``[b, n, p*p]`` and activation logits ``[b, n]``."""
+        poses, logits, _ = self.route(x)
+        return poses.to(x.dtype), logits.to(x.dtype)
+
+    def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Map to poses ``[b, n, p*p]``, activation logits ``[b, n]`` and couplings ``[b, n, h, w, in_caps]``.
+
+        All of them at least in float32.
+        """
+        if torch.jit.is_scripting():
+            return self._route(x)
+        else:  # noqa: RET505 (as in ConvEM)
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with torch.autocast(x.device.type, enabled=False):
+                    return self._route(x)
+            return self._route(x)
+
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
+        h, w = x.shape[2], x.shape[3]
+        x = upcast_half(x).flatten(2).transpose(1, 2)  # [b, hw, channels]
+        split = self.in_caps * self.pose_dim
+        poses = x[:, :, :split].reshape(-1, self.in_caps, self.pose_dim)  # [bhw, caps, d]
+        activations = x[:, :, split:].flatten(1)  # [b, hw*caps]
+        votes = torch.bmm(poses.transpose(0, 1), self._wide_weight())  # [caps, bhw, n*e]
+        votes = votes.reshape(self.in_caps, -1, h * w, self.out_caps, self.pose_dim)
+        votes = votes.permute(1, 3, 2, 0, 4) + grid_coordinates(
+            x, h, w, self.pose_size
+        )  # [b, n, hw, caps, e]
+        mu, logits, couplings = em_routing(
+            votes.flatten(2, 3),
+            activations,
+            upcast_half(self.beta_v),
+            upcast_half(self.beta_a),
+            self.num_iters,
+            self.lam_start,
+            self.lam_step,
+            self.var_floor,
+            self.eps,
+            self.normalize_cost,
+        )
+        return mu, logits, couplings.reshape(-1, self.out_caps, h, w, self.in_caps)
+
+
+def grid_coordinates(like: Tensor, height: int, width: int, pose_size: int) -> Tensor:
+    """Places of a grid as additions to flattened matrix poses, ``[h*w, 1, p*p]``, in the type and place of ``like``."""
+    rows = (torch.arange(height, dtype=like.dtype, device=like.device) + 0.5) / height
+    columns = (torch.arange(width, dtype=like.dtype, device=like.device) + 0.5) / width
+    places = torch.zeros(height, width, 1, pose_size * pose_size, dtype=like.dtype, device=like.device)
+    places[:, :, 0, pose_size - 1] = rows[:, None]
+    places[:, :, 0, 2 * pose_size - 1] = columns
+    return places.flatten(0, 1)
+
+
+torch.fx.wrap("grid_coordinates")  # a leaf for FX, which cannot make tensors of a traced size
+
+
+def _pairs(x: Tensor, weigh_off_diagonal: float) -> Tensor:
+    """Products of all pairs of entries along axis 2, each pair once: ``[., ., s, .] -> [., ., s (s + 1) / 2, .]``.
+
+    ``sum(_pairs(x, 2) * _pairs(w, 1)) == sum(x * w)^2`` over that axis.
+    """
+    products: List[Tensor] = []
+    for k in range(x.shape[2]):
+        one = x[:, :, k : k + 1]
+        products.append(one * one)
+        if k + 1 < x.shape[2]:
+            products.append(one * (weigh_off_diagonal * x[:, :, k + 1 :]))
+    return torch.cat(products, dim=2)
+
+
+torch.fx.wrap("_pairs")  # a leaf for FX, whose tracer cannot count to a traced size
+
+
+def shared_em_routing(
+    x: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int = 3,
+    lam_start: float = LAM_START,
+    lam_step: float = LAM_STEP,
+    var_floor: float = VAR_FLOOR,
+    eps: float = EPS,
+    normalize_cost: bool = True,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """EM routing from capsules whose transforms are shared over a grid, without making votes.
+
+    The vote of the child of type ``g`` at place ``s`` is ``V = W_gj u`` with ``u = (pose, 1)``, the bias being the
+    last column of ``W_gj``. Means, squares and distances are linear and quadratic forms of ``u``::
+
+        sum_s r V        = W_gj sum_s r u                           children are summed first, then transformed
+        sum_s r V_h^2    = <w_h w_h^T, sum_s r u u^T>               w_h: row h of W_gj
+        sum_h q_h V_h^2  = <sum_h q_h w_h w_h^T, u u^T>             the distance is measured in the child's space
+
+    so the largest tensors are the couplings, and ``w_h w_h^T`` of all transforms, whatever the batch. Variances are
+    ``E[V^2] - mu^2``: in float32 they lose digits where votes spread by far less than their size (compare
+    :func:`em_routing`, which does not).
+
+    Args:
+        x: ``[b, g, d, s]``, float32 or float64.
+        activations: ``[b, g, s]``, not negative.
+        weight: ``[j, g, d, e]``.
+        bias: ``[j, g, e]``.
+        beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+
+    Returns:
+        poses ``[b, j, e]``; logits ``[b, j]``, whose sigmoids are the parents' activations; couplings
+        ``[b, j, g, s]`` of the last iteration, which sum to 1 over the parents.
+    """
+    _check_iterations(num_iters)
+    parents, groups, pose_dim = weight.shape[0], weight.shape[1], weight.shape[3]
+    split, places = x.shape[2] + 1, x.shape[3]
+    u = F.pad(x, [0, 0, 0, 1], value=1.0)  # [b, g, d+1, s]
+    features = torch.cat([u, _pairs(u, 2.0)], dim=2).flatten(0, 1)  # [bg, f, s]
+    transform = torch.cat([weight, bias.unsqueeze(2)], dim=2)  # [j, g, d+1, e]
+    forms = _pairs(transform, 1.0).flatten(1, 2)  # w_h w_h^T: [j, g*m, e]
+    transform = transform.flatten(1, 2)  # [j, g*(d+1), e]
+    # t = 0: every parent takes the same share of every child, so the moments do not depend on j
+    weights, mass = first_weights(activations.flatten(1), parents, eps)  # [b, gs], [b, 1]
+    moments = torch.bmm(features, weights.reshape(-1, places, 1)).reshape(-1, groups, features.shape[1])
+    poses = torch.matmul(moments[:, :, :split].flatten(1), transform)  # [j, b, e]
+    square = torch.matmul(moments[:, :, split:].flatten(1), forms)
+    variance = (square - poses * poses).clamp_min(var_floor)
+    log_sigma = 0.5 * variance.log().sum(dim=-1).t()  # [b, j]
+    logits = _parent_logits(mass, log_sigma, beta_v, beta_a, pose_dim, lam_start, normalize_cost)
+    coupling = torch.full_like(activations, 1.0).flatten(0, 1).unsqueeze(2).expand(-1, -1, parents) / parents
+    for t in range(1, num_iters):
+        # E-step: distance = sum_h (V - mu)^2 / 2 sigma^2 as one form per parent and group, applied to the features
+        precision = 0.5 / variance  # [j, b, e]
+        pull = -2.0 * precision * poses
+        form = torch.cat(
+            [
+                torch.bmm(pull, transform.transpose(1, 2)).unflatten(2, [groups, -1]),
+                torch.bmm(precision, forms.transpose(1, 2)).unflatten(2, [groups, -1]),
+            ],
+            dim=3,
+        )  # [j, b, g, f]
+        distance = torch.bmm(features.transpose(1, 2), form.flatten(1, 2).permute(1, 2, 0))  # [bg, s, j]
+        height = _height(logits, log_sigma) + 0.5 * (pull * poses).sum(dim=-1).t()  # [b, j]
+        height = height.unsqueeze(1).expand(-1, groups, -1).flatten(0, 1).unsqueeze(1)  # [bg, 1, j]
+        coupling = torch.softmax(height - distance, dim=2)  # [bg, s, j]
+        # M-step
+        weights = coupling * activations.flatten(0, 1).unsqueeze(2) + eps / parents
+        mass = weights.sum(dim=1).reshape(-1, groups, parents).sum(dim=1)  # [b, j]
+        sums = torch.bmm(weights.transpose(1, 2), features.transpose(1, 2))  # [bg, j, f]
+        sums = sums.unflatten(0, [-1, groups]).permute(2, 0, 1, 3)  # [j, b, g, f]
+        total = mass.t().unsqueeze(2)  # [j, b, 1]
+        poses = torch.bmm(sums[:, :, :, :split].flatten(2), transform) / total
+        square = torch.bmm(sums[:, :, :, split:].flatten(2), forms) / total
+        variance = (square - poses * poses).clamp_min(var_floor)
+        log_sigma = 0.5 * variance.log().sum(dim=-1).t()
+        lam = lam_start + lam_step * t
+        logits = _parent_logits(mass, log_sigma, beta_v, beta_a, pose_dim, lam, normalize_cost)
+    return poses.transpose(0, 1), logits, coupling.unflatten(0, [-1, groups]).permute(0, 3, 1, 2)
+
+
+class SharedEM(nn.Module):
+    """EM routing of vector capsules whose transforms are shared over the grid (Li et al. 2018, Fig. 1b, appendix A.i).
+
+    Every capsule type ("group") has one biased transform to each parent, the same at all its places: votes as by a
+    biased 1x1 convolution with as many groups as capsule types. :func:`shared_em_routing` says how they are avoided.
+
+    Args:
+        groups, in_dim: child types, and numbers in a child's pose.
+        out_caps, out_dim: parents, and numbers in a parent's pose.
+        num_iters: iterations.
+        lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+
+    ``weight`` is ``[j, g, d, e]``, normal of standard deviation 1 (our choice: a parent is the mean of many votes,
+    and smaller ones would put the next layer's variances at their floor); ``bias`` is ``[j, g, e]``, initially 0;
+    ``beta_v`` and ``beta_a`` are ``[j]``.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        in_dim: int,
+        out_caps: int,
+        out_dim: int,
+        num_iters: int = 3,
+        lam_start: float = LAM_START,
+        lam_step: float = LAM_STEP,
+        var_floor: float = VAR_FLOOR,
+        eps: float = EPS,
+        normalize_cost: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_iterations(num_iters)
+        self.groups, self.in_dim, self.out_caps, self.out_dim = groups, in_dim, out_caps, out_dim
+        self.num_iters = num_iters
+        self.lam_start = lam_start
+        self.lam_step = lam_step
+        self.var_floor = var_floor
+        self.eps = eps
+        self.normalize_cost = normalize_cost
+        self.weight = nn.Parameter(torch.empty(out_caps, groups, in_dim, out_dim))
+        self.bias = nn.Parameter(torch.empty(out_caps, groups, out_dim))
+        self.beta_v = nn.Parameter(torch.empty(out_caps))
+        self.beta_a = nn.Parameter(torch.empty(out_caps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        nn.init.zeros_(self.bias)
+        nn.init.zeros_(self.beta_v)
+        nn.init.zeros_(self.beta_a)
+
+    def forward(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor]:
+        """Children ``[b, g, d, s]``, activations ``[b, g, s]`` to poses ``[b, j, e]``, activation logits ``[b, j]``."""
+        poses, logits, _ = self.route(x, activations)
+        return poses.to(x.dtype), logits.to(x.dtype)
+
+    def route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """As :func:`shared_em_routing` returns them, at least in float32: couplings are ``[b, j, g, s]``."""
+        if torch.jit.is_scripting():
+            return self._route(x, activations)
+        else:  # noqa: RET505 (as in ConvEM)
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with torch.autocast(x.device.type, enabled=False):
+                    return self._route(x, activations)
+            return self._route(x, activations)
+
+    def _route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        return shared_em_routing(
+            upcast_half(x),
+            upcast_half(activations),
+            upcast_half(self.weight),
+            upcast_half(self.bias),
+            upcast_half(self.beta_v),
+            upcast_half(self.beta_a),
+            self.num_iters,
+            self.lam_start,
+            self.lam_step,
+            self.var_floor,
+            self.eps,
+            self.normalize_cost,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.groups} groups of {self.in_dim} -> {self.out_caps}x{self.out_dim}, num_iters={self.num_iters}"
+            + _describe(self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost)
+        )

@@ -1,0 +1,477 @@
+"""EM routing against the naive procedure, in float64, values and gradients; and its invariants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from capszoo.layers import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
+from tests.reference import em as naive
+
+F64 = torch.float64
+
+
+def assert_same(fast: list[Tensor], expected: list[Tensor], inputs: list[Tensor], atol: float = 1e-9) -> None:
+    """Equal values, and equal gradients of a random functional of all of them."""
+    for a, b in zip(fast, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=1e-9)
+    weights = [torch.randn(t.shape, dtype=F64) for t in fast]
+    grads = torch.autograd.grad(sum((t * w).sum() for t, w in zip(fast, weights, strict=True)), inputs)
+    expected_grads = torch.autograd.grad(
+        sum((t * w).sum() for t, w in zip(expected, weights, strict=True)), inputs
+    )
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert expected_grad.abs().max() > 0
+        torch.testing.assert_close(grad, expected_grad, atol=atol, rtol=1e-8)
+
+
+def betas(parents: int) -> tuple[Tensor, Tensor]:
+    """Costs that leave the sigmoids in their curved part."""
+    return (
+        (0.3 + 0.1 * torch.randn(parents, dtype=F64)).requires_grad_(),
+        (0.5 * torch.randn(parents, dtype=F64)).requires_grad_(),
+    )
+
+
+def randomise(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+
+
+def capsule_map(
+    batch: int, capsules: int, rows: int, height: int, width: int, dtype: torch.dtype = F64
+) -> Tensor:
+    poses = torch.randn(batch, capsules * rows * rows, height, width, dtype=dtype)
+    return torch.cat([poses, torch.rand(batch, capsules, height, width, dtype=dtype)], dim=1)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation makes (views do not count)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+# -- the pure function --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize_cost", [False, True])
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(1, 4, 3, 2), (2, 3, 1, 3), (2, 1, 3, 2), (2, 4, 3, 3)])
+def test_function_equals_procedure_1(shape: tuple[int, ...], num_iters: int, normalize_cost: bool) -> None:
+    b, i, j, e = shape
+    votes = torch.randn(b, i, j, e, dtype=F64, requires_grad=True)
+    activations = torch.rand(b, i, dtype=F64, requires_grad=True)
+    beta_v, beta_a = betas(j)
+    poses, logits, couplings = em_routing(
+        votes.permute(0, 2, 1, 3), activations, beta_v, beta_a, num_iters, normalize_cost=normalize_cost
+    )
+    expected = naive.route(votes, activations, beta_v, beta_a, num_iters, normalize_cost=normalize_cost)
+    fast = [poses, torch.sigmoid(logits), couplings.transpose(1, 2)]
+    if num_iters == 1:
+        torch.testing.assert_close(fast.pop(), expected[2])  # a constant: no gradient
+    if normalize_cost and j == 1:  # the cost of an only parent is -5, whatever the betas
+        inputs = [votes, beta_a] if i > 1 else [votes]
+    elif i == 1 and j > 1:  # one vote has no variance: its activation is lost in the weighted mean
+        inputs = [votes, beta_v, beta_a]
+    else:
+        inputs = [votes, activations, beta_v, beta_a]
+    assert_same(fast, list(expected[: len(fast)]), inputs)
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+def test_temperature_floor_and_eps_are_the_arguments(num_iters: int) -> None:
+    votes = torch.randn(2, 4, 3, 2, dtype=F64, requires_grad=True)
+    activations = torch.rand(2, 4, dtype=F64, requires_grad=True)
+    beta_v, beta_a = betas(3)
+    settings = {"lam_start": 0.3, "lam_step": 0.5, "var_floor": 0.8, "eps": 0.05}
+    poses, logits, couplings = em_routing(
+        votes.permute(0, 2, 1, 3), activations, beta_v, beta_a, num_iters, **settings
+    )
+    expected = naive.route(votes, activations, beta_v, beta_a, num_iters, **settings)
+    assert_same([poses, torch.sigmoid(logits)], list(expected[:2]), [votes, activations, beta_v, beta_a])
+    torch.testing.assert_close(couplings.transpose(1, 2), expected[2], atol=1e-9, rtol=1e-9)
+    for name in settings:  # and none of them is ignored
+        others = {key: value for key, value in settings.items() if key != name}
+        other = em_routing(votes.permute(0, 2, 1, 3), activations, beta_v, beta_a, num_iters, **others)
+        if name != "lam_step" or num_iters > 1:
+            assert (other[1] - logits).abs().max() > 1e-4, name
+
+
+def test_mean_may_be_given() -> None:
+    votes = torch.randn(3, 4, 7, 5, dtype=F64)  # [b, j, i, e]
+    activations = torch.rand(3, 7, dtype=F64)
+    beta_v, beta_a = betas(4)
+    weights = activations + 1e-4
+    mean = (votes * weights[:, None, :, None]).sum(2) / weights.sum(1)[:, None, None]
+    for num_iters in (1, 3):
+        plain = em_routing(votes, activations, beta_v, beta_a, num_iters)
+        given = em_routing(votes, activations, beta_v, beta_a, num_iters, mean=mean)
+        for a, b in zip(plain, given, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+def test_couplings_sum_to_one_over_the_parents_only(num_iters: int) -> None:
+    votes = torch.randn(2, 5, 9, 4, dtype=F64)
+    couplings = em_routing(votes, torch.rand(2, 9, dtype=F64), *betas(5), num_iters)[2]
+    assert couplings.shape == (2, 5, 9)
+    torch.testing.assert_close(couplings.sum(1), torch.ones(2, 9, dtype=F64))
+    assert (couplings.sum(2) - 1).abs().min() > 1e-3
+
+
+def test_permuting_children_changes_nothing() -> None:
+    votes, activations = torch.randn(2, 4, 11, 3, dtype=F64), torch.rand(2, 11, dtype=F64)
+    order = torch.randperm(11)
+    beta_v, beta_a = betas(4)
+    plain = em_routing(votes, activations, beta_v, beta_a, 3)
+    other = em_routing(votes[:, :, order], activations[:, order], beta_v, beta_a, 3)
+    torch.testing.assert_close(other[0], plain[0], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(other[1], plain[1], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(other[2], plain[2][:, :, order], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+def test_responds_to_its_input_activations(num_iters: int) -> None:
+    """Activations weigh the votes (an implementation that only scales all of them alike would pass neither test)."""
+    votes = torch.randn(1, 3, 8, 4, dtype=F64)
+    beta_v, beta_a = betas(3)
+    even = em_routing(votes, torch.full((1, 8), 0.5, dtype=F64), beta_v, beta_a, num_iters)
+    uneven = torch.full((1, 8), 0.5, dtype=F64)
+    uneven[0, 0] = 0.9
+    changed = em_routing(votes, uneven, beta_v, beta_a, num_iters)
+    for a, b in zip(even[:2], changed[:2], strict=True):
+        assert (a - b).abs().min() > 1e-4
+    alone = torch.zeros(1, 8, dtype=F64)
+    alone[0, 3] = 1.0  # a child that is there alone decides the poses
+    poses = em_routing(votes, alone, beta_v, beta_a, 1)[0]
+    torch.testing.assert_close(poses, votes[:, :, 3], atol=1e-3, rtol=1e-3)
+
+
+def test_agreement_raises_the_activation_and_the_couplings() -> None:
+    votes = torch.randn(1, 3, 12, 4, dtype=F64)
+    votes[0, 1, :9] = 0.05 * votes[0, 1, :9] + 1.0  # nine children agree about parent 1
+    zeros = torch.zeros(3, dtype=F64)
+    _, logits, couplings = em_routing(votes, torch.full((1, 12), 0.8, dtype=F64), zeros, zeros, 3)
+    assert logits.argmax() == 1
+    assert couplings[0, 1, :9].mean() > 0.9 and couplings[0, 1, 9:].mean() < 0.3
+
+
+def test_normalised_costs_span_five_and_keep_the_order() -> None:
+    votes, activations = 0.1 * torch.randn(4, 6, 30, 8), torch.rand(4, 30)
+    beta = torch.zeros(6)
+    plain = em_routing(votes, activations, beta, beta, 1)[1]
+    scaled = em_routing(votes, activations, beta, beta, 1, normalize_cost=True)[1]
+    assert plain.abs().min() > 5  # each sigmoid is saturated without
+    torch.testing.assert_close(scaled.amax(1), torch.full((4,), 5.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scaled.amin(1), torch.full((4,), -5.0), atol=1e-5, rtol=0)
+    assert torch.equal(scaled.argsort(1), plain.argsort(1))
+
+
+@pytest.mark.parametrize(("centre", "spread"), [(0.0, 1.0), (100.0, 30.0), (1000.0, 1.0), (0.0, 1e-3)])
+def test_float32_is_as_accurate_as_the_naive_form(centre: float, spread: float) -> None:
+    """Sums of squares do not cancel: the float32 error is within twice that of the form that subtracts first."""
+    generator = torch.Generator().manual_seed(4)
+    votes = centre + spread * torch.randn(2, 10, 3, 4, generator=generator)
+    activations = torch.rand(2, 10, generator=generator)
+    beta_v, beta_a = torch.full((3,), -0.5), torch.zeros(3)
+    exact = naive.route(votes.double(), activations.double(), beta_v.double(), beta_a.double(), 3)
+    plain = naive.route(votes, activations, beta_v, beta_a, 3)
+    poses, _, couplings = em_routing(votes.permute(0, 2, 1, 3), activations, beta_v, beta_a, 3)
+    for fast, slow, right in ((poses, plain[0], exact[0]), (couplings.transpose(1, 2), plain[2], exact[2])):
+        error = (fast - right).abs().max()
+        assert error <= 2 * (slow - right).abs().max() + 4e-6 * right.abs().max()
+
+
+def test_refuses_zero_iterations() -> None:
+    with pytest.raises(ValueError, match="num_iters"):
+        em_routing(torch.randn(1, 2, 3, 4), torch.rand(1, 3), torch.zeros(2), torch.zeros(2), 0)
+
+
+# -- convolution --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("batch", "caps", "parents", "rows", "kernel", "stride", "size"),
+    [(1, 1, 2, 2, 3, 2, (5, 6)), (1, 1, 2, 4, 2, 1, (2, 3)), (2, 3, 2, 2, 1, 1, (1, 2))],
+)
+def test_convolution_equals_naive(
+    batch: int,
+    caps: int,
+    parents: int,
+    rows: int,
+    kernel: int,
+    stride: int,
+    size: tuple[int, int],
+    num_iters: int,
+) -> None:
+    layer = ConvEM(caps, parents, rows, kernel, stride, num_iters).double()
+    randomise(layer)
+    x = capsule_map(batch, caps, rows, *size).requires_grad_()
+    poses, activations, couplings = naive.convolution(
+        x, layer.weight, layer.beta_v, layer.beta_a, kernel, stride, num_iters
+    )
+    assert poses.shape[1:3] == layer.grid_size(*size)
+    expected = torch.cat([poses.flatten(3), activations], dim=3).permute(0, 3, 1, 2)
+    assert_same([layer(x)], [expected], [x, *layer.parameters()])
+    fast = layer.route(x)
+    torch.testing.assert_close(fast[0], poses, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(torch.sigmoid(fast[1]), activations, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(fast[2].transpose(3, 4), couplings, atol=1e-9, rtol=1e-9)
+
+
+def test_convolution_normalises_each_window_separately() -> None:
+    layer = ConvEM(2, 3, pose_size=2, kernel_size=3, stride=1, num_iters=2).double()
+    randomise(layer)
+    x = capsule_map(1, 2, 2, 5, 5)
+    couplings = layer.route(x)[2]  # [b, h', w', j, i]
+    torch.testing.assert_close(couplings.sum(3), torch.ones(1, 3, 3, 18, dtype=F64))
+    alone = layer.route(x[:, :, :3, :3])[2]  # the first window cut out of the image
+    torch.testing.assert_close(alone[:, 0, 0], couplings[:, 0, 0])
+    # the centre of the image lies in all windows, as tap (2 - y, 2 - x): nine couplings of its own, not one shared
+    centre = torch.stack(
+        [couplings[0, y, z, :, ((2 - y) * 3 + (2 - z)) * 2] for y in range(3) for z in range(3)]
+    )
+    assert centre.std(dim=0).min() > 1e-3
+
+
+def test_class_layer_equals_naive() -> None:
+    for num_iters in (1, 2, 3, 4):
+        for caps, rows, size in ((1, 2, (2, 3)), (2, 3, (1, 1))):
+            layer = ClassEM(caps, 2, rows, num_iters).double()
+            randomise(layer)
+            x = capsule_map(2, caps, rows, *size).requires_grad_()
+            expected = naive.classes(x, layer.weight, layer.beta_v, layer.beta_a, num_iters)
+            poses, logits = layer(x)
+            assert_same([poses, torch.sigmoid(logits)], list(expected[:2]), [x, *layer.parameters()])
+            couplings = layer.route(x)[2].flatten(2).transpose(1, 2)
+            torch.testing.assert_close(couplings, expected[2], atol=1e-9, rtol=1e-9)
+
+
+def test_class_layer_takes_any_grid_and_sees_places() -> None:
+    layer = ClassEM(3, 4, pose_size=2)
+    for size in ((1, 1), (2, 5), (7, 3)):
+        assert layer(capsule_map(2, 3, 2, *size, dtype=torch.float32))[1].shape == (2, 4)
+    x = capsule_map(1, 3, 2, 2, 2, dtype=torch.float32)
+    assert (layer(x)[0] - layer(x.flip(3))[0]).abs().max() > 1e-3
+
+
+def test_weights_are_not_expanded_over_the_batch() -> None:
+    """Votes, and nothing larger."""
+    layer = ConvEM(4, 5, stride=2)
+    x = capsule_map(16, 4, 4, 9, 9, torch.float32).requires_grad_()
+    with LargestTensor() as made:
+        layer(x).sum().backward()
+    assert made.numel == 16 * 16 * 36 * 5 * 16
+
+
+# -- shared transforms --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize_cost", [False, True])
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(1, 3, 2, 2, 2, 3), (2, 2, 3, 1, 3, 2), (2, 1, 2, 3, 2, 3)])
+def test_shared_equals_naive(shape: tuple[int, ...], num_iters: int, normalize_cost: bool) -> None:
+    batch, groups, d, places, parents, e = shape
+    layer = SharedEM(groups, d, parents, e, num_iters, normalize_cost=normalize_cost).double()
+    randomise(layer)
+    x = torch.randn(batch, groups, d, places, dtype=F64, requires_grad=True)
+    activations = torch.rand(batch, groups, places, dtype=F64, requires_grad=True)
+    votes = naive.shared_votes(x, layer.weight, layer.bias)
+    expected = naive.route(
+        votes, activations.flatten(1), layer.beta_v, layer.beta_a, num_iters, normalize_cost=normalize_cost
+    )
+    poses, logits = layer(x, activations)
+    inputs = [x, activations, layer.weight, layer.bias, layer.beta_a]
+    assert_same([poses, torch.sigmoid(logits)], list(expected[:2]), inputs, atol=1e-8)
+    couplings = layer.route(x, activations)[2]  # [b, j, g, s]
+    torch.testing.assert_close(couplings.flatten(2).transpose(1, 2), expected[2], atol=1e-9, rtol=1e-9)
+
+
+def test_shared_makes_no_votes() -> None:
+    layer = SharedEM(8, 4, 40, 16)
+    x, activations = torch.randn(4, 8, 4, 30), torch.rand(4, 8, 30)
+    with LargestTensor() as made, torch.no_grad():
+        layer(x, activations)
+    assert made.numel <= 4 * 40 * (8 * 30) * 16 / 8
+
+
+def test_shared_permuting_places_changes_nothing() -> None:
+    layer = SharedEM(3, 4, 5, 6).double()
+    x, activations = torch.randn(2, 3, 4, 7, dtype=F64), torch.rand(2, 3, 7, dtype=F64)
+    order = torch.randperm(7)
+    for a, b in zip(layer(x, activations), layer(x[:, :, :, order], activations[:, :, order]), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+# -- all layers ---------------------------------------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """:class:`SharedEM` on a packed input, so that one test fits all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = SharedEM(3, 4, 5, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.flatten(2)
+        return self.layer(x[:, :12].unflatten(1, [3, 4]), x[:, 12:])
+
+
+def layers() -> list[tuple[str, nn.Module, Tensor]]:
+    torch.manual_seed(3)
+    shared = torch.cat([torch.randn(2, 12, 5, 4), torch.rand(2, 3, 5, 4)], dim=1)
+    return [
+        ("conv", ConvEM(3, 5, stride=2, num_iters=3), capsule_map(2, 3, 4, 7, 6, torch.float32)),
+        ("class", ClassEM(3, 5, num_iters=3), capsule_map(2, 3, 4, 5, 4, torch.float32)),
+        ("shared", Packed(), shared),
+    ]
+
+
+each_layer = pytest.mark.parametrize(("name", "layer", "x"), layers())
+
+
+def outputs(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    y = layer(x)
+    return list(y) if isinstance(y, tuple) else [y]
+
+
+@each_layer
+def test_batch_equals_one_by_one(name: str, layer: nn.Module, x: Tensor) -> None:
+    layer, x = layer.double(), x.double()
+    together = outputs(layer, x)
+    alone = [torch.cat(parts) for parts in zip(*(outputs(layer, row[None]) for row in x), strict=True)]
+    layer.float()
+    for a, b in zip(together, alone, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def half_types() -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", half_types())
+@pytest.mark.parametrize("kind", ["random", "zero", "constant", "huge", "no activations"])
+@each_layer
+def test_finite(name: str, layer: nn.Module, x: Tensor, kind: str, dtype: torch.dtype) -> None:
+    if kind == "huge" and dtype == torch.float16:
+        pytest.skip("the votes of poses near float16's largest number do not fit into it")
+    layer = type(layer)() if isinstance(layer, Packed) else type(layer)(3, 5, num_iters=3)
+    x = {
+        "random": x,
+        "zero": torch.zeros_like(x),
+        "constant": torch.full_like(x, 0.5),
+        "huge": x * 1e4,
+        "no activations": torch.cat([x[:, :-3], torch.zeros_like(x[:, -3:])], dim=1),
+    }[kind]
+    layer, x = layer.to(dtype), x.to(dtype, copy=True).requires_grad_()
+    results = outputs(layer, x)
+    assert all(t.dtype == dtype and torch.isfinite(t).all() for t in results)
+    sum(t.float().mean() for t in results).backward()
+    for tensor in (x, *layer.parameters()):
+        assert torch.isfinite(tensor.grad).all()
+
+
+@each_layer
+def test_half_precision_is_float32_inside(name: str, layer: nn.Module, x: Tensor) -> None:
+    rounded = x.bfloat16().float()
+    layer = layer.to(torch.bfloat16)
+    half = [t.float() for t in outputs(layer, x.bfloat16())]
+    full = outputs(layer.float(), rounded)
+    for a, b in zip(half, full, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=2**-8)  # nothing but the last rounding
+
+
+@each_layer
+def test_autocast_does_not_reach_inside(name: str, layer: nn.Module, x: Tensor) -> None:
+    expected = outputs(layer, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = outputs(layer, x)
+    for a, b in zip(given, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@each_layer
+def test_script_and_trace(name: str, layer: nn.Module, x: Tensor) -> None:
+    core = layer.layer if isinstance(layer, Packed) else layer
+    inputs = [x] if core is layer else [x.flatten(2)[:, :12].unflatten(1, [3, 4]), x.flatten(2)[:, 12:]]
+    expected = core(*inputs)
+    for other in (torch.jit.script(core), torch.fx.symbolic_trace(core)):
+        given = other(*inputs)
+        for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (given, expected)), strict=True):
+            assert torch.equal(a, b)
+
+
+@each_layer
+def test_meta(name: str, layer: nn.Module, x: Tensor) -> None:
+    shapes = [t.shape for t in outputs(layer, x)]
+    on_meta = (type(layer)() if isinstance(layer, Packed) else layer.__class__(3, 5, num_iters=3)).to("meta")
+    if name == "conv":
+        on_meta.stride = 2
+    assert [t.shape for t in outputs(on_meta, x.to("meta"))] == shapes
+
+
+@pytest.mark.parametrize("name", ["conv", "class"])
+def test_prepared_for_export_is_the_same(name: str) -> None:
+    layer, x = next((layer, x) for n, layer, x in layers() if n == name)
+    expected = outputs(layer, x)
+    keys = list(layer.state_dict())
+    assert layer.prepare_for_export() is None
+    for a, b in zip(outputs(layer, x), expected, strict=True):
+        assert torch.equal(a, b)
+    assert list(layer.state_dict()) == keys
+    with torch.no_grad():
+        layer.weight.zero_()
+    for a, b in zip(outputs(layer, x), expected, strict=True):
+        assert torch.equal(a, b)  # the prepared weights are what is used
+
+
+def test_activations_do_not_saturate_at_the_start() -> None:
+    torch.manual_seed(0)
+    x = capsule_map(8, 8, 4, 9, 9, torch.float32)
+    first = ConvEM(8, 16, stride=2, normalize_cost=True)(x)
+    second = ConvEM(16, 16, normalize_cost=True)(first)
+    for y in (first, second):
+        a = y[:, -16:]
+        assert 0.1 < a.mean() < 0.9 and a.std() > 0.1
+        assert ((a > 0.01) & (a < 0.99)).float().mean() > 0.3
+
+
+@pytest.mark.parametrize("kwargs", [{"num_iters": 0}, {"pose_size": 1}])
+@pytest.mark.parametrize("layer", [ConvEM, ClassEM])
+def test_bad_settings(layer: type[nn.Module], kwargs: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        layer(2, 3, **kwargs)
+
+
+def test_bad_settings_shared() -> None:
+    with pytest.raises(ValueError, match="num_iters"):
+        SharedEM(2, 3, 4, 5, num_iters=0)
+    with pytest.raises(ValueError, match="num_iters"):
+        shared_em_routing(
+            *(torch.zeros(shape) for shape in ((1, 2, 3, 4), (1, 2, 4), (5, 2, 3, 6), (5, 2, 6), (5,), (5,))),
+            num_iters=0,
+        )
+
+
+@pytest.mark.parametrize("layer", [ConvEM(3, 4), ClassEM(3, 4)])
+def test_wrong_map_is_refused(layer: nn.Module) -> None:
+    with pytest.raises(AssertionError, match="51 channels"):
+        layer(torch.randn(2, 48, 5, 5))

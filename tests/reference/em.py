@@ -1,0 +1,202 @@
+"""EM routing, naive: Hinton et al. 2018, Procedure 1, child by child and number by number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def route_item(
+    votes: Tensor,
+    activations: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float = 1.0,
+    lam_step: float = 1.0,
+    var_floor: float = 1e-4,
+    eps: float = 1e-4,
+    normalize_cost: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Route one image (or one window).
+
+    Args:
+        votes: ``[i, j, e]``.
+        activations: ``[i]``.
+        beta_v, beta_a: ``[j]``.
+
+    Returns:
+        Poses ``[j, e]``, activations ``[j]``, couplings ``[i, j]``.
+    """
+    children, parents, size = votes.shape
+    r = [[votes.new_tensor(1.0 / parents) for _ in range(parents)] for _ in range(children)]
+    mu: list[list[Tensor]] = []
+    variance: list[list[Tensor]] = []
+    a: list[Tensor] = []
+    for t in range(num_iters):
+        if t > 0:
+            # E-step: the density of each Gaussian at each vote, and Bayes
+            for i in range(children):
+                p = []
+                for j in range(parents):
+                    density = a[j]
+                    for h in range(size):
+                        exponent = -((votes[i, j, h] - mu[j][h]) ** 2) / (2 * variance[j][h])
+                        density = density * torch.exp(exponent) / torch.sqrt(2 * math.pi * variance[j][h])
+                    p.append(density)
+                for j in range(parents):
+                    r[i][j] = p[j] / sum(p)
+        # M-step
+        lam = lam_start + lam_step * t
+        mu, variance, costs, a = [], [], [], []
+        for j in range(parents):
+            weights = [r[i][j] * activations[i] + eps / parents for i in range(children)]
+            total = sum(weights)
+            mu.append(
+                [sum(weights[i] * votes[i, j, h] for i in range(children)) / total for h in range(size)]
+            )
+            spread = []
+            for h in range(size):
+                square = sum(weights[i] * (votes[i, j, h] - mu[j][h]) ** 2 for i in range(children))
+                spread.append(torch.clamp(square / total, min=var_floor))
+            variance.append(spread)
+            costs.append(sum((beta_v[j] + torch.log(torch.sqrt(spread[h]))) * total for h in range(size)))
+        if normalize_cost:
+            low, high = min(costs, key=Tensor.item), max(costs, key=Tensor.item)
+            costs = [10 * (cost - low) / torch.clamp(high - low, min=1e-6) - 5 for cost in costs]
+        a = [torch.sigmoid(lam * (beta_a[j] - costs[j])) for j in range(parents)]
+    poses = torch.stack([torch.stack(row) for row in mu])
+    return poses, torch.stack(a), torch.stack([torch.stack(row) for row in r])
+
+
+def route(
+    votes: Tensor, activations: Tensor, beta_v: Tensor, beta_a: Tensor, num_iters: int, **settings: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of votes ``[b, i, j, e]`` and activations ``[b, i]``: ``[b, j, e]``, ``[b, j]``, ``[b, i, j]``."""
+    results = [
+        route_item(v, a, beta_v, beta_a, num_iters, **settings)  # type: ignore[arg-type]
+        for v, a in zip(votes, activations, strict=True)
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))  # type: ignore[return-value]
+
+
+def split_map(x: Tensor, capsules: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Image ``[capsules * (p*p + 1), h, w]``: poses ``[capsules, p, p, h, w]``, activations ``[capsules, h, w]``."""
+    numbers = rows * rows
+    poses = [
+        [[x[c * numbers + p * rows + q] for q in range(rows)] for p in range(rows)] for c in range(capsules)
+    ]
+    activations = [x[capsules * numbers + c] for c in range(capsules)]
+    return torch.stack([torch.stack([torch.stack(row) for row in c]) for c in poses]), torch.stack(
+        activations
+    )
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    kernel: int,
+    stride: int,
+    num_iters: int,
+    **settings: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows of a batch of maps ``[b, caps * (p*p + 1), h, w]``, each routed on its own.
+
+    Returns:
+        Poses ``[b, h', w', j, p*p]``, activations ``[b, h', w', j]``, couplings ``[b, h', w', i, j]``.
+    """
+    taps, parents, rows, _ = weight.shape
+    capsules = taps // (kernel * kernel)
+    images = []
+    for image in x:
+        poses, activations = split_map(image, capsules, rows)
+        grid = []
+        for top in range(0, image.shape[1] - kernel + 1, stride):
+            line = []
+            for left in range(0, image.shape[2] - kernel + 1, stride):
+                votes, present = [], []
+                for k in range(kernel):
+                    for m in range(kernel):
+                        for c in range(capsules):
+                            pose = poses[c, :, :, top + k, left + m]
+                            transforms = weight[(k * kernel + m) * capsules + c]
+                            votes.append(
+                                torch.stack([(pose @ transforms[j]).reshape(-1) for j in range(parents)])
+                            )
+                            present.append(activations[c, top + k, left + m])
+                line.append(
+                    route_item(
+                        torch.stack(votes),
+                        torch.stack(present),
+                        beta_v,
+                        beta_a,
+                        num_iters,
+                        **settings,  # type: ignore[arg-type]
+                    )
+                )
+            grid.append(line)
+        images.append(grid)
+    return tuple(  # type: ignore[return-value]
+        torch.stack(
+            [torch.stack([torch.stack([cell[n] for cell in line]) for line in grid]) for grid in images]
+        )
+        for n in range(3)
+    )
+
+
+def classes(
+    x: Tensor, weight: Tensor, beta_v: Tensor, beta_a: Tensor, num_iters: int, **settings: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All capsules of maps ``[b, caps * (p*p + 1), h, w]`` to class capsules, with coordinate addition.
+
+    Returns:
+        Poses ``[b, n, p*p]``, activations ``[b, n]``, couplings ``[b, h*w*caps, n]``.
+    """
+    capsules, parents, rows, _ = weight.shape
+    results = []
+    for image in x:
+        poses, activations = split_map(image, capsules, rows)
+        height, width = image.shape[1:]
+        votes, present = [], []
+        for y in range(height):
+            for z in range(width):
+                for c in range(capsules):
+                    own = []
+                    for j in range(parents):
+                        vote = poses[c, :, :, y, z] @ weight[c, j]
+                        place = torch.zeros_like(vote)
+                        place[0, rows - 1] = (y + 0.5) / height
+                        place[1, rows - 1] = (z + 0.5) / width
+                        own.append((vote + place).reshape(-1))
+                    votes.append(torch.stack(own))
+                    present.append(activations[c, y, z])
+        results.append(
+            route_item(
+                torch.stack(votes),
+                torch.stack(present),
+                beta_v,
+                beta_a,
+                num_iters,
+                **settings,  # type: ignore[arg-type]
+            )
+        )
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))  # type: ignore[return-value]
+
+
+def shared_votes(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Children ``[b, g, d, s]``, transforms ``[j, g, d, e]``, biases ``[j, g, e]``: votes ``[b, g*s, j, e]``."""
+    images = []
+    for image in x:
+        votes = []
+        for g in range(image.shape[0]):
+            for s in range(image.shape[2]):
+                pose = image[g, :, s]
+                votes.append(
+                    torch.stack([weight[j, g].t() @ pose + bias[j, g] for j in range(weight.shape[0])])
+                )
+        images.append(torch.stack(votes))
+    return torch.stack(images)
