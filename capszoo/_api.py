@@ -134,7 +134,8 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         for full, info in bundled_tags().items()
         if info.architecture == architecture and (not tag or full == name)
     )
-    papers = getattr(cfg, "paper_ids", None) or ()
+    assert cfg is not None  # every registered model of the zoo has one
+    papers = cfg.paper_ids or ()
     first_line = (model_entrypoint(architecture).__doc__ or "").strip().split("\n")[0]
     return ModelInfo(
         name=name,

@@ -63,6 +63,7 @@ class CapsuleNet(nn.Module):
         stages: nn.Sequential
         num_features: int
         head_hidden_size: int
+        decoder: Optional[nn.Module]
         pretrained_cfg: Dict[str, Any]
 
     def __init__(

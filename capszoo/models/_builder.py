@@ -47,7 +47,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
     Args:
         cfgs: architecture name → keyword arguments of timm's ``PretrainedCfg``, without weights.
     """
-    full: dict[str, dict[str, Any]] = dict(cfgs)
+    full: dict[str, dict[str, Any] | PretrainedCfg] = dict(cfgs)
     for name, info in bundled_tags().items():
         base = cfgs.get(info.architecture)
         if base is None:
@@ -158,5 +158,6 @@ def build_capsule_model(
         pretrained_filter_fn=adapt_state_dict,
         **kwargs,
     )
-    model.pretrained_cfg.pop("state_dict", None)  # the weights live in the model now, not in its description
+    described: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    described.pop("state_dict", None)  # the weights live in the model now, not in its description
     return model
