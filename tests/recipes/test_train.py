@@ -29,6 +29,7 @@ def tiny_recipe(**changes: Any) -> Recipe:
     tree: dict[str, Any] = {
         "arch": "resnet20_routingcaps",
         "tag": "mnist",
+        "model_args": {"depth": 8},  # the smallest body of its kind: the tests are about the loop
         "data": {"name": "mnist", "val_size": 20, "augment": {"shift": 2}},
         "epochs": 2,
         "batch_size": 32,
@@ -228,7 +229,7 @@ def test_mistakes_are_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
             file.unlink()
         return str(caught.value)
 
-    assert "did you mean" in message(RecipeError, arch="resnet20_routingcap")
+    assert "did you mean" in message(RecipeError, arch="resnet20_routingcap", model_args={})
     assert "did you mean 'routing_iters'" in message(RecipeError, model_args={"routing_iter": 2})
     assert "adamw" in message(RecipeError, optimizer={"name": "adamw", "options": {"betaz": 1}})
     assert "optimizer no_such" in message(RecipeError, optimizer={"name": "no_such"})
@@ -255,7 +256,7 @@ def test_another_recipe_s_run_is_not_overwritten(tiny_mnist: Path, tmp_path: Pat
 
 def test_decoder_and_reconstruction_loss(tiny_mnist: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(
-        model_args={"decoder": True}, loss={"name": "margin", "reconstruction": 0.0005}, epochs=1
+        model_args={"depth": 8, "decoder": True}, loss={"name": "margin", "reconstruction": 0.0005}, epochs=1
     )
     result = train(recipe, out=tmp_path / "run", data=tiny_mnist)
     trained = load_file(result["weights"])
@@ -293,10 +294,10 @@ def test_bare_import_is_refused(root: Path) -> None:
 
 
 def test_weights_metadata_matches_the_model(tiny_mnist: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(epochs=1, model_args={"routing_iters": 1})
+    recipe = tiny_recipe(epochs=1, model_args={"depth": 8, "routing_iters": 1})
     train(recipe, out=tmp_path / "run", data=tiny_mnist)
     model, info = model_from_file(tmp_path / "run" / "resnet20_routingcaps.mnist.json")
-    assert info.model_args == {"routing_iters": 1} and info.raw["num_params"] == sum(
+    assert info.model_args == {"depth": 8, "routing_iters": 1} and info.raw["num_params"] == sum(
         p.numel() for p in model.parameters()
     )
     assert type(model) is type(capszoo.create_model("resnet20_routingcaps"))
