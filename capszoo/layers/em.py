@@ -328,8 +328,11 @@ class ConvEM(_MatrixEM):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[b, in_caps * (p*p + 1), h, w]`` to ``[b, out_caps * (p*p + 1), h', w']``, activations in 0..1."""
         poses, logits, _ = self.route(x)
-        y = torch.cat([poses.flatten(3), torch.sigmoid(logits)], dim=3)
-        return y.permute(0, 3, 1, 2).to(x.dtype)
+        return self.pack(poses, logits).to(x.dtype)
+
+    def pack(self, poses: Tensor, logits: Tensor) -> Tensor:
+        """What :meth:`route` returns, as a map with the activations behind the poses."""
+        return torch.cat([poses.flatten(3), torch.sigmoid(logits)], dim=3).permute(0, 3, 1, 2)
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Map to poses ``[b, h', w', j, p*p]``, activation logits ``[b, h', w', j]``, couplings ``[b, h', w', j, i]``.

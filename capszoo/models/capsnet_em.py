@@ -1,0 +1,531 @@
+"""Capsule networks with EM routing.
+
+- `capsnet_em`, `capsnet_em_resnet`: Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020,
+  arXiv:2002.04764), Tables 6 and 7, and the text's ResNet backbone; two routing iterations served them best.
+- `capsnet_em_norb`, `capsnet_em_norb_small`: the networks of Hinton, Sabour, Frosst, "Matrix capsules with EM routing"
+  (2018), for 32x32 crops of smallNORB.
+- `capsnet6_em`: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (b), appendix A.i.
+
+Maps of matrix capsules are ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p + column, then
+the activations.
+
+Our choices, where the papers are silent: the temperature and the floor of the variances (see
+`capszoo.layers.em_routing`), and the normalised cost, which Li et al. found crucial, in every network: without it the
+activations start, and mostly stay, saturated. Convolutions start as He normal, the transforms as identities and noise.
+In `capsnet6_em` the mid capsules stand in 32 types on a grid of ``mid_caps / 32`` positions; the public release of that
+paper computes with 512 of them, the 2048 of the text are the default, for they give the stated size.
+"""
+
+import math
+from collections import OrderedDict
+from typing import Any, Dict, List, Optional, Set, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.models import register_model
+from torch import Tensor
+
+from capszoo.layers import ClassEM, ConvEM, SharedEM
+
+from ._base import CapsuleNet, CapsuleOutput
+from ._blocks import ConvBnAct, Decoder, idpa_backbone_stages, init_conv_weights
+from ._builder import build_capsule_model, zoo_cfgs
+
+__all__ = ["EMCapsNet", "SixLayerEMCapsNet"]
+
+_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+def _check(global_pool: str, scores: str) -> str:
+    if global_pool not in ("avg", ""):
+        raise ValueError(f"global_pool must be 'avg' or '' (none), not {global_pool!r}")
+    if scores not in ("logits", "activations"):
+        raise ValueError(f"scores must be 'logits' or 'activations', not {scores!r}")
+    return global_pool
+
+
+def _normalised(share: Tensor) -> Tensor:
+    """Maps ``[b, n, h, w]`` of non-negative shares, scaled so that each sums to 1; even where nothing is active."""
+    share = share + 1e-6
+    return share / share.sum(dim=(2, 3), keepdim=True)
+
+
+class NoClassCaps(nn.Identity):
+    """Stands where the class capsules were, in a network without classes."""
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, x
+
+
+class PrimaryMatrixCaps(nn.Module):
+    """Poses and activations (sigmoid) by two 1x1 convolutions: ``[b, in, h, w] -> [b, caps * (p*p + 1), h, w]``."""
+
+    def __init__(self, in_chans: int, num_caps: int, pose_size: int) -> None:
+        super().__init__()
+        self.pose = nn.Conv2d(in_chans, num_caps * pose_size * pose_size, 1)
+        self.activation = nn.Conv2d(in_chans, num_caps, 1)
+        for conv in (self.pose, self.activation):
+            nn.init.kaiming_normal_(conv.weight, nonlinearity="linear")
+            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.pose(x), torch.sigmoid(self.activation(x))], dim=1)
+
+
+class AppendActivations(nn.Module):
+    """Activations by 3x3 convolution, BatchNorm, ReLU, behind the poses: ``[b, in, h, w] -> [b, in + caps, h, w]``."""
+
+    def __init__(self, in_chans: int, num_caps: int) -> None:
+        super().__init__()
+        self.activation = ConvBnAct(in_chans, num_caps, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.activation(x)], dim=1)
+
+
+class EMNetBase(CapsuleNet):
+    """What both families share: class capsules (``class_caps``), scores, the decoder, and their replacement."""
+
+    class_dim: int
+    score_kind: str
+
+    def _make_class_caps(self) -> nn.Module:
+        raise NotImplementedError
+
+    def _make_decoder(self) -> Optional[nn.Module]:
+        if self.num_classes == 0:
+            return None
+        return Decoder(self.num_classes, self.class_dim, self.in_chans, self.img_size)
+
+    def get_classifier(self) -> nn.Module:
+        return self.class_caps
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """Fresh class capsules (and decoder, if there is one) for another number of classes; 0 leaves them out."""
+        if global_pool is not None:
+            self.global_pool = _check(global_pool, self.score_kind)
+        self.num_classes = num_classes
+        self.class_caps: Any = self._like_parameters(self._make_class_caps())
+        if self.decoder is not None:
+            decoder = self._make_decoder()
+            self.decoder = None if decoder is None else self._like_parameters(decoder)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        return {name for name, _ in self.named_parameters() if name.split(".")[-1] in ("beta_v", "beta_a")}
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.score_kind == "activations":
+            return torch.sigmoid(logits)
+        return logits
+
+    def _require_classes(self) -> None:
+        if self.num_classes == 0:
+            raise RuntimeError("this model has no class capsules: create it with num_classes of at least 1")
+
+
+class EMCapsNet(EMNetBase):
+    """Convolutional features, primary matrix capsules, two convolutional EM layers, class capsules.
+
+    Couplings of :meth:`forward_capsules`: ``[b, h', w', j, k*l*i]`` of each convolutional layer, and of the class layer
+    ``[b, n, h', w', i]``.
+
+    Args:
+        num_classes: classes; 0 leaves out the class capsules.
+        in_chans, img_size: of the images. No weight depends on the size.
+        backbone: ``"conv"``, one convolution, BatchNorm and ReLU, or ``"resnet"``, that of the IDPA paper.
+        stem_chans, stem_kernel, stem_stride, stem_padding: of the convolution; the ResNet takes the channels only.
+        caps: capsule types of the primary layer and of each 3x3 EM layer, the first of which has stride 2.
+        pose_size: rows (and columns) of a pose.
+        routing_iters: iterations, in every routing layer.
+        lam_start, lam_step, var_floor, normalize_cost: see `capszoo.layers.em_routing`.
+        scores: what ``forward`` returns: ``"logits"`` of the class activations (for cross-entropy), or the
+            ``"activations"`` in [0, 1] (for the spread loss). Their order is the same, but where the sigmoid saturates.
+        decoder: build the reconstruction decoder.
+        global_pool: ``"avg"``; ``""`` returns the feature map where there are no class capsules.
+        drop_rate: share of the class layer's children that are made inactive in training.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: Union[int, Tuple[int, int]] = 32,
+        backbone: str = "conv",
+        stem_chans: int = 256,
+        stem_kernel: int = 4,
+        stem_stride: int = 2,
+        stem_padding: int = 1,
+        caps: Tuple[int, ...] = (32, 32, 32),
+        pose_size: int = 4,
+        routing_iters: int = 2,
+        lam_start: float = 1.0,
+        lam_step: float = 1.0,
+        var_floor: float = 1e-4,
+        normalize_cost: bool = True,
+        scores: str = "logits",
+        decoder: bool = False,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(num_classes, in_chans, img_size, _check(global_pool, scores))
+        if len(caps) < 2:
+            raise ValueError(f"caps must name the primary capsules and at least one EM layer's, not {caps}")
+        self.score_kind = scores
+        self.caps, self.pose_size, self.class_dim = tuple(caps), pose_size, pose_size * pose_size
+        self._routing: Dict[str, Any] = dict(
+            pose_size=pose_size,
+            num_iters=routing_iters,
+            lam_start=lam_start,
+            lam_step=lam_step,
+            var_floor=var_floor,
+            normalize_cost=normalize_cost,
+        )
+        per_caps = self.class_dim + 1  # channels of a capsule type
+        self.num_features = self.head_hidden_size = caps[-1] * per_caps
+
+        h, w = self.img_size
+        stages: "OrderedDict[str, nn.Module]" = OrderedDict()
+        levels: List[Tuple[str, int, int]] = []  # name, channels, height
+        if backbone == "conv":
+            stages["stem"] = ConvBnAct(
+                in_chans, stem_chans, stem_kernel, stem_stride, stem_padding, bias=True
+            )
+            reach = 2 * stem_padding - stem_kernel
+            h, w = (h + reach) // stem_stride + 1, (w + reach) // stem_stride + 1
+            levels.append(("stem", stem_chans, h))
+        elif backbone == "resnet":
+            stages = idpa_backbone_stages(in_chans, stem_chans)
+            levels += [("stem", 64, h), ("layer1", 64, h)]
+            h, w = (h + 1) // 2, (w + 1) // 2
+            levels.append(("layer2", stem_chans, h))
+        else:
+            raise ValueError(f"backbone must be 'conv' or 'resnet', not {backbone!r}")
+        init_conv_weights(nn.Sequential(stages))
+        stages["primary"] = PrimaryMatrixCaps(stem_chans, caps[0], pose_size)
+        levels.append(("primary", caps[0] * per_caps, h))
+        for i in range(1, len(caps)):
+            layer = ConvEM(caps[i - 1], caps[i], kernel_size=3, stride=2 if i == 1 else 1, **self._routing)
+            h, w = layer.grid_size(h, w)
+            if h < 1 or w < 1:
+                raise ValueError(f"img_size={self.img_size} is too small for this network's convolutions")
+            stages[f"caps{i}"] = layer
+            levels.append((f"caps{i}", caps[i] * per_caps, h))
+        self.stages = nn.Sequential(stages)
+        # unpadded windows shrink the map as well: the power of two that the ratio of sizes reaches
+        self.feature_info = [
+            dict(num_chs=chs, reduction=2 ** int(math.log2(self.img_size[0] / size)), module=f"stages.{name}")
+            for name, chs, size in levels
+        ]
+        self.drop_rate = drop_rate
+        self.head_drop = nn.Dropout(drop_rate)
+        self.class_caps = self._make_class_caps()
+        if decoder:
+            self.decoder = self._make_decoder()
+
+    def _make_class_caps(self) -> nn.Module:
+        if self.num_classes == 0:
+            return NoClassCaps()
+        return ClassEM(self.caps[-1], self.num_classes, **self._routing)
+
+    def _children(self, x: Tensor) -> Tensor:
+        """The last map, some of its capsules inactive where there is dropout."""
+        if self.drop_rate == 0.0:
+            return x
+        split = self.num_features - self.num_features // (self.class_dim + 1)
+        return torch.cat([x[:, :split], self.head_drop(x[:, split:])], dim=1)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Capsule map ``[b, c, h, w]`` to scores ``[b, n]``; ``pre_logits``: its mean over positions, ``[b, c]``."""
+        if self.num_classes == 0 and self.global_pool == "":
+            return x
+        if pre_logits or self.num_classes == 0:
+            return x.mean(dim=(2, 3))
+        _, logits = self.class_caps(self._children(x))
+        return self._scores(logits)
+
+    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
+        """Images to scores and activations ``[b, n]``, class poses ``[b, n, p*p]``, couplings of each routing layer."""
+        self._require_classes()
+        couplings: List[Tensor] = []
+        for stage in self.stages:
+            if isinstance(stage, ConvEM):
+                poses, logits, coupling = stage.route(x)
+                couplings.append(coupling)
+                x = stage.pack(poses, logits).to(x.dtype)
+            else:
+                x = stage(x)
+        poses, logits, coupling = self.class_caps.route(self._children(x))
+        poses, logits = poses.to(x.dtype), logits.to(x.dtype)
+        return CapsuleOutput(self._scores(logits), poses, torch.sigmoid(logits), (*couplings, coupling))
+
+    def coupling_map(self, x: Tensor) -> Tensor:
+        """Images to ``[b, n, h', w']``: share of each position in each class capsule, summing to 1.
+
+        A child's share is its coupling times its activation; a position's, the sum over its capsule types.
+        """
+        self._require_classes()
+        x = self.forward_features(x)
+        couplings = self.class_caps.route(x)[2]  # [b, n, h, w, i]
+        activations = x[:, -self.caps[-1] :].permute(0, 2, 3, 1).unsqueeze(1)  # [b, 1, h, w, i]
+        return _normalised((couplings * activations).sum(dim=4))
+
+
+class SixLayerEMCapsNet(EMNetBase):
+    """Four convolutions, and two EM layers whose transforms are shared over the grid: ``capsnet6_em``.
+
+    Couplings of :meth:`forward_capsules`: ``[b, mid_caps, types, h * w]`` and ``[b, n, types, mid_caps / types]``.
+
+    Args:
+        num_classes: classes; 0 leaves out the class capsules.
+        in_chans, img_size: of the images. No weight depends on the size.
+        widths: channels of the 3x3 convolutions (strides 1, 1, 2, 2).
+        caps_types: capsule types of both layers; the last width and ``mid_caps`` are multiples of it.
+        mid_caps, mid_dim: capsules of the fifth layer, and numbers in each. Memory grows with ``mid_caps``.
+        class_dim: numbers in a class capsule.
+        routing_iters: iterations, in both routing layers.
+        lam_start, lam_step, var_floor, normalize_cost: see `capszoo.layers.em_routing`.
+        scores: ``"logits"`` or ``"activations"``, as in :class:`EMCapsNet`.
+        decoder: build the reconstruction decoder.
+        global_pool: ``"avg"``; ``""`` returns the feature map where there are no class capsules.
+        drop_rate: share of the class layer's children that are made inactive in training.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: Union[int, Tuple[int, int]] = 32,
+        widths: Tuple[int, int, int, int] = (32, 64, 128, 256),
+        caps_types: int = 32,
+        mid_caps: int = 2048,
+        mid_dim: int = 16,
+        class_dim: int = 16,
+        routing_iters: int = 3,
+        lam_start: float = 1.0,
+        lam_step: float = 1.0,
+        var_floor: float = 1e-4,
+        normalize_cost: bool = True,
+        scores: str = "logits",
+        decoder: bool = False,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(num_classes, in_chans, img_size, _check(global_pool, scores))
+        if len(widths) != 4:
+            raise ValueError(f"widths must be four numbers of channels, not {widths}")
+        if widths[-1] % caps_types or mid_caps % caps_types or mid_caps < caps_types:
+            raise ValueError(
+                f"the last of widths ({widths[-1]}) and mid_caps ({mid_caps}) must be multiples of "
+                f"caps_types ({caps_types})"
+            )
+        self.score_kind = scores
+        self.caps_types, self.in_dim, self.mid_dim, self.class_dim = (
+            caps_types,
+            widths[-1] // caps_types,
+            mid_dim,
+            class_dim,
+        )
+        self._routing: Dict[str, Any] = dict(
+            num_iters=routing_iters,
+            lam_start=lam_start,
+            lam_step=lam_step,
+            var_floor=var_floor,
+            normalize_cost=normalize_cost,
+        )
+        self.num_features = widths[-1] + caps_types
+        self.head_hidden_size = caps_types * (mid_dim + 1)
+
+        chans, strides = (in_chans, *widths), (1, 1, 2, 2)
+        stages: "OrderedDict[str, nn.Module]" = OrderedDict()
+        self.feature_info = []
+        reduction = 1
+        for i, stride in enumerate(strides):
+            stages[f"conv{i + 1}"] = ConvBnAct(chans[i], chans[i + 1], stride=stride, bias=True)
+            reduction *= stride
+            self.feature_info.append(
+                dict(num_chs=chans[i + 1], reduction=reduction, module=f"stages.conv{i + 1}")
+            )
+        stages["primary"] = AppendActivations(widths[-1], caps_types)
+        self.feature_info.append(
+            dict(num_chs=self.num_features, reduction=reduction, module="stages.primary")
+        )
+        self.stages = nn.Sequential(stages)
+        init_conv_weights(self.stages)
+        self.mid_caps: Any = SharedEM(caps_types, self.in_dim, mid_caps, mid_dim, **self._routing)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.class_caps = self._make_class_caps()
+        if decoder:
+            self.decoder = self._make_decoder()
+
+    def _make_class_caps(self) -> nn.Module:
+        if self.num_classes == 0:
+            return NoClassCaps()
+        return SharedEM(self.caps_types, self.mid_dim, self.num_classes, self.class_dim, **self._routing)
+
+    def _grid_children(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """``[b, g * d + g, h, w]`` to poses ``[b, g, d, h * w]`` and activations ``[b, g, h * w]``."""
+        split = self.caps_types * self.in_dim
+        x = x.flatten(2)
+        return x[:, :split].unflatten(1, [self.caps_types, self.in_dim]), x[:, split:]
+
+    def _mid_children(self, poses: Tensor, logits: Tensor) -> Tuple[Tensor, Tensor]:
+        """Mid capsules ``[b, g * s, e]``, type by type: poses ``[b, g, e, s]`` and activations ``[b, g, s]``."""
+        poses = poses.unflatten(1, [self.caps_types, -1]).transpose(2, 3)
+        return poses, torch.sigmoid(logits).unflatten(1, [self.caps_types, -1])
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Map ``[b, g * (d + 1), h, w]`` to scores ``[b, n]``.
+
+        ``pre_logits``: the mid capsules' mean over their positions, poses and then activations, ``[b, g * (e + 1)]``.
+        """
+        if self.num_classes == 0 and self.global_pool == "":
+            return x
+        poses, activations = self._grid_children(x)
+        poses, logits = self.mid_caps(poses, activations)
+        poses, activations = self._mid_children(poses, logits)
+        if pre_logits or self.num_classes == 0:
+            return torch.cat([poses.mean(dim=3).flatten(1), activations.mean(dim=2)], dim=1)
+        _, logits = self.class_caps(poses, self.head_drop(activations))
+        return self._scores(logits)
+
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Map to class poses, their logits, both layers' couplings, and the mid capsules' activations."""
+        poses, logits, mid_couplings = self.mid_caps.route(*self._grid_children(x))
+        poses, activations = self._mid_children(poses.to(x.dtype), logits.to(x.dtype))
+        activations = self.head_drop(activations)
+        poses, logits, class_couplings = self.class_caps.route(poses, activations)
+        return poses.to(x.dtype), logits.to(x.dtype), mid_couplings, class_couplings, activations
+
+    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
+        """Images to scores and activations ``[b, n]``, class poses ``[b, n, e]``, couplings of both layers."""
+        self._require_classes()
+        poses, logits, mid_couplings, class_couplings, _ = self._route(self.forward_features(x))
+        return CapsuleOutput(
+            self._scores(logits), poses, torch.sigmoid(logits), (mid_couplings, class_couplings)
+        )
+
+    def coupling_map(self, x: Tensor) -> Tensor:
+        """Images to ``[b, n, h', w']``: share of each grid position in each class capsule, summing to 1.
+
+        A mid capsule's share in a class is its coupling times its activation; it is handed down to the grid by the mid
+        capsule's own shares (couplings times activations, scaled to sum to 1), and summed over the capsule types.
+        """
+        self._require_classes()
+        x = self.forward_features(x)
+        _, _, mid_couplings, class_couplings, activations = self._route(x)
+        down = (mid_couplings * self._grid_children(x)[1].unsqueeze(1)).sum(dim=2) + 1e-6  # [b, mid, h*w]
+        down = down / down.sum(dim=2, keepdim=True)
+        share = (class_couplings * activations.unsqueeze(1)).flatten(2)  # [b, n, mid]
+        return _normalised(torch.bmm(share, down).unflatten(2, (x.shape[2], x.shape[3])))
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> List[int]:
+        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        if prune_head:
+            self.mid_caps = NoClassCaps()
+        return take
+
+
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
+    cfg = dict(
+        num_classes=10,
+        input_size=(3, 32, 32),
+        pool_size=(5, 5),
+        fixed_input_size=False,
+        interpolation="bilinear",
+        crop_pct=1.0,
+        mean=_CIFAR_MEAN,
+        std=_CIFAR_STD,
+        first_conv="stages.stem.conv",
+        classifier="class_caps",
+        paper_name="Capsules with Inverted Dot-Product Attention Routing",
+        paper_ids="arXiv:2002.04764",
+        license="apache-2.0",
+    )
+    cfg.update(kwargs)
+    return cfg
+
+
+def _norb() -> Dict[str, Any]:
+    # stereo pairs: two grey channels. Hinton et al. scale each image to zero mean and unit variance themselves
+    return _cfg(
+        input_size=(2, 32, 32),
+        pool_size=(4, 4),
+        num_classes=5,
+        mean=(0.5, 0.5),
+        std=(0.25, 0.25),
+        paper_name="Matrix capsules with EM routing",
+        paper_ids="openreview:HJWLfGWRb",
+    )
+
+
+default_cfgs = zoo_cfgs(
+    {
+        "capsnet_em": _cfg(),
+        "capsnet_em_resnet": _cfg(),
+        "capsnet_em_norb": _norb(),
+        "capsnet_em_norb_small": _norb(),
+        "capsnet6_em": _cfg(
+            pool_size=(8, 8),
+            first_conv="stages.conv1.conv",
+            paper_name="Neural Network Encapsulation",
+            paper_ids="arXiv:1808.03749",
+        ),
+    }
+)
+
+
+def _create_em(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
+    return build_capsule_model(EMCapsNet, variant, pretrained, **kwargs)
+
+
+def _create_six_layers(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
+    return build_capsule_model(SixLayerEMCapsNet, variant, pretrained, **kwargs)
+
+
+@register_model
+def capsnet_em(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
+    """EM routing on a plain convolution: CIFAR-10 accuracy 82.19, CIFAR-100 37.73 (2 iterations)."""
+    args: Dict[str, Any] = dict(stem_chans=256, caps=(32, 32, 32), routing_iters=2)
+    return _create_em("capsnet_em", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def capsnet_em_resnet(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
+    """EM routing on a ResNet: CIFAR-10 accuracy 92.15, CIFAR-100 58.08 (2 iterations)."""
+    args: Dict[str, Any] = dict(backbone="resnet", stem_chans=128, caps=(32, 32, 32), routing_iters=2)
+    return _create_em("capsnet_em_resnet", pretrained, **dict(args, **kwargs))
+
+
+def _norb_args(stem_chans: int, caps: Tuple[int, ...]) -> Dict[str, Any]:
+    return dict(
+        num_classes=5,
+        in_chans=2,
+        stem_chans=stem_chans,
+        stem_kernel=5,
+        stem_padding=0,
+        caps=caps,
+        routing_iters=2,
+    )
+
+
+@register_model
+def capsnet_em_norb(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
+    """Matrix capsules on smallNORB, A = B = C = D = 32: error 1.4."""
+    return _create_em("capsnet_em_norb", pretrained, **dict(_norb_args(32, (32, 32, 32)), **kwargs))
+
+
+@register_model
+def capsnet_em_norb_small(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
+    """The small matrix-capsule network: A = 64, B = 8, C = D = 16."""
+    return _create_em("capsnet_em_norb_small", pretrained, **dict(_norb_args(64, (8, 16, 16)), **kwargs))
+
+
+@register_model
+def capsnet6_em(pretrained: bool = False, **kwargs: Any) -> SixLayerEMCapsNet:
+    """Six layers, two of them of capsules (Table 1, b): error 12.66 on CIFAR-10, 0.31 on MNIST."""
+    args: Dict[str, Any] = dict(mid_caps=2048, mid_dim=16, class_dim=16, routing_iters=3)
+    return _create_six_layers("capsnet6_em", pretrained, **dict(args, **kwargs))
