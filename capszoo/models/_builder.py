@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg
 from timm.models._builder import resolve_pretrained_cfg
 from timm.models._pretrained import DefaultCfg, PretrainedCfg
 from torch import nn
@@ -66,7 +66,21 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
             license=info.license,
             description=info.description,
         )
-    return generate_default_cfgs(full)
+    defaults = generate_default_cfgs(full)
+    for default in defaults.values():
+        # timm lets the first weights decide what a bare name builds; here the architecture's own configuration does,
+        # so that training a checkpoint for another data set never changes a model (see _default_tag)
+        default.tags.remove("")
+        default.tags.appendleft("")
+    return defaults
+
+
+def _default_tag(variant: str) -> str | None:
+    """Tag that ``pretrained=True`` loads for a bare name: one of the architecture's own input size before others."""
+    infos = [info for info in bundled_tags().values() if info.architecture == variant]
+    base = get_pretrained_cfg(variant)
+    infos.sort(key=lambda info: base is None or info.input_size != tuple(base.input_size))
+    return infos[0].tag if infos else None
 
 
 @contextlib.contextmanager
@@ -128,9 +142,10 @@ def build_capsule_model(
         if name not in _BUILDER_ARGS and name not in own_args:
             raise UnknownArgument(unknown_name(f"argument of {variant}", name, own_args))
 
-    cfg = resolve_pretrained_cfg(
-        variant, kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
-    )
+    given, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
+    cfg = resolve_pretrained_cfg(variant, given, overlay)
+    if pretrained and not given and not cfg.has_weights:
+        cfg = resolve_pretrained_cfg(variant, _default_tag(variant), overlay)
     cache_dir = kwargs.pop("cache_dir", None)
     if pretrained:
         info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None

@@ -174,7 +174,9 @@ def test_a_tag_exists_once_its_metadata_does(
         info = _pretrained.bundled_tags()["zoo_test_toy.digits"]
         assert locate_weights(info) == folder / "zoo_test_toy.digits.safetensors"
         cfg = zoo_cfgs({"zoo_test_toy": dict(first_conv="stages.stem.conv", classifier="fc")})["zoo_test_toy"]
-        assert cfg.default.num_classes == 10 and cfg.default.label_names == tuple("0123456789")
+        tagged = cfg.cfgs["digits"]
+        assert tagged.num_classes == 10 and tagged.label_names == tuple("0123456789")
+        assert cfg.tags[0] == "", "weights must not change what the bare name builds"
 
         (folder / "zoo_test_toy.digits.safetensors").write_bytes(b"truncated")
         with pytest.raises(WeightsError, match="sha256 is"):

@@ -508,6 +508,16 @@ def test_bundled_weights_load_and_match_their_metadata(name: str, root: Path) ->
         _check_forward(model, images(model), model.num_classes)
 
 
+def test_bare_name_is_the_architecture_and_finds_weights() -> None:
+    """Weights for 28x28 digits neither change what ``idpa_cnn`` is nor hide from ``pretrained=True``."""
+    assert capszoo.create_model("idpa_cnn", device="meta").in_chans == 3
+    bare, tagged = (capszoo.create_model(n, pretrained=True) for n in ("idpa_cnn", "idpa_cnn.mnist"))
+    assert bare.default_cfg["tag"] == "mnist" and bare.img_size == tagged.img_size == (28, 28)
+    assert not _taken(bare, tagged)[1]
+    with pytest.raises(capszoo.WeightsError, match="pretrained=False"):
+        capszoo.create_model("encapnet_v2", pretrained=True, device="meta")
+
+
 # -- ONNX ---------------------------------------------------------------------------------------------------------
 
 
