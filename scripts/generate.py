@@ -31,7 +31,7 @@ from typing import Any as _Any  # torch.hub lists every callable without an unde
 import timm
 import torch
 
-import capszoo.models
+import capszoo.models  # noqa: F401  (registers the models with timm)
 
 dependencies = ["torch", "timm", "safetensors", "huggingface_hub"]
 '''
