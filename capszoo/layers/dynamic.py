@@ -174,10 +174,13 @@ class DynamicRouting(_Routing):
         nn.init.trunc_normal_(self.weight, std=self.weight_std, a=-2 * self.weight_std, b=2 * self.weight_std)
 
     def votes(self, x: Tensor) -> Tensor:
-        """Children ``[b, i, d]`` to votes ``[b, j, i, e]``, contiguous."""
+        """Children ``[b, i, d]`` to votes ``[b, j, i, e]``, a view of ``[i, b, j, e]``.
+
+        A copy in the order of its axes costs as much time as it saves (measured), and as much memory again.
+        """
         votes = torch.bmm(x.transpose(0, 1), self.weight)  # [i, b, d] @ [i, d, j*e] -> [i, b, j*e]
         votes = votes.reshape(self.in_caps, -1, self.out_caps, self.out_dim)
-        return votes.permute(1, 2, 0, 3).contiguous()
+        return votes.permute(1, 2, 0, 3)
 
     def _single_pass(self, x: Tensor) -> Tensor:
         """One round without votes: the weighted sum over children is a matrix product."""
@@ -316,45 +319,49 @@ def shared_dynamic_routing(
     b, g, d, p = x.shape[0], x.shape[1], x.shape[2], x.shape[3]
     j, e = weight.shape[0], weight.shape[1]
     over_children = softmax_over == "children"
-    first = 0
+    children = F.pad(x, [0, 0, 0, 1], value=1.0)  # u': [b, g, d+1, p]
+    transforms = torch.cat([weight.reshape(j, e, g, d), bias.unsqueeze(3)], dim=3).flatten(
+        2
+    )  # [j, e, g*(d+1)]
     couplings: Optional[Tensor] = None
-    pose_sum = x.new_zeros((1, 1, 1))  # replaced before it is read
-    poses = pose_sum
+    poses = x.new_zeros((1, 1, 1))
+    pose_sum = poses
+    first = 0
     if start is None:
-        # round 1, uniform couplings: sum over the grid, then one product [b, g*d] @ [g*d, j*e]
+        # round 1, uniform couplings: sum over the grid, then one product [b, g*(d+1)] @ [g*(d+1), j*e]
+        first = 1
         count = g * p if over_children else j
-        total = F.linear(x.mean(dim=3).flatten(1), weight.flatten(0, 1), bias.sum(dim=2).flatten())
+        total = F.linear(children.mean(dim=3).flatten(1), transforms.flatten(0, 1))
         poses = squash(total.reshape(-1, j, e) * (p / count))  # [b, j, e]
         pose_sum = poses
-        first = 1
         if need_couplings:
             couplings = (x.new_ones((1, 1, 1)) / count).expand(b, j, g * p)
-    children = F.pad(x, [0, 0, 0, 1], value=1.0)  # u': [b, g, d+1, p]
     for t in range(first, num_iters):
-        if t > 0:
-            v = pose_sum.transpose(0, 1)  # [j, b, e]
-            key = torch.bmm(v, weight).reshape(j, -1, g, d)  # Wᵀ v
-            offset = torch.bmm(v, bias).unsqueeze(3)  # <B, v>
-            keys = torch.cat([key, offset], dim=3).permute(1, 2, 3, 0)  # [b, g, d+1, j]
+        if t == 0:
+            assert start is not None
+            # [1, g*p, j]: the same for the whole batch
+            share = torch.softmax(upcast_half(start), dim=1 if over_children else 0).t().unsqueeze(0)
+        else:
+            keys = torch.bmm(pose_sum.transpose(0, 1), transforms)  # [Wᵀ v, <B, v>]: [j, b, g*(d+1)]
+            keys = keys.reshape(j, -1, g, d + 1).permute(1, 2, 3, 0)  # [b, g, d+1, j]
             logits = torch.matmul(children.transpose(2, 3), keys).reshape(-1, g * p, j)
             logits = upcast_half(logits)
             if start is not None:
                 logits = logits + start.t()
-        else:
-            assert start is not None
-            logits = upcast_half(start).t().unsqueeze(0)  # [1, g*p, j]: the same for the whole batch
-        if over_children:
-            # softmax over g * p, its division left for the sums: they carry the denominator in the row of ones
-            share = torch.exp(logits - logits.amax(dim=1, keepdim=True).detach())  # [b, g*p, j]
-        else:
-            share = torch.softmax(logits, dim=2)
+            if over_children:
+                # softmax over g*p: in place, its division left for the sums, whose row of ones has the denominator
+                # (the maximum in two steps: ONNX Runtime is slow at long reductions over a middle axis)
+                peak = logits.detach().reshape(-1, g, p, j).amax(dim=2).amax(dim=1)
+                share = logits.sub_(peak.unsqueeze(1)).exp_()  # [b, g*p, j]
+            else:
+                share = torch.softmax(logits, dim=2)
         sums = torch.matmul(children, share.to(x.dtype).reshape(-1, g, p, j))  # sum_p c u': [b, g, d+1, j]
-        mass = sums[:, :, d]  # sum_p c: [b, g, j]
-        pooled = sums[:, :, :d].permute(3, 0, 1, 2).flatten(2)
-        total = torch.bmm(pooled, weight.transpose(1, 2))  # [j, b, e]
-        total = total + torch.bmm(mass.permute(2, 0, 1), bias.transpose(1, 2))
+        total = torch.bmm(
+            sums.permute(3, 0, 1, 2).flatten(2).contiguous(), transforms.transpose(1, 2)
+        )  # [j, b, e]
         if over_children:
-            total = total / mass.sum(dim=1).t().unsqueeze(2)
+            mass = sums[:, :, d].sum(dim=1)  # sum_gp c: [b, j]
+            total = total / mass.t().unsqueeze(2)
         poses = squash(total.transpose(0, 1))  # [b, j, e]
         if need_couplings and t == num_iters - 1:
             if over_children:
