@@ -1,8 +1,7 @@
 """Writes what is derived from the registry: hubconf.py's entry points and the README's tables (``make docs``).
 
-The sources are timm's registry (names, docstrings, parameter counts), the metadata beside the weights and
-``capszoo/models/_papers.py`` (the papers' figures). ``--check`` writes nothing and fails where a file is out of
-date; the tests do the same.
+The sources are timm's registry (names, docstrings, parameter counts) and the metadata beside the weights. ``--check``
+writes nothing and fails where a file is out of date; a test does the same.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
-from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
 
 HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
@@ -71,20 +69,33 @@ def replace_block(text: str, block: str, content: str) -> str:
     return f"{before}{start}{content.rstrip()}\n{end}{after}"
 
 
-def paper_figure(name: str) -> str:
-    """The paper's first figure for a model, or a dash."""
-    figures = PAPERS.get(name, ())
-    return str(figures[0]) if figures else "–"
+#: Where a paper's identifier leads.
+PAPER_LINKS = {
+    "arXiv": "https://arxiv.org/abs/{}",
+    "doi": "https://doi.org/{}",
+    "openreview": "https://openreview.net/forum?id={}",
+}
+
+
+def paper_link(paper_id: str) -> str:
+    """``"arXiv:1710.09829"`` as a markdown link."""
+    kind, _, identifier = paper_id.partition(":")
+    return f"[{paper_id}]({PAPER_LINKS[kind].format(identifier)})"
 
 
 def model_table() -> str:
     """The registry as a markdown table."""
-    lines = ["| model | parameters | input | in its paper | what it is |", "|---|---:|---:|---|---|"]
+    lines = [
+        "| model | parameters | input | what it is, and the paper's figures | paper |",
+        "|---|---:|---:|---|---|",
+    ]
     for name in capszoo.list_models():
         info = capszoo.model_info(name)
         size = "×".join(map(str, info.input_size))
-        what = first_line(name).rstrip(".")
-        lines.append(f"| `{name}` | {info.num_params:,} | {size} | {paper_figure(name)} | {what} |")
+        papers = ", ".join(map(paper_link, info.paper_ids))
+        lines.append(
+            f"| `{name}` | {info.num_params:,} | {size} | {first_line(name).rstrip('.')} | {papers} |"
+        )
     return "\n".join(lines)
 
 
