@@ -219,7 +219,7 @@ class EncapNet(CapsuleNet):
         capFC has no couplings; the share is the component of the position's vote along the class capsule,
         clamped at zero and normalised (:meth:`capszoo.layers.capconv.CapFC.contributions`).
         """
-        if self.num_classes == 0:
+        if not isinstance(self.head, CapFC):
             raise RuntimeError("this model has no class capsules: create it with num_classes >= 1")
         features = self.forward_features(x)
         return self.head.contributions(features, self.head(features))

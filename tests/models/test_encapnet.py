@@ -79,7 +79,7 @@ def test_head_is_the_reference() -> None:
     model = warmed(tiny(num_classes=4).double())
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     features = model.forward_features(x)
-    assert features.shape == (2, 12, 3, 3) and float(features.abs().max()) > 1e-2
+    assert features.shape == (2, 12, 3, 3) and features.abs().max().item() > 1e-2
     poses = reference.cap_fc(features, model.head.weight)
     out = model.forward_capsules(x)
     torch.testing.assert_close(out.poses, poses, rtol=0, atol=1e-10)
@@ -136,7 +136,7 @@ def test_stem_can_be_chosen() -> None:
 def test_rows_of_table_3_train(arguments) -> None:
     model = tiny(**arguments)
     scores = model(torch.randn(4, 3, 9, 9))
-    assert float(scores.max()) > 1e-3
+    assert scores.max().item() > 1e-3
     scores.square().sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
     skips = [m.skip is not None for m in model.stages if hasattr(m, "skip")]
@@ -188,6 +188,8 @@ def test_reset_classifier_replaces_the_decoder_too() -> None:
     assert model.decoder is None and model(x).shape == (2, 12, 3, 3)
     with pytest.raises(RuntimeError, match="no class capsules"):
         model.forward_capsules(x)
+    with pytest.raises(RuntimeError, match="no class capsules"):
+        model.coupling_map(x)
     with pytest.raises(ValueError, match="'avg' or ''"):
         model.reset_classifier(3, "max")
 
