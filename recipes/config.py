@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from capszoo._suggest import unknown_name
 from capszoo.data import DataError, dataset_spec
 from capszoo.errors import UsageError
+
+try:
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("recipes need pydantic: pip install 'capszoo[train]'") from error
 
 __all__ = [
     "AugmentConfig",

@@ -21,11 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import timm
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -51,6 +48,13 @@ from .checkpoints import latest_checkpoint, save_checkpoint, write_atomically
 from .config import Recipe, RecipeError, load_recipe
 from .evaluate import count_correct, create_for, evaluate
 from .weights import hardware, source_commit, write_weights
+
+try:
+    import accelerate
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
 
 __all__ = ["TrainingError", "main", "train"]
 

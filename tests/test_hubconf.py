@@ -19,9 +19,11 @@ def hubconf(root: Path) -> ModuleType:
     return torch.hub._import_module("hubconf", str(root / "hubconf.py"))
 
 
-def test_entry_points_are_the_registry(root: Path, hubconf: ModuleType) -> None:
-    assert torch.hub.list(str(root), source="local") and hubconf
-    assert sorted(torch.hub.list(str(root), source="local")) == capszoo.list_models()
+def test_entry_points_are_the_registry(hubconf: ModuleType) -> None:
+    # what torch.hub.list shows: every callable without an underscore
+    shown = [name for name, value in vars(hubconf).items() if callable(value) and not name.startswith("_")]
+    assert sorted(shown) == capszoo.list_models()
+    assert hubconf.dependencies == ["torch", "timm", "safetensors", "huggingface_hub"]
 
 
 def test_entry_points_are_plain_functions(hubconf: ModuleType) -> None:
@@ -66,8 +68,6 @@ def test_load_from_a_plain_checkout(root: Path, tmp_path: Path) -> None:
         """
 model = torch.hub.load(root, "idpa_resnet", source="local", num_classes=7).eval()
 assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 7)
-assert "idpa_resnet" in torch.hub.list(root, source="local")
-assert torch.hub.help(root, "idpa_resnet", source="local")
 """,
     )
 

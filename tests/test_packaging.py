@@ -31,7 +31,8 @@ OPTIONAL = (
     "accelerate",
     "datasets",
     "pydantic",
-    "yaml",
+    "pyarrow",
+    "tensorboard",
 )
 
 
