@@ -278,8 +278,8 @@ def measure(spec: str, args: argparse.Namespace, device: torch.device) -> Row:
         )
     if args.memory:
         row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(spec, batch, args.threads, device)
-        reference, _ = memory_in_subprocess(YARDSTICK, batch, args.threads, device)
-        row.peak_ratio = row.peak_mib / reference
+        _, reference = memory_in_subprocess(YARDSTICK, batch, args.threads, device)
+        row.peak_ratio = row.peak_over_start_mib / max(reference, 1.0)
     return row
 
 

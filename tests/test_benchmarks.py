@@ -1,0 +1,72 @@
+"""The model benchmark: names, table, and one real comparison of a small model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def bench(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_models", root / "benchmarks" / "models.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_specs(bench: ModuleType) -> None:
+    assert bench.parse_spec("idpa_resnet") == ("idpa_resnet", {})
+    expected = {"routing_iters": 1, "pool": "avg", "img_size": 28}
+    assert bench.parse_spec("net:routing_iters=1,pool=avg,img_size=28") == ("net", expected)
+    with pytest.raises(SystemExit, match="argument=value"):
+        bench.parse_spec("net:routing_iters")
+
+
+def test_choice(bench: ModuleType) -> None:
+    everything = bench.chosen([])
+    assert set(bench.VARIANTS) < set(everything)
+    assert bench.chosen(["idpa_cnn*", "idpa_cnn"]) == ["idpa_cnn", "idpa_cnn_cifar100"]
+    with pytest.raises(SystemExit, match="no model matches 'nothing"):
+        bench.chosen(["nothing*"])
+
+
+def test_yardstick_is_the_cifar_resnet18(bench: ModuleType) -> None:
+    model, size = bench.build(bench.YARDSTICK)
+    assert size == (3, 32, 32)
+    assert (
+        sum(p.numel() for p in model.parameters()) == 11_173_962
+    )  # torchvision's 11,689,512 with this stem and head
+    import torch
+
+    features = model.eval().forward_features(torch.zeros(1, *size))
+    assert features.shape == (1, 512, 4, 4)  # 32 / 8: neither the stem nor a max-pool halves
+
+
+def test_ratio_is_the_median_of_pairs(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    # yardstick and model in turns; the second pair was disturbed, as a whole
+    times = iter([1.0, 2.0, 10.0, 20.0, 1.0, 2.2])
+    monkeypatch.setattr(bench, "timed", lambda run, device: next(times))
+    milliseconds, ratio = bench.compare(lambda: None, lambda: None, 3, 0, torch.device("cpu"))
+    assert ratio == 2.0 and milliseconds == 2200.0
+
+
+def test_one_run(bench: ModuleType, root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    command = [sys.executable, str(root / "benchmarks" / "models.py"), "--models", "resnet20_routingcaps"]
+    command += ["--iters", "1", "--warmup", "0", "--batch", "1", "--threads", "1", "--train", "--memory"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "| `resnet20_routingcaps` | 279,024 |" in done.stdout
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["forward_ratio"] > 0 and row["train_ratio"] > 0
+    assert row["peak_mib"] > row["peak_over_start_mib"] > 0
