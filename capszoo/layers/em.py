@@ -55,7 +55,7 @@ LAM_START = 1.0
 LAM_STEP = 1.0
 VAR_FLOOR = 1e-4
 EPS = 1e-4
-INIT_NOISE = 0.1
+INIT_NOISE = 0.2
 
 
 def _parent_logits(
@@ -221,6 +221,7 @@ class _MatrixEM(nn.Module):
         eps: float,
         normalize_cost: bool,
         init_noise: float,
+        init_beta_v: float,
     ) -> None:
         super().__init__()
         _check_iterations(num_iters)
@@ -237,6 +238,7 @@ class _MatrixEM(nn.Module):
         self.eps = eps
         self.normalize_cost = normalize_cost
         self.init_noise = init_noise
+        self.init_beta_v = init_beta_v
         self.weight = nn.Parameter(torch.empty(taps * in_caps, out_caps, pose_size, pose_size))
         self.beta_v = nn.Parameter(torch.empty(out_caps))
         self.beta_a = nn.Parameter(torch.empty(out_caps))
@@ -249,7 +251,7 @@ class _MatrixEM(nn.Module):
 
     def reset_parameters(self) -> None:
         _init_transforms(self.weight, self.init_noise)
-        nn.init.zeros_(self.beta_v)
+        nn.init.constant_(self.beta_v, self.init_beta_v)
         nn.init.zeros_(self.beta_a)
 
     @torch.jit.ignore
@@ -283,6 +285,7 @@ class ConvEM(_MatrixEM):
         num_iters: iterations.
         lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
         init_noise: standard deviation of the noise that the transforms, initially identities, are given.
+        init_beta_v: first ``beta_v``; minus the expected log of sigma makes the first activations neither 0 nor 1.
 
     ``weight`` is ``[k*k*in_caps, out_caps, p, p]``, its first index ``(row * k + column) * in_caps + capsule``; a
     vote is ``pose @ weight``, so that a transform has as many numbers as a pose. ``beta_v`` and ``beta_a`` are
@@ -303,6 +306,7 @@ class ConvEM(_MatrixEM):
         eps: float = EPS,
         normalize_cost: bool = False,
         init_noise: float = INIT_NOISE,
+        init_beta_v: float = 0.0,
     ) -> None:
         super().__init__(
             in_caps,
@@ -316,6 +320,7 @@ class ConvEM(_MatrixEM):
             eps,
             normalize_cost,
             init_noise,
+            init_beta_v,
         )
         self.kernel_size = kernel_size
         self.stride = stride
@@ -406,6 +411,7 @@ class ClassEM(_MatrixEM):
         num_iters: iterations.
         lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
         init_noise: standard deviation of the noise that the transforms, initially identities, are given.
+        init_beta_v: first ``beta_v``; minus the expected log of sigma makes the first activations neither 0 nor 1.
 
     ``weight`` is ``[in_caps, num_classes, p, p]``; ``beta_v``, ``beta_a`` are ``[num_classes]``.
     """
@@ -422,6 +428,7 @@ class ClassEM(_MatrixEM):
         eps: float = EPS,
         normalize_cost: bool = False,
         init_noise: float = INIT_NOISE,
+        init_beta_v: float = 0.0,
     ) -> None:
         super().__init__(
             in_caps,
@@ -435,6 +442,7 @@ class ClassEM(_MatrixEM):
             eps,
             normalize_cost,
             init_noise,
+            init_beta_v,
         )
 
     def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:

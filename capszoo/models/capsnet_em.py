@@ -9,11 +9,17 @@
 Maps of matrix capsules are ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p + column, then
 the activations.
 
-Our choices, where the papers are silent: the temperature and the floor of the variances (see
-`capszoo.layers.em_routing`), and the normalised cost, which Li et al. found crucial, in every network: without it the
-activations start, and mostly stay, saturated. Convolutions start as He normal, the transforms as identities and noise.
-In `capsnet6_em` the mid capsules stand in 32 types on a grid of ``mid_caps / 32`` positions; the public release of that
-paper computes with 512 of them, the 2048 of the text are the default, for they give the stated size.
+Our choices, where the papers are silent: the floor of the variances (see `capszoo.layers.em_routing`), and what keeps
+the activations off the ends of the sigmoid, without which no loss on them has a gradient (Li et al. say so too). In
+`capsnet6_em` that is their normalised cost, at a constant temperature, so that the sigmoid sees [-5, 5] as in the
+text. In the other networks it is the inverse temperature ``lambda_t = (1 + t) / 10``, divided in each layer by its
+children per parent, with which the cost grows, and a start of ``beta_v`` near minus the log of the votes' deviation.
+Convolutions start as He normal, the transforms as identities and noise. In `capsnet6_em` the mid capsules stand in 32
+types on a grid of ``mid_caps / 32`` positions; the public release of that paper computes with 512 of them, the 2048 of
+the text are the default, for they give the stated size.
+
+Scores are the logits of the class activations: they keep their order where half precision rounds the activations to 1,
+and serve cross-entropy as they are. ``scores="activations"`` gives what the spread loss wants.
 """
 
 import math
@@ -138,7 +144,9 @@ class EMCapsNet(EMNetBase):
         caps: capsule types of the primary layer and of each 3x3 EM layer, the first of which has stride 2.
         pose_size: rows (and columns) of a pose.
         routing_iters: iterations, in every routing layer.
-        lam_start, lam_step, var_floor, normalize_cost: see `capszoo.layers.em_routing`.
+        lam_start, lam_step: inverse temperature ``lam_start + lam_step * t`` of iteration t, divided in each layer by
+            its children per parent.
+        var_floor, normalize_cost: see `capszoo.layers.em_routing`.
         scores: what ``forward`` returns: ``"logits"`` of the class activations (for cross-entropy), or the
             ``"activations"`` in [0, 1] (for the spread loss). Their order is the same, but where the sigmoid saturates.
         decoder: build the reconstruction decoder.
@@ -159,10 +167,10 @@ class EMCapsNet(EMNetBase):
         caps: Tuple[int, ...] = (32, 32, 32),
         pose_size: int = 4,
         routing_iters: int = 2,
-        lam_start: float = 1.0,
-        lam_step: float = 1.0,
+        lam_start: float = 0.1,
+        lam_step: float = 0.1,
         var_floor: float = 1e-4,
-        normalize_cost: bool = True,
+        normalize_cost: bool = False,
         scores: str = "logits",
         decoder: bool = False,
         global_pool: str = "avg",
@@ -173,13 +181,9 @@ class EMCapsNet(EMNetBase):
             raise ValueError(f"caps must name the primary capsules and at least one EM layer's, not {caps}")
         self.score_kind = scores
         self.caps, self.pose_size, self.class_dim = tuple(caps), pose_size, pose_size * pose_size
+        self._lam = (lam_start, lam_step)
         self._routing: Dict[str, Any] = dict(
-            pose_size=pose_size,
-            num_iters=routing_iters,
-            lam_start=lam_start,
-            lam_step=lam_step,
-            var_floor=var_floor,
-            normalize_cost=normalize_cost,
+            pose_size=pose_size, num_iters=routing_iters, var_floor=var_floor, normalize_cost=normalize_cost
         )
         per_caps = self.class_dim + 1  # channels of a capsule type
         self.num_features = self.head_hidden_size = caps[-1] * per_caps
@@ -205,12 +209,20 @@ class EMCapsNet(EMNetBase):
         stages["primary"] = PrimaryMatrixCaps(stem_chans, caps[0], pose_size)
         levels.append(("primary", caps[0] * per_caps, h))
         for i in range(1, len(caps)):
-            layer = ConvEM(caps[i - 1], caps[i], kernel_size=3, stride=2 if i == 1 else 1, **self._routing)
+            layer = ConvEM(
+                caps[i - 1],
+                caps[i],
+                kernel_size=3,
+                stride=2 if i == 1 else 1,
+                init_beta_v=0.5 if i == 1 else 2.0,
+                **self._settings(9 * caps[i - 1], caps[i]),
+            )
             h, w = layer.grid_size(h, w)
             if h < 1 or w < 1:
                 raise ValueError(f"img_size={self.img_size} is too small for this network's convolutions")
             stages[f"caps{i}"] = layer
             levels.append((f"caps{i}", caps[i] * per_caps, h))
+        self.grid = (h, w)
         self.stages = nn.Sequential(stages)
         # unpadded windows shrink the map as well: the power of two that the ratio of sizes reaches
         self.feature_info = [
@@ -223,10 +235,17 @@ class EMCapsNet(EMNetBase):
         if decoder:
             self.decoder = self._make_decoder()
 
+    def _settings(self, children: int, parents: int) -> Dict[str, Any]:
+        """Arguments of a routing layer with so many children and parents."""
+        start, step = (lam * parents / children for lam in self._lam)
+        return dict(self._routing, lam_start=start, lam_step=step)
+
     def _make_class_caps(self) -> nn.Module:
         if self.num_classes == 0:
             return NoClassCaps()
-        return ClassEM(self.caps[-1], self.num_classes, **self._routing)
+        children = self.grid[0] * self.grid[1] * self.caps[-1]
+        settings = self._settings(children, self.num_classes)
+        return ClassEM(self.caps[-1], self.num_classes, init_beta_v=3.0, **settings)
 
     def _children(self, x: Tensor) -> Tensor:
         """The last map, some of its capsules inactive where there is dropout."""
@@ -303,7 +322,7 @@ class SixLayerEMCapsNet(EMNetBase):
         class_dim: int = 16,
         routing_iters: int = 3,
         lam_start: float = 1.0,
-        lam_step: float = 1.0,
+        lam_step: float = 0.0,
         var_floor: float = 1e-4,
         normalize_cost: bool = True,
         scores: str = "logits",
