@@ -198,8 +198,8 @@ def info(
     facts.add_row("multiply-adds", f"{summary.multiply_adds:,} per image (convolutions and matrix products)")
     facts.add_row("input", "{}x{}x{} (channels, height, width)".format(*about.input_size))
     facts.add_row("classes", str(about.num_classes))
-    if summary.routing_iters is not None:
-        facts.add_row("routing", f"{summary.routing_iters} iterations")
+    if summary.routing_iters:
+        facts.add_row("routing", f"{'/'.join(map(str, summary.routing_iters))} iterations")
     facts.add_row("licence", about.license)
     out = _stdout()
     out.print(facts)
@@ -239,7 +239,7 @@ def predict(
 ) -> None:
     """Classify images."""
     from .inference import load_model, predict
-    from .preprocess import find_images
+    from .preprocess import find_images, model_input_size
 
     files = find_images(images)
     net = load_model(model, device=device, **_given(img_size=_size(img_size), routing_iters=routing_iters))
@@ -257,6 +257,10 @@ def predict(
                 )
         if table.row_count:
             _stdout().print(table)
+    _, height, width = model_input_size(net)
+    resized = sum(not result.error and result.size != (width, height) for result in results)
+    if resized:
+        _stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
     for result in failed:
         _stderr().print(f"[bold red]error:[/] {escape(result.error)}", soft_wrap=True)
     if failed:

@@ -15,7 +15,10 @@ from .models._papers import PAPERS, PaperFigure
 from .models._pretrained import bundled_tags
 from .preprocess import model_input_size
 
-__all__ = ["ModelSummary", "count_multiply_adds", "list_summaries", "summarise"]
+__all__ = ["ModelSummary", "count_multiply_adds", "list_summaries", "routing_iterations", "summarise"]
+
+#: Names under which layers and models keep their iteration count.
+ITERATION_ATTRIBUTES = ("num_iters", "routing_iters")
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,13 @@ class ModelSummary:
     Attributes:
         info: the registry's view.
         multiply_adds: of one image, in convolutions and matrix products.
-        routing_iters: the model's own count, None without routing.
+        routing_iters: the distinct iteration counts of its routings; empty without routing.
         figures: what the papers report for this architecture.
     """
 
     info: ModelInfo
     multiply_adds: int
-    routing_iters: int | None
+    routing_iters: tuple[int, ...]
     figures: tuple[PaperFigure, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,7 +47,7 @@ class ModelSummary:
             "multiply_adds": self.multiply_adds,
             "num_classes": info.num_classes,
             "input_size": list(info.input_size),
-            "routing_iters": self.routing_iters,
+            "routing_iters": list(self.routing_iters),
             "license": info.license,
             "paper_ids": list(info.paper_ids),
             "paper_figures": [figure._asdict() for figure in self.figures],
@@ -83,6 +86,17 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
     return counter.get_total_flops() // 2
 
 
+def routing_iterations(model: nn.Module) -> list[int]:
+    """The distinct iteration counts of a model's routings, ascending; empty where there is no routing."""
+    counts = {
+        getattr(module, name)
+        for module in model.modules()
+        for name in ITERATION_ATTRIBUTES
+        if type(getattr(module, name, None)) is int
+    }
+    return sorted(counts)
+
+
 def list_summaries(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]]:
     """One row per architecture (name, description, tags), or per checkpoint (with its test accuracy).
 
@@ -118,10 +132,9 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
     """
     info = model_info(name, **kwargs)
     model = create_model(name, device="meta", **kwargs)
-    iterations = getattr(model, "routing_iters", None)
     return ModelSummary(
         info=info,
         multiply_adds=count_multiply_adds(model),
-        routing_iters=iterations if isinstance(iterations, int) else None,
+        routing_iters=tuple(routing_iterations(model)),
         figures=PAPERS.get(split_model_name_tag(name)[0], ()),
     )

@@ -19,11 +19,10 @@ from torch import fx
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from capszoo.errors import UsageError
+from capszoo.summary import ITERATION_ATTRIBUTES, routing_iterations
 
 __all__ = ["fold_batchnorm", "prepare_for_export", "routing_iterations", "set_routing_iterations"]
 
-# Names under which layers and models keep their iteration count.
-_ITERATION_ATTRIBUTES = ("num_iters", "routing_iters")
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -50,17 +49,6 @@ def prepare_for_export(model: nn.Module, routing_iters: int | None = None, fold:
     return prepared
 
 
-def routing_iterations(model: nn.Module) -> list[int]:
-    """The distinct iteration counts of a model's routings, ascending; empty where there is no routing."""
-    counts = {
-        getattr(module, name)
-        for module in model.modules()
-        for name in _ITERATION_ATTRIBUTES
-        if type(getattr(module, name, None)) is int
-    }
-    return sorted(counts)
-
-
 def set_routing_iterations(model: nn.Module, routing_iters: int) -> None:
     """Set the iteration count of every routing of a model, in place.
 
@@ -71,7 +59,7 @@ def set_routing_iterations(model: nn.Module, routing_iters: int) -> None:
         raise UsageError(f"routing_iters is {routing_iters}", "give 1 or more")
     found = False
     for module in model.modules():
-        for name in _ITERATION_ATTRIBUTES:
+        for name in ITERATION_ATTRIBUTES:
             if type(getattr(module, name, None)) is int:
                 setattr(module, name, routing_iters)
                 found = True

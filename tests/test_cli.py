@@ -128,7 +128,9 @@ def test_wrong_model_name_suggests_the_right_one(pictures: Path) -> None:
 
 
 def test_predict_prints_a_table(trained: Path, pictures: Path) -> None:
-    text = succeeds("predict", trained, pictures, "--device", "cpu")
+    result = run("predict", trained, pictures, "--device", "cpu")
+    text = result.stdout
+    assert result.exit_code == 0 and result.stderr == "note: 1 of 2 images resized and cropped to 20x20\n"
     lines = text.splitlines()
     assert len(lines) == 1 + 2 * 3
     assert "a.png" in lines[1] and any(f" {label} " in text for label in ("ant", "bee", "cat"))
