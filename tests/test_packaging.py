@@ -32,7 +32,6 @@ OPTIONAL = (
     "datasets",
     "pydantic",
     "pyarrow",
-    "tensorboard",
 )
 
 
