@@ -7,7 +7,9 @@ installed timm and starts pytest with ``-p tests.timm_plugin``. The plugin
 - narrows ``timm.list_models`` and ``timm.list_pretrained``, which the file uses to parametrise its tests, to
   our names. The ``module`` argument, a list of timm's files whose models have ``forward_intermediates``, is
   dropped: all of ours have it;
-- keeps the collected items whose ``model_name`` is ours. The others are timm's tests of its own models.
+- keeps the collected items whose ``model_name`` is ours. The others are timm's tests of its own models;
+- gives every item the time limit of timm's own switch ``TIMEOUT``, in seconds: some of the file's limits do not
+  read it, and are meant for a machine with more than two cores.
 
 An exclusion stands in ``EXCLUDED`` by test and model name, with its reason, and is listed at the end of a run.
 """
@@ -15,6 +17,7 @@ An exclusion stands in ``EXCLUDED`` by test and model name, with its reason, and
 from __future__ import annotations
 
 import fnmatch
+import os
 from typing import Any
 
 import pytest
@@ -77,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             dropped.append(item)
         else:
             selection.models.add(model.split(".")[0])
+            if limit := os.environ.get("TIMEOUT"):
+                item.add_marker(pytest.mark.timeout(int(limit)), append=False)
             kept.append(item)
     selection.kept = len(kept)
     items[:] = kept
