@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
+from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
 
 HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
@@ -102,15 +103,17 @@ def model_table() -> str:
 def results_table() -> str:
     """The checkpoints and their measured figures, from the metadata beside the weights."""
     lines = [
-        "| weights | data set | top-1, % | wrong of | parameters | recipe |",
-        "|---|---|---:|---:|---:|---|",
+        "| weights | data set | top-1, % | wrong of | runs | the paper's figure there | parameters | recipe |",
+        "|---|---|---:|---:|---|---|---:|---|",
     ]
     for name, info in bundled_tags().items():
         raw = info.raw
         test = raw["metrics"]["test"]
-
+        same = [str(f) for f in PAPERS[info.architecture] if f.dataset == raw["dataset"]["title"]]
+        runs = f"1 (seed {raw['seed']}), {raw['recipe']['epochs']} epochs, the last"
         lines.append(
             f"| `{name}` | {raw['dataset']['name']} | {test['top1']:.2f} | {test['errors']} of {test['n']:,} "
+            f"| {runs} | {'; '.join(same) or 'none'} "
             f"| {raw['num_params']:,} | [`{name}.yaml`](recipes/configs/{name}.yaml) |"
         )
     return "\n".join(lines)
