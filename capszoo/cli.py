@@ -357,7 +357,9 @@ def train(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changed settings, such as optimizer.lr=0.001."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a setting, such as optimizer.lr=0.001; repeatable."
+        ),
     ] = None,
     data: Annotated[
         Path | None,

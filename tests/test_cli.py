@@ -307,7 +307,17 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(module, "train", train)
     text = succeeds(
-        "train", "some.recipe", "epochs=1", "seed=3", "--data", tmp_path, "--out", tmp_path / "r", "--cpu"
+        "train",
+        "some.recipe",
+        "--set",
+        "epochs=1",
+        "--set",
+        "seed=3",
+        "--data",
+        tmp_path,
+        "--out",
+        tmp_path / "r",
+        "--cpu",
     )
     assert calls == [
         ("some.recipe", ["epochs=1", "seed=3"], {"out": tmp_path / "r", "data": tmp_path, "cpu": True})
