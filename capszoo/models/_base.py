@@ -88,7 +88,7 @@ class CapsuleNet(nn.Module):
         self.decoder = None
         h, w = self.img_size
         self._size_message = (
-            f"this model was built for {h}x{w} images: resize the input, or create the model with img_size=(h, w)"
+            f"this model was built for {h}x{w} images: resize them, or create it with img_size=(h, w)"
         )
         # the zoo adapts the first convolution itself, for any number of channels (_pretrained.adapt_state_dict)
         self._traits: Any = {"first_conv": None, "fixed_input_size": fixed_input_size}
