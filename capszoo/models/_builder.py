@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,11 +169,13 @@ def build_capsule_model(
         make,  # type: ignore[arg-type]
         variant,
         pretrained,
-        pretrained_cfg=cfg.to_dict(),
+        # without first_conv: older timm would adapt it, too, and only from three channels
+        pretrained_cfg=dict(cfg.to_dict(), first_conv=None),
         feature_cfg=feature_cfg,
-        pretrained_filter_fn=adapt_state_dict,
+        pretrained_filter_fn=partial(adapt_state_dict, first_conv=cfg.first_conv),
         **kwargs,
     )
     described: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    described["first_conv"] = cfg.first_conv
     described.pop("state_dict", None)  # the weights live in the model now, not in its description
     return model

@@ -197,12 +197,19 @@ def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
     return weight[:, index] * (source / in_chans)
 
 
-def adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def adapt_state_dict(
+    state_dict: dict[str, Tensor], model: nn.Module, first_conv: str | None = None
+) -> dict[str, Tensor]:
     """Fit a checkpoint to a model that differs in input channels, classes, image size or decoder.
 
     What does not depend on the difference is taken over; the rest keeps the model's own initial values, and one
     log line says which tensors those are. The result always has exactly the model's keys, so that it loads
     strictly. (timm calls this as ``pretrained_filter_fn``.)
+
+    Args:
+        state_dict: the checkpoint.
+        model: the model to fit it to; its ``pretrained_cfg`` describes the checkpoint.
+        first_conv: name of the first convolution; None takes the configuration's.
 
     Raises:
         WeightsError: a tensor is missing, unknown or of another shape, and no such difference explains it.
@@ -211,7 +218,7 @@ def adapt_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[st
     own = model.state_dict()
     classifier = cfg.get("classifier") or ()
     heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    first_conv = cfg.get("first_conv")
+    first_conv = first_conv or cfg.get("first_conv")
     other_classes = cfg.get("num_classes") != getattr(model, "num_classes", None)
     source_size = tuple(cfg.get("input_size") or ())[-2:]
     other_size = bool(source_size) and source_size != tuple(getattr(model, "img_size", source_size))
