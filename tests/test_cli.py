@@ -24,7 +24,8 @@ MODEL = "resnet20_routingcaps"
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    # some test runners set COLUMNS for their workers, which would wrap the tables
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": None})
 
 
 def succeeds(*arguments: object) -> str:
