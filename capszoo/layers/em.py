@@ -616,9 +616,12 @@ class SharedEM(nn.Module):
         out_caps, out_dim: parents, and numbers in a parent's pose.
         num_iters: iterations.
         lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        init_beta_v: first ``beta_v``. Well below minus the log of sigma, the parents that take more votes start as the
+            more active ones; above, as the less active, and such a net hardly learns. Not for costs as they are, which
+            it would send to the end of the sigmoid.
 
-    ``weight`` is ``[j, g, d, e]``, normal of standard deviation 1 (our choice: a parent is the mean of many votes,
-    and smaller ones would put the next layer's variances at their floor); ``bias`` is ``[j, g, e]``, initially 0;
+    ``weight`` is ``[j, g, d, e]``, normal of standard deviation 1 (our choice: a parent is the mean of many votes, and
+    smaller ones would put the next layer's variances near their floor); ``bias`` is ``[j, g, e]``, initially 0;
     ``beta_v`` and ``beta_a`` are ``[j]``.
     """
 
@@ -634,6 +637,7 @@ class SharedEM(nn.Module):
         var_floor: float = VAR_FLOOR,
         eps: float = EPS,
         normalize_cost: bool = True,
+        init_beta_v: float = -5.0,
     ) -> None:
         super().__init__()
         _check_iterations(num_iters)
@@ -644,6 +648,7 @@ class SharedEM(nn.Module):
         self.var_floor = var_floor
         self.eps = eps
         self.normalize_cost = normalize_cost
+        self.init_beta_v = init_beta_v
         self.weight = nn.Parameter(torch.empty(out_caps, groups, in_dim, out_dim))
         self.bias = nn.Parameter(torch.empty(out_caps, groups, out_dim))
         self.beta_v = nn.Parameter(torch.empty(out_caps))
@@ -653,7 +658,7 @@ class SharedEM(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight)
         nn.init.zeros_(self.bias)
-        nn.init.zeros_(self.beta_v)
+        nn.init.constant_(self.beta_v, self.init_beta_v)
         nn.init.zeros_(self.beta_a)
 
     def forward(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor]:

@@ -351,6 +351,7 @@ class SixLayerEMCapsNet(EMNetBase):
             lam_step=lam_step,
             var_floor=var_floor,
             normalize_cost=normalize_cost,
+            init_beta_v=-5.0 if normalize_cost else 0.0,
         )
         self.num_features = widths[-1] + caps_types
         self.head_hidden_size = caps_types * (mid_dim + 1)

@@ -146,7 +146,7 @@ def test_activations_start_neither_on_nor_off(name: str) -> None:
     with torch.no_grad():
         out = model.forward_capsules(torch.randn(4, model.in_chans, 32, 32)).activations
     assert 0.05 < out.mean() < 0.95
-    assert ((out > 0.01) & (out < 0.99)).float().mean() > 0.7
+    assert ((out > 0.01) & (out < 0.99)).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", "spread"])
