@@ -323,6 +323,7 @@ def main() -> None:
             parser.error(f"--out {path}: only .json and .csv files are written")
 
     torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # untrained deep EncapNets shrink to denormal numbers in eval mode
     torch.manual_seed(0)
     device = torch.device(args.device)
     if args.memory_of:
