@@ -10,6 +10,9 @@ before it, and the median of the paired ratios is what is printed: a busy machin
 high-water mark of a fresh process that does nothing but two training steps.
 
 A model is named as ``name`` or ``name:argument=value,argument=value``; shell patterns take all that match.
+``name@stage`` is the net cut off after that stage (of ``model.stages``), with average pooling behind it: what is left
+of a capsule network without its capsules. Multiply-adds are those of matrix products and convolutions, as PyTorch's
+own counter sees them; the last ratio is the time's over theirs, 1 where a net runs at ResNet-18's speed.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import ast
 import csv
 import fnmatch
+import functools
 import json
 import os
 import platform
@@ -37,6 +41,7 @@ import timm  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import capszoo  # noqa: E402
 
@@ -60,6 +65,8 @@ class Row:
     params: int
     input_size: tuple[int, ...]
     batch: int
+    mega_macs: float
+    macs_ratio: float
     forward_ms: float | None = None
     forward_ratio: float | None = None
     train_ms: float | None = None
@@ -97,8 +104,31 @@ def build(spec: str) -> tuple[nn.Module, tuple[int, ...]]:
     if spec == YARDSTICK:
         return cifar_resnet18(), (3, 32, 32)
     name, arguments = parse_spec(spec)
+    name, _, stage = name.partition("@")
     model: Any = capszoo.create_model(name, **arguments)
-    return model, (model.in_chans, *model.img_size)
+    size = (model.in_chans, *model.img_size)
+    if stage:
+        model = cut_after(model, stage)
+    return model, size
+
+
+def cut_after(model: Any, stage: str) -> nn.Module:
+    """The stages of a net up to and including ``stage``, and average pooling."""
+    names = [name for name, _ in model.stages.named_children()]
+    if stage not in names:
+        raise SystemExit(f"error: no stage '{stage}'; the stages are {', '.join(names)}")
+    kept = list(model.stages.children())[: names.index(stage) + 1]
+    return nn.Sequential(*kept, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@functools.cache
+def multiply_adds(spec: str) -> float:
+    """Millions of multiply-adds of an image's forward pass, in matrix products and convolutions."""
+    model, size = build(spec)
+    counter = FlopCounterMode(display=False)
+    with torch.inference_mode(), counter:
+        model.eval()(torch.rand(1, *size))
+    return counter.get_total_flops() / 2e6
 
 
 def batch_of(spec: str, batch: int) -> int:
@@ -190,6 +220,7 @@ def measure_memory(spec: str, batch: int, device: torch.device) -> tuple[float, 
     return peak, peak - start
 
 
+@functools.cache
 def memory_in_subprocess(spec: str, batch: int, threads: int, device: torch.device) -> tuple[float, float]:
     command = [
         sys.executable,
@@ -219,7 +250,7 @@ def chosen(patterns: list[str]) -> list[str]:
         return sorted([*names, *VARIANTS])
     specs: list[str] = []
     for pattern in patterns:
-        if ":" in pattern:
+        if ":" in pattern or "@" in pattern:
             found = [pattern]
         else:
             found = [name for name in names if fnmatch.fnmatch(name, pattern)]
@@ -231,15 +262,22 @@ def chosen(patterns: list[str]) -> list[str]:
 
 def table(rows: list[Row]) -> str:
     """The rows as a markdown table; columns that were not measured are left out."""
+
+    def per_work(ratio: float | None, row: Row) -> str | None:
+        return None if ratio is None else f"{ratio / row.macs_ratio:.2f}"
+
     columns: list[tuple[str, Callable[[Row], str | None]]] = [
         ("model", lambda r: f"`{r.model}`"),
         ("parameters", lambda r: f"{r.params:,}"),
         ("input", lambda r: "×".join(map(str, r.input_size))),
         ("batch", lambda r: str(r.batch)),
+        ("M multiply-adds", lambda r: f"{r.mega_macs:.0f}"),
         ("forward, ms", lambda r: None if r.forward_ms is None else f"{r.forward_ms:.1f}"),
         ("× ResNet-18", lambda r: None if r.forward_ratio is None else f"{r.forward_ratio:.2f}"),
+        ("÷ multiply-adds'", lambda r: per_work(r.forward_ratio, r)),
         ("training step, ms", lambda r: None if r.train_ms is None else f"{r.train_ms:.1f}"),
         ("× ResNet-18", lambda r: None if r.train_ratio is None else f"{r.train_ratio:.2f}"),
+        ("÷ multiply-adds'", lambda r: per_work(r.train_ratio, r)),
         ("peak memory, MiB", lambda r: None if r.peak_mib is None else f"{r.peak_mib:.0f}"),
         (
             "of it above start-up",
@@ -258,7 +296,9 @@ def table(rows: list[Row]) -> str:
 def measure(spec: str, args: argparse.Namespace, device: torch.device) -> Row:
     batch = batch_of(spec, args.batch)
     model, size = build(spec)
-    row = Row(spec, sum(p.numel() for p in model.parameters()), size, batch)
+    macs = multiply_adds(spec)
+    parameters = sum(p.numel() for p in model.parameters())
+    row = Row(spec, parameters, size, batch, macs, macs / multiply_adds(YARDSTICK))
     del model
     if not args.no_forward:
         row.forward_ms, row.forward_ratio = compare(
@@ -330,11 +370,6 @@ def main() -> None:
         print(json.dumps(measure_memory(args.memory_of, args.batch, device)))
         return
 
-    rows: list[Row] = []
-    specs = chosen(args.models)
-    for number, spec in enumerate(specs, 1):
-        print(f"[{number}/{len(specs)}] {spec}", file=sys.stderr, flush=True)
-        rows.append(measure(spec, args, device))
     settings = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -344,12 +379,18 @@ def main() -> None:
         "batch": args.batch,
         "iters": args.iters,
     }
+    rows: list[Row] = []
+    specs = chosen(args.models)
+    for number, spec in enumerate(specs, 1):
+        print(f"[{number}/{len(specs)}] {spec}", file=sys.stderr, flush=True)
+        rows.append(measure(spec, args, device))
+        for path in args.out:  # after each model, so that a run cut short leaves what it measured
+            write(rows, path, settings)
     print(table(rows))
     print(
         "\n" + ", ".join(f"{key} {value}" for key, value in settings.items()) + "; medians of paired ratios"
     )
     for path in args.out:
-        write(rows, path, settings)
         print(f"written: {path}", file=sys.stderr)
 
 

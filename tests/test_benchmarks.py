@@ -50,6 +50,17 @@ def test_yardstick_is_the_cifar_resnet18(bench: ModuleType) -> None:
     assert features.shape == (1, 512, 4, 4)  # 32 / 8: neither the stem nor a max-pool halves
 
 
+def test_multiply_adds(bench: ModuleType) -> None:
+    assert bench.multiply_adds(bench.YARDSTICK) == pytest.approx(555.4, abs=0.1)
+    # stem 3x3, 3 to 16; first stage: 6 convolutions 3x3 of 16 channels; on 32x32 positions
+    stem, stage = 9 * 3 * 16 * 1024, 6 * 9 * 16 * 16 * 1024
+    model, size = bench.build("resnet20_routingpool@layer1")
+    assert bench.multiply_adds("resnet20_routingpool@layer1") == pytest.approx((stem + stage) / 1e6)
+    assert model(bench.torch.zeros(2, *size)).shape == (2, 16)
+    with pytest.raises(SystemExit, match=r"no stage 'layer9'; the stages are .*layer1"):
+        bench.build("resnet20_routingpool@layer9")
+
+
 def test_ratio_is_the_median_of_pairs(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
