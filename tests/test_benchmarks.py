@@ -81,3 +81,52 @@ def test_one_run(bench: ModuleType, root: Path, tmp_path: Path) -> None:
     (row,) = json.loads(out.read_text())["rows"]
     assert row["forward_ratio"] > 0 and row["train_ratio"] > 0
     assert row["peak_mib"] > row["peak_over_start_mib"] > 0
+
+
+@pytest.fixture(scope="module")
+def routing(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_routing", root / "benchmarks" / "routing.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_layers_equal_their_plain_forms(routing: ModuleType) -> None:
+    """What is timed is the same function: values in float64, of every layer of the table."""
+    for case in routing.cases():
+        assert routing.difference(case, batch=1) < 1e-9, case.name
+
+
+def test_stated_multiply_adds(routing: ModuleType) -> None:
+    """The counts of docs/performance.md, an image, against their derivation by hand."""
+    # 1,152 x 10 votes of 16 numbers: 8 each to make, then 3 sums and 2 agreements
+    assert routing.dynamic_case().macs == 1152 * 10 * 16 * (8 + 5)
+    # IDPA's three layers at one pass and at two (7 x 7 and 5 x 5 windows, 800 children of 10 classes)
+    one, two = (
+        routing.conv_idpa_case(num_iters=t).macs
+        + routing.conv_idpa_case(7, 1, t).macs
+        + routing.fc_idpa_case(num_iters=t).macs
+        for t in (1, 2)
+    )
+    assert (round(one / 1e6), round(two / 1e6)) == (44, 66)
+
+
+def test_floor_is_the_larger_limit(routing: ModuleType) -> None:
+    machine = routing.Machine(macs=1e9, bytes=1e8)
+    assert machine.floor(2e9, 1e8) == 2.0 and machine.floor(1e9, 3e8) == 3.0
+
+
+def test_peak_of_step_counts_what_is_alive_at_once(routing: ModuleType) -> None:
+    torch = routing.torch
+
+    def step() -> None:
+        for _ in range(4):  # one at a time
+            torch.empty(2**20)
+
+    def hoard() -> None:
+        _ = [torch.empty(2**20) for _ in range(4)]
+
+    assert routing.peak_of_step(step) == 4 * 2**20
+    assert routing.peak_of_step(hoard) == 16 * 2**20
