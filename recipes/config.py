@@ -1,4 +1,8 @@
-"""What a recipe is: a YAML file read into these models, where every unknown key and wrong value is one clear line."""
+"""What a recipe is: a YAML file read into these models, where every unknown key and wrong value is one clear line.
+
+A file may hold `profiles: {short: {epochs: 20, ...}}`: other settings for the same model and tag, chosen by name
+(`--profile short`), laid over the file's own key by key; `null` gives a key its default back.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,34 @@ __all__ = [
     "RecipeError",
     "ScheduleConfig",
     "find_recipe",
+    "list_profiles",
     "list_recipes",
     "load_recipe",
 ]
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
+FIXED = ("arch", "tag", "profile", "profiles", "data.name")
+"""What a profile cannot change: it trains the same model on the same data."""
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -111,6 +138,8 @@ class Recipe(_Section):
     arch: str
     tag: str
     description: str = ""
+    profile: str | None = None
+    """The profile that was chosen; none: the file's own settings, which are the paper's."""
     model_args: dict[str, Any] = {}
     data: DataConfig
     epochs: Positive
@@ -193,6 +222,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise RecipeError(f"--set takes key=value, e.g. optimizer.lr=0.001; got '{override}'")
+    if key in ("profile", "profiles"):
+        raise RecipeError(f"--set {override}: a profile is chosen by --profile NAME")
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
@@ -205,33 +236,93 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set {override}: '{text}' is not a YAML value") from error
 
 
-def load_recipe(recipe: str | Path | Recipe, overrides: list[str] | None = None) -> Recipe:
+def _merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with `over` laid over it: mappings key by key, all else replaced, keys set to null left out."""
+    result = dict(tree)
+    for key, value in over.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict):
+            below = result.get(key)
+            result[key] = _merged(below if isinstance(below, dict) else {}, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _validate(tree: dict[str, Any], where: str) -> Recipe:
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError(_one_line(error, where)) from error
+
+
+def _profiles(tree: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    """Take the profiles out of a recipe file's tree, each laid over the file's own settings, and check them all."""
+    profiles = tree.pop("profiles", None)
+    if profiles is None:
+        return {}
+    if not isinstance(profiles, dict) or not all(isinstance(over, dict) for over in profiles.values()):
+        raise RecipeError(f"{where}: 'profiles' must be names with settings, e.g. {{short: {{epochs: 20}}}}")
+    merged = {}
+    for name, over in profiles.items():
+        for key in FIXED:
+            first, _, second = key.partition(".")
+            below = over.get(first)
+            if first in over and (not second or (isinstance(below, dict) and second in below)):
+                raise RecipeError(f"{where}, profile {name}: '{key}' is the recipe's, no profile changes it")
+        merged[str(name)] = {**_merged(tree, over), "profile": str(name)}
+        _validate(merged[str(name)], f"{where}, profile {name}")
+    return merged
+
+
+def _read(recipe: str | Path) -> tuple[dict[str, Any], str]:
+    """A recipe file's tree and its name."""
+    path = find_recipe(recipe)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read {path}: {error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise RecipeError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from error
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path} is no recipe: it must be a mapping of keys to values")
+    return tree, path.name
+
+
+def list_profiles(recipe: str | Path) -> list[str]:
+    """Names of a recipe's profiles."""
+    tree, where = _read(recipe)
+    return sorted(_profiles(tree, where))
+
+
+def load_recipe(
+    recipe: str | Path | Recipe, overrides: list[str] | None = None, profile: str | None = None
+) -> Recipe:
     """Read and check a recipe.
 
     Arguments:
         recipe: path, name of a recipe of the package, or a `Recipe`.
-        overrides: `key=value` lines with dotted keys; values are YAML.
+        overrides: `key=value` lines with dotted keys; values are YAML. They come after the profile.
+        profile: name of one of the recipe's profiles; None takes its own settings.
 
     Raises `RecipeError`, one line that names the key and the nearest valid one.
     """
     if isinstance(recipe, Recipe):
         where, tree = recipe.name, recipe.model_dump()
+        profiles: dict[str, dict[str, Any]] = {}
     else:
-        path = find_recipe(recipe)
-        where = path.name
-        try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"cannot read {path}: {error}") from error
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = f", line {mark.line + 1}" if mark else ""
-            raise RecipeError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from error
-        if not isinstance(tree, dict):
-            raise RecipeError(f"{path} is no recipe: it must be a mapping of keys to values")
+        tree, where = _read(recipe)
+        profiles = _profiles(tree, where)
+    if profile is not None:
+        if not profiles:
+            raise RecipeError(f"{where} has no profiles, so there is none named '{profile}'")
+        if profile not in profiles:
+            raise RecipeError(f"{where}: {unknown_name('profile', profile, profiles)}")
+        tree = profiles[profile]
+        where = f"{where}, profile {profile}"
     for override in overrides or ():
         _apply(tree, override)
-    try:
-        return Recipe.model_validate(tree)
-    except ValidationError as error:
-        raise RecipeError(_one_line(error, where)) from error
+    return _validate(tree, where)
