@@ -2,12 +2,13 @@
 
 A network is a body and a head. The body, :attr:`CapsuleNet.stages`, is a sequence of modules that each map a
 feature map ``[b, c, h, w]`` to the next; its last output is what ``forward_features`` returns. The head holds the
-routing layers and is written by each family in ``forward_head``.
+routing layers and is written by each family in ``forward_head``; the class layer and the decoder, which depend on the
+number of classes, are made and replaced here.
 """
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -15,7 +16,9 @@ from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import Tensor
 
-__all__ = ["CapsuleNet", "CapsuleOutput", "to_2tuple"]
+from ._blocks import Decoder
+
+__all__ = ["CapsuleNet", "CapsuleOutput", "feature_levels", "to_2tuple"]
 
 
 class CapsuleOutput(NamedTuple):
@@ -42,13 +45,21 @@ def to_2tuple(size: Union[int, Tuple[int, int], List[int]]) -> Tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
+def feature_levels(levels: Iterable[Tuple[str, int, int]]) -> List[dict]:
+    """timm's ``feature_info`` of stages, each given as (name, channels, reduction)."""
+    return [
+        dict(num_chs=chs, reduction=reduction, module=f"stages.{name}") for name, chs, reduction in levels
+    ]
+
+
 class CapsuleNet(nn.Module):
     """Base of the zoo's networks: feature stages, timm's feature and head interface, capsule outputs.
 
     A subclass sets, in its ``__init__``: ``stages`` (an ``nn.Sequential`` with named children), ``feature_info``
-    (at least three levels, ``dict(num_chs, reduction, module="stages.<name>")``), ``num_features`` (channels of
-    ``forward_features``) and ``head_hidden_size`` (width of ``forward_head(pre_logits=True)``); and writes
-    ``forward_head``, ``reset_classifier``, ``get_classifier``, ``forward_capsules`` and ``coupling_map``.
+    (at least three :func:`feature_levels`), ``num_features`` (channels of ``forward_features``), ``head_hidden_size``
+    (width of ``forward_head(pre_logits=True)``) and, for a decoder, ``class_dim`` (numbers in a class capsule); and
+    last of all calls :meth:`_make_head`. It writes ``_make_classifier``, ``forward_head``, ``forward_capsules`` and
+    ``coupling_map``.
 
     Args:
         num_classes: number of classes; 0 leaves out the class layer, ``forward`` then returns the pooled features.
@@ -56,14 +67,20 @@ class CapsuleNet(nn.Module):
         img_size: height and width of the input images, in pixels.
         global_pool: how features are pooled where there is no class layer; ``""`` returns the feature map itself.
         fixed_input_size: whether weights depend on ``img_size``; other sizes are then refused with a clear message.
+        decoder: whether class capsules come with a decoder (see :meth:`reconstruct`).
+        pools: what ``global_pool`` may be, beside ``""``.
     """
+
+    #: Attribute that holds the class layer: ``classifier`` of the configuration.
+    classifier_name = "class_caps"
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         feature_info: List[dict]
         stages: nn.Sequential
         num_features: int
         head_hidden_size: int
-        decoder: Optional[nn.Module]
+        class_dim: int
+        decoder: Any
         pretrained_cfg: Dict[str, Any]
 
     def __init__(
@@ -73,6 +90,8 @@ class CapsuleNet(nn.Module):
         img_size: Union[int, Tuple[int, int]],
         global_pool: str = "avg",
         fixed_input_size: bool = False,
+        decoder: bool = False,
+        pools: Tuple[str, ...] = ("avg",),
     ) -> None:
         super().__init__()
         if num_classes < 0:
@@ -82,9 +101,12 @@ class CapsuleNet(nn.Module):
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.img_size = to_2tuple(img_size)
+        self.pools = pools
+        self._check_pool(global_pool)
         self.global_pool = global_pool
         self.fixed_input_size = fixed_input_size
         self.grad_checkpointing = False
+        self.with_decoder = decoder
         self.decoder = None
         h, w = self.img_size
         self._size_message = (
@@ -137,13 +159,57 @@ class CapsuleNet(nn.Module):
             raise RuntimeError("this model has no decoder: create it with decoder=True")
         return self.decoder(poses, target)
 
-    # -- timm's interface ---------------------------------------------------------------------------------------
+    # -- class layer and decoder --------------------------------------------------------------------------------
 
     def get_classifier(self) -> nn.Module:
-        raise NotImplementedError
+        """The class layer; an identity where there are no classes."""
+        return getattr(self, self.classifier_name)
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """Fresh class layer (and decoder, if the model was created with one) for another number of classes.
+
+        Args:
+            num_classes: 0 leaves them out.
+            global_pool: another pooling; None keeps it.
+
+        Raises:
+            ValueError: a pooling that the model does not have; nothing was changed.
+        """
+        self._check_pool(global_pool)
+        self.num_classes = num_classes
+        self._set_pool(global_pool)
+        self._make_head()
+
+    def _make_classifier(self) -> nn.Module:
+        """A fresh class layer for ``num_classes``, or what stands in its place where that is 0."""
         raise NotImplementedError
+
+    def _set_classifier(self, layer: nn.Module) -> None:
+        setattr(self, self.classifier_name, layer)
+
+    def _make_head(self) -> None:
+        """Put a fresh class layer and, where there is to be one, a fresh decoder in place."""
+        self._set_classifier(self._like_parameters(self._make_classifier()))
+        self.decoder = None
+        if self.with_decoder and self.num_classes:
+            decoder = Decoder(self.num_classes, self.class_dim, self.in_chans, self.img_size)
+            self.decoder = self._like_parameters(decoder)
+
+    def _check_pool(self, kind: Optional[str]) -> None:
+        if kind is not None and kind != "" and kind not in self.pools:
+            valid = ", ".join(map(repr, self.pools))
+            raise ValueError(f"global_pool must be {valid} or '' (none), not {kind!r}")
+
+    def _set_pool(self, kind: Optional[str]) -> None:
+        """Take another pooling, for the present number of classes; None keeps it."""
+        if kind is not None:
+            self.global_pool = kind
+
+    def _require_classes(self) -> None:
+        if self.num_classes == 0:
+            raise RuntimeError("this model has no classes: create it with num_classes of at least 1")
+
+    # -- timm's interface ---------------------------------------------------------------------------------------
 
     def _like_parameters(self, module: nn.Module) -> nn.Module:
         """Put a new module where the model's parameters are: device, dtype and train/eval mode."""

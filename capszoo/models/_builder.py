@@ -27,7 +27,7 @@ from ._pretrained import (
     locate_weights,
 )
 
-__all__ = ["UnknownArgument", "build_capsule_model", "zoo_cfgs"]
+__all__ = ["CIFAR10", "MNIST", "UnknownArgument", "build_capsule_model", "model_cfg", "zoo_cfgs"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -38,8 +38,33 @@ _BUILDER_ARGS = frozenset(
 )
 
 
+#: Mean and standard deviation per channel of the training images, whose values lie in 0..1.
+CIFAR10: dict[str, Any] = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+MNIST: dict[str, Any] = dict(mean=(0.1307,), std=(0.3081,))
+
+
 class UnknownArgument(TypeError):
     """A keyword that the model does not take; the message names the nearest one that it takes."""
+
+
+def model_cfg(**kwargs: Any) -> dict[str, Any]:
+    """What an entry of ``default_cfgs`` has unless it says otherwise: ten classes of 32x32 colour images (CIFAR-10).
+
+    Args:
+        **kwargs: of timm's ``PretrainedCfg``. A model file fixes what its models have in common by
+            ``_cfg = functools.partial(model_cfg, …)``.
+    """
+    cfg = dict(
+        num_classes=10,
+        input_size=(3, 32, 32),
+        fixed_input_size=False,
+        interpolation="bilinear",
+        crop_pct=1.0,
+        license="apache-2.0",
+        **CIFAR10,
+    )
+    cfg.update(kwargs)
+    return cfg
 
 
 def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
@@ -125,8 +150,10 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
 
 def build_capsule_model(
     model_cls: type[ModelT], variant: str, pretrained: bool = False, **kwargs: Any
-) -> ModelT | nn.Module:
-    """Build ``variant``; what every ``_create_…`` of the model files calls.
+) -> Any:
+    """Build ``variant``, a ``model_cls`` (or timm's wrapper of one, with ``features_only``).
+
+    Every model file fixes its network by ``_create_… = functools.partial(build_capsule_model, …)``.
 
     Args:
         model_cls: the network; its ``__init__`` lists every argument by name.

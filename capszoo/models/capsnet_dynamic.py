@@ -17,7 +17,8 @@ text are the default, for they give the stated size.
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple, Union
+from functools import partial
+from typing import TYPE_CHECKING, Any, Dict, List, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -35,19 +36,11 @@ from capszoo.layers import (
     dynamic_routing,
 )
 
-from ._base import CapsuleNet, CapsuleOutput
-from ._blocks import ConvBnAct, Decoder, idpa_backbone_stages, init_conv_weights
-from ._builder import build_capsule_model, zoo_cfgs
+from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
+from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["DynamicCapsNet", "SixLayerCapsNet"]
-
-_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-
-def _check_pool(global_pool: str) -> str:
-    if global_pool not in ("avg", ""):
-        raise ValueError(f"global_pool must be 'avg' or '' (none), not {global_pool!r}")
-    return global_pool
 
 
 def _normalised(share: Tensor) -> Tensor:
@@ -56,41 +49,14 @@ def _normalised(share: Tensor) -> Tensor:
 
 
 class DynamicCapsNetBase(CapsuleNet):
-    """What both families share: the class capsules (``class_caps``), the decoder, and their replacement."""
+    """What both networks share: class capsules by dynamic routing, whose learned first logits do not decay."""
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any
-        decoder: Any
-        class_dim: int
-
-    def _make_class_caps(self) -> nn.Module:
-        raise NotImplementedError
-
-    def _make_decoder(self) -> Optional[nn.Module]:
-        if self.num_classes == 0:
-            return None
-        return Decoder(self.num_classes, self.class_dim, self.in_chans, self.img_size)
-
-    def get_classifier(self) -> nn.Module:
-        return self.class_caps
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """Fresh class capsules (and decoder, if there is one) for another number of classes; 0 leaves them out."""
-        if global_pool is not None:
-            self.global_pool = _check_pool(global_pool)
-        self.num_classes = num_classes
-        self.class_caps = self._like_parameters(self._make_class_caps())
-        if self.decoder is not None:
-            decoder = self._make_decoder()
-            self.decoder = None if decoder is None else self._like_parameters(decoder)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
         return {name for name, _ in self.named_parameters() if name.split(".")[-1] == "start"}
-
-    def _require_classes(self) -> None:
-        if self.num_classes == 0:
-            raise RuntimeError("this model has no class capsules: create it with num_classes of at least 1")
 
 
 class DynamicCapsNet(DynamicCapsNetBase):
@@ -140,7 +106,7 @@ class DynamicCapsNet(DynamicCapsNetBase):
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__(num_classes, in_chans, img_size, _check_pool(global_pool), fixed_input_size=True)
+        super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True, decoder=decoder)
         self.caps_types, self.caps_dim, self.class_dim = caps_types, caps_dim, class_dim
         self.routing_iters, self.softmax_over, self.routing_init = routing_iters, softmax_over, routing_init
         self.num_features = self.head_hidden_size = caps_types * caps_dim
@@ -190,16 +156,13 @@ class DynamicCapsNet(DynamicCapsNetBase):
         self.grid = (h, w)
         self.stages = nn.Sequential(stages)
         # unpadded convolutions shrink the map as well: the power of two that the ratio of sizes reaches
-        self.feature_info = [
-            dict(num_chs=chs, reduction=2 ** int(math.log2(self.img_size[0] / size)), module=f"stages.{name}")
-            for name, chs, size in levels
-        ]
+        self.feature_info = feature_levels(
+            (name, chs, 2 ** int(math.log2(self.img_size[0] / size))) for name, chs, size in levels
+        )
         self.head_drop = nn.Dropout(drop_rate)
-        self.class_caps = self._make_class_caps()
-        if decoder:
-            self.decoder = self._make_decoder()
+        self._make_head()
 
-    def _make_class_caps(self) -> nn.Module:
+    def _make_classifier(self) -> nn.Module:
         if self.num_classes == 0:
             return nn.Identity()
         return DynamicRouting(
@@ -290,7 +253,7 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         drop_rate: float = 0.0,
     ) -> None:
         fixed = routing_init != "zero"
-        super().__init__(num_classes, in_chans, img_size, _check_pool(global_pool), fixed_input_size=fixed)
+        super().__init__(num_classes, in_chans, img_size, global_pool, fixed, decoder)
         if len(widths) != 4:
             raise ValueError(f"widths must be four numbers of channels, not {widths}")
         if widths[-1] % caps_types or mid_caps % caps_types or mid_caps < caps_types:
@@ -306,16 +269,11 @@ class SixLayerCapsNet(DynamicCapsNetBase):
 
         chans, strides = (in_chans, *widths), (1, 1, 2, 2)
         stages: "OrderedDict[str, nn.Module]" = OrderedDict()
-        self.feature_info = []
-        reduction = 1
         h, w = self.img_size
         for i, stride in enumerate(strides):
             stages[f"conv{i + 1}"] = ConvBnAct(chans[i], chans[i + 1], stride=stride, bias=True)
-            reduction *= stride
             h, w = (h - 1) // stride + 1, (w - 1) // stride + 1
-            self.feature_info.append(
-                dict(num_chs=chans[i + 1], reduction=reduction, module=f"stages.conv{i + 1}")
-            )
+        self.feature_info = feature_levels(zip(stages, widths, (1, 1, 2, 4), strict=True))
         self.stages = nn.Sequential(stages)
         init_conv_weights(self.stages)
         self.mid_caps: Any = SharedDynamicRouting(
@@ -329,11 +287,9 @@ class SixLayerCapsNet(DynamicCapsNetBase):
             positions=h * w,
         )
         self.head_drop = nn.Dropout(drop_rate)
-        self.class_caps = self._make_class_caps()
-        if decoder:
-            self.decoder = self._make_decoder()
+        self._make_head()
 
-    def _make_class_caps(self) -> nn.Module:
+    def _make_classifier(self) -> nn.Module:
         if self.num_classes == 0:
             return nn.Identity()
         return SharedDynamicRouting(
@@ -403,29 +359,18 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         return take
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    cfg = dict(
-        num_classes=10,
-        input_size=(3, 32, 32),
-        pool_size=(8, 8),
-        fixed_input_size=True,
-        interpolation="bilinear",
-        crop_pct=1.0,
-        mean=_CIFAR_MEAN,
-        std=_CIFAR_STD,
-        first_conv="stages.conv1.conv",
-        classifier="class_caps",
-        paper_name="Dynamic Routing Between Capsules",
-        paper_ids="arXiv:1710.09829",
-        license="apache-2.0",
-    )
-    cfg.update(kwargs)
-    return cfg
+_cfg = partial(
+    model_cfg,
+    pool_size=(8, 8),
+    fixed_input_size=True,
+    first_conv="stages.conv1.conv",
+    classifier="class_caps",
+    paper_name="Dynamic Routing Between Capsules",
+    paper_ids="arXiv:1710.09829",
+)
 
-
-def _digits(**kwargs: Any) -> Dict[str, Any]:
-    # Sabour et al. feed grey values in 0..1, which are also what the decoder rebuilds
-    return _cfg(mean=(0.0,), std=(1.0,), **kwargs)
+# Sabour et al. feed grey values in 0..1, which are also what the decoder rebuilds
+_digits = partial(_cfg, mean=(0.0,), std=(1.0,))
 
 
 default_cfgs = zoo_cfgs(
@@ -448,12 +393,8 @@ default_cfgs = zoo_cfgs(
 )
 
 
-def _create_dynamic(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(DynamicCapsNet, variant, pretrained, **kwargs)
-
-
-def _create_six_layers(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(SixLayerCapsNet, variant, pretrained, **kwargs)
+_create_dynamic = partial(build_capsule_model, DynamicCapsNet)
+_create_six_layers = partial(build_capsule_model, SixLayerCapsNet)
 
 
 @register_model

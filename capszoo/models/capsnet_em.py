@@ -24,7 +24,8 @@ and serve cross-entropy as they are. ``scores="activations"`` gives what the spr
 
 import math
 from collections import OrderedDict
-from typing import Any, Dict, List, Optional, Set, Tuple, Union
+from functools import partial
+from typing import TYPE_CHECKING, Any, Dict, List, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -33,21 +34,11 @@ from torch import Tensor
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM
 
-from ._base import CapsuleNet, CapsuleOutput
-from ._blocks import ConvBnAct, Decoder, idpa_backbone_stages, init_conv_weights
-from ._builder import build_capsule_model, zoo_cfgs
+from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
+from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["EMCapsNet", "SixLayerEMCapsNet"]
-
-_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-
-def _check(global_pool: str, scores: str) -> str:
-    if global_pool not in ("avg", ""):
-        raise ValueError(f"global_pool must be 'avg' or '' (none), not {global_pool!r}")
-    if scores not in ("logits", "activations"):
-        raise ValueError(f"scores must be 'logits' or 'activations', not {scores!r}")
-    return global_pool
 
 
 def _normalised(share: Tensor) -> Tensor:
@@ -90,31 +81,24 @@ class AppendActivations(nn.Module):
 
 
 class EMNetBase(CapsuleNet):
-    """What both families share: class capsules (``class_caps``), scores, the decoder, and their replacement."""
+    """What both networks share: class capsules by EM routing, and the scores that are made of their activations."""
 
-    class_dim: int
-    score_kind: str
+    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
+        class_caps: Any
 
-    def _make_class_caps(self) -> nn.Module:
-        raise NotImplementedError
-
-    def _make_decoder(self) -> Optional[nn.Module]:
-        if self.num_classes == 0:
-            return None
-        return Decoder(self.num_classes, self.class_dim, self.in_chans, self.img_size)
-
-    def get_classifier(self) -> nn.Module:
-        return self.class_caps
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """Fresh class capsules (and decoder, if there is one) for another number of classes; 0 leaves them out."""
-        if global_pool is not None:
-            self.global_pool = _check(global_pool, self.score_kind)
-        self.num_classes = num_classes
-        self.class_caps: Any = self._like_parameters(self._make_class_caps())
-        if self.decoder is not None:
-            decoder = self._make_decoder()
-            self.decoder = None if decoder is None else self._like_parameters(decoder)
+    def __init__(
+        self,
+        num_classes: int,
+        in_chans: int,
+        img_size: Union[int, Tuple[int, int]],
+        global_pool: str,
+        decoder: bool,
+        scores: str,
+    ) -> None:
+        super().__init__(num_classes, in_chans, img_size, global_pool, decoder=decoder)
+        if scores not in ("logits", "activations"):
+            raise ValueError(f"scores must be 'logits' or 'activations', not {scores!r}")
+        self.score_kind = scores
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -124,10 +108,6 @@ class EMNetBase(CapsuleNet):
         if self.score_kind == "activations":
             return torch.sigmoid(logits)
         return logits
-
-    def _require_classes(self) -> None:
-        if self.num_classes == 0:
-            raise RuntimeError("this model has no class capsules: create it with num_classes of at least 1")
 
 
 class EMCapsNet(EMNetBase):
@@ -176,10 +156,9 @@ class EMCapsNet(EMNetBase):
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__(num_classes, in_chans, img_size, _check(global_pool, scores))
+        super().__init__(num_classes, in_chans, img_size, global_pool, decoder, scores)
         if len(caps) < 2:
             raise ValueError(f"caps must name the primary capsules and at least one EM layer's, not {caps}")
-        self.score_kind = scores
         self.caps, self.pose_size, self.class_dim = tuple(caps), pose_size, pose_size * pose_size
         self._lam = (lam_start, lam_step)
         self._routing: Dict[str, Any] = dict(
@@ -225,22 +204,19 @@ class EMCapsNet(EMNetBase):
         self.grid = (h, w)
         self.stages = nn.Sequential(stages)
         # unpadded windows shrink the map as well: the power of two that the ratio of sizes reaches
-        self.feature_info = [
-            dict(num_chs=chs, reduction=2 ** int(math.log2(self.img_size[0] / size)), module=f"stages.{name}")
-            for name, chs, size in levels
-        ]
+        self.feature_info = feature_levels(
+            (name, chs, 2 ** int(math.log2(self.img_size[0] / size))) for name, chs, size in levels
+        )
         self.drop_rate = drop_rate
         self.head_drop = nn.Dropout(drop_rate)
-        self.class_caps = self._make_class_caps()
-        if decoder:
-            self.decoder = self._make_decoder()
+        self._make_head()
 
     def _settings(self, children: int, parents: int) -> Dict[str, Any]:
         """Arguments of a routing layer with so many children and parents."""
         start, step = (lam * parents / children for lam in self._lam)
         return dict(self._routing, lam_start=start, lam_step=step)
 
-    def _make_class_caps(self) -> nn.Module:
+    def _make_classifier(self) -> nn.Module:
         if self.num_classes == 0:
             return NoClassCaps()
         children = self.grid[0] * self.grid[1] * self.caps[-1]
@@ -330,7 +306,7 @@ class SixLayerEMCapsNet(EMNetBase):
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__(num_classes, in_chans, img_size, _check(global_pool, scores))
+        super().__init__(num_classes, in_chans, img_size, global_pool, decoder, scores)
         if len(widths) != 4:
             raise ValueError(f"widths must be four numbers of channels, not {widths}")
         if widths[-1] % caps_types or mid_caps % caps_types or mid_caps < caps_types:
@@ -338,13 +314,8 @@ class SixLayerEMCapsNet(EMNetBase):
                 f"the last of widths ({widths[-1]}) and mid_caps ({mid_caps}) must be multiples of "
                 f"caps_types ({caps_types})"
             )
-        self.score_kind = scores
-        self.caps_types, self.in_dim, self.mid_dim, self.class_dim = (
-            caps_types,
-            widths[-1] // caps_types,
-            mid_dim,
-            class_dim,
-        )
+        self.caps_types, self.in_dim = caps_types, widths[-1] // caps_types
+        self.mid_dim, self.class_dim = mid_dim, class_dim
         self._routing: Dict[str, Any] = dict(
             num_iters=routing_iters,
             lam_start=lam_start,
@@ -358,27 +329,19 @@ class SixLayerEMCapsNet(EMNetBase):
 
         chans, strides = (in_chans, *widths), (1, 1, 2, 2)
         stages: "OrderedDict[str, nn.Module]" = OrderedDict()
-        self.feature_info = []
-        reduction = 1
         for i, stride in enumerate(strides):
             stages[f"conv{i + 1}"] = ConvBnAct(chans[i], chans[i + 1], stride=stride, bias=True)
-            reduction *= stride
-            self.feature_info.append(
-                dict(num_chs=chans[i + 1], reduction=reduction, module=f"stages.conv{i + 1}")
-            )
         stages["primary"] = AppendActivations(widths[-1], caps_types)
-        self.feature_info.append(
-            dict(num_chs=self.num_features, reduction=reduction, module="stages.primary")
+        self.feature_info = feature_levels(
+            zip(stages, (*widths, self.num_features), (1, 1, 2, 4, 4), strict=True)
         )
         self.stages = nn.Sequential(stages)
         init_conv_weights(self.stages)
         self.mid_caps: Any = SharedEM(caps_types, self.in_dim, mid_caps, mid_dim, **self._routing)
         self.head_drop = nn.Dropout(drop_rate)
-        self.class_caps = self._make_class_caps()
-        if decoder:
-            self.decoder = self._make_decoder()
+        self._make_head()
 
-    def _make_class_caps(self) -> nn.Module:
+    def _make_classifier(self) -> nn.Module:
         if self.num_classes == 0:
             return NoClassCaps()
         return SharedEM(self.caps_types, self.mid_dim, self.num_classes, self.class_dim, **self._routing)
@@ -449,37 +412,26 @@ class SixLayerEMCapsNet(EMNetBase):
         return take
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    cfg = dict(
-        num_classes=10,
-        input_size=(3, 32, 32),
-        pool_size=(5, 5),
-        fixed_input_size=False,
-        interpolation="bilinear",
-        crop_pct=1.0,
-        mean=_CIFAR_MEAN,
-        std=_CIFAR_STD,
-        first_conv="stages.stem.conv",
-        classifier="class_caps",
-        paper_name="Capsules with Inverted Dot-Product Attention Routing",
-        paper_ids="arXiv:2002.04764",
-        license="apache-2.0",
-    )
-    cfg.update(kwargs)
-    return cfg
+_cfg = partial(
+    model_cfg,
+    pool_size=(5, 5),
+    first_conv="stages.stem.conv",
+    classifier="class_caps",
+    paper_name="Capsules with Inverted Dot-Product Attention Routing",
+    paper_ids="arXiv:2002.04764",
+)
 
-
-def _norb() -> Dict[str, Any]:
-    # stereo pairs: two grey channels. Hinton et al. scale each image to zero mean and unit variance themselves
-    return _cfg(
-        input_size=(2, 32, 32),
-        pool_size=(4, 4),
-        num_classes=5,
-        mean=(0.5, 0.5),
-        std=(0.25, 0.25),
-        paper_name="Matrix capsules with EM routing",
-        paper_ids="openreview:HJWLfGWRb",
-    )
+# stereo pairs: two grey channels. Hinton et al. scale each image to zero mean and unit variance themselves
+_norb = partial(
+    _cfg,
+    input_size=(2, 32, 32),
+    pool_size=(4, 4),
+    num_classes=5,
+    mean=(0.5, 0.5),
+    std=(0.25, 0.25),
+    paper_name="Matrix capsules with EM routing",
+    paper_ids="openreview:HJWLfGWRb",
+)
 
 
 default_cfgs = zoo_cfgs(
@@ -498,12 +450,8 @@ default_cfgs = zoo_cfgs(
 )
 
 
-def _create_em(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(EMCapsNet, variant, pretrained, **kwargs)
-
-
-def _create_six_layers(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(SixLayerEMCapsNet, variant, pretrained, **kwargs)
+_create_em = partial(build_capsule_model, EMCapsNet)
+_create_six_layers = partial(build_capsule_model, SixLayerEMCapsNet)
 
 
 @register_model

@@ -12,6 +12,7 @@ The IDPA paper's tables say "ReLU + Batch Norm", and "Batch Norm + ReLU" for ano
 """
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -19,14 +20,11 @@ import torch.nn as nn
 from timm.models import register_model
 from torch import Tensor
 
-from ._base import CapsuleNet, CapsuleOutput
+from ._base import CapsuleNet, CapsuleOutput, feature_levels
 from ._blocks import ConvBnAct, init_conv_weights
-from ._builder import build_capsule_model, zoo_cfgs
+from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["BaselineCNN", "ConvNet", "MultiMnistCNN", "SabourCNN", "SixLayerCNN"]
-
-_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-_MNIST_MEAN, _MNIST_STD = (0.1307,), (0.3081,)
 
 
 class ConvActBn(nn.Module):
@@ -71,6 +69,8 @@ class ConvNet(CapsuleNet):
         pooling: ``"avg"`` or ``"flatten"``: what this network has between convolutions and classifier.
     """
 
+    classifier_name = "fc"
+
     def __init__(
         self,
         num_classes: int,
@@ -80,7 +80,8 @@ class ConvNet(CapsuleNet):
         fixed_input_size: bool,
         pooling: str,
     ) -> None:
-        super().__init__(num_classes, in_chans, img_size, pooling, fixed_input_size)
+        global_pool = pooling if global_pool is None else global_pool
+        super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size, pools=(pooling,))
         self.pooling = pooling
         self._set_pool(global_pool)
         self.pooler: nn.Module = nn.Identity()
@@ -93,23 +94,16 @@ class ConvNet(CapsuleNet):
     ) -> None:
         self.stages = nn.Sequential(stages)
         self.num_features = chans[-1]
-        self.feature_info = [
-            dict(num_chs=c, reduction=r, module=f"stages.{name}")
-            for name, c, r in zip(stages, chans, reductions, strict=True)
-        ]
+        self.feature_info = feature_levels(zip(stages, chans, reductions, strict=True))
         init_conv_weights(self.stages)
-        self.fc = self._make_fc()
+        self._make_head()
 
-    def _make_fc(self) -> nn.Module:
+    def _make_classifier(self) -> nn.Module:
         return nn.Linear(self.head_hidden_size, self.num_classes) if self.num_classes else nn.Identity()
 
     def _set_pool(self, kind: Optional[str]) -> None:
-        kind = self.global_pool if kind is None else kind
-        if kind not in ("", self.pooling):
-            raise ValueError(
-                f"global_pool must be {self.pooling!r} or '' (none) for this network, not {kind!r}"
-            )
-        self.global_pool = self.pooling if self.num_classes else kind
+        """Take or leave out the network's pooling, which a classifier brings back; None keeps it."""
+        super()._set_pool(self.pooling if self.num_classes else kind)
 
     def _feature_grid(self, stages: "OrderedDict[str, nn.Module]") -> Tuple[int, int]:
         """Grid of the last feature map at ``img_size``, by the size formula of each layer."""
@@ -132,15 +126,6 @@ class ConvNet(CapsuleNet):
         if pre_logits:
             return x
         return self.fc(x)
-
-    def get_classifier(self) -> nn.Module:
-        return self.fc
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """New last layer for ``num_classes`` (0: none); a classifier brings the network's pooling back."""
-        self.num_classes = num_classes
-        self._set_pool(global_pool)
-        self.fc = self._like_parameters(self._make_fc())
 
     @torch.jit.ignore
     def prune_intermediate_layers(
@@ -339,38 +324,14 @@ class SixLayerCNN(ConvNet):
         self._finish(stages, tuple(widths), (1, 1, 2, 4, 4))
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    cfg = dict(
-        num_classes=10,
-        input_size=(3, 32, 32),
-        fixed_input_size=False,
-        interpolation="bilinear",
-        crop_pct=1.0,
-        mean=_CIFAR_MEAN,
-        std=_CIFAR_STD,
-        first_conv="stages.conv1.conv",
-        classifier="fc",
-        license="apache-2.0",
-    )
-    cfg.update(kwargs)
-    return cfg
-
-
-def _idpa_cfg(**kwargs: Any) -> Dict[str, Any]:
-    return _cfg(
-        paper_name="Capsules with Inverted Dot-Product Attention Routing",
-        paper_ids="arXiv:2002.04764",
-        **kwargs,
-    )
-
-
-def _encap_cfg(**kwargs: Any) -> Dict[str, Any]:
-    return _cfg(
-        pool_size=(8, 8), paper_name="Neural Network Encapsulation", paper_ids="arXiv:1808.03749", **kwargs
-    )
-
-
-_MULTIMNIST: Dict[str, Any] = dict(input_size=(1, 36, 36), pool_size=(6, 6), mean=_MNIST_MEAN, std=_MNIST_STD)
+_cfg = partial(model_cfg, first_conv="stages.conv1.conv", classifier="fc")
+_idpa_cfg = partial(
+    _cfg, paper_name="Capsules with Inverted Dot-Product Attention Routing", paper_ids="arXiv:2002.04764"
+)
+_encap_cfg = partial(
+    _cfg, pool_size=(8, 8), paper_name="Neural Network Encapsulation", paper_ids="arXiv:1808.03749"
+)
+_MULTIMNIST: Dict[str, Any] = dict(input_size=(1, 36, 36), pool_size=(6, 6), **MNIST)
 
 default_cfgs = zoo_cfgs(
     {
@@ -378,10 +339,9 @@ default_cfgs = zoo_cfgs(
             input_size=(1, 28, 28),
             pool_size=(28, 28),
             fixed_input_size=True,
-            mean=_MNIST_MEAN,
-            std=_MNIST_STD,
             paper_name="Dynamic Routing Between Capsules",
             paper_ids="arXiv:1710.09829",
+            **MNIST,
         ),
         "cnn_multimnist": _idpa_cfg(**_MULTIMNIST),
         "cnn_multimnist_fc": _idpa_cfg(**_MULTIMNIST, fixed_input_size=True),
@@ -392,47 +352,43 @@ default_cfgs = zoo_cfgs(
 )
 
 
-def _create_cnn(model_cls: Any, variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(model_cls, variant, pretrained, **kwargs)
-
-
 @register_model
 def cnn_sabour(pretrained: bool = False, **kwargs: Any) -> SabourCNN:
     """Baseline of the CapsNet paper: error 0.39 on MNIST, 8.1 on MultiMNIST; affNIST accuracy 66."""
     args = dict(widths=(256, 256, 128), hidden=(328, 192))
-    return _create_cnn(SabourCNN, "cnn_sabour", pretrained, **dict(args, **kwargs))
+    return build_capsule_model(SabourCNN, "cnn_sabour", pretrained, **dict(args, **kwargs))
 
 
 @register_model
 def cnn_multimnist(pretrained: bool = False, **kwargs: Any) -> MultiMnistCNN:
     """Baseline of the IDPA paper with average pooling (Table 12): DiverseMultiMNIST accuracy 79.81."""
     args = dict(width=1024, hidden=640)
-    return _create_cnn(MultiMnistCNN, "cnn_multimnist", pretrained, **dict(args, **kwargs))
+    return build_capsule_model(MultiMnistCNN, "cnn_multimnist", pretrained, **dict(args, **kwargs))
 
 
 @register_model
 def cnn_multimnist_fc(pretrained: bool = False, **kwargs: Any) -> MultiMnistCNN:
     """The same with learned pooling (section 6): DiverseMultiMNIST accuracy 84.84."""
     args: Dict[str, Any] = dict(width=1024, hidden=640, pool="linear")
-    return _create_cnn(MultiMnistCNN, "cnn_multimnist_fc", pretrained, **dict(args, **kwargs))
+    return build_capsule_model(MultiMnistCNN, "cnn_multimnist_fc", pretrained, **dict(args, **kwargs))
 
 
 @register_model
 def cnn_baseline(pretrained: bool = False, **kwargs: Any) -> BaselineCNN:
     """Baseline of the IDPA paper (Tables 2, 3): accuracy 87.10 on CIFAR-10, 62.30 on CIFAR-100."""
     args = dict(width=1024)
-    return _create_cnn(BaselineCNN, "cnn_baseline", pretrained, **dict(args, **kwargs))
+    return build_capsule_model(BaselineCNN, "cnn_baseline", pretrained, **dict(args, **kwargs))
 
 
 @register_model
 def cnn6(pretrained: bool = False, **kwargs: Any) -> SixLayerCNN:
     """Six layers of EncapNet's blob shapes (Table 1, c): error 14.43 on CIFAR-10, 0.38 on MNIST."""
     args = dict(widths=(32, 64, 128, 256, 512), pool_grid=2)
-    return _create_cnn(SixLayerCNN, "cnn6", pretrained, **dict(args, **kwargs))
+    return build_capsule_model(SixLayerCNN, "cnn6", pretrained, **dict(args, **kwargs))
 
 
 @register_model
 def cnn6_wide(pretrained: bool = False, **kwargs: Any) -> SixLayerCNN:
     """The same, 2.5 times as wide (Table 1, d): error 12.09 on CIFAR-10, 0.33 on MNIST."""
     args = dict(widths=(80, 160, 320, 640, 1280), pool_grid=1)
-    return _create_cnn(SixLayerCNN, "cnn6_wide", pretrained, **dict(args, **kwargs))
+    return build_capsule_model(SixLayerCNN, "cnn6_wide", pretrained, **dict(args, **kwargs))

@@ -13,24 +13,23 @@ two modules.
 """
 
 from collections import OrderedDict
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from functools import partial
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers.capconv import CapFC, EncapModule
 
-from ._base import CapsuleNet, CapsuleOutput
-from ._blocks import BasicBlock, ConvBnAct, Decoder, init_conv_weights
-from ._builder import build_capsule_model, zoo_cfgs
+from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._blocks import BasicBlock, ConvBnAct, init_conv_weights
+from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["EncapNet", "EncapResNet"]
-
-_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Stem(nn.Module):
@@ -65,12 +64,6 @@ def _halved(size: Tuple[int, int], times: int) -> Tuple[int, int]:
     return h, w
 
 
-def _check_pool(global_pool: str) -> str:
-    if global_pool not in ("", "avg"):
-        raise ValueError(f"global_pool must be 'avg' or '', not {global_pool!r}")
-    return global_pool
-
-
 def _capsule_lengths(poses: Tensor) -> Tensor:
     """``[b, n, d] -> [b, n]``; the bound keeps the square root differentiable at zero."""
     return poses.float().square().sum(dim=-1).clamp(min=1e-12).sqrt().to(poses.dtype)
@@ -97,6 +90,11 @@ class EncapNet(CapsuleNet):
         decoder: add the reconstruction decoder.
     """
 
+    classifier_name = "head"
+
+    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
+        head: Any
+
     def __init__(
         self,
         num_classes: int = 10,
@@ -118,7 +116,7 @@ class EncapNet(CapsuleNet):
         drop_rate: float = 0.0,
         decoder: bool = False,
     ) -> None:
-        super().__init__(num_classes, in_chans, img_size, _check_pool(global_pool), fixed_input_size=True)
+        super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True, decoder=decoder)
         if mode not in ("master", "master_aide"):
             raise ValueError(f"mode must be 'master' or 'master_aide', not {mode!r}")
         modules = len(depths)
@@ -134,7 +132,7 @@ class EncapNet(CapsuleNet):
 
         self.drop_rate = drop_rate
         self.groups = groups
-        self.pose_dim = pose_dims[-1]
+        self.class_dim = pose_dims[-1]
         self.depths = tuple(depths)
 
         stages: "OrderedDict[str, nn.Module]" = OrderedDict()
@@ -175,25 +173,15 @@ class EncapNet(CapsuleNet):
         if len(stem_chans) > 1:
             for name in list(stages)[: len(stem_chans)]:
                 init_conv_weights(stages[name])
-        self.feature_info = [
-            dict(num_chs=chs, reduction=2**halved, module=f"stages.{name}") for name, chs, halved in levels
-        ]
+        self.feature_info = feature_levels((name, chs, 2**halved) for name, chs, halved in levels)
         self.num_features = self.head_hidden_size = chans
         self.grid = _halved(self.img_size, halvings)
+        self._make_head()
 
-        self.head: nn.Module = self._make_head()
-        if decoder:
-            self.decoder = self._make_decoder()
-
-    def _make_head(self) -> nn.Module:
+    def _make_classifier(self) -> nn.Module:
         if self.num_classes == 0:
             return nn.Identity()
-        return CapFC(self.num_classes, self.pose_dim, self.groups, self.grid)
-
-    def _make_decoder(self) -> Optional[nn.Module]:
-        if self.num_classes == 0:
-            return None
-        return Decoder(self.num_classes, self.pose_dim, self.in_chans, self.img_size)
+        return CapFC(self.num_classes, self.class_dim, self.groups, self.grid)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Grid capsules ``[b, g*d, h, w]`` to lengths ``[b, n]``; ``pre_logits``: their mean, ``[b, g*d]``."""
@@ -206,8 +194,7 @@ class EncapNet(CapsuleNet):
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to scores, class capsules ``[b, n, d]`` and lengths; ``couplings`` is empty (nothing iterates)."""
-        if self.num_classes == 0:
-            raise RuntimeError("this model has no class capsules: create it with num_classes >= 1")
+        self._require_classes()
         x = F.dropout(self.forward_features(x), self.drop_rate, self.training)
         poses = self.head(x)
         lengths = _capsule_lengths(poses)
@@ -219,23 +206,9 @@ class EncapNet(CapsuleNet):
         capFC has no couplings; the share is the component of the position's vote along the class capsule,
         clamped at zero and normalised (:meth:`capszoo.layers.capconv.CapFC.contributions`).
         """
-        if not isinstance(self.head, CapFC):
-            raise RuntimeError("this model has no class capsules: create it with num_classes >= 1")
+        self._require_classes()
         features = self.forward_features(x)
         return self.head.contributions(features, self.head(features))
-
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """A fresh capFC (and decoder, if there is one) for another number of classes; 0 leaves it out."""
-        if global_pool is not None:
-            self.global_pool = _check_pool(global_pool)
-        self.num_classes = num_classes
-        self.head = self._like_parameters(self._make_head())
-        if self.decoder is not None:
-            decoder = self._make_decoder()
-            self.decoder = None if decoder is None else self._like_parameters(decoder)
 
     @torch.jit.ignore
     def feedback_pairs(self, units: int = 1) -> List[Tuple[str, str]]:
@@ -282,6 +255,11 @@ class EncapResNet(CapsuleNet):
         drop_rate: dropout before the classifier.
     """
 
+    classifier_name = "head"
+
+    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
+        head: Any
+
     def __init__(
         self,
         num_classes: int = 10,
@@ -295,7 +273,7 @@ class EncapResNet(CapsuleNet):
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__(num_classes, in_chans, img_size, _check_pool(global_pool))
+        super().__init__(num_classes, in_chans, img_size, global_pool)
         if not (len(widths) == len(depths) == len(strides) and len(widths) >= 1):
             raise ValueError("widths, depths and strides must have one entry per stage")
         self.drop_rate = drop_rate
@@ -303,20 +281,21 @@ class EncapResNet(CapsuleNet):
         stages: "OrderedDict[str, nn.Module]" = OrderedDict(
             stem=Stem(in_chans, stem_chans, large, bias=False)
         )
-        self.feature_info = []
+        levels: List[Tuple[str, int, int]] = []
         reduction, chans = (4 if large else 1), stem_chans
         for i, (width, depth, stride) in enumerate(zip(widths, depths, strides, strict=True)):
             blocks = [BasicBlock(chans, width, stride)] + [BasicBlock(width, width) for _ in range(depth - 1)]
             stages[f"layer{i + 1}"] = nn.Sequential(*blocks)
             chans = width
             reduction *= stride
-            self.feature_info.append(dict(num_chs=width, reduction=reduction, module=f"stages.layer{i + 1}"))
+            levels.append((f"layer{i + 1}", width, reduction))
+        self.feature_info = feature_levels(levels)
         self.stages = nn.Sequential(stages)
         init_conv_weights(self.stages)
         self.num_features = self.head_hidden_size = chans
-        self.head: nn.Module = self._make_head()
+        self._make_head()
 
-    def _make_head(self) -> nn.Module:
+    def _make_classifier(self) -> nn.Module:
         return nn.Linear(self.num_features, self.num_classes) if self.num_classes > 0 else nn.Identity()
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -333,16 +312,6 @@ class EncapResNet(CapsuleNet):
 
     def coupling_map(self, x: Tensor) -> Tensor:
         raise RuntimeError("resnet18_encap is a baseline without capsules: it routes nothing")
-
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """A fresh linear classifier for another number of classes; 0 leaves it out."""
-        if global_pool is not None:
-            self.global_pool = _check_pool(global_pool)
-        self.num_classes = num_classes
-        self.head = self._like_parameters(self._make_head())
 
     @torch.jit.ignore
     def feedback_pairs(self, units: int = 1) -> List[Tuple[str, str]]:
@@ -363,25 +332,15 @@ class EncapResNet(CapsuleNet):
         return pairs
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    cfg = dict(
-        num_classes=10,
-        input_size=(3, 32, 32),
-        pool_size=(4, 4),
-        fixed_input_size=True,
-        interpolation="bilinear",
-        crop_pct=1.0,
-        mean=_CIFAR_MEAN,
-        std=_CIFAR_STD,
-        first_conv="stages.stem.conv",
-        classifier="head",
-        paper_name="Neural Network Encapsulation",
-        paper_ids="arXiv:1808.03749",
-        license="apache-2.0",
-    )
-    cfg.update(kwargs)
-    return cfg
-
+_cfg = partial(
+    model_cfg,
+    pool_size=(4, 4),
+    fixed_input_size=True,
+    first_conv="stages.stem.conv",
+    classifier="head",
+    paper_name="Neural Network Encapsulation",
+    paper_ids="arXiv:1808.03749",
+)
 
 default_cfgs = zoo_cfgs(
     {
@@ -389,16 +348,16 @@ default_cfgs = zoo_cfgs(
         "encapnet_v2": _cfg(
             num_classes=200,
             input_size=(3, 128, 128),
-            mean=_IMAGENET_MEAN,
-            std=_IMAGENET_STD,
+            mean=IMAGENET_DEFAULT_MEAN,
+            std=IMAGENET_DEFAULT_STD,
             crop_pct=128 / 156,
         ),
         "encapnet_v3": _cfg(
             num_classes=200,
             input_size=(3, 224, 224),
             pool_size=(7, 7),
-            mean=_IMAGENET_MEAN,
-            std=_IMAGENET_STD,
+            mean=IMAGENET_DEFAULT_MEAN,
+            std=IMAGENET_DEFAULT_STD,
             crop_pct=224 / 256,
         ),
         "encapnet6": _cfg(first_conv="stages.conv1.conv"),
@@ -408,12 +367,8 @@ default_cfgs = zoo_cfgs(
 )
 
 
-def _create_encapnet(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(EncapNet, variant, pretrained, **kwargs)
-
-
-def _create_resnet(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(EncapResNet, variant, pretrained, **kwargs)
+_create_encapnet = partial(build_capsule_model, EncapNet)
+_create_resnet = partial(build_capsule_model, EncapResNet)
 
 
 @register_model

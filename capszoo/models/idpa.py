@@ -17,6 +17,7 @@ parameters" is given no layout: ``idpa_multimnist(pose="matrix", num_caps=64)`` 
 """
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -26,13 +27,12 @@ from torch import Tensor
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack
 
-from ._base import CapsuleNet, CapsuleOutput
+from ._base import CapsuleNet, CapsuleOutput, feature_levels
 from ._blocks import idpa_backbone_stages, init_conv_weights
-from ._builder import build_capsule_model, zoo_cfgs
+from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["IdpaNet"]
 
-_CIFAR10 = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 _CIFAR100 = dict(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
 
 
@@ -57,12 +57,6 @@ class PrimaryConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.contiguous(memory_format=torch.channels_last))
-
-
-def _check_pool(global_pool: str) -> str:
-    if global_pool not in ("avg", ""):
-        raise ValueError(f"global_pool must be 'avg' or '' (none), not {global_pool!r}")
-    return global_pool
 
 
 class IdpaNet(CapsuleNet):
@@ -116,7 +110,7 @@ class IdpaNet(CapsuleNet):
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__(num_classes, in_chans, img_size, _check_pool(global_pool), fixed_input_size=True)
+        super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True)
         if backbone not in ("resnet", "conv"):
             raise ValueError(f"backbone must be 'resnet' or 'conv', not {backbone!r}")
         self.num_caps, self.pose_dim = num_caps, pose_dim
@@ -135,10 +129,7 @@ class IdpaNet(CapsuleNet):
         levels += [(name, self.num_features, 2 * primary_stride) for name in ("primary", "norm")]
         self.stages = nn.Sequential(stages)
         init_conv_weights(self.stages)
-        self.feature_info = [
-            dict(num_chs=chans, reduction=reduction, module=f"stages.{name}")
-            for name, chans, reduction in levels
-        ]
+        self.feature_info = feature_levels(levels)
 
         self._options: Dict[str, Any] = dict(
             num_iters=routing_iters,
@@ -167,16 +158,23 @@ class IdpaNet(CapsuleNet):
         self.hidden = len(layers)  # capsule layers below the classes
         self.hidden_on_grid = not fc_caps
         self.head_hidden_size = (fc_caps[-1] if fc_caps else num_caps) * pose_dim
-        if num_classes > 0:
-            layers["classes"] = self._class_layer()
         self.capsules = IDPAStack(layers, routing_iters, routing, depth=self.hidden + 1)
+        self._make_head()
         self.primary_activation: nn.Module = (
             nn.Conv2d(self.num_features, num_caps, 1) if activations else nn.Identity()
         )
         self.score: nn.Module = nn.Linear(pose_dim, 1)  # the classes share it
 
-    def _class_layer(self) -> FCIDPA:
+    def _make_classifier(self) -> nn.Module:
+        if self.num_classes == 0:
+            return nn.Identity()
         return FCIDPA(self._children, self.num_classes, self.pose_dim, **self._options)
+
+    def _set_classifier(self, layer: nn.Module) -> None:
+        if hasattr(self.capsules, "classes"):
+            del self.capsules.classes
+        if self.num_classes > 0:
+            self.capsules.classes = layer
 
     def _primary_capsules(self, x: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """Features ``[b, i*d, h, w]`` to poses ``[b, h, w, i, d]`` and, where there are any, activations."""
@@ -207,10 +205,6 @@ class IdpaNet(CapsuleNet):
             return hidden.flatten(1)
         classes, active = self.capsules.run(poses, activation, self.hidden + 1)
         return self._scores(classes, active)
-
-    def _require_classes(self) -> None:
-        if self.num_classes == 0:
-            raise RuntimeError("this model has no class capsules: create it with num_classes >= 1")
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to logits, class capsules ``[b, n, e]``, logits again as activations, and all couplings.
@@ -243,16 +237,6 @@ class IdpaNet(CapsuleNet):
         classifier = getattr(self.capsules, "classes", None)
         return classifier if isinstance(classifier, nn.Module) else nn.Identity()
 
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """A fresh class capsule layer for another number of classes; 0 leaves it out."""
-        if global_pool is not None:
-            self.global_pool = _check_pool(global_pool)
-        self.num_classes = num_classes
-        if hasattr(self.capsules, "classes"):
-            del self.capsules.classes
-        if num_classes > 0:
-            self.capsules.classes = self._like_parameters(self._class_layer())
-
     @torch.jit.ignore
     def prune_intermediate_layers(
         self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -265,24 +249,15 @@ class IdpaNet(CapsuleNet):
         return take
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    cfg: Dict[str, Any] = dict(
-        num_classes=10,
-        input_size=(3, 32, 32),
-        pool_size=(16, 16),
-        fixed_input_size=True,
-        interpolation="bilinear",
-        crop_pct=1.0,
-        first_conv="stages.stem.conv",
-        classifier="capsules.classes",
-        paper_name="Capsules with Inverted Dot-Product Attention Routing",
-        paper_ids="arXiv:2002.04764",
-        license="apache-2.0",
-        **_CIFAR10,
-    )
-    cfg.update(kwargs)
-    return cfg
-
+_cfg = partial(
+    model_cfg,
+    pool_size=(16, 16),
+    fixed_input_size=True,
+    first_conv="stages.stem.conv",
+    classifier="capsules.classes",
+    paper_name="Capsules with Inverted Dot-Product Attention Routing",
+    paper_ids="arXiv:2002.04764",
+)
 
 default_cfgs = zoo_cfgs(
     {
@@ -295,8 +270,7 @@ default_cfgs = zoo_cfgs(
 )
 
 
-def _create_idpa(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(IdpaNet, variant, pretrained, **kwargs)
+_create_idpa = partial(build_capsule_model, IdpaNet)
 
 
 @register_model

@@ -10,7 +10,8 @@ network has the size that the paper states, about 2.5M parameters with the decod
 """
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple, Union
+from functools import partial
+from typing import TYPE_CHECKING, Any, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -19,14 +20,11 @@ from torch import Tensor
 
 from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
 
-from ._base import CapsuleNet, CapsuleOutput
-from ._blocks import Decoder, cifar_resnet_stages, init_conv_weights
-from ._builder import build_capsule_model, zoo_cfgs
+from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._blocks import cifar_resnet_stages, init_conv_weights
+from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["RoutingCapsResNet", "RoutingPoolCNN", "RoutingPoolNet", "RoutingPoolResNet"]
-
-_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-_MNIST_MEAN, _MNIST_STD = (0.1307,), (0.3081,)
 
 _POOLS = ("routing", "avg", "max")
 
@@ -88,6 +86,11 @@ class RoutingPoolNet(CapsuleNet):
         drop_rate: dropout before the classifier.
     """
 
+    classifier_name = "fc"
+
+    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
+        fc: Any
+
     def __init__(
         self,
         stages: "OrderedDict[str, nn.Module]",
@@ -105,38 +108,32 @@ class RoutingPoolNet(CapsuleNet):
     ) -> None:
         if pool not in _POOLS:
             raise ValueError(f"pool must be one of {', '.join(map(repr, _POOLS))}, not {pool!r}")
-        super().__init__(num_classes, in_chans, img_size, global_pool=pool)
+        global_pool = pool if global_pool is None else global_pool
+        super().__init__(num_classes, in_chans, img_size, global_pool, pools=_POOLS)
         _check_caps_dim(caps_dim, stage_chans[-1])
         self.num_features = self.head_hidden_size = stage_chans[-1]
         self.default_pool = pool
         self.lam, self.caps_dim, self.routing_iters = float(lam), caps_dim, routing_iters
         self.stages = nn.Sequential(stages)
-        self.feature_info = [
-            dict(num_chs=chans, reduction=reduction, module=f"stages.{name}")
-            for name, chans, reduction in zip(stages, stage_chans, reductions, strict=True)
-        ]
+        self.feature_info = feature_levels(zip(stages, stage_chans, reductions, strict=True))
         init_conv_weights(self.stages)
         self.head_drop = nn.Dropout(drop_rate)
         self._set_pool(global_pool)
-        self.fc: nn.Module = self._make_fc()
+        self._make_head()
 
-    def _make_fc(self) -> nn.Module:
+    def _make_classifier(self) -> nn.Module:
         return nn.Linear(self.num_features, self.num_classes) if self.num_classes else nn.Identity()
 
     def _set_pool(self, kind: Optional[str]) -> None:
         """Choose the pooling; None keeps it. A classifier needs one: without (``""``) the default comes back."""
-        kind = self.global_pool if kind is None else kind
-        if kind == "" and self.num_classes:
-            kind = self.default_pool
-        if kind not in _POOLS and kind != "":
-            raise ValueError(
-                f"global_pool must be one of {', '.join(map(repr, _POOLS))} or '' (none), not {kind!r}"
-            )
-        self.global_pool = kind
-        if kind == "routing":
-            self.pool: nn.Module = RoutingPool2d(self.caps_dim, self.lam, self.routing_iters, flatten=True)
+        super()._set_pool(kind)
+        if self.global_pool == "" and self.num_classes:
+            self.global_pool = self.default_pool
+        if self.global_pool == "routing":
+            pool: nn.Module = RoutingPool2d(self.caps_dim, self.lam, self.routing_iters, flatten=True)
         else:
-            self.pool = ReducePool(kind) if kind else nn.Identity()
+            pool = ReducePool(self.global_pool) if self.global_pool else nn.Identity()
+        self.pool = pool.train(self.training)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """``[b, C, h, w]`` to scores ``[b, n]``; to ``[b, C]`` with ``pre_logits`` or without a classifier."""
@@ -145,16 +142,6 @@ class RoutingPoolNet(CapsuleNet):
         if pre_logits:
             return x
         return self.fc(x)
-
-    def get_classifier(self) -> nn.Module:
-        return self.fc
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """New classifier for ``num_classes`` (0: none) and, where given, another pooling (see the class)."""
-        self.num_classes = num_classes
-        self._set_pool(global_pool)
-        self.pool.train(self.training)
-        self.fc = self._like_parameters(self._make_fc())
 
     def _couplings(self, x: Tensor) -> Tensor:
         """Weight of each position in the pooled capsules: ``[b, C, h, w] -> [b, groups, h, w]``, sum 1."""
@@ -170,8 +157,7 @@ class RoutingPoolNet(CapsuleNet):
 
     def _parts(self, x: Tensor) -> Tensor:
         """What each pooled capsule adds to each class score: ``[b, C, h, w] -> [b, n, groups]``."""
-        if not isinstance(self.fc, nn.Linear):
-            raise RuntimeError("this model has no classifier: create it with num_classes above 0")
+        self._require_classes()
         pooled = self.pool(x)  # [b, C]
         parts = pooled[:, None] * self.fc.weight  # [b, n, C]
         return parts.unflatten(2, (-1, self.caps_dim)).sum(-1)
@@ -287,7 +273,7 @@ class RoutingCapsResNet(CapsuleNet):
     """
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        decoder: Any
+        class_caps: Any
 
     def __init__(
         self,
@@ -302,38 +288,24 @@ class RoutingCapsResNet(CapsuleNet):
         global_pool: str = "avg",
         decoder: bool = False,
     ) -> None:
-        super().__init__(num_classes, in_chans, img_size, global_pool=global_pool)
+        super().__init__(num_classes, in_chans, img_size, global_pool, decoder=decoder)
         self.num_features = self.head_hidden_size = 64
         _check_caps_dim(caps_dim, self.num_features)
-        self.caps_dim, self.pose_dim = caps_dim, pose_dim
+        self.caps_dim, self.class_dim = caps_dim, pose_dim
         self.lam, self.routing_iters = float(lam), routing_iters
         stages = cifar_resnet_stages(in_chans, depth)
         self.stages = nn.Sequential(stages)
-        self.feature_info = [
-            dict(num_chs=chans, reduction=reduction, module=f"stages.{name}")
-            for name, chans, reduction in zip(stages, (16, 16, 32, 64), (1, 1, 2, 4), strict=True)
-        ]
+        self.feature_info = feature_levels(zip(stages, (16, 16, 32, 64), (1, 1, 2, 4), strict=True))
         init_conv_weights(self.stages)
-        self._set_pool(global_pool)
-        self.with_decoder = decoder
-        self.class_caps: nn.Module = nn.Identity()
         self._make_head()
 
-    def _set_pool(self, kind: Optional[str]) -> None:
-        if kind is not None and kind not in ("", "avg"):
-            raise ValueError(f"global_pool must be 'avg' or '' (none), not {kind!r}")
-        self.global_pool = self.global_pool if kind is None else kind
-
-    def _make_head(self) -> None:
-        n = self.num_classes
-        if n == 0:
-            self.class_caps = nn.Identity()
-            self.decoder = None
-            return
+    def _make_classifier(self) -> nn.Module:
+        if self.num_classes == 0:
+            return nn.Identity()
         types = self.num_features // self.caps_dim
-        self.class_caps = RoutingCaps(types, self.caps_dim, n, self.pose_dim, self.lam, self.routing_iters)
-        if self.with_decoder:
-            self.decoder = Decoder(n, self.pose_dim, self.in_chans, self.img_size)
+        return RoutingCaps(
+            types, self.caps_dim, self.num_classes, self.class_dim, self.lam, self.routing_iters
+        )
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """``[b, 64, h, w]`` to capsule lengths ``[b, n]``; to ``[b, 64]``, the mean over the grid, without them."""
@@ -342,21 +314,8 @@ class RoutingCapsResNet(CapsuleNet):
         poses = self.class_caps(x)  # [b, n, e]
         return torch.linalg.vector_norm(poses, dim=-1)  # its gradient is zero for a zero capsule
 
-    def get_classifier(self) -> nn.Module:
-        return self.class_caps
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """New class capsules for ``num_classes`` (0: none), and a new decoder where there was one."""
-        self.num_classes = num_classes
-        self._set_pool(global_pool)
-        self._make_head()
-        self._like_parameters(self.class_caps)
-        if self.decoder is not None:
-            self._like_parameters(self.decoder)
-
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        if not isinstance(self.class_caps, RoutingCaps):
-            raise RuntimeError("this model has no class capsules: create it with num_classes above 0")
+        self._require_classes()
         return self.class_caps.route(self.forward_features(x))
 
     @torch.jit.ignore
@@ -371,25 +330,14 @@ class RoutingCapsResNet(CapsuleNet):
         return self._route(x)[1].sum(2)
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    cfg = dict(
-        num_classes=10,
-        input_size=(3, 32, 32),
-        pool_size=(8, 8),
-        fixed_input_size=False,
-        interpolation="bilinear",
-        crop_pct=1.0,
-        mean=_CIFAR_MEAN,
-        std=_CIFAR_STD,
-        first_conv="stages.stem.conv",
-        classifier="fc",
-        paper_name="Exploring Dynamic Routing As A Pooling Layer",
-        paper_ids="doi:10.1109/ICCVW.2019.00095",
-        license="apache-2.0",
-    )
-    cfg.update(kwargs)
-    return cfg
-
+_cfg = partial(
+    model_cfg,
+    pool_size=(8, 8),
+    first_conv="stages.stem.conv",
+    classifier="fc",
+    paper_name="Exploring Dynamic Routing As A Pooling Layer",
+    paper_ids="doi:10.1109/ICCVW.2019.00095",
+)
 
 default_cfgs = zoo_cfgs(
     {
@@ -402,24 +350,16 @@ default_cfgs = zoo_cfgs(
         "resnet20_routingcaps": _cfg(
             input_size=(1, 40, 40),
             pool_size=(10, 10),
-            mean=_MNIST_MEAN,
-            std=_MNIST_STD,
             classifier="class_caps",
+            **MNIST,
         ),
     }
 )
 
 
-def _create_cnn(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(RoutingPoolCNN, variant, pretrained, **kwargs)
-
-
-def _create_resnet(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(RoutingPoolResNet, variant, pretrained, **kwargs)
-
-
-def _create_caps(variant: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    return build_capsule_model(RoutingCapsResNet, variant, pretrained, **kwargs)
+_create_cnn = partial(build_capsule_model, RoutingPoolCNN)
+_create_resnet = partial(build_capsule_model, RoutingPoolResNet)
+_create_caps = partial(build_capsule_model, RoutingCapsResNet)
 
 
 @register_model

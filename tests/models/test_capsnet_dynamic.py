@@ -185,6 +185,8 @@ def test_decoder_follows_the_classes() -> None:
     assert model.decoder is None and model(x).shape == (2, 256)
     with pytest.raises(RuntimeError, match="num_classes"):
         model.forward_capsules(x)
+    model.reset_classifier(3)  # what the model was created with comes back
+    assert model.reconstruct(model.forward_capsules(x).poses).shape == (2, 1, 28, 28)
 
 
 def test_wrong_size_is_refused() -> None:

@@ -186,12 +186,13 @@ def test_reset_classifier_replaces_the_decoder_too() -> None:
     assert picture.shape == (2, 3, 9, 9) and picture.dtype == torch.float64
     model.reset_classifier(0, "")
     assert model.decoder is None and model(x).shape == (2, 12, 3, 3)
-    with pytest.raises(RuntimeError, match="no class capsules"):
+    with pytest.raises(RuntimeError, match="no classes"):
         model.forward_capsules(x)
-    with pytest.raises(RuntimeError, match="no class capsules"):
+    with pytest.raises(RuntimeError, match="no classes"):
         model.coupling_map(x)
     with pytest.raises(ValueError, match="'avg' or ''"):
         model.reset_classifier(3, "max")
+    assert model.num_classes == 0 and model.global_pool == ""  # refused before anything was changed
 
 
 @pytest.mark.parametrize(
