@@ -93,23 +93,31 @@ class Task(nn.Module):
         return self.criterion(scores.float(), labels), scores
 
 
-def _open_run(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Make the run's folder, or check that the one there belongs to this recipe."""
+def _check_run(recipe: Recipe, out: Path, resume: bool) -> None:
+    """Refuse a folder that holds another recipe's run; nothing is written."""
+    before = out / "recipe.json"
+    if not before.is_file():
+        return
+    if not resume:
+        raise TrainingError(f"{out} already holds a run: choose another --out, or resume it")
+    try:
+        old = json.loads(before.read_text())
+    except OSError as error:
+        raise TrainingError(f"cannot read {before}: {error.strerror or error}") from error
     resolved = recipe.model_dump(mode="json")
+    for key in sorted(resolved.keys() | old.keys()):
+        if old.get(key) != resolved.get(key):
+            raise TrainingError(
+                f"{out} holds a run with {key}={old.get(key)}, this recipe says {resolved.get(key)}: "
+                "choose another --out"
+            )
+
+
+def _open_run(recipe: Recipe, out: Path) -> None:
+    """Make the run's folder; the first thing that is written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        before = out / "recipe.json"
-        if before.is_file():
-            if not resume:
-                raise TrainingError(f"{out} already holds a run: choose another --out, or resume it")
-            old = json.loads(before.read_text())
-            for key in sorted(resolved.keys() | old.keys()):
-                if old.get(key) != resolved.get(key):
-                    raise TrainingError(
-                        f"{out} holds a run with {key}={old.get(key)}, this recipe says {resolved.get(key)}: "
-                        "choose another --out"
-                    )
-        write_atomically(before, json.dumps(resolved, indent=1) + "\n")
+        write_atomically(out / "recipe.json", json.dumps(recipe.model_dump(mode="json"), indent=1) + "\n")
     except OSError as error:
         raise TrainingError(f"cannot write to {out}: {error.strerror or error}") from error
 
@@ -280,9 +288,7 @@ def _train(
             f"in {recipe.accumulate} parts each"
         )
     if main_process:
-        _open_run(recipe, out, resume)
-    accelerator.wait_for_everyone()
-
+        _check_run(recipe, out, resume)
     commit = source_commit()  # now, not at the end: the files may have moved on by then
 
     # Data: uint8 tensors on the device.
@@ -314,6 +320,10 @@ def _train(
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
     schedule = _create_scheduler(recipe, optimizer, steps)
+
+    if main_process:
+        _open_run(recipe, out)
+    accelerator.wait_for_everyone()
 
     # Where an earlier run stopped.
     step, seconds, sums = 0, 0.0, torch.zeros(3, dtype=torch.float64)
