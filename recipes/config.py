@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from capszoo._suggest import unknown_name
-from capszoo.data import DataError, dataset_spec
+from capszoo.data import Augment, DataError, check_name
 from capszoo.errors import UsageError
 
 try:
@@ -62,6 +62,7 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeRate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class RecipeError(UsageError):
@@ -73,16 +74,43 @@ class _Section(BaseModel):
 
 
 class AugmentConfig(_Section):
-    """Per-sample augmentation of the training images."""
+    """Per-sample augmentation of the training images, on the device; `capszoo.data.Augment` says more."""
 
     shift: NonNegative = 0
     """Largest shift in pixels, filled with black; the same as padding by it and cropping at random."""
     flip: bool = False
     """Mirror half of the images."""
+    resize: Positive | None = None
+    """Side to which all images are resized; the model sees a random patch of them (the middle in evaluation)."""
+    rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
+    """Largest angle in degrees, either way."""
+    shear: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Largest shear, either way, as the tangent of its angle."""
+    scale: tuple[Rate, Rate] = (1.0, 1.0)
+    """Smallest and largest factor of the size."""
+    brightness: Share = 0.0
+    """Largest relative change, as those of contrast and saturation."""
+    contrast: Share = 0.0
+    saturation: Share = 0.0
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Largest change, as a share of the colour circle."""
+
+    @field_validator("scale")
+    @classmethod
+    def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
+        if scale[0] > scale[1]:
+            raise ValueError("the smallest factor comes first")
+        return scale
+
+    def build(self) -> Augment:
+        return Augment(**self.model_dump())
 
 
 class DataConfig(_Section):
     name: str
+    """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, parquet:PATH, idx:PATH, hf:OWNER/NAME."""
+    size: Positive | None = None
+    """Side of the images that the model sees; the data set's where it is left out."""
     val_size: NonNegative = 5000
     """Images carved out of the training set for validation; nothing is selected on the test set."""
     val_seed: int = 0
@@ -94,7 +122,7 @@ class DataConfig(_Section):
     @classmethod
     def _known(cls, name: str) -> str:
         try:
-            return dataset_spec(name).name
+            return check_name(name)
         except DataError as error:
             raise ValueError(str(error)) from error
 

@@ -17,24 +17,62 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
-from capszoo.data import Batches, DataError, ImageSet, load_dataset
+from capszoo.data import Batches, DataError, ImageSet, StreamedSet, load_dataset
 from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, load_safetensors, sha256_of
 
-__all__ = ["count_correct", "create_for", "evaluate", "main", "model_from_file"]
+__all__ = [
+    "all_right",
+    "count_correct",
+    "create_for",
+    "evaluate",
+    "main",
+    "model_from_file",
+    "score_threshold",
+]
+
+
+def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
+    """Which images are recognised: bool [b].
+
+    Arguments:
+        scores: [b, n].
+        labels: classes [b]; or [b, n] with a one for each class that is there, all of which must be found and no other.
+        count: how many classes each image has, where that is known: the highest so many scores are the answer.
+        threshold: else the scores above it are the answer (0.5 for capsule lengths, 0 for logits).
+    """
+    if labels.dim() == 1:
+        return scores.argmax(1) == labels
+    if count:
+        answer = torch.zeros_like(labels).scatter_(1, scores.topk(count, dim=1).indices, 1.0)
+    else:
+        answer = (scores > threshold).to(labels.dtype)
+    return (answer == labels).all(1)
+
+
+def score_threshold(loss: str) -> float:
+    """The score from which a class is there: half a capsule length, or a logit of zero, by the loss trained with."""
+    return 0.5 if loss in ("margin", "spread") else 0.0
 
 
 @torch.no_grad()
 def count_correct(
-    net: nn.Module, batches: Batches, autocast: AbstractContextManager[Any] | None = None
+    net: nn.Module,
+    batches: Batches,
+    autocast: AbstractContextManager[Any] | None = None,
+    threshold: float = 0.5,
 ) -> Tensor:
-    """Run the net in eval mode over one epoch; returns int64 (right, all) [2] on the data's device."""
+    """Run the net in eval mode over one epoch; returns int64 (right, all) [2] on the data's device.
+
+    `threshold` counts where images have several labels, in a number that varies: see `all_right`.
+    """
     was_training = net.training
     net.eval()
-    totals = torch.zeros(2, dtype=torch.int64, device=batches.data.images.device)
+    totals = torch.zeros(2, dtype=torch.int64, device=batches.device)
     with autocast or nullcontext():
         for batch in batches.epoch():
             images = batch.images.contiguous(memory_format=torch.channels_last)
-            totals[0] += (net(images).argmax(1) == batch.labels).sum()
+            known = batches.data.spec.labels_per_image
+            totals[0] += all_right(net(images), batch.labels, known, threshold).sum()
             totals[1] += len(batch.labels)
     net.train(was_training)
     return totals
@@ -85,19 +123,19 @@ def _resolve(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | No
 
 def evaluate(
     model: nn.Module | str | Path,
-    dataset: str | ImageSet | None = None,
+    dataset: str | ImageSet | StreamedSet | None = None,
     split: str = "test",
     data: str | Path | None = None,
     *,
     batch_size: int = 500,
     device: str | torch.device | None = None,
 ) -> dict[str, Any]:
-    """Top-1 accuracy, in float32 and eval mode.
+    """Top-1 accuracy, in float32 and eval mode; an image with several labels counts where exactly these are found.
 
     Arguments:
         model: a module, a name with weights (`resnet20_routingcaps.mnist`), or the path of a weights file.
         dataset: a name, or images in memory; None takes the data set the weights were trained on.
-        split: "test" or "train".
+        split: "test", "train" or another split of the data set.
         data: folder of the data set; None asks `CAPSZOO_DATA`.
         device: None takes CUDA where there is one.
 
@@ -109,11 +147,20 @@ def evaluate(
         if info is None or "dataset" not in info.raw:
             raise DataError("name the data set: the model does not say which one it was trained on")
         dataset = str(info.raw["dataset"]["name"])
-    images = load_dataset(dataset, split, data) if isinstance(dataset, str) else dataset
+    recipe = info.raw.get("recipe", {}) if info else {}
+    if isinstance(dataset, str):
+        # As in training: the middle of images resized in the same way.
+        trained = recipe.get("data", {}) if recipe.get("data", {}).get("name") == dataset else {}
+        resize = trained.get("augment", {}).get("resize")
+        images = load_dataset(dataset, split, data, size=trained.get("size"), resize=resize)
+    else:
+        images = dataset
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     mean, std = (info.mean, info.std) if info else (None, None)
     net = net.to(target).to(memory_format=torch.channels_last)
-    right, n = count_correct(net, Batches(images.to(target), batch_size, mean=mean, std=std)).tolist()
+    batches = Batches(images.to(target), batch_size, mean=mean, std=std)
+    threshold = score_threshold(recipe.get("loss", {}).get("name", "margin"))
+    right, n = count_correct(net, batches, threshold=threshold).tolist()
     stated = info.raw.get("metrics", {}).get(split, {}) if info else {}
     return {
         "model": info.name if info else type(net).__name__,
@@ -133,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         "model", help="name with weights, or path of a .safetensors file with its .json beside it"
     )
     parser.add_argument("--dataset", help="default: the one the weights were trained on")
-    parser.add_argument("--split", default="test", choices=("test", "train"))
+    parser.add_argument("--split", default="test", help="test (the default), train, …")
     parser.add_argument("--data", help="folder of the data set; default: CAPSZOO_DATA")
     parser.add_argument("--batch-size", type=int, default=500)
     parser.add_argument("--device")

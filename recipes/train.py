@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,14 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 import capszoo
-from capszoo.data import Batches, ImageSet, dataset_spec, load_dataset, split_validation
+from capszoo.data import Batch, Batches, DatasetSpec, ImageSet, StreamedSet, load_dataset, split_validation
 from capszoo.errors import CapszooError, UsageError
 from capszoo.losses import create_loss, reconstruction_loss
 from capszoo.models._pretrained import WeightsError
 
 from .checkpoints import latest_checkpoint, save_checkpoint, write_atomically
 from .config import Recipe, RecipeError, load_recipe
-from .evaluate import count_correct, create_for, evaluate
+from .evaluate import all_right, count_correct, create_for, evaluate, score_threshold
 from .weights import hardware, source_commit, write_weights
 
 try:
@@ -104,6 +104,8 @@ def _check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         old = json.loads(before.read_text())
     except OSError as error:
         raise TrainingError(f"cannot read {before}: {error.strerror or error}") from error
+    with suppress(ValueError):  # a run of an earlier version lacks the keys that are new
+        old = Recipe.model_validate(old).model_dump(mode="json")
     resolved = recipe.model_dump(mode="json")
     for key in sorted(resolved.keys() | old.keys()):
         if old.get(key) != resolved.get(key):
@@ -124,18 +126,21 @@ def _open_run(recipe: Recipe, out: Path) -> None:
 
 def _load_data(
     recipe: Recipe, data: str | Path | None
-) -> tuple[ImageSet, ImageSet, ImageSet, dict[str, str]]:
-    whole, test = load_dataset(recipe.data.name, "train", data), load_dataset(recipe.data.name, "test", data)
+) -> tuple[ImageSet | StreamedSet, ImageSet | StreamedSet, ImageSet | StreamedSet, dict[str, str]]:
+    settings = recipe.data
+    whole, test = (
+        load_dataset(settings.name, split, data, size=settings.size, resize=settings.augment.resize)
+        for split in ("train", "test")
+    )
     fingerprints = {"train": whole.fingerprint(), "test": test.fingerprint()}
-    training, validation = split_validation(whole, recipe.data.val_size, recipe.data.val_seed)
-    if recipe.data.limit:
-        training = training.subset(torch.arange(min(recipe.data.limit, len(training))))
+    training, validation = split_validation(whole, settings.val_size, settings.val_seed)
+    if settings.limit:
+        training = training.subset(torch.arange(min(settings.limit, len(training))))
     return training, validation, test, fingerprints
 
 
-def _create_net(recipe: Recipe) -> nn.Module:
+def _create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
     try:
-        spec = dataset_spec(recipe.data.name)
         return create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: {error}") from error
@@ -294,13 +299,11 @@ def _train(
     # Data: uint8 tensors on the device.
     training, validation, test, fingerprints = _load_data(recipe, data)
     spec = training.spec
-    augment = recipe.data.augment
     batches = Batches(
         training.to(device),
         recipe.batch_size,
         train=True,
-        shift=augment.shift,
-        flip=augment.flip,
+        augment=recipe.data.augment.build(),
         seed=recipe.seed,
         rank=rank,
         world=world,
@@ -312,7 +315,7 @@ def _train(
     # Model, optimiser, schedule.
     accelerate.utils.set_seed(recipe.seed)
     layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    net = _create_net(recipe).to(device).to(memory_format=layout)
+    net = _create_net(recipe, spec).to(device).to(memory_format=layout)
     ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
     optimizer = _create_optimizer(recipe, net)
     try:
@@ -399,7 +402,7 @@ def _train(
                 if schedule:
                     schedule.step_update(step)
                 goal.set_progress(step / total)
-                loss = _update(accelerator, task, wrapped, batch, recipe, layout, sums)
+                loss = _update(accelerator, task, wrapped, batch, recipe, layout, sums, spec.labels_per_image)
                 if ema:
                     ema.update(net, step=step)
                 losses.append(loss)
@@ -425,8 +428,9 @@ def _train(
             rate = (step - epoch_first) * recipe.batch_size / (time.monotonic() - epoch_began)
             record = _epoch_record(accelerator, sums, optimizer, step, epoch, rate)
             if held_out:
+                threshold = score_threshold(recipe.loss.name)
                 right, n = accelerator.reduce(
-                    count_correct(evaluated, held_out, accelerator.autocast())
+                    count_correct(evaluated, held_out, accelerator.autocast(), threshold)
                 ).tolist()
                 record["val_top1"] = round(100 * right / n, 4)
             seconds = earlier + time.monotonic() - began
@@ -480,7 +484,7 @@ def _train(
                 tag=recipe.tag,
                 model_args=recipe.model_args,
                 spec=spec,
-                golden_pixels=test.images[:GOLDEN_IMAGES],
+                golden_pixels=next(Batches(test, GOLDEN_IMAGES).epoch()).pixels,
                 details=details,
             )
 
@@ -498,22 +502,24 @@ def _update(
     accelerator: Accelerator,
     task: nn.Module,
     optimizer: Any,
-    batch: Any,
+    batch: Batch,
     recipe: Recipe,
     layout: torch.memory_format,
     sums: Tensor,
+    known: int | None,
 ) -> Tensor:
     """One update of the weights from one batch, in parts; adds to `sums` and returns the mean loss (a scalar)."""
-    parts = [piece.chunk(recipe.accumulate) for piece in batch]
     mean_loss = torch.zeros((), device=sums.device)
-    for number, (images, labels, pixels) in enumerate(zip(*parts, strict=True), start=1):
+    threshold = score_threshold(recipe.loss.name)
+    for number, part in enumerate(batch.chunk(recipe.accumulate), start=1):
+        images, labels, pixels = part.images, part.labels, part.pixels
         share = len(labels) / len(batch.labels)
         # Gradients travel between processes with the last part only.
         with _unsynced(accelerator, task, number < recipe.accumulate):
             loss, scores = task(images.contiguous(memory_format=layout), labels, pixels)
             accelerator.backward(loss * share)
         mean_loss += loss.detach() * share
-        sums[1] += (scores.detach().argmax(1) == labels).sum()
+        sums[1] += all_right(scores.detach(), labels, known, threshold).sum()
     if recipe.clip_grad:
         accelerator.clip_grad_norm_(task.parameters(), recipe.clip_grad)
     optimizer.step()

@@ -1,18 +1,24 @@
-"""Data sets by name, held in memory, with batched augmentation. Nothing here ever downloads anything."""
+"""Data sets by name, in memory or streamed, with batched augmentation. Nothing is downloaded without a folder."""
 
-from .augment import crop_and_flip, normalize
-from .batches import Batch, Batches, keyed_generator
+from .augment import Augment, normalize
+from .batches import Batch, Batches
 from .errors import DataError
-from .sources import DATASETS, DatasetSpec, ImageSet, dataset_spec, load_dataset, split_validation
+from .sets import DatasetSpec, ImageSet, StreamedSet, keyed_generator, split_validation
+from .sources import TEST_SEEDS, load_dataset
+from .specs import DATASETS, PREFIXES, check_name, dataset_spec
 
 __all__ = [
     "DATASETS",
+    "PREFIXES",
+    "TEST_SEEDS",
+    "Augment",
     "Batch",
     "Batches",
     "DataError",
     "DatasetSpec",
     "ImageSet",
-    "crop_and_flip",
+    "StreamedSet",
+    "check_name",
     "dataset_spec",
     "keyed_generator",
     "load_dataset",

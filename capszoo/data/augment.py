@@ -1,42 +1,286 @@
-"""Augmentation of a batch as tensor operations, each image by its own random numbers, on the images' device."""
+"""Augmentation of a batch as tensor operations, each image by its own random numbers, on the images' device.
+
+`Augment.draw` takes the random numbers of a whole global batch from one CPU generator, `Augment.apply` uses the share
+of one process: every device and every number of processes sees the same images.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["crop_and_flip", "normalize"]
+from .errors import DataError
+
+__all__ = ["Augment", "Draws", "affine_matrices", "crop", "jitter", "normalize", "resize", "share", "warp"]
+
+Draws = dict[str, Tensor]
+"""Random numbers by name, one row per image of the global batch."""
 
 
-def crop_and_flip(images: Tensor, shift: int, flip: bool, generator: torch.Generator) -> Tensor:
-    """Shift each image by up to `shift` pixels each way, filling with black, and mirror half of them.
+@dataclass(frozen=True)
+class Augment:
+    """What is done to each training image, in this order; the defaults leave it as it is.
 
-    A shift by at most s pixels is the usual "pad s, then crop at random" under another name.
+    Attributes:
+        resize: side to which the images are resized once, when they are loaded; a patch of the size that the model
+            sees is then cropped at random (in the middle where nothing is random).
+        rotation: largest angle in degrees, either way.
+        shear: largest horizontal shear, either way: a row y pixels off the middle moves by shear * y.
+        scale: smallest and largest factor of the size.
+        shift: largest shift in pixels, filled with black; the same as padding by it and cropping at random.
+        flip: mirror half of the images left to right.
+        brightness, contrast, saturation: largest relative change; the factor lies in 1 - x to 1 + x.
+        hue: largest change as a share of the colour circle, at most 0.5.
+    """
+
+    resize: int | None = None
+    rotation: float = 0.0
+    shear: float = 0.0
+    scale: tuple[float, float] = (1.0, 1.0)
+    shift: int = 0
+    flip: bool = False
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+
+    def __post_init__(self) -> None:
+        low, high = self.scale
+        limits = {
+            "resize": self.resize is None or self.resize > 0,
+            "rotation": 0 <= self.rotation <= 180,
+            "shear": 0 <= self.shear <= 2,
+            "scale": 0 < low <= high < math.inf,
+            "shift": self.shift >= 0,
+            "brightness": 0 <= self.brightness <= 1,
+            "contrast": 0 <= self.contrast <= 1,
+            "saturation": 0 <= self.saturation <= 1,
+            "hue": 0 <= self.hue <= 0.5,
+        }
+        for name, good in limits.items():
+            if not good:
+                raise DataError(f"augment.{name}: {getattr(self, name)} is out of range ({RANGES[name]})")
+
+    @property
+    def warps(self) -> bool:
+        return bool(self.rotation or self.shear or self.scale != (1.0, 1.0))
+
+    @property
+    def jitters(self) -> bool:
+        return bool(self.brightness or self.contrast or self.saturation or self.hue)
+
+    @property
+    def changes(self) -> list[str]:
+        """Names of the settings that differ from "leave it as it is"."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
+    def check_channels(self, channels: int) -> None:
+        """Raise `DataError` where a setting needs colour and there is none."""
+        if channels != 3 and (self.saturation or self.hue):
+            raise DataError(f"augment.saturation and augment.hue need 3 channels, the images have {channels}")
+
+    def draw(self, n: int, margin: tuple[int, int], generator: torch.Generator) -> Draws:
+        """Random numbers for `n` images that are larger than the model's input by `margin` (rows, columns)."""
+        draws: Draws = {}
+        if self.shift or self.flip or any(margin):
+            # The order of these two is part of what a seed means: a run that resumes must see the same images.
+            draws["top"], draws["left"] = (
+                torch.randint(0, 2 * self.shift + space + 1, (n,), generator=generator) for space in margin
+            )
+            mirrored = torch.rand(n, 1, generator=generator)[:, 0] < 0.5
+            if self.flip:
+                draws["mirrored"] = mirrored
+
+        def uniform(low: float, high: float) -> Tensor:
+            return low + (high - low) * torch.rand(n, generator=generator)
+
+        if self.warps:
+            factor = uniform(*self.scale)
+            draws["matrix"] = affine_matrices(
+                uniform(-self.rotation, self.rotation), uniform(-self.shear, self.shear), factor, factor
+            )
+        for name in ("brightness", "contrast", "saturation"):
+            if largest := getattr(self, name):
+                draws[name] = uniform(1 - largest, 1 + largest)
+        if self.hue:
+            draws["hue"] = uniform(-self.hue, self.hue)
+        return draws
+
+    def apply(self, pixels: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+        """uint8 [b, c, h, w] to uint8 [b, c, *size] by the numbers of `draw`."""
+        result = pixels
+        if "matrix" in draws:
+            result = warp(result.float(), draws["matrix"])
+        if "top" in draws:
+            result = crop(result, draws["top"], draws["left"], size, self.shift, draws.get("mirrored"))
+        colours = {
+            name: draws[name] for name in ("brightness", "contrast", "saturation", "hue") if name in draws
+        }
+        if colours:
+            result = jitter(result.float() / 255, **colours) * 255
+        if result.dtype != torch.uint8:
+            result = result.round_().clamp_(0, 255).to(torch.uint8)
+        return result
+
+
+RANGES = {
+    "resize": "pixels, at least 1",
+    "rotation": "0 to 180 degrees",
+    "shear": "0 to 2",
+    "scale": "smallest and largest factor, above 0",
+    "shift": "pixels, at least 0",
+    "brightness": "0 to 1",
+    "contrast": "0 to 1",
+    "saturation": "0 to 1",
+    "hue": "0 to 0.5",
+}
+
+
+def share(draws: Draws, rank: int, world: int) -> Draws:
+    """The random numbers of one process's images."""
+    return draws if world == 1 else {name: numbers[rank::world] for name, numbers in draws.items()}
+
+
+def crop(
+    images: Tensor,
+    top: Tensor,
+    left: Tensor,
+    size: tuple[int, int],
+    padding: int = 0,
+    mirrored: Tensor | None = None,
+) -> Tensor:
+    """Cut a window out of each image, black where it reaches beyond, and mirror some of them left to right.
 
     Arguments:
         images: [b, c, h, w], any dtype and memory format.
-        shift: largest shift in pixels; 0 leaves the images where they are.
-        flip: mirror each image left to right with probability one half.
-        generator: a CPU generator, so that every device and every number of processes draws the same numbers.
+        top, left: first row and column of each window [b], counted in the padded image.
+        size: rows and columns of the windows.
+        padding: black pixels added on each side.
+        mirrored: bool [b], or None.
 
-    Returns [b, c, h, w].
+    Returns [b, c, *size].
     """
-    b, _, h, w = images.shape
-    if shift == 0 and not flip:
-        return images
     device = images.device
-    offsets = torch.randint(0, 2 * shift + 1, (2, b, 1), generator=generator)
-    mirrored = torch.rand(b, 1, generator=generator) < 0.5
-    rows = offsets[0] + torch.arange(h)  # [b, h]
-    cols = offsets[1] + torch.arange(w)  # [b, w]
-    if flip:
-        cols = torch.where(mirrored, cols.flip(1), cols)
-    padded = F.pad(images, (shift, shift, shift, shift)).permute(0, 2, 3, 1)
-    batch = torch.arange(b, device=device)[:, None, None]
-    # One gather does both; indexing a channels-last view keeps the result channels-last.
-    picked = padded[batch, rows.to(device)[:, :, None], cols.to(device)[:, None, :]]  # [b, h, w, c]
+    rows = top[:, None] + torch.arange(size[0])  # [b, rows]
+    cols = left[:, None] + torch.arange(size[1])  # [b, cols]
+    if mirrored is not None:
+        cols = torch.where(mirrored[:, None], cols.flip(1), cols)
+    padded = F.pad(images, (padding, padding, padding, padding)).permute(0, 2, 3, 1)
+    batch = torch.arange(len(images), device=device)[:, None, None]
+    # One gather does it all; indexing a channels-last view keeps the result channels-last.
+    picked = padded[batch, rows.to(device)[:, :, None], cols.to(device)[:, None, :]]  # [b, rows, cols, c]
     return picked.permute(0, 3, 1, 2)
+
+
+def affine_matrices(degrees: Tensor, shear: Tensor, scale_y: Tensor, scale_x: Tensor) -> Tensor:
+    """Rotation (counter-clockwise) after shear after scaling: [b] each to [b, 2, 2] on (x, y), y downwards."""
+    angle = torch.deg2rad(degrees)
+    cos, sin, zero, one = angle.cos(), angle.sin(), torch.zeros_like(angle), torch.ones_like(angle)
+
+    def matrix(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return torch.stack((a, b, c, d), dim=-1).view(-1, 2, 2)
+
+    return matrix(cos, sin, -sin, cos) @ matrix(one, shear, zero, one) @ matrix(scale_x, zero, zero, scale_y)
+
+
+def warp(images: Tensor, matrices: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+    """Map each image about its middle by a 2x2 matrix, bilinearly, black where nothing lands.
+
+    Arguments:
+        images: float [b, c, h, w].
+        matrices: [b, 2, 2] on pixel coordinates (x, y) relative to the middle, from image to result.
+        size: rows and columns of the result, which has the same middle; None keeps h and w.
+
+    Returns float [b, c, *size].
+    """
+    b, c, h, w = images.shape
+    rows, cols = size or (h, w)
+    y, x = torch.meshgrid(
+        torch.arange(rows) - (rows - 1) / 2, torch.arange(cols) - (cols - 1) / 2, indexing="ij"
+    )
+    points = torch.stack((x, y), dim=-1).view(1, -1, 2)
+    # Where each pixel of the result comes from, in grid_sample's units: -1 and 1 are the image's edges.
+    sources = points @ torch.linalg.inv(matrices).mT * torch.tensor([2 / w, 2 / h])
+    grid = sources.view(b, rows, cols, 2).to(images)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def jitter(
+    images: Tensor,
+    brightness: Tensor | None = None,
+    contrast: Tensor | None = None,
+    saturation: Tensor | None = None,
+    hue: Tensor | None = None,
+) -> Tensor:
+    """Change colours, each image by its own factors, in this order (torchvision's operations, its order drawn).
+
+    Arguments:
+        images: float [b, c, h, w] in 0..1; c = 3 for saturation and hue.
+        brightness: factors [b] of the values.
+        contrast: factors [b] of the distance to the image's mean grey.
+        saturation: factors [b] of the distance to the pixel's grey.
+        hue: [b], shares of the colour circle by which hues turn.
+
+    Returns float [b, c, h, w] in 0..1.
+    """
+
+    def blend(other: Tensor | float, factor: Tensor) -> Tensor:
+        f = factor.to(images).view(-1, 1, 1, 1)
+        return (other + f * (images - other)).clamp_(0, 1)
+
+    if brightness is not None:
+        images = blend(0.0, brightness)
+    if contrast is not None:
+        images = blend(_grey(images).mean((1, 2, 3), keepdim=True), contrast)
+    if saturation is not None:
+        images = blend(_grey(images), saturation)
+    if hue is not None:
+        images = _turn_hue(images, hue.to(images))
+    return images
+
+
+def _grey(images: Tensor) -> Tensor:
+    """[b, c, h, w] to [b, 1, h, w]: ITU-R 601-2 luma for three channels, else the mean."""
+    if images.shape[1] != 3:
+        return images.mean(1, keepdim=True)
+    r, g, b = images.split(1, dim=1)
+    return 0.299 * r + 0.587 * g + 0.114 * b
+
+
+def _turn_hue(images: Tensor, turn: Tensor) -> Tensor:
+    """Turn hues by `turn` [b] of the circle, leaving HSV's saturation and value."""
+    r, g, b = images.unbind(1)  # [b, h, w]
+    value, low = images.amax(1), images.amin(1)
+    chroma = value - low
+    safe = chroma.clamp(min=1e-7)
+    # The hue in sixths of the circle.
+    sixth = torch.where(
+        value == r, (g - b) / safe, torch.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe)
+    )
+    sixth = sixth + 6 * turn.view(-1, 1, 1)
+    # Back in closed form: a channel is the value less the chroma by a trapezium over the hue.
+    offsets = torch.tensor([5.0, 3.0, 1.0], device=images.device).view(1, 3, 1, 1)
+    k = (offsets + sixth[:, None]).remainder(6)
+    fall = torch.minimum(k, 4 - k).clamp_(0, 1)
+    return (value[:, None] - chroma[:, None] * fall).clamp_(0, 1)
+
+
+def resize(images: Tensor, size: tuple[int, int], chunk: int = 4096) -> Tensor:
+    """uint8 [n, c, h, w] to uint8 [n, c, *size], bilinear with antialiasing, a chunk at a time."""
+    if tuple(images.shape[2:]) == size:
+        return images
+    parts = [
+        F.interpolate(part.float(), size, mode="bilinear", antialias=True)
+        .round_()
+        .clamp_(0, 255)
+        .to(torch.uint8)
+        for part in images.split(chunk)
+    ]
+    return torch.cat(parts)
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

@@ -1,61 +1,69 @@
-"""Batches of an in-memory data set, reproducible at any position.
+"""Batches of a data set, reproducible at any position.
 
-The order of an epoch depends on (seed, epoch) and the augmentation of a batch on (seed, epoch, step) alone, so a run
+The order of an epoch depends on (seed, epoch) and the random numbers of a batch on (seed, epoch, step) alone, so a run
 that resumes in the middle of an epoch sees exactly what the uninterrupted run saw, and so do several processes that
 share a global batch.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .augment import crop_and_flip, normalize
+from .augment import Augment, Draws, normalize, share
 from .errors import DataError
-from .sources import ImageSet
+from .generate import ByClass, Composed
+from .sets import ImageSet, StreamedSet, keyed_generator
 
-__all__ = ["Batch", "Batches", "keyed_generator"]
+__all__ = ["Batch", "Batches"]
 
 
 class Batch(NamedTuple):
-    """`images` float32 [b, c, h, w], normalised; `labels` [b]; `pixels` uint8 [b, c, h, w], before normalisation."""
+    """One batch.
+
+    `images` float32 [b, c, h, w], normalised; `labels` int64 [b], or float [b, n] of zeros and ones; `pixels` uint8
+    [b, c, h, w], before normalisation. Of composed images also `parts` uint8 [b, k, c, h, w], each object alone, and
+    `part_labels` int64 [b, k], -1 for none.
+    """
 
     images: Tensor
     labels: Tensor
     pixels: Tensor
+    parts: Tensor | None = None
+    part_labels: Tensor | None = None
 
-
-def keyed_generator(*key: int) -> torch.Generator:
-    """A CPU generator seeded by a hash of the key, so that neighbouring keys give unrelated streams."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    def chunk(self, count: int) -> list[Batch]:
+        """Split into `count` parts of (nearly) equal size."""
+        parts = len(self.labels.chunk(count))
+        columns = [(None,) * parts if column is None else column.chunk(count) for column in self]
+        return [Batch(*row) for row in zip(*columns, strict=True)]  # type: ignore[arg-type]
 
 
 class Batches:
-    """Iterate over an `ImageSet`.
+    """Iterate over a data set.
 
     Arguments:
-        data: the images, already on the device where batches are wanted.
+        data: an `ImageSet` on the device where batches are wanted, or a `StreamedSet` that knows it. In evaluation,
+            composed images are made once, by a fixed seed.
         batch_size: images per step over all processes together.
         train: shuffle, augment and drop the last incomplete batch.
-        shift, flip: see `crop_and_flip`; used in training only.
-        seed: of order and augmentation.
+        augment: what is done to the images in training. Images larger than the data set's input size are cropped to
+            it: at random in training, in the middle otherwise.
+        seed: of order, composition and augmentation.
         rank, world: this process takes images rank, rank + world, … of each global batch.
         mean, std: normalisation; None takes the data set's.
     """
 
     def __init__(
         self,
-        data: ImageSet,
+        data: ImageSet | StreamedSet,
         batch_size: int,
         *,
         train: bool = False,
-        shift: int = 0,
-        flip: bool = False,
+        augment: Augment | None = None,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
@@ -64,11 +72,31 @@ class Batches:
     ) -> None:
         if train and len(data) < batch_size:
             raise DataError(f"{len(data)} training images do not fill one batch of {batch_size}")
-        self.data, self.batch_size, self.train = data, batch_size, train
-        self.shift, self.flip, self.seed = shift, flip, seed
+        self.data = data if train else data.fixed()
+        self.batch_size, self.train, self.seed = batch_size, train, seed
+        self.augment = (augment or Augment()) if train else Augment()
         self.rank, self.world = rank, world
         self.mean = mean or data.spec.mean
         self.std = std or data.spec.std
+        self.augment.check_channels(data.spec.input_size[0])
+        self.target = data.spec.input_size[1:]
+        self.margin = (data.size[0] - self.target[0], data.size[1] - self.target[1])
+        if min(self.margin) < 0:
+            raise DataError(
+                f"{data.spec.title}: images of {data.size} pixels are smaller than the input {self.target}"
+            )
+        self.index: ByClass | None = None
+        if train and isinstance(data, ImageSet) and data.composer:
+            self.index = ByClass.of(data.labels, data.spec.num_classes)
+            if data.spec.multi_label and self.augment.changes:
+                # The parts of an image would have to go the same way; the protocols have no augmentation.
+                raise DataError(
+                    f"{data.spec.title} is composed afresh for every batch: augment must be left out"
+                )
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.data), self.batch_size)
@@ -76,17 +104,50 @@ class Batches:
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, from batch number `start` on."""
-        n, device = len(self.data), self.data.images.device
+        n = len(self.data)
         order = (
             torch.randperm(n, generator=keyed_generator(self.seed, epoch)) if self.train else torch.arange(n)
         )
-        for step in range(start, len(self)):
-            picked = order[step * self.batch_size : (step + 1) * self.batch_size].to(device)
-            pixels = self.data.images[picked]
-            if self.train:
-                # Every process augments the whole global batch (microseconds) and keeps its share.
-                generator = keyed_generator(self.seed, epoch, step)
-                pixels = crop_and_flip(pixels, self.shift, self.flip, generator)
-            pixels = pixels[self.rank :: self.world]
-            labels = self.data.labels[picked][self.rank :: self.world]
-            yield Batch(normalize(pixels, self.mean, self.std), labels, pixels)
+        steps = range(start, len(self))
+        globally = [order[step * self.batch_size : (step + 1) * self.batch_size] for step in steps]
+        mine = [picked[self.rank :: self.world] for picked in globally]
+        streamed = self.data.read(mine) if isinstance(self.data, StreamedSet) else None
+        for step, everyone, picked in zip(steps, globally, mine, strict=True):
+            # Random numbers are drawn for the whole global batch: each process uses its share of them.
+            generator = keyed_generator(self.seed, epoch, step)
+            composing, augmenting = (
+                share(draws, self.rank, self.world) for draws in self._draw(everyone, generator)
+            )
+            if streamed is not None:
+                found = Composed(next(streamed), self.data.labels[picked.to(self.device)])
+            else:
+                found = self._pick(picked, composing)
+            pixels = self.augment.apply(found.images, augmenting, self.target)
+            yield Batch(
+                normalize(pixels, self.mean, self.std), found.labels, pixels, found.parts, found.part_labels
+            )
+
+    def _draw(self, picked: Tensor, generator: torch.Generator) -> tuple[Draws, Draws]:
+        """Random numbers of a global batch: for composition and for augmentation."""
+        if not self.train:
+            if not any(self.margin):
+                return {}, {}
+            middle = {
+                name: torch.full((len(picked),), space // 2)
+                for name, space in zip(("top", "left"), self.margin, strict=True)
+            }
+            return {}, middle
+        composing: Draws = {}
+        if self.index is not None:
+            composing = self.data.composer.draw(self.index, picked, generator)  # type: ignore[union-attr]
+        return composing, self.augment.draw(len(picked), self.margin, generator)
+
+    def _pick(self, picked: Tensor, draws: Draws) -> Composed:
+        data = self.data
+        assert isinstance(data, ImageSet)
+        there = picked.to(data.device)
+        if data.composer:
+            return data.composer.compose(data.images, data.labels, there, draws)
+        parts = None if data.parts is None else data.parts[there]
+        part_labels = None if data.part_labels is None else data.part_labels[there]
+        return Composed(data.images[there], data.labels[there], parts, part_labels)

@@ -1,18 +1,23 @@
-"""Readers of file formats: idx (plain or gzip), parquet with encoded images, CIFAR's binary batches.
+"""Readers of file formats: idx, parquet with encoded images, CIFAR's binary batches, SVHN's .mat, NORB's matrices.
 
-Each returns uint8 images [n, c, h, w] and int64 labels [n], or raises `DataError` in one line that names the file.
+Each returns uint8 images [n, c, h, w] and int64 labels [n] (or the plain tensor of one file), or raises `DataError` in
+one line that names the file. Nothing is ever unpickled: that can run whatever code a file holds.
 Sources of the formats: idx: the table at the foot of LeCun's MNIST page; parquet: the Hub's `Image` feature, a
-struct of `bytes` and `path`, next to an integer `label`; CIFAR binary: a label byte, then 3 planes of 1,024 bytes.
+struct of `bytes` and `path`, next to an integer `label`; CIFAR binary: one label byte (CIFAR-100 two, the coarse class
+first), then 3 planes of 1,024 bytes; SVHN: MATLAB 5 with X [32, 32, 3, n] and y [n, 1], in which the digit 0 is class
+10; NORB: a little-endian magic number that states the type, the rank, at least three sizes, then the values.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import json
 import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +25,31 @@ from torch import Tensor
 
 from .errors import DataError
 
-__all__ = ["read_cifar_binary", "read_idx", "read_parquet"]
+__all__ = [
+    "decode_image",
+    "image_mode",
+    "parquet_label_names",
+    "read_cifar_binary",
+    "read_idx",
+    "read_norb_matrix",
+    "read_parquet",
+    "read_svhn_mat",
+]
 
 _IDX_UBYTE = 0x08
-_CIFAR_RECORD = 1 + 3 * 32 * 32
+_CIFAR_PIXELS = 3 * 32 * 32
+_NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
+
+
+def _read_bytes(path: Path) -> bytes:
+    """A file's bytes, unzipped where they are gzip."""
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is a damaged gzip file ({error}); fetch it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def read_idx(path: str | Path) -> Tensor:
@@ -32,14 +58,7 @@ def read_idx(path: str | Path) -> Tensor:
     Returns a uint8 tensor of the shape the header states.
     """
     path = Path(path)
-    try:
-        raw = path.read_bytes()
-        if raw[:2] == b"\x1f\x8b":
-            raw = gzip.decompress(raw)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is a damaged gzip file ({error}); fetch it again") from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    raw = _read_bytes(path)
     if len(raw) < 4 or raw[:2] != b"\x00\x00" or raw[2] != _IDX_UBYTE:
         raise DataError(
             f"{path} is not an idx file of bytes (its first bytes are {raw[:4].hex() or 'missing'})"
@@ -62,22 +81,63 @@ def _check_shards(files: Sequence[Path]) -> None:
         )
 
 
-def _decode(encoded: bytes, mode: str, source: Path) -> np.ndarray:
+def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int | None = None) -> np.ndarray:
+    """Decode one image.
+
+    Arguments:
+        encoded: its bytes, or the path of its file.
+        mode: "L" or "RGB".
+        source: what an error names.
+        side: scale and cut the middle out to a square of this side; None leaves the size.
+
+    Returns uint8 [h, w] or [h, w, 3].
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
+            if side is not None:
+                image.draft(mode, (side, side))  # lets a JPEG be decoded at a smaller scale
+            result = image if image.mode == mode else image.convert(mode)
+            if side is not None and result.size != (side, side):
+                result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)
+            return np.asarray(result)
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        raise DataError(f"{source} holds a damaged image: {error}") from error
+
+
+def parquet_label_names(file: str | Path) -> tuple[str, ...]:
+    """Class names from the Hub's metadata in a parquet file; () where it states none."""
+    import pyarrow.parquet as pq
+
+    stated = (pq.read_schema(file).metadata or {}).get(b"huggingface")
+    features = json.loads(stated)["info"]["features"] if stated else {}
+    for column in ("label", "fine_label", "labels"):
+        if column in features and "names" in features[column]:
+            return tuple(features[column]["names"])
+    return ()
+
+
+def image_mode(encoded: bytes | Path, source: Path | str) -> str:
+    """ "L" for a grey image, "RGB" for any other."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            return np.asarray(image if image.mode == mode else image.convert(mode))
+        with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
+            return "L" if image.mode in ("1", "L", "I", "I;16") else "RGB"
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(f"{source} holds a damaged image: {error}") from error
 
 
-def read_parquet(files: Sequence[str | Path], channels: int) -> tuple[Tensor, Tensor]:
+def read_parquet(
+    files: Sequence[str | Path], channels: int | None, side: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Read parquet shards with one image column (a struct with `bytes`, or plain bytes) and one integer column.
 
     Arguments:
         files: all shards of one split.
-        channels: 1 decodes to grey, 3 to RGB.
+        channels: 1 decodes to grey, 3 to RGB; None takes what the first image has.
+        side: scale and cut the images to squares of this side; None: they must all be of one size.
 
     Returns images [n, c, h, w] uint8 and labels [n] int64, in file order.
     """
@@ -90,7 +150,7 @@ def read_parquet(files: Sequence[str | Path], channels: int) -> tuple[Tensor, Te
     if not paths:
         raise DataError("no parquet file given")
     _check_shards(paths)
-    mode = "L" if channels == 1 else "RGB"
+    mode = {1: "L", 3: "RGB", None: ""}[channels]
     images: list[np.ndarray] = []
     labels: list[int] = []
     for path in paths:
@@ -110,25 +170,75 @@ def read_parquet(files: Sequence[str | Path], channels: int) -> tuple[Tensor, Te
             encoded = cell.get("bytes") if isinstance(cell, dict) else cell
             if encoded is None:
                 raise DataError(f"{path} names its images by path only; a copy with embedded bytes is needed")
-            images.append(_decode(encoded, mode, path))
+            mode = mode or image_mode(encoded, path)
+            images.append(decode_image(encoded, mode, path, side))
         labels += table.column(label_column).to_pylist()
     sizes = {image.shape for image in images}
     if len(sizes) != 1:
         raise DataError(f"{paths[0].parent} holds images of {len(sizes)} sizes; one size is needed")
     stacked = torch.from_numpy(np.stack(images))
-    stacked = stacked.unsqueeze(1) if channels == 1 else stacked.permute(0, 3, 1, 2).contiguous()
+    stacked = stacked.unsqueeze(1) if mode == "L" else stacked.permute(0, 3, 1, 2).contiguous()
     return stacked, torch.tensor(labels, dtype=torch.int64)
 
 
-def read_cifar_binary(files: Sequence[str | Path]) -> tuple[Tensor, Tensor]:
-    """Read CIFAR-10's binary batches (`data_batch_1.bin`, …): images [n, 3, 32, 32] uint8, labels [n] int64."""
+def read_cifar_binary(files: Sequence[str | Path], label_bytes: int = 1) -> tuple[Tensor, Tensor]:
+    """Read CIFAR's binary batches (`data_batch_1.bin`, …; `train.bin`): images [n, 3, 32, 32] uint8, labels [n] int64.
+
+    Arguments:
+        files: all batches of a split.
+        label_bytes: 1 for CIFAR-10; 2 for CIFAR-100, of which the second (the fine class) is taken.
+    """
     images, labels = [], []
     for file in files:
         path = Path(file)
-        raw = path.read_bytes()
-        if not raw or len(raw) % _CIFAR_RECORD:
-            raise DataError(f"{path} is truncated: {len(raw)} bytes is no multiple of {_CIFAR_RECORD}")
-        records = torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(-1, _CIFAR_RECORD).copy())
-        labels.append(records[:, 0].long())
-        images.append(records[:, 1:].reshape(-1, 3, 32, 32))
+        raw = _read_bytes(path)
+        record = label_bytes + _CIFAR_PIXELS
+        if not raw or len(raw) % record:
+            raise DataError(f"{path} is truncated: {len(raw)} bytes is no multiple of {record}")
+        records = torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(-1, record).copy())
+        labels.append(records[:, label_bytes - 1].long())
+        images.append(records[:, label_bytes:].reshape(-1, 3, 32, 32))
     return torch.cat(images), torch.cat(labels)
+
+
+def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
+    """Read a file of cropped SVHN digits (`train_32x32.mat`): images [n, 3, 32, 32] uint8, labels [n] int64."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise DataError('reading .mat files needs scipy: pip install "capszoo[train]"') from error
+    path = Path(file)
+    raw = _read_bytes(path)
+    try:
+        content = loadmat(io.BytesIO(raw), variable_names=("X", "y"))
+        images, labels = content["X"], content["y"].reshape(-1).astype(np.int64)
+    except (
+        Exception
+    ) as error:  # a damaged file may raise anything: ValueError, TypeError, zlib.error, KeyError, …
+        raise DataError(f"{path} is not a MATLAB 5 file with X and y (damaged?); fetch it again") from error
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[2] != 3 or images.shape[3] != len(labels):
+        raise DataError(
+            f"{path} holds X {images.dtype} {images.shape} and {len(labels)} labels, not cropped SVHN digits"
+        )
+    labels[labels == 10] = 0
+    return torch.from_numpy(np.ascontiguousarray(images.transpose(3, 2, 0, 1))), torch.from_numpy(labels)
+
+
+def read_norb_matrix(file: str | Path) -> Tensor:
+    """Read one of NORB's binary matrices, plain or gzip: uint8 or int32 of the shape that the header states."""
+    path = Path(file)
+    raw = _read_bytes(path)
+    magic, rank = (int.from_bytes(raw[k : k + 4], "little") for k in (0, 4))
+    if magic not in _NORB_TYPES or not 1 <= rank <= 8:
+        raise DataError(
+            f"{path} is not a NORB matrix of bytes or integers (its first bytes are {raw[:4].hex() or 'missing'})"
+        )
+    kind = _NORB_TYPES[magic]
+    header = 8 + 4 * max(rank, 3)  # three sizes are written at least
+    shape = tuple(int.from_bytes(raw[8 + 4 * k : 12 + 4 * k], "little") for k in range(rank))
+    expected = header + kind.itemsize * int(np.prod(shape, dtype=np.int64))
+    if len(raw) != expected:
+        raise DataError(f"{path} is truncated or padded: {len(raw)} bytes, its header promises {expected}")
+    return torch.from_numpy(
+        np.frombuffer(raw, kind, offset=header).reshape(shape).astype(kind.newbyteorder("="))
+    )

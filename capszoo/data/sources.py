@@ -1,161 +1,44 @@
-"""Data sets by name: where their files may lie, what they must hold, and how they become one tensor.
+"""Named data sets: where their files may lie, what they must hold, and how they become one tensor.
 
-Nothing is ever downloaded. A data set is looked for under the folder given by the caller, else under each folder of
-the environment variable `CAPSZOO_DATA`, else where a Debian package puts it. Accepted layouts, under the folder
-itself or its sub-folder of the data set's name: the Hub's parquet files, idx files (plain or gzip; torchvision's
-`MNIST/raw` and `FashionMNIST/raw` are such), CIFAR's binary batches.
+A data set is looked for under the folder given by the caller, else under each folder of the environment variable
+`CAPSZOO_DATA`, else where a Debian package puts it. Nothing is downloaded unless the caller says where to
+(`download=FOLDER`). Accepted layouts, under the folder itself or its sub-folder of the data set's name: the Hub's
+parquet files, idx files (plain or gzip; torchvision's `MNIST/raw` and `FashionMNIST/raw` are such), CIFAR's binary
+batches, SVHN's .mat files, smallNORB's matrices. Sets composed from another one need that one's files.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .augment import resize as resize_images
+from .download import fetch, remote_files
 from .errors import DataError
-from .readers import read_cifar_binary, read_idx, read_parquet
+from .generate import Composer, Distort, Overlay, Scatter
+from .readers import read_cifar_binary, read_idx, read_norb_matrix, read_parquet, read_svhn_mat
+from .sets import DatasetSpec, ImageSet, StreamedSet
+from .specs import PREFIXES, dataset_spec
 
-__all__ = ["DATASETS", "DatasetSpec", "ImageSet", "dataset_spec", "load_dataset", "split_validation"]
-
-
-@dataclass(frozen=True)
-class DatasetSpec:
-    """What a named data set is; `mean` and `std` are for images scaled to [0, 1]."""
-
-    name: str
-    title: str
-    label_names: tuple[str, ...]
-    input_size: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    counts: dict[str, int]
-    folders: tuple[str, ...]
-    """Sub-folders in which known copies lie; "" is the folder itself."""
-    source: str
-    remedy: str
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.label_names)
-
+__all__ = ["TEST_SEEDS", "load_dataset"]
 
 _IDX = {"train": "train", "test": "t10k"}
-
-DATASETS: dict[str, DatasetSpec] = {
-    spec.name: spec
-    for spec in (
-        DatasetSpec(
-            name="mnist",
-            title="MNIST",
-            label_names=tuple("0123456789"),
-            input_size=(1, 28, 28),
-            mean=(0.1307,),
-            std=(0.3081,),
-            counts={"train": 60_000, "test": 10_000},
-            folders=("mnist", "mnist/mnist", "MNIST/raw", "mnist/raw", ""),
-            source="LeCun, Cortes, Burges: The MNIST database of handwritten digits",
-            remedy="the Hub's ylecun/mnist, torchvision's MNIST/raw or the four idx files will do",
-        ),
-        DatasetSpec(
-            name="fashion_mnist",
-            title="Fashion-MNIST",
-            label_names=(
-                "T-shirt/top",
-                "Trouser",
-                "Pullover",
-                "Dress",
-                "Coat",
-                "Sandal",
-                "Shirt",
-                "Sneaker",
-                "Bag",
-                "Ankle boot",
-            ),
-            input_size=(1, 28, 28),
-            mean=(0.2860,),
-            std=(0.3530,),
-            counts={"train": 60_000, "test": 10_000},
-            folders=("fashion_mnist", "fashion-mnist", "fashion_mnist/fashion_mnist", "FashionMNIST/raw", ""),
-            source="Xiao, Rasul, Vollgraf: Fashion-MNIST (arXiv 1708.07747)",
-            remedy="Debian's package dataset-fashion-mnist, torchvision's FashionMNIST/raw or the idx files will do",
-        ),
-        DatasetSpec(
-            name="cifar10",
-            title="CIFAR-10",
-            label_names=(
-                "airplane",
-                "automobile",
-                "bird",
-                "cat",
-                "deer",
-                "dog",
-                "frog",
-                "horse",
-                "ship",
-                "truck",
-            ),
-            input_size=(3, 32, 32),
-            mean=(0.4914, 0.4822, 0.4465),
-            std=(0.2470, 0.2435, 0.2616),
-            counts={"train": 50_000, "test": 10_000},
-            folders=(
-                "cifar10",
-                "cifar10/plain_text",
-                "cifar-10-batches-bin",
-                "cifar10/cifar-10-batches-bin",
-                "",
-            ),
-            source="Krizhevsky: Learning Multiple Layers of Features from Tiny Images",
-            remedy="the Hub's uoft-cs/cifar10 or the binary version (cifar-10-batches-bin) will do",
-        ),
-    )
-}
-
 _SYSTEM_FOLDERS = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
 
+TEST_SEEDS = {"affnist": 1, "multimnist": 2, "diverse_multimnist": 3}
+"""Seeds of the composed test sets: one image per test digit, always the same."""
 
-@dataclass(frozen=True)
-class ImageSet:
-    """A data set held in memory: `images` uint8 [n, c, h, w], `labels` int64 [n]."""
-
-    spec: DatasetSpec
-    split: str
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return self.images.shape[0]
-
-    def subset(self, indices: Tensor, split: str | None = None) -> ImageSet:
-        """The images at `indices` [m] as a set of their own."""
-        return replace(
-            self, split=split or self.split, images=self.images[indices], labels=self.labels[indices]
-        )
-
-    def to(self, device: torch.device | str) -> ImageSet:
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
-
-    def fingerprint(self) -> str:
-        """sha256 over the pixels and labels in order: equal for every lossless copy of the data set."""
-        digest = hashlib.sha256()
-        digest.update(self.images.cpu().contiguous().numpy().tobytes())
-        digest.update(self.labels.to("cpu", torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-
-def dataset_spec(name: str) -> DatasetSpec:
-    """Look a data set up by name; an unknown name raises `DataError` with the nearest known one."""
-    if name in DATASETS:
-        return DATASETS[name]
-    near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    raise DataError(f"unknown data set '{name}': {hint}known are {', '.join(DATASETS)}")
+_NORB_STEMS = {"train": "training", "test": "testing"}
+# Columns of smallNORB's info: instance, elevation (0 to 8), azimuth (tens of degrees), lighting.
+_NORB_TRAINED = {
+    "smallnorb_azimuth": (2, (30, 32, 34, 0, 2, 4)),
+    "smallnorb_elevation": (1, (0, 1, 2)),
+}
 
 
 def _roots(spec: DatasetSpec, data: str | Path | None) -> list[Path]:
@@ -177,7 +60,9 @@ def _folders(spec: DatasetSpec, roots: list[Path]) -> Iterator[Path]:
                 yield root / sub
 
 
-def _idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
+def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
+    """Files of images and labels of a split, by the names that are in use; None where they are not there."""
+
     def find(kind: str) -> Path | None:
         names = (f"{stem}-{kind}-ubyte", f"{stem}-{kind.replace('-idx', '.idx')}-ubyte")
         return next((p for n in names for p in (folder / n, folder / f"{n}.gz") if p.is_file()), None)
@@ -186,30 +71,74 @@ def _idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
     return (images, labels) if images and labels else None
 
 
-def _read_split(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
-    """Read a split from a folder in whichever known layout it has; None where it has none of them."""
-    shards = sorted([*folder.glob(f"{split}-*.parquet"), *folder.glob(f"{split}.parquet")])
-    if shards:
-        return read_parquet(shards, spec.input_size[0])
-    if spec.name == "cifar10":
-        names = ["test_batch.bin"] if split == "test" else [f"data_batch_{k}.bin" for k in range(1, 6)]
-        present = [folder / name for name in names if (folder / name).is_file()]
-        if present and len(present) < len(names):
-            raise DataError(f"{folder} holds {len(present)} of the {len(names)} batches of the {split} split")
-        return read_cifar_binary(present) if present else None
-    pair = _idx_pair(folder, _IDX[split])
-    if pair is None:
-        return None
+def read_idx_pair(pair: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
+    """Images [n, 1, h, w] and labels [n] of a split."""
     images, labels = read_idx(pair[0]), read_idx(pair[1])
     if images.ndim != 3 or labels.ndim != 1:
         raise DataError(f"{pair[0]} and {pair[1]} do not hold images and labels")
     return images.unsqueeze(1), labels.long()
 
 
+def _read_cifar(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
+    if spec.name == "cifar10":
+        names = ["test_batch.bin"] if split == "test" else [f"data_batch_{k}.bin" for k in range(1, 6)]
+    else:
+        names = [f"{split}.bin"]
+    present = [folder / name for name in names if (folder / name).is_file()]
+    if present and len(present) < len(names):
+        raise DataError(f"{folder} holds {len(present)} of the {len(names)} batches of the {split} split")
+    return read_cifar_binary(present, 1 if spec.name == "cifar10" else 2) if present else None
+
+
+def _read_svhn(split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
+    path = folder / f"{split}_32x32.mat"
+    return read_svhn_mat(path) if path.is_file() else None
+
+
+def _read_norb(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
+    """Images [n, 2, 96, 96] and labels of smallNORB; of its viewpoint sets, only those images that belong to them."""
+    stem = _NORB_STEMS["train" if split == "train" else "test"]
+    found = {
+        kind: next(iter(sorted(folder.glob(f"smallnorb-*-{stem}-{kind}.mat*"))), None)
+        for kind in ("dat", "cat", "info")
+    }
+    if found["dat"] is None:
+        return None
+    if missing := [kind for kind, path in found.items() if path is None]:
+        raise DataError(f"{folder} lacks smallnorb-…-{stem}-{missing[0]}.mat beside {found['dat'].name}")
+    images, labels, info = (read_norb_matrix(path) for path in found.values() if path)
+    if images.ndim != 4 or labels.ndim != 1 or info.ndim != 2 or len(info) != len(labels):
+        raise DataError(f"{folder}: smallNORB's {stem} files do not belong together")
+    labels = labels.long()
+    if spec.name not in _NORB_TRAINED:
+        return images, labels
+    column, trained = _NORB_TRAINED[spec.name]
+    chosen = torch.isin(info[:, column], torch.tensor(trained, dtype=info.dtype))
+    if split == "test":
+        chosen = ~chosen
+    return images[chosen], labels[chosen]
+
+
+def _read_split(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
+    """Read a split from a folder in whichever known layout it has; None where it has none of them."""
+    if spec.name.startswith("smallnorb"):
+        return _read_norb(spec, split, folder)
+    shards = sorted([*folder.glob(f"{split}-*.parquet"), *folder.glob(f"{split}.parquet")])
+    if shards:
+        return read_parquet(shards, spec.input_size[0])
+    if spec.name in ("cifar10", "cifar100"):
+        return _read_cifar(spec, split, folder)
+    if spec.name == "svhn":
+        return _read_svhn(split, folder)
+    pair = idx_pair(folder, _IDX[split])
+    return read_idx_pair(pair) if pair else None
+
+
 def _check(spec: DatasetSpec, split: str, images: Tensor, labels: Tensor, folder: Path, count: int) -> None:
     what = f"{folder} is not the {split} split of {spec.title}:"
-    if tuple(images.shape[1:]) != spec.input_size:
-        raise DataError(f"{what} its images are {tuple(images.shape[1:])}, not {spec.input_size} (c, h, w)")
+    size = (2, 96, 96) if spec.name.startswith("smallnorb") else spec.input_size
+    if tuple(images.shape[1:]) != size:
+        raise DataError(f"{what} its images are {tuple(images.shape[1:])}, not {size} (c, h, w)")
     if len(images) != len(labels):
         raise DataError(f"{what} {len(images)} images but {len(labels)} labels")
     if len(images) != count:
@@ -218,38 +147,104 @@ def _check(spec: DatasetSpec, split: str, images: Tensor, labels: Tensor, folder
         raise DataError(f"{what} labels run from {int(labels.min())} to {int(labels.max())}")
 
 
-def load_dataset(
-    name: str, split: str, data: str | Path | None = None, *, count: int | None = None
-) -> ImageSet:
-    """Load a split of a named data set into memory.
+def _pickled(spec: DatasetSpec, roots: list[Path]) -> Path | None:
+    """A copy of CIFAR in Python's pickles, which is not read."""
+    known = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}.get(spec.name)
+    if known is None:
+        return None
+    subs = (known, f"{spec.name}/{known}")
+    return next((root / sub for root in roots for sub in subs if (root / sub).is_dir()), None)
 
-    Arguments:
-        name: a key of `DATASETS`.
-        split: "train" or "test".
-        data: folder that holds the data set or its sub-folder; None asks `CAPSZOO_DATA`.
-        count: the number of images to expect; None means the official number.
 
-    Raises `DataError` (one line, with a remedy) for a missing, truncated or wrong file.
-    """
-    spec = dataset_spec(name)
-    if split not in spec.counts:
-        raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")
-    roots = _roots(spec, data)
+def _find(spec: DatasetSpec, split: str, roots: list[Path], count: int) -> tuple[Tensor, Tensor] | None:
     for folder in _folders(spec, roots):
         found = _read_split(spec, split, folder)
         if found is not None:
-            _check(spec, split, *found, folder, spec.counts[split] if count is None else count)
-            return ImageSet(spec, split, *found)
-    where = f"not in {', '.join(map(str, roots))}" if roots else "CAPSZOO_DATA names no folder"
-    raise DataError(
-        f"{spec.title} ({split}) not found: {where}; give its folder with --data or CAPSZOO_DATA ({spec.remedy})"
-    )
+            _check(spec, split, *found, folder, count)
+            return found
+    return None
 
 
-def split_validation(data: ImageSet, size: int, seed: int = 0) -> tuple[ImageSet, ImageSet]:
-    """Carve `size` images out of a training set by a fixed seed: (the rest, the validation set)."""
-    if not 0 <= size < len(data):
-        raise DataError(f"a validation split of {size} images cannot be carved out of {len(data)}")
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-    held_out, rest = order[:size].sort().values, order[size:].sort().values
-    return data.subset(rest), data.subset(held_out, split="validation")
+def load_dataset(
+    name: str,
+    split: str,
+    data: str | Path | None = None,
+    *,
+    count: int | None = None,
+    size: int | None = None,
+    resize: int | None = None,
+    download: str | Path | None = None,
+) -> ImageSet | StreamedSet:
+    """Load a split of a data set: into memory, or, where that would take more than 2 GB, as a set to be streamed.
+
+    Arguments:
+        name: a key of `DATASETS`, or one of `PREFIXES` followed by a path or repository.
+        split: "train", "test", or another that the data set's `counts` name.
+        data: folder that holds the data set or its sub-folder; None asks `CAPSZOO_DATA`.
+        count: the number of images to expect; None means the official number.
+        size: side of the images that the model is to see; None takes the data set's.
+        resize: side of the images before they are cropped to `size`; None takes the data set's.
+        download: fetch what is not there to this folder; None: nothing is ever fetched.
+
+    Raises `DataError` (one line, with a remedy) for a missing, truncated or wrong file.
+    """
+    if any(name.startswith(prefix) for prefix in PREFIXES):
+        from .folders import open_set
+
+        return open_set(name, split, data, size=size, resize=resize, download=download)
+    spec = dataset_spec(name)
+    if split not in spec.counts:
+        raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")
+    if spec.base:
+        if size or resize:
+            raise DataError(f"{spec.title} is composed at {spec.input_size[1]} pixels and cannot be resized")
+        digits = load_dataset(
+            spec.base, "train" if split == "train" else "test", data, count=count, download=download
+        )
+        assert isinstance(digits, ImageSet)
+        return compose(spec, split, digits)
+    roots = _roots(spec, data)
+    if spec.name == "h_imagenet":
+        from .folders import open_h_imagenet
+
+        return open_h_imagenet(spec, split, list(_folders(spec, roots)), size=size, resize=resize)
+    expected = spec.counts[split] if count is None else count
+    found = _find(spec, split, roots, expected)
+    origin = "smallnorb" if name in _NORB_TRAINED else name
+    if found is None and download is not None and remote_files(origin, split):
+        found = _find(spec, split, [fetch(origin, split, download).parent], expected)
+    if found is None:
+        if pickled := _pickled(spec, roots):
+            raise DataError(
+                f"{pickled} holds pickles, which can run any code and are not read: {spec.remedy}"
+            )
+        where = f"not in {', '.join(map(str, roots))}" if roots else "CAPSZOO_DATA names no folder"
+        raise DataError(
+            f"{spec.title} ({split}) not found: {where}; give its folder with --data or CAPSZOO_DATA ({spec.remedy})"
+        )
+    images, labels = found
+    if size or resize or spec.side:
+        spec, side = sized(spec, size, resize)
+        images = resize_images(images, (side, side))
+    return ImageSet(spec, split, images, labels)
+
+
+def sized(spec: DatasetSpec, size: int | None, resize: int | None) -> tuple[DatasetSpec, int]:
+    """A specification with another input size, and the side of the images to keep, of which patches are cropped."""
+    native = spec.input_size[1]
+    size = size or native
+    side = resize or round(size * (spec.side or native) / native)
+    if side < size:
+        raise DataError(f"images resized to {side} pixels are smaller than the {size} that the model sees")
+    return replace(spec, input_size=(spec.input_size[0], size, size)), side
+
+
+def compose(spec: DatasetSpec, split: str, digits: ImageSet) -> ImageSet:
+    """A composed set from its digits: fresh images for every training batch, fixed ones for a test split."""
+    composer: Composer
+    if spec.name == "affnist":
+        composer = Distort() if split == "test" else Scatter()
+    else:
+        composer = Overlay(single=1 / 6 if spec.name == "diverse_multimnist" else 0.0)
+    made = replace(digits, spec=spec, split=split, composer=composer)
+    return made if split == "train" else made.fixed(TEST_SEEDS[spec.name])

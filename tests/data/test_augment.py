@@ -1,18 +1,32 @@
-"""Batched augmentation against a loop over images, and batches that are the same from any position."""
+"""Batched augmentation against loops over images and against torchvision's operations on single images."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from capszoo.data import Batches, DataError, ImageSet, crop_and_flip, dataset_spec, normalize
+from capszoo.data import Augment, DataError, normalize
+from capszoo.data.augment import affine_matrices, crop, jitter, resize, share, warp
 
 
-def naive_crop_and_flip(images: Tensor, shift: int, flip: bool, generator: torch.Generator) -> Tensor:
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def augmented(images: Tensor, augment: Augment, seed: int = 3, size: tuple[int, int] | None = None) -> Tensor:
+    h, w = images.shape[2:]
+    size = size or (h, w)
+    draws = augment.draw(len(images), (h - size[0], w - size[1]), generator(seed))
+    return augment.apply(images, draws, size)
+
+
+def naive_crop_and_flip(images: Tensor, shift: int, flip: bool, random: torch.Generator) -> Tensor:
     b, c, h, w = images.shape
-    offsets = torch.randint(0, 2 * shift + 1, (2, b, 1), generator=generator)
-    mirrored = torch.rand(b, 1, generator=generator) < 0.5
+    offsets = torch.randint(0, 2 * shift + 1, (2, b, 1), generator=random)
+    mirrored = torch.rand(b, 1, generator=random) < 0.5
     out = torch.zeros_like(images)
     for n in range(b):
         for y in range(h):
@@ -26,25 +40,181 @@ def naive_crop_and_flip(images: Tensor, shift: int, flip: bool, generator: torch
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(("shift", "flip"), [(0, False), (2, False), (0, True), (4, True)])
-def test_crop_and_flip(channels: int, shift: int, flip: bool) -> None:
+def test_shift_and_flip(channels: int, shift: int, flip: bool) -> None:
     images = torch.randint(1, 256, (9, channels, 7, 6), dtype=torch.uint8)
-    result = crop_and_flip(images, shift, flip, torch.Generator().manual_seed(3))
-    assert torch.equal(result, naive_crop_and_flip(images, shift, flip, torch.Generator().manual_seed(3)))
+    result = augmented(images, Augment(shift=shift, flip=flip))
+    assert torch.equal(result, naive_crop_and_flip(images, shift, flip, generator()))
     if shift or flip:
         assert not torch.equal(result, images)
     else:
         assert result is images
 
 
-def test_crop_keeps_every_shift_and_both_sides() -> None:
+def test_shift_keeps_every_place_and_both_sides() -> None:
     images = torch.zeros(4000, 1, 5, 5, dtype=torch.uint8)
     images[:, :, 2, 1] = 1
-    result = crop_and_flip(images, 1, True, torch.Generator().manual_seed(0))
-    where = result.float().mean(0)[0]
+    where = augmented(images, Augment(shift=1, flip=True)).float().mean(0)[0]
     assert torch.equal(where > 0, torch.tensor([[0] * 5, *[[1] * 5] * 3, [0] * 5]).bool())
     # Columns 0, 1, 2 by shift, 2, 3, 4 mirrored: the middle one twice as often, each row one third.
     expected = torch.tensor([1, 1, 2, 1, 1]) / 18
     torch.testing.assert_close(where[1:4], expected.expand(3, 5), atol=0.02, rtol=0)
+
+
+def test_patches_of_larger_images() -> None:
+    """34 pixels to 32: each of the nine windows, with no black in it."""
+    images = torch.arange(1, 35, dtype=torch.uint8).expand(600, 3, 34, 34)
+    images = images + 34 * torch.arange(6, dtype=torch.uint8).repeat(100)[:, None, None, None]
+    result = augmented(images, Augment(), size=(32, 32))
+    assert result.shape == (600, 3, 32, 32) and int(result.min()) > 0
+    left = result[:, 0, 0, 0].long() - 34 * torch.arange(6).repeat(100) - 1
+    assert torch.bincount(left, minlength=3).tolist() == pytest.approx([200] * 3, abs=50)
+    assert bool((result.diff(dim=3) == 1).all())
+
+
+def test_crop_counts_in_the_padded_image() -> None:
+    images = torch.arange(12, dtype=torch.uint8).view(1, 1, 3, 4)
+    one = torch.tensor([1])
+    assert crop(images, one, one, (2, 2))[0, 0].tolist() == [[5, 6], [9, 10]]
+    assert crop(images, one * 0, one, (2, 2), padding=1)[0, 0].tolist() == [[0, 0], [0, 1]]
+    assert crop(images, one, one, (2, 2), mirrored=torch.tensor([True]))[0, 0].tolist() == [[6, 5], [10, 9]]
+
+
+def naive_warp(image: Tensor, matrix: Tensor) -> Tensor:
+    """One image [c, h, w], pixel by pixel, from the matrix's meaning."""
+    c, h, w = image.shape
+    (a, b), (p, q) = matrix.double().tolist()
+    determinant = a * q - b * p
+    out = torch.zeros(c, h, w, dtype=torch.float64)
+    for row in range(h):
+        for col in range(w):
+            x, y = col - (w - 1) / 2, row - (h - 1) / 2
+            from_x = (q * x - b * y) / determinant + (w - 1) / 2
+            from_y = (-p * x + a * y) / determinant + (h - 1) / 2
+            for dy in (0, 1):
+                for dx in (0, 1):
+                    i, j = math.floor(from_y) + dy, math.floor(from_x) + dx
+                    weight = (1 - abs(from_y - i)) * (1 - abs(from_x - j))
+                    if 0 <= i < h and 0 <= j < w:
+                        out[:, row, col] += weight * image[:, i, j]
+    return out
+
+
+@pytest.mark.parametrize("size", [(8, 8), (6, 9)])
+def test_warp(size: tuple[int, int]) -> None:
+    images = torch.rand(4, 2, *size, generator=generator())
+    degrees, shear = torch.tensor([0.0, 30.0, -17.0, 5.0]), torch.tensor([0.0, 0.0, 0.3, -0.2])
+    matrices = affine_matrices(
+        degrees, shear, torch.tensor([1.0, 1.0, 0.8, 1.3]), torch.tensor([1.0, 1.0, 1.2, 0.9])
+    )
+    result = warp(images, matrices)
+    for n in range(4):
+        expected = naive_warp(images[n].double(), matrices[n])
+        torch.testing.assert_close(result[n].double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result[0], images[0], atol=1e-5, rtol=0)
+
+
+def test_directions_of_the_matrices() -> None:
+    zero, one = torch.zeros(1), torch.ones(1)
+    x_axis, y_axis = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])  # y points downwards
+    quarter = affine_matrices(90 * one, zero, one, one)[0]
+    torch.testing.assert_close(quarter @ x_axis, -y_axis, atol=1e-6, rtol=0)  # counter-clockwise: to the top
+    sheared = affine_matrices(zero, 0.5 * one, one, one)[0]
+    torch.testing.assert_close(sheared @ y_axis, torch.tensor([0.5, 1.0]))
+    scaled = affine_matrices(zero, zero, 2 * one, 3 * one)[0]
+    torch.testing.assert_close(scaled @ torch.ones(2), torch.tensor([3.0, 2.0]))
+    images = torch.zeros(1, 1, 5, 5)
+    images[0, 0, 2, 4] = 1
+    assert warp(images, quarter[None])[0, 0].round().nonzero().tolist() == [[0, 2]]
+
+
+def test_a_quarter_turn_is_exact() -> None:
+    images = torch.randint(0, 256, (3, 3, 7, 7), dtype=torch.uint8)
+    quarter = affine_matrices(torch.full((3,), 90.0), torch.zeros(3), torch.ones(3), torch.ones(3))
+    assert torch.equal(Augment().apply(images, {"matrix": quarter}, (7, 7)), images.rot90(1, (2, 3)))
+
+
+def test_jitter_is_torchvisions() -> None:
+    functional = pytest.importorskip("torchvision.transforms.v2.functional")
+    images = torch.rand(6, 3, 9, 8, generator=generator())
+    images[5] = 0.5  # grey: it has no hue
+    factors = {name: 0.6 + 0.8 * torch.rand(6, generator=generator(k)) for k, name in enumerate("bcs")}
+    hue = 0.4 * torch.rand(6, generator=generator(9)) - 0.2
+    result = jitter(images, factors["b"], factors["c"], factors["s"], hue)
+    for n in range(6):
+        expected = functional.adjust_brightness(images[n], float(factors["b"][n]))
+        expected = functional.adjust_contrast(expected, float(factors["c"][n]))
+        expected = functional.adjust_saturation(expected, float(factors["s"][n]))
+        expected = functional.adjust_hue(expected, float(hue[n]))
+        torch.testing.assert_close(result[n], expected, atol=1e-4, rtol=0)
+    grey = torch.rand(2, 1, 4, 4, generator=generator())
+    bright = jitter(grey, brightness=torch.tensor([0.5, 1.0]))
+    torch.testing.assert_close(bright, torch.stack((grey[0] / 2, grey[1])))
+
+
+STRONG = Augment(
+    shift=3,
+    flip=True,
+    rotation=20,
+    shear=0.2,
+    scale=(0.8, 1.2),
+    brightness=0.2,
+    contrast=0.2,
+    saturation=0.2,
+    hue=0.2,
+)
+
+
+def test_everything_together_is_per_image_and_reproducible() -> None:
+    images = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8).expand(8, -1, -1, -1)
+    result = augmented(images, STRONG)
+    assert result.dtype == torch.uint8 and result.shape == images.shape
+    assert len({tuple(image.flatten().tolist()) for image in result}) == 8, "each image has its own numbers"
+    assert torch.equal(result, augmented(images, STRONG)) and not torch.equal(
+        result, augmented(images, STRONG, 4)
+    )
+    draws = STRONG.draw(8, (0, 0), generator())
+    for rank in range(2):
+        part = STRONG.apply(images[rank::2], share(draws, rank, 2), (16, 16))
+        assert torch.equal(part, result[rank::2])
+
+
+def test_drawn_numbers_keep_their_ranges() -> None:
+    draws = STRONG.draw(4000, (0, 0), generator())
+    for name in ("brightness", "contrast", "saturation"):
+        assert 0.8 <= float(draws[name].min()) < 0.81 and 1.19 < float(draws[name].max()) <= 1.2
+    assert -0.2 <= float(draws["hue"].min()) < -0.19 and 0.19 < float(draws["hue"].max()) <= 0.2
+    scale = draws["matrix"].det().sqrt()
+    assert 0.8 - 1e-6 <= float(scale.min()) < 0.81 and 1.19 < float(scale.max()) <= 1.2 + 1e-6
+    assert set(draws["top"].tolist()) == set(draws["left"].tolist()) == set(range(7))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shift": -1}, r"augment.shift: -1 is out of range \(pixels, at least 0\)"),
+        ({"hue": 0.6}, r"augment.hue: 0.6 is out of range \(0 to 0.5\)"),
+        ({"scale": (1.2, 0.8)}, r"augment.scale: \(1.2, 0.8\)"),
+        ({"rotation": 270}, "augment.rotation: 270"),
+        ({"resize": 0}, "augment.resize: 0"),
+    ],
+)
+def test_impossible_settings(settings: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Augment(**settings)
+
+
+def test_colour_needs_three_channels() -> None:
+    Augment(brightness=0.2, contrast=0.2).check_channels(2)
+    with pytest.raises(DataError, match="need 3 channels, the images have 1"):
+        Augment(hue=0.1).check_channels(1)
+
+
+def test_resize() -> None:
+    images = torch.randint(0, 256, (5, 2, 8, 8), dtype=torch.uint8)
+    assert resize(images, (8, 8)) is images
+    halved = resize(torch.full((5, 2, 8, 8), 77, dtype=torch.uint8), (4, 4), chunk=2)
+    assert halved.shape == (5, 2, 4, 4) and bool((halved == 77).all())
+    assert torch.equal(resize(images, (11, 11), chunk=2), resize(images, (11, 11)))
 
 
 def test_normalize() -> None:
@@ -52,45 +222,3 @@ def test_normalize() -> None:
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.1)
     expected = (images.double() / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     torch.testing.assert_close(normalize(images, mean, std).double(), expected, atol=1e-5, rtol=0)
-
-
-@pytest.fixture
-def numbered() -> ImageSet:
-    """50 images whose pixels say which they are."""
-    images = torch.arange(50, dtype=torch.uint8).view(50, 1, 1, 1).expand(50, 1, 6, 6).contiguous() + 1
-    return ImageSet(dataset_spec("mnist"), "train", images, torch.arange(50) % 10)
-
-
-def test_an_epoch_shows_each_image_once(numbered: ImageSet) -> None:
-    seen = torch.cat([batch.pixels[:, 0, 0, 0] for batch in Batches(numbered, 10, train=True).epoch(0)])
-    assert sorted(seen.tolist()) == list(range(1, 51)) and seen.tolist() != list(range(1, 51))
-    other = torch.cat([batch.pixels[:, 0, 0, 0] for batch in Batches(numbered, 10, train=True).epoch(1)])
-    assert seen.tolist() != other.tolist()
-    evaluation = Batches(numbered, 20)
-    assert [len(batch.labels) for batch in evaluation.epoch()] == [20, 20, 10] and len(evaluation) == 3
-    assert torch.cat([batch.labels for batch in evaluation.epoch()]).tolist() == numbered.labels.tolist()
-    assert len(Batches(numbered, 20, train=True)) == 2
-
-
-def test_batches_are_the_same_from_any_position(numbered: ImageSet) -> None:
-    batches = Batches(numbered, 8, train=True, shift=2, flip=True, seed=5)
-    whole = list(batches.epoch(3))
-    rest = list(batches.epoch(3, start=4))
-    assert len(rest) == len(whole) - 4
-    for one, other in zip(whole[4:], rest, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_processes_share_the_global_batch(numbered: ImageSet) -> None:
-    options = {"train": True, "shift": 2, "flip": True, "seed": 1}
-    alone = list(Batches(numbered, 8, **options).epoch(0))
-    shares = [list(Batches(numbered, 8, rank=rank, world=2, **options).epoch(0)) for rank in (0, 1)]
-    for number, batch in enumerate(alone):
-        for rank in (0, 1):
-            assert torch.equal(batch.images[rank::2], shares[rank][number].images)
-            assert torch.equal(batch.labels[rank::2], shares[rank][number].labels)
-
-
-def test_too_few_images_for_a_batch(numbered: ImageSet) -> None:
-    with pytest.raises(DataError, match="50 training images do not fill one batch of 64"):
-        Batches(numbered, 64, train=True)

@@ -107,7 +107,10 @@ def test_fingerprint_follows_content(digits: tuple[np.ndarray, np.ndarray]) -> N
 def test_specs_are_consistent() -> None:
     for name, spec in DATASETS.items():
         assert spec.name == name and len(spec.mean) == len(spec.std) == spec.input_size[0]
-        assert spec.num_classes == 10 and len(set(spec.label_names)) == 10
+        classes = {"cifar100": 100, "h_imagenet": 0}.get(name, 5 if name.startswith("smallnorb") else 10)
+        assert len(set(spec.label_names)) == spec.num_classes == classes
+        assert (spec.side or spec.input_size[1]) >= spec.input_size[1] == spec.input_size[2]
+        assert not spec.base or spec.base in DATASETS
 
 
 @pytest.mark.slow

@@ -1,0 +1,150 @@
+"""Fetching of public files into a folder that the caller names, with checksums; nothing else here downloads."""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import DataError
+
+__all__ = ["RemoteFile", "fetch", "remote_files"]
+
+_TORONTO = "https://www.cs.toronto.edu/~kriz"
+_NYU = "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small"
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file to fetch: its addresses, of which the first that answers is taken, and its md5.
+
+    `members` are the files to take out of a tar archive; () keeps the file as it is.
+    """
+
+    urls: tuple[str, ...]
+    md5: str
+    members: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.urls[0].rsplit("/", 1)[1]
+
+
+# md5 sums: CIFAR's from its page; smallNORB's from a public loader (they could not be compared with the files here).
+_CIFAR = {
+    "cifar10": RemoteFile(
+        (f"{_TORONTO}/cifar-10-binary.tar.gz",),
+        "c32a1d4ab5d03f1284b67883e8d87530",
+        tuple(
+            f"cifar-10-batches-bin/{name}.bin"
+            for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
+        ),
+    ),
+    "cifar100": RemoteFile(
+        (f"{_TORONTO}/cifar-100-binary.tar.gz",),
+        "03b5dce01913d631647c71ecec9e9cb8",
+        ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
+    ),
+}
+_NORB = {
+    "train": (
+        "smallnorb-5x46789x9x18x6x2x96x96-training",
+        {
+            "dat": "66054832f9accfe74a0f4c36a75bc0a2",
+            "cat": "23c8b86101fbf0904a000b43d3ed2fd9",
+            "info": "51dee1210a742582ff607dfd94e332e3",
+        },
+    ),
+    "test": (
+        "smallnorb-5x01235x9x18x6x2x96x96-testing",
+        {
+            "dat": "e4ad715691ed5a3a5f138751a4ceb071",
+            "cat": "5aa791cd7e6016cf957ce9bdb93b8603",
+            "info": "a9454f3864d7fd4bb3ea7fc3eb84924e",
+        },
+    ),
+}
+
+
+def remote_files(name: str, split: str) -> tuple[RemoteFile, ...]:
+    """What a split of a named set consists of; () where it cannot be fetched."""
+    if name in _CIFAR:
+        return (_CIFAR[name],)
+    if name == "smallnorb":
+        stem, sums = _NORB["train" if split == "train" else "test"]
+        return tuple(RemoteFile((f"{_NYU}/{stem}-{kind}.mat.gz",), md5) for kind, md5 in sums.items())
+    if name not in ("mnist", "fashion_mnist", "svhn"):
+        return ()
+    from torchvision import datasets  # its tables of addresses and sums
+
+    if name == "svhn":
+        url, _, md5 = datasets.SVHN.split_list[split]
+        return (RemoteFile((url,), md5),)
+    source = datasets.MNIST if name == "mnist" else datasets.FashionMNIST
+    start = "train" if split == "train" else "t10k"
+    return tuple(
+        RemoteFile(tuple(mirror + file for mirror in source.mirrors), md5)
+        for file, md5 in source.resources
+        if file.startswith(start)
+    )
+
+
+def fetch(name: str, split: str, folder: str | Path) -> Path:
+    """Fetch a split's files to `folder`/`name`, as far as they are not there yet with the right checksum.
+
+    Returns that folder. Raises `DataError` where nothing answers, a checksum differs or the disk is full.
+    """
+    target = Path(folder).expanduser() / name
+    files = remote_files(name, split)
+    if not files:
+        raise DataError(f"{name} cannot be fetched")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            _fetch_file(file, target)
+            for member in file.members:
+                _extract(target / file.name, member, target)
+    except OSError as error:
+        raise DataError(f"cannot write to {target}: {error.strerror or error}") from error
+    return target
+
+
+def _fetch_file(file: RemoteFile, target: Path) -> None:
+    from urllib.error import URLError
+
+    from torchvision.datasets.utils import check_integrity, download_url
+
+    if check_integrity(str(target / file.name), file.md5):
+        return
+    reasons = []
+    for url in file.urls:
+        try:
+            download_url(url, str(target), file.name, file.md5)
+            return
+        except (URLError, TimeoutError, ConnectionError) as error:
+            reasons.append(f"{url}: {getattr(error, 'reason', error)}")
+        except RuntimeError as error:  # torchvision's word for a wrong checksum
+            (target / file.name).unlink(missing_ok=True)
+            raise DataError(f"what {url} sent has another md5 than {file.md5}; nothing was kept") from error
+    raise DataError(f"cannot fetch {file.name}: {'; '.join(reasons)}")
+
+
+def _extract(archive: Path, member: str, target: Path) -> None:
+    """Write one member of a tar archive to its place below the folder."""
+    place = target / member
+    with tarfile.open(archive) as tar:
+        try:
+            info = tar.getmember(member)
+            content = tar.extractfile(info)
+        except KeyError as error:
+            raise DataError(f"{archive} has no {member}") from error
+        if place.is_file() and place.stat().st_size == info.size:
+            return
+        if content is None:
+            raise DataError(f"{archive}: {member} is no file")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_suffix(".part")
+        with content, partial.open("wb") as out:
+            while block := content.read(1 << 20):
+                out.write(block)
+        partial.replace(place)

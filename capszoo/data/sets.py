@@ -1,0 +1,260 @@
+"""What a data set is, and its two forms: held in memory as one tensor, or read from files by workers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .augment import resize
+from .errors import DataError
+from .generate import ByClass, Composer
+
+__all__ = ["DatasetSpec", "Decoder", "ImageSet", "StreamedSet", "keyed_generator", "split_validation"]
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """What a named data set is; `mean` and `std` are for images scaled to [0, 1]."""
+
+    name: str
+    title: str
+    label_names: tuple[str, ...]
+    input_size: tuple[int, int, int]
+    """What the model sees; stored images may be larger and are then cropped to it."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    counts: dict[str, int]
+    """Images of each split; 0 where they depend on the copy."""
+    folders: tuple[str, ...]
+    """Sub-folders in which known copies lie; "" is the folder itself."""
+    source: str
+    remedy: str
+    base: str = ""
+    """Name of the set whose images this one is composed from."""
+    labels_per_image: int | None = 1
+    """1: labels are classes [n]. Otherwise zeros and ones [n, classes]: so many of them ones, None where it varies."""
+    side: int | None = None
+    """Side of the stored images where it differs from `input_size`."""
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.label_names)
+
+    @property
+    def multi_label(self) -> bool:
+        return self.labels_per_image != 1
+
+
+def keyed_generator(*key: int) -> torch.Generator:
+    """A CPU generator seeded by a hash of the key, so that neighbouring keys give unrelated streams."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """A data set held in memory.
+
+    Attributes:
+        images: uint8 [n, c, h, w].
+        labels: int64 [n] classes, or float [n, classes] of zeros and ones.
+        composer: makes fresh images out of these (which are then digits, with their classes) for every batch.
+        parts: uint8 [n, k, c, h, w], each object of an image alone, where the set knows them.
+        part_labels: int64 [n, k], their classes, -1 for none.
+    """
+
+    spec: DatasetSpec
+    split: str
+    images: Tensor
+    labels: Tensor
+    composer: Composer | None = None
+    parts: Tensor | None = None
+    part_labels: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the images before they are cropped to the model's input."""
+        if self.composer:
+            return self.composer.size, self.composer.size
+        return self.images.shape[2], self.images.shape[3]
+
+    def subset(self, indices: Tensor, split: str | None = None) -> ImageSet:
+        """The images at `indices` [m] as a set of their own."""
+
+        def pick(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[indices]
+
+        return replace(
+            self,
+            split=split or self.split,
+            images=self.images[indices],
+            labels=self.labels[indices],
+            parts=pick(self.parts),
+            part_labels=pick(self.part_labels),
+        )
+
+    def to(self, device: torch.device | str) -> ImageSet:
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return replace(
+            self,
+            images=self.images.to(device),
+            labels=self.labels.to(device),
+            parts=move(self.parts),
+            part_labels=move(self.part_labels),
+        )
+
+    def resized(self, side: int) -> ImageSet:
+        """With square images of another side."""
+        if self.composer or self.parts is not None:
+            raise DataError(f"{self.spec.title} is composed at its own size and cannot be resized")
+        return replace(self, images=resize(self.images, (side, side)))
+
+    def fixed(self, seed: int = 0, chunk: int = 1000) -> ImageSet:
+        """One image per digit, made once by a seed, instead of fresh ones; itself where nothing is composed.
+
+        The images do not depend on the device's number of threads or on batches, only on the digits and the seed.
+        """
+        if self.composer is None:
+            return self
+        index = ByClass.of(self.labels, self.spec.num_classes)
+        made = []
+        for number, picked in enumerate(torch.arange(len(self)).split(chunk)):
+            draws = self.composer.draw(index, picked, keyed_generator(seed, number))
+            made.append(self.composer.compose(self.images, self.labels, picked, draws))
+        parts = [one.parts for one in made if one.parts is not None]
+        part_labels = [one.part_labels for one in made if one.part_labels is not None]
+        return replace(
+            self,
+            images=torch.cat([one.images for one in made]),
+            labels=torch.cat([one.labels for one in made]),
+            parts=torch.cat(parts) if parts else None,
+            part_labels=torch.cat(part_labels) if part_labels else None,
+            composer=None,
+        )
+
+    def fingerprint(self) -> str:
+        """sha256 over the pixels and labels in order: equal for every lossless copy of the data set."""
+        digest = hashlib.sha256()
+        digest.update(self.images.cpu().contiguous().numpy().tobytes())
+        small = self.spec.num_classes <= 256
+        digest.update(self.labels.to("cpu", torch.uint8 if small else torch.int64).numpy().tobytes())
+        if self.composer:
+            digest.update(repr(self.composer).encode())
+        return digest.hexdigest()
+
+
+class Decoder(Protocol):
+    """Where a streamed set's images come from."""
+
+    def decode(self, index: int) -> Tensor:
+        """Image number `index` as uint8 [c, side, side]; `DataError` where it is damaged."""
+
+    def fingerprint(self) -> str:
+        """A text that differs where the files do (their names and sizes: pixels would have to be read)."""
+
+
+class _Decoded(torch.utils.data.Dataset):
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def __getitem__(self, index: int) -> Tensor | str:
+        try:
+            return self.decoder.decode(index)
+        except DataError as error:  # as a value: a worker would turn it into a traceback of many lines
+            return str(error)
+
+
+def _stack(images: list[Tensor | str]) -> Tensor | str:
+    return next((image for image in images if isinstance(image, str)), None) or torch.stack(images)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class StreamedSet:
+    """A data set too large for memory, whose images are decoded by worker processes as they are needed.
+
+    Attributes:
+        decoder: reads one image.
+        indices: int64 [n], numbers of this set's images in the decoder.
+        labels: int64 [n].
+        side: rows and columns of the decoded images.
+        workers: processes that decode; 0 decodes in this one.
+    """
+
+    spec: DatasetSpec
+    split: str
+    decoder: Decoder
+    indices: Tensor
+    labels: Tensor
+    side: int
+    workers: int = 0
+    device: torch.device = torch.device("cpu")
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.side, self.side
+
+    def subset(self, indices: Tensor, split: str | None = None) -> StreamedSet:
+        """The images at `indices` [m] as a set of their own."""
+        return replace(
+            self, split=split or self.split, indices=self.indices[indices], labels=self.labels[indices]
+        )
+
+    def to(self, device: torch.device | str) -> StreamedSet:
+        return replace(self, device=torch.device(device), labels=self.labels.to(device))
+
+    def fixed(self) -> StreamedSet:
+        return self
+
+    def fingerprint(self) -> str:
+        """sha256 over the files' names and sizes, the images' numbers and labels."""
+        digest = hashlib.sha256(self.decoder.fingerprint().encode())
+        digest.update(self.indices.numpy().tobytes())
+        digest.update(self.labels.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def read(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Images uint8 [b, c, h, w] of each batch of indices [b], on the device, read ahead by the workers."""
+        loader = torch.utils.data.DataLoader(
+            _Decoded(self.decoder),
+            batch_sampler=[self.indices[batch].tolist() for batch in batches],
+            num_workers=self.workers,
+            collate_fn=_stack,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # else it takes a number from the global one, which the model uses
+        )
+        for images in loader:
+            if isinstance(images, str):
+                raise DataError(images)
+            yield images.to(self.device, non_blocking=True)
+
+
+def split_validation(
+    data: ImageSet | StreamedSet, size: int, seed: int = 0
+) -> tuple[ImageSet | StreamedSet, ImageSet | StreamedSet]:
+    """Carve `size` images out of a training set by a fixed seed: (the rest, the validation set).
+
+    Composed images of the validation set are made from held-out digits alone, once.
+    """
+    if not 0 <= size < len(data):
+        raise DataError(f"a validation split of {size} images cannot be carved out of {len(data)}")
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    held_out, rest = order[:size].sort().values, order[size:].sort().values
+    validation = data.subset(held_out, split="validation")
+    return data.subset(rest), validation.fixed() if size else validation

@@ -1,0 +1,234 @@
+"""The data sets that have a name, and the prefixes of those that a path or a repository names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from capszoo._suggest import unknown_name
+
+from .errors import DataError
+from .sets import DatasetSpec
+
+__all__ = ["DATASETS", "PREFIXES", "check_name", "dataset_spec"]
+
+PREFIXES: dict[str, str] = {
+    "imagefolder:": "a folder of images in a sub-folder per class, below train/ and test/ (or val/)",
+    "parquet:": "a folder of the Hub's parquet shards, train-*.parquet and test-*.parquet",
+    "idx:": "a folder of four idx files, named like MNIST's",
+    "hf:": "a repository of the Hub (OWNER/NAME), read by the library datasets, or a local copy of one",
+}
+"""Names that go on with a path or repository, and what stands there."""
+
+_MNIST = DatasetSpec(
+    name="mnist",
+    title="MNIST",
+    label_names=tuple("0123456789"),
+    input_size=(1, 28, 28),
+    mean=(0.1307,),
+    std=(0.3081,),
+    counts={"train": 60_000, "test": 10_000},
+    folders=("mnist", "mnist/mnist", "MNIST/raw", "mnist/raw", ""),
+    source="LeCun, Cortes, Burges: The MNIST database of handwritten digits",
+    remedy="the Hub's ylecun/mnist, torchvision's MNIST/raw or the four idx files will do",
+)
+
+_SMALLNORB = DatasetSpec(
+    name="smallnorb",
+    title="smallNORB",
+    label_names=("animal", "human", "airplane", "truck", "car"),
+    input_size=(2, 32, 32),
+    # Not recomputed, as the files are not at hand; a public implementation's figures, rounded.
+    mean=(0.72, 0.72),
+    std=(0.12, 0.12),
+    counts={"train": 24_300, "test": 24_300},
+    folders=("smallnorb", "smallNORB", "norb-v1.0-small", ""),
+    source="LeCun, Huang, Bottou: Learning Methods for Generic Object Recognition (CVPR 2004)",
+    remedy="the six files smallnorb-5x…-{training,testing}-{dat,cat,info}.mat, plain or .gz, will do",
+    side=48,
+)
+
+# Digits placed in black squares: mean and std follow from MNIST's by the share of pixels that the digit covers.
+_AFFNIST = replace(
+    _MNIST,
+    name="affnist",
+    title="affNIST (train: MNIST digits at random places; test: regenerated)",
+    input_size=(1, 40, 40),
+    mean=(0.0641,),
+    std=(0.2257,),
+    counts={"train": 60_000, "test": 10_000, "expanded": 10_000},
+    source="regenerated from MNIST after Tieleman's affNIST; the protocol of Sabour et al. 2017, section 5.1",
+    base="mnist",
+)
+
+_CIFAR100_NAMES = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale
+willow_tree wolf woman worm
+"""
+
+DATASETS: dict[str, DatasetSpec] = {
+    spec.name: spec
+    for spec in (
+        _MNIST,
+        DatasetSpec(
+            name="fashion_mnist",
+            title="Fashion-MNIST",
+            label_names=(
+                "T-shirt/top",
+                "Trouser",
+                "Pullover",
+                "Dress",
+                "Coat",
+                "Sandal",
+                "Shirt",
+                "Sneaker",
+                "Bag",
+                "Ankle boot",
+            ),
+            input_size=(1, 28, 28),
+            mean=(0.2860,),
+            std=(0.3530,),
+            counts={"train": 60_000, "test": 10_000},
+            folders=("fashion_mnist", "fashion-mnist", "fashion_mnist/fashion_mnist", "FashionMNIST/raw", ""),
+            source="Xiao, Rasul, Vollgraf: Fashion-MNIST (arXiv 1708.07747)",
+            remedy="Debian's package dataset-fashion-mnist, torchvision's FashionMNIST/raw or the idx files will do",
+        ),
+        DatasetSpec(
+            name="cifar10",
+            title="CIFAR-10",
+            label_names=(
+                "airplane",
+                "automobile",
+                "bird",
+                "cat",
+                "deer",
+                "dog",
+                "frog",
+                "horse",
+                "ship",
+                "truck",
+            ),
+            input_size=(3, 32, 32),
+            mean=(0.4914, 0.4822, 0.4465),
+            std=(0.2470, 0.2435, 0.2616),
+            counts={"train": 50_000, "test": 10_000},
+            folders=(
+                "cifar10",
+                "cifar10/plain_text",
+                "cifar-10-batches-bin",
+                "cifar10/cifar-10-batches-bin",
+                "",
+            ),
+            source="Krizhevsky: Learning Multiple Layers of Features from Tiny Images",
+            remedy="the Hub's uoft-cs/cifar10 or the binary version (cifar-10-batches-bin) will do",
+        ),
+        DatasetSpec(
+            name="cifar100",
+            title="CIFAR-100",
+            label_names=tuple(_CIFAR100_NAMES.split()),
+            input_size=(3, 32, 32),
+            mean=(0.5071, 0.4865, 0.4409),
+            std=(0.2673, 0.2564, 0.2762),
+            counts={"train": 50_000, "test": 10_000},
+            folders=(
+                "cifar100",
+                "cifar100/cifar100",
+                "cifar-100-binary",
+                "cifar100/cifar-100-binary",
+                "",
+            ),
+            source="Krizhevsky: Learning Multiple Layers of Features from Tiny Images",
+            remedy="the Hub's uoft-cs/cifar100 or the binary version (cifar-100-binary) will do",
+        ),
+        DatasetSpec(
+            name="svhn",
+            title="SVHN (cropped digits)",
+            label_names=tuple("0123456789"),
+            input_size=(3, 32, 32),
+            mean=(0.4377, 0.4438, 0.4728),
+            std=(0.1980, 0.2010, 0.1970),
+            counts={"train": 73_257, "test": 26_032, "extra": 531_131},
+            folders=("svhn", "SVHN", "svhn/cropped_digits", "cropped_digits", ""),
+            source="Netzer et al.: Reading Digits in Natural Images with Unsupervised Feature Learning (2011)",
+            remedy="the Hub's ufldl-stanford/svhn or the files {train,test}_32x32.mat will do",
+        ),
+        _SMALLNORB,
+        # Hinton et al. 2018, section 5.1: train on some viewpoints of the training objects; `test` has the others
+        # of the test objects, `familiar` those that training had.
+        replace(
+            _SMALLNORB,
+            name="smallnorb_azimuth",
+            title="smallNORB, novel azimuths",
+            counts={"train": 8_100, "test": 16_200, "familiar": 8_100},
+        ),
+        replace(
+            _SMALLNORB,
+            name="smallnorb_elevation",
+            title="smallNORB, novel elevations",
+            counts={"train": 8_100, "test": 16_200, "familiar": 8_100},
+        ),
+        _AFFNIST,
+        replace(
+            _AFFNIST,
+            name="multimnist",
+            title="MultiMNIST",
+            input_size=(1, 36, 36),
+            mean=(0.1553,),
+            std=(0.3291,),
+            counts={"train": 60_000, "test": 10_000},
+            source="composed from MNIST after Sabour et al. 2017, section 6",
+            labels_per_image=2,
+        ),
+        replace(
+            _AFFNIST,
+            name="diverse_multimnist",
+            title="DiverseMultiMNIST",
+            input_size=(1, 36, 36),
+            mean=(0.1426,),
+            std=(0.3178,),
+            counts={"train": 60_000, "test": 10_000},
+            source="composed from MNIST after Tsai et al. 2020 (arXiv 2002.04764), appendix B.2",
+            labels_per_image=None,
+        ),
+        DatasetSpec(
+            name="h_imagenet",
+            title="h-ImageNet",
+            label_names=(),  # chosen when the set is built
+            input_size=(3, 128, 128),
+            mean=(0.485, 0.456, 0.406),
+            std=(0.229, 0.224, 0.225),
+            counts={"train": 0, "test": 0},
+            folders=("h_imagenet", ""),
+            source="built from ILSVRC 2012 after Li et al. 2018 (EncapNet), section 4.1",
+            remedy="build it once: python -m capszoo.data h_imagenet ILSVRC_FOLDER OUT",
+            side=156,
+        ),
+    )
+}
+
+
+def _prefix(name: str) -> str | None:
+    return next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
+
+
+def check_name(name: str) -> str:
+    """The name itself, where `load_dataset` would know what it means; else `DataError` with the nearest known one."""
+    prefix = _prefix(name)
+    if prefix and len(name) > len(prefix):
+        return name
+    if prefix:
+        raise DataError(f"'{name}' must go on: {PREFIXES[prefix]}")
+    return dataset_spec(name).name
+
+
+def dataset_spec(name: str) -> DatasetSpec:
+    """Look a data set up by name; an unknown name raises `DataError` with the nearest known one."""
+    if name in DATASETS:
+        return DATASETS[name]
+    if _prefix(name):
+        raise DataError(f"what {name} holds is known once it is loaded")
+    raise DataError(unknown_name("data set", name, [*DATASETS, *(f"{prefix}…" for prefix in PREFIXES)]))

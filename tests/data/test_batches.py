@@ -1,0 +1,119 @@
+"""Batches are the same from any position, for any number of processes, and for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from capszoo.data import Augment, Batch, Batches, DataError, ImageSet, dataset_spec
+from tests.data.test_augment import STRONG
+
+
+@pytest.fixture
+def numbered() -> ImageSet:
+    """50 images whose pixels say which they are."""
+    images = torch.arange(50, dtype=torch.uint8).view(50, 1, 1, 1).expand(50, 1, 28, 28).contiguous() + 1
+    return ImageSet(dataset_spec("mnist"), "train", images, torch.arange(50) % 10)
+
+
+@pytest.fixture
+def colour() -> ImageSet:
+    images = torch.randint(0, 256, (50, 3, 34, 34), dtype=torch.uint8)
+    return ImageSet(dataset_spec("cifar10"), "train", images, torch.arange(50) % 10)
+
+
+def same(one: Any, other: Any) -> bool:
+    return one is other is None or torch.equal(one, other)
+
+
+def test_an_epoch_shows_each_image_once(numbered: ImageSet) -> None:
+    seen = torch.cat([batch.pixels[:, 0, 0, 0] for batch in Batches(numbered, 10, train=True).epoch(0)])
+    assert sorted(seen.tolist()) == list(range(1, 51)) and seen.tolist() != list(range(1, 51))
+    other = torch.cat([batch.pixels[:, 0, 0, 0] for batch in Batches(numbered, 10, train=True).epoch(1)])
+    assert seen.tolist() != other.tolist()
+    evaluation = Batches(numbered, 20)
+    assert [len(batch.labels) for batch in evaluation.epoch()] == [20, 20, 10] and len(evaluation) == 3
+    assert torch.cat([batch.labels for batch in evaluation.epoch()]).tolist() == numbered.labels.tolist()
+    assert len(Batches(numbered, 20, train=True)) == 2
+
+
+def test_batches_are_the_same_from_any_position(colour: ImageSet) -> None:
+    batches = Batches(colour, 8, train=True, augment=STRONG, seed=5)
+    whole = list(batches.epoch(3))
+    rest = list(batches.epoch(3, start=4))
+    assert len(rest) == len(whole) - 4 and whole[0].images.shape == (8, 3, 32, 32)
+    for one, other in zip(whole[4:], rest, strict=True):
+        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(whole[0].pixels, next(batches.epoch(4)).pixels)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_processes_share_the_global_batch(colour: ImageSet, train: bool) -> None:
+    options: dict[str, Any] = {"train": train, "augment": STRONG, "seed": 1}
+    alone = list(Batches(colour, 8, **options).epoch(0))
+    shares = [list(Batches(colour, 8, rank=rank, world=2, **options).epoch(0)) for rank in (0, 1)]
+    for number, batch in enumerate(alone):
+        for rank in (0, 1):
+            torch.testing.assert_close(batch.images[rank::2], shares[rank][number].images, atol=0, rtol=0)
+            assert torch.equal(batch.labels[rank::2], shares[rank][number].labels)
+
+
+def test_the_middle_is_cropped_in_evaluation(colour: ImageSet) -> None:
+    batch = next(Batches(colour, 50, augment=STRONG).epoch())
+    assert torch.equal(batch.pixels, colour.images[:, :, 1:33, 1:33])
+
+
+# The streams that finished and interrupted runs were trained on, recorded at commit e006481.
+STREAMS = {
+    ("cifar10", 4, True): "9cefed57a074f6f4",
+    ("cifar10", 2, False): "5f353436d476523e",
+    ("cifar10", 0, True): "c4a9da5b2fabdbe1",
+    ("mnist", 4, True): "f7d7dab96f36df2b",
+    ("mnist", 2, False): "0deeab3e5023dd6b",
+    ("mnist", 0, True): "e6d1fde3e82ff70b",
+}
+
+
+def test_old_runs_go_on_with_the_same_images() -> None:
+    random = torch.Generator().manual_seed(0)
+    for name in ("cifar10", "mnist"):
+        c, h, w = dataset_spec(name).input_size
+        images = torch.randint(0, 256, (200, c, h, w), dtype=torch.uint8, generator=random)
+        data = ImageSet(dataset_spec(name), "train", images, torch.arange(200) % 10)
+        for (stream, shift, flip), expected in STREAMS.items():
+            if stream != name:
+                continue
+            digest = hashlib.sha256()
+            batches = Batches(data, 64, train=True, augment=Augment(shift=shift, flip=flip), seed=7)
+            for epoch in (0, 3):
+                for batch in batches.epoch(epoch):
+                    for tensor in (batch.pixels, batch.labels):
+                        digest.update(tensor.contiguous().numpy().tobytes())
+            assert digest.hexdigest()[:16] == expected, (name, shift, flip)
+
+
+def test_chunks() -> None:
+    images, labels = torch.rand(6, 1, 2, 2), torch.arange(6)
+    parts: Tensor = torch.rand(6, 2, 1, 2, 2)
+    for batch in (Batch(images, labels, images), Batch(images, labels, images, parts, parts[:, :, 0, 0, 0])):
+        chunks = batch.chunk(3)
+        assert len(chunks) == 3
+        for number, column in enumerate(batch):
+            there = [chunk[number] for chunk in chunks]
+            assert (
+                all(one is None for one in there) if column is None else torch.equal(torch.cat(there), column)
+            )
+
+
+def test_mistakes_are_one_line(numbered: ImageSet, colour: ImageSet) -> None:
+    with pytest.raises(DataError, match="50 training images do not fill one batch of 64"):
+        Batches(numbered, 64, train=True)
+    with pytest.raises(DataError, match="need 3 channels"):
+        Batches(numbered, 8, train=True, augment=Augment(saturation=0.1))
+    small = ImageSet(colour.spec, "train", colour.images[:, :, :30, :30], colour.labels)
+    with pytest.raises(DataError, match=r"\(30, 30\) pixels are smaller than the input \(32, 32\)"):
+        Batches(small, 8)
