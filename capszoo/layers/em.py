@@ -56,24 +56,58 @@ LAM_STEP = 1.0
 VAR_FLOOR = 1e-4
 EPS = 1e-4
 INIT_NOISE = 0.2
+# Bounds below which a number of float32 is mostly rounding. After the first iteration variances are at least this share
+# of the first: they are differences of moments, and nothing is left of them where a parent took a single child.
+VAR_SHARE = 1e-3
+# What the range of normalised costs is taken for at least, because parents that are alike differ by rounding, which
+# would be blown up to the full range: so many nats of log sigma per pose dimension, times the mean mass; once masses
+# differ (from the second iteration on), also this share of the mean cost.
+MIN_SPREAD = 0.01
+MIN_SHARE = 0.05
 
 
 def _parent_logits(
     mass: Tensor,
-    log_sigma: Tensor,
+    variance: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
-    pose_dim: int,
     lam: float,
     normalize: bool,
-) -> Tensor:
-    """Activation logits ``[b, j]`` from ``mass`` ``[b, j or 1]`` and ``sum_h log sigma_jh`` ``[b, j]``."""
-    cost = mass * (pose_dim * beta_v + log_sigma)  # sum over h of (beta_v + log sigma_jh) * sum_i R_ij
-    if normalize:
-        low = cost.amin(dim=1, keepdim=True)
-        high = cost.amax(dim=1, keepdim=True)
-        cost = (cost - low) / (high - low).clamp_min(1e-6) * 10.0 - 5.0
-    return lam * (beta_a - cost)
+    min_share: float,
+    min_spread: float = MIN_SPREAD,
+) -> Tuple[Tensor, Tensor]:
+    """The parents' activation logits and deviations.
+
+    Args:
+        mass: ``[b, j or 1]``.
+        variance: ``[b, j, e]``.
+        beta_v, beta_a: ``[j]``.
+        lam: inverse temperature.
+        normalize: whether costs are normalised.
+        min_share, min_spread: range that normalised costs are divided by at least, see :data:`MIN_SPREAD`.
+
+    Returns:
+        logits ``[b, j]``, and ``sum_h log sigma_jh`` ``[b, j]`` less what all parents of an item share.
+    """
+    pose_dim = variance.shape[2]
+    # relative to the mean: what tells parents apart keeps its digits, however large or small all votes are
+    common = variance.mean(dim=(1, 2)).unsqueeze(1)  # [b, 1]
+    log_sigma = 0.5 * (variance / common.unsqueeze(2)).log().sum(dim=2)  # [b, j]
+    # sum over h of (beta_v + log sigma_jh) * sum_i R_ij
+    if not normalize:
+        cost = mass * (pose_dim * (beta_v + 0.5 * common.log()) + log_sigma)
+        return lam * (beta_a - cost), log_sigma
+    # less its value for a parent of mean beta_v, mass and deviation, which the normalisation would subtract
+    mean_mass = mass.mean(dim=1, keepdim=True)
+    mean_beta = beta_v.mean()
+    level = mean_beta + 0.5 * common.log()  # of one pose dimension
+    cost = mass * (pose_dim * (beta_v - mean_beta) + log_sigma)
+    cost = cost + (mass - mean_mass) * (pose_dim * level)
+    low = cost.amin(dim=1, keepdim=True)
+    high = cost.amax(dim=1, keepdim=True)
+    least = pose_dim * mean_mass * (min_spread + min_share * level.abs())
+    cost = (cost - low) / torch.maximum(high - low, least) * 10.0 - 5.0
+    return lam * (beta_a - cost), log_sigma
 
 
 def _height(logits: Tensor, log_sigma: Tensor) -> Tensor:
@@ -99,6 +133,8 @@ def em_routing(
     eps: float = EPS,
     normalize_cost: bool = False,
     mean: Optional[Tensor] = None,
+    var_share: float = VAR_SHARE,
+    min_share: float = MIN_SHARE,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Route votes by expectation-maximisation.
 
@@ -112,6 +148,9 @@ def em_routing(
         var_floor: smallest variance.
         eps: added to every child's activation, and shared evenly by the parents.
         normalize_cost: map the parents' costs of each item to [-5, 5], smallest to largest, before the sigmoid.
+        var_share: from the second iteration on, a variance is at least this share of the first iteration's.
+        min_share: with ``normalize_cost``, costs that spread over less than this share of the mean cost do not reach
+            5 (from the second iteration on; in the first, it is 0.01 nats per pose dimension).
         mean: ``[b, j, e]``, the first iteration's mean, for a caller who has it for less than a pass over the
             votes (see :func:`first_weights`); absent, it is computed here.
 
@@ -130,8 +169,8 @@ def em_routing(
     # (V - mean)^2 in one pass over the votes; written out, it and its gradient would take three
     squares = F.mse_loss(v, mean.reshape(-1, 1, pose_dim).expand_as(v), reduction="none")  # [bj, i, e]
     variance = torch.bmm(weights, squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)  # [b, j, e]
-    log_sigma = 0.5 * variance.log().sum(dim=-1)  # [b, j]
-    logits = _parent_logits(mass, log_sigma, beta_v, beta_a, pose_dim, lam_start, normalize_cost)
+    least = (var_share * variance).clamp_min(var_floor)
+    logits, log_sigma = _parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize_cost, 0.0)
     poses = mean
     coupling = torch.full_like(votes[:, :, :, 0], 1.0) / parents  # [b, j, i]
     for t in range(1, num_iters):
@@ -152,10 +191,9 @@ def em_routing(
         poses = torch.bmm(weights, v).reshape(-1, parents, pose_dim)
         shift = poses - mean
         second = torch.bmm(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
-        variance = (second - shift * shift).clamp_min(var_floor)
-        log_sigma = 0.5 * variance.log().sum(dim=-1)
+        variance = torch.maximum(second - shift * shift, least)
         lam = lam_start + lam_step * t
-        logits = _parent_logits(mass, log_sigma, beta_v, beta_a, pose_dim, lam, normalize_cost)
+        logits, log_sigma = _parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, min_share)
     return poses, logits, coupling
 
 
@@ -533,76 +571,94 @@ def shared_em_routing(
     var_floor: float = VAR_FLOOR,
     eps: float = EPS,
     normalize_cost: bool = True,
+    var_share: float = VAR_SHARE,
+    min_share: float = MIN_SHARE,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """EM routing from capsules whose transforms are shared over a grid, without making votes.
 
-    The vote of the child of type ``g`` at place ``s`` is ``V = W_gj u`` with ``u = (pose, 1)``, the bias being the
-    last column of ``W_gj``. Means, squares and distances are linear and quadratic forms of ``u``::
+    Let ``c_g`` be the mean pose of the children of type ``g``, weighted as in the first iteration, and ``m_j`` the
+    mean of the first iteration. The vote of the child of type ``g`` at place ``s`` is ``V = m_j + D_gj + W_gj u`` with
+    ``u = pose - c_g`` and ``D_gj = W_gj c_g + B_gj - m_j``. Means, squares and distances are linear and quadratic
+    forms of ``u`` (``w_h``: row h of ``W_gj``; ``r``: any weights of the children)::
 
-        sum_s r V        = W_gj sum_s r u                           children are summed first, then transformed
-        sum_s r V_h^2    = <w_h w_h^T, sum_s r u u^T>               w_h: row h of W_gj
-        sum_h q_h V_h^2  = <sum_h q_h w_h w_h^T, u u^T>             the distance is measured in the child's space
+        sum_s r (V - m)_h    = w_h . sum_s r u + D_h sum_s r                     children are summed, then transformed
+        sum_s r (V - m)_h^2  = <w_h w_h^T, sum_s r u u^T> + 2 D_h w_h . sum_s r u + D_h^2 sum_s r
+        sum_h q_h (V - m)_h^2 = <sum_h q_h w_h w_h^T, u u^T> + 2 u . sum_h q_h D_h w_h + sum_h q_h D_h^2
 
-    so the largest tensors are the couplings, and ``w_h w_h^T`` of all transforms, whatever the batch. Variances are
-    ``E[V^2] - mu^2``: in float32 they lose digits where votes spread by far less than their size (compare
-    :func:`em_routing`, which does not).
+    so the largest tensors are the couplings, and ``w_h w_h^T`` of all transforms, whatever the batch. Squares about
+    ``c_g`` and ``m_j`` do not cancel: the variances are as exact as those of :func:`em_routing`.
 
     Args:
         x: ``[b, g, d, s]``, float32 or float64.
         activations: ``[b, g, s]``, not negative.
         weight: ``[j, g, d, e]``.
         bias: ``[j, g, e]``.
-        beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost, var_share, min_share: see
+            :func:`em_routing`.
 
     Returns:
         poses ``[b, j, e]``; logits ``[b, j]``, whose sigmoids are the parents' activations; couplings
         ``[b, j, g, s]`` of the last iteration, which sum to 1 over the parents.
     """
     _check_iterations(num_iters)
-    parents, groups, pose_dim = weight.shape[0], weight.shape[1], weight.shape[3]
-    split, places = x.shape[2] + 1, x.shape[3]
-    u = F.pad(x, [0, 0, 0, 1], value=1.0)  # [b, g, d+1, s]
-    features = torch.cat([u, _pairs(u, 2.0)], dim=2).flatten(0, 1)  # [bg, f, s]
-    transform = torch.cat([weight, bias.unsqueeze(2)], dim=2)  # [j, g, d+1, e]
-    forms = _pairs(transform, 1.0).flatten(1, 2)  # w_h w_h^T: [j, g*m, e]
-    transform = transform.flatten(1, 2)  # [j, g*(d+1), e]
+    parents, groups, dim = weight.shape[0], weight.shape[1], weight.shape[2]
     # t = 0: every parent takes the same share of every child, so the moments do not depend on j
     weights, mass = first_weights(activations.flatten(1), parents, eps)  # [b, gs], [b, 1]
-    moments = torch.bmm(features, weights.reshape(-1, places, 1)).reshape(-1, groups, features.shape[1])
-    poses = torch.matmul(moments[:, :, :split].flatten(1), transform)  # [j, b, e]
-    square = torch.matmul(moments[:, :, split:].flatten(1), forms)
-    variance = (square - poses * poses).clamp_min(var_floor)
-    log_sigma = 0.5 * variance.log().sum(dim=-1).t()  # [b, j]
-    logits = _parent_logits(mass, log_sigma, beta_v, beta_a, pose_dim, lam_start, normalize_cost)
+    weights = weights.reshape(activations.shape).unsqueeze(2)  # [b, g, 1, s]
+    share = weights.sum(dim=3)  # [b, g, 1]
+    centre = (x * weights).sum(dim=3) / share  # [b, g, d]
+    u = x - centre.unsqueeze(3)
+    pairs = _pairs(u, 2.0)  # [b, g, m, s]
+    forms = _pairs(weight, 1.0).flatten(1, 2)  # w_h w_h^T: [j, g*m, e]
+    # votes of the centres: [j, g, b, e]
+    offset = torch.matmul(centre.transpose(0, 1), weight) + bias.unsqueeze(2)
+    share = share.transpose(0, 1)  # [g, b, 1]
+    mean = (share * offset).sum(dim=1)  # [j, b, e]; the children's deviations u weigh up to zero
+    offset = offset - mean.unsqueeze(1)
+    second = torch.matmul((pairs * weights).sum(dim=3).flatten(1), forms)  # [j, b, e]
+    variance = (second + (share * offset * offset).sum(dim=1)).clamp_min(var_floor)
+    least = (var_share * variance).clamp_min(var_floor)
+    logits, log_sigma = _parent_logits(
+        mass, variance.transpose(0, 1), beta_v, beta_a, lam_start, normalize_cost, 0.0
+    )
+    shift = torch.zeros_like(mean)  # mu - m
+    features = torch.cat([torch.ones_like(u[:, :, :1]), u, pairs], dim=2).flatten(0, 1)  # [bg, f, s]
+    present = features * activations.flatten(0, 1).unsqueeze(1)
+    uniform = (eps / parents) * features.sum(dim=2).unsqueeze(1)  # [bg, 1, f]
     coupling = torch.full_like(activations, 1.0).flatten(0, 1).unsqueeze(2).expand(-1, -1, parents) / parents
     for t in range(1, num_iters):
-        # E-step: distance = sum_h (V - mu)^2 / 2 sigma^2 as one form per parent and group, applied to the features
+        # E-step: log-likelihoods as one form per parent and group, applied to the features
         precision = 0.5 / variance  # [j, b, e]
-        pull = -2.0 * precision * poses
+        # (V - mu)^2 = (D' + W u)^2
+        there = offset - shift.unsqueeze(1)  # D' = D + m - mu: [j, g, b, e]
+        scaled = there * precision.unsqueeze(1)
+        height = _height(logits, log_sigma).t()[:, None, :, None]  # [j, 1, b, 1]
         form = torch.cat(
             [
-                torch.bmm(pull, transform.transpose(1, 2)).unflatten(2, [groups, -1]),
-                torch.bmm(precision, forms.transpose(1, 2)).unflatten(2, [groups, -1]),
+                (height - (scaled * there).sum(dim=3, keepdim=True)).transpose(1, 2),
+                -2.0 * torch.matmul(scaled, weight.transpose(2, 3)).transpose(1, 2),
+                -torch.bmm(precision, forms.transpose(1, 2)).unflatten(2, [groups, -1]),
             ],
             dim=3,
         )  # [j, b, g, f]
-        distance = torch.bmm(features.transpose(1, 2), form.flatten(1, 2).permute(1, 2, 0))  # [bg, s, j]
-        height = _height(logits, log_sigma) + 0.5 * (pull * poses).sum(dim=-1).t()  # [b, j]
-        height = height.unsqueeze(1).expand(-1, groups, -1).flatten(0, 1).unsqueeze(1)  # [bg, 1, j]
-        coupling = torch.softmax(height - distance, dim=2)  # [bg, s, j]
+        form = form.permute(1, 2, 3, 0).flatten(0, 1)  # [bg, f, j]
+        coupling = torch.softmax(torch.bmm(features.transpose(1, 2), form), dim=2)  # [bg, s, j]
         # M-step
-        weights = coupling * activations.flatten(0, 1).unsqueeze(2) + eps / parents
-        mass = weights.sum(dim=1).reshape(-1, groups, parents).sum(dim=1)  # [b, j]
-        sums = torch.bmm(weights.transpose(1, 2), features.transpose(1, 2))  # [bg, j, f]
-        sums = sums.unflatten(0, [-1, groups]).permute(2, 0, 1, 3)  # [j, b, g, f]
-        total = mass.t().unsqueeze(2)  # [j, b, 1]
-        poses = torch.bmm(sums[:, :, :, :split].flatten(2), transform) / total
-        square = torch.bmm(sums[:, :, :, split:].flatten(2), forms) / total
-        variance = (square - poses * poses).clamp_min(var_floor)
-        log_sigma = 0.5 * variance.log().sum(dim=-1).t()
+        sums = torch.bmm(coupling.transpose(1, 2), present.transpose(1, 2)) + uniform  # [bg, j, f]
+        sums = sums.unflatten(0, [-1, groups]).permute(2, 1, 0, 3)  # [j, g, b, f]
+        masses = sums[:, :, :, :1]  # [j, g, b, 1]
+        total = masses.sum(dim=1)  # [j, b, 1]
+        first = torch.matmul(sums[:, :, :, 1 : dim + 1], weight)  # [j, g, b, e]
+        second = torch.bmm(sums[:, :, :, dim + 1 :].transpose(1, 2).flatten(2), forms)
+        second = second + (offset * (2.0 * first + masses * offset)).sum(dim=1)
+        shift = (first + masses * offset).sum(dim=1) / total
+        variance = torch.maximum(second / total - shift * shift, least)
         lam = lam_start + lam_step * t
-        logits = _parent_logits(mass, log_sigma, beta_v, beta_a, pose_dim, lam, normalize_cost)
-    return poses.transpose(0, 1), logits, coupling.unflatten(0, [-1, groups]).permute(0, 3, 1, 2)
+        mass = total.squeeze(2).t()  # [b, j]
+        logits, log_sigma = _parent_logits(
+            mass, variance.transpose(0, 1), beta_v, beta_a, lam, normalize_cost, min_share
+        )
+    return (mean + shift).transpose(0, 1), logits, coupling.unflatten(0, [-1, groups]).permute(0, 3, 1, 2)
 
 
 class SharedEM(nn.Module):

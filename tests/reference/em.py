@@ -1,4 +1,10 @@
-"""EM routing, naive: Hinton et al. 2018, Procedure 1, child by child and number by number."""
+"""EM routing, naive: Hinton et al. 2018, Procedure 1, child by child and number by number.
+
+From the second iteration on a variance is at least ``VAR_SHARE`` of the first iteration's (our choice).
+Normalised costs (Li et al. 2018, appendix A.i) are divided by their range, but by no less than a smallest one, for the
+range of parents that are alike is rounding (our choice): ``MIN_SPREAD`` nats per pose dimension times the parents' mean
+mass, and after the first iteration ``MIN_SHARE`` of a mean parent's cost beside.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,10 @@ import math
 
 import torch
 from torch import Tensor
+
+VAR_SHARE = 1e-3
+MIN_SPREAD = 0.01
+MIN_SHARE = 0.05
 
 
 def route_item(
@@ -35,6 +45,7 @@ def route_item(
     mu: list[list[Tensor]] = []
     variance: list[list[Tensor]] = []
     a: list[Tensor] = []
+    first: list[list[Tensor]] = []
     for t in range(num_iters):
         if t > 0:
             # E-step: the density of each Gaussian at each vote, and Bayes
@@ -50,10 +61,11 @@ def route_item(
                     r[i][j] = p[j] / sum(p)
         # M-step
         lam = lam_start + lam_step * t
-        mu, variance, costs, a = [], [], [], []
+        mu, variance, masses, costs, a = [], [], [], [], []
         for j in range(parents):
             weights = [r[i][j] * activations[i] + eps / parents for i in range(children)]
             total = sum(weights)
+            masses.append(total)
             mu.append(
                 [sum(weights[i] * votes[i, j, h] for i in range(children)) / total for h in range(size)]
             )
@@ -61,11 +73,19 @@ def route_item(
             for h in range(size):
                 square = sum(weights[i] * (votes[i, j, h] - mu[j][h]) ** 2 for i in range(children))
                 spread.append(torch.clamp(square / total, min=var_floor))
+                if t > 0:
+                    spread[h] = torch.maximum(spread[h], VAR_SHARE * first[j][h])
             variance.append(spread)
             costs.append(sum((beta_v[j] + torch.log(torch.sqrt(spread[h]))) * total for h in range(size)))
+        if t == 0:
+            first = variance
         if normalize_cost:
             low, high = min(costs, key=Tensor.item), max(costs, key=Tensor.item)
-            costs = [10 * (cost - low) / torch.clamp(high - low, min=1e-6) - 5 for cost in costs]
+            mean_variance = sum(sum(spread) for spread in variance) / (parents * size)
+            level = sum(beta_v) / parents + torch.log(torch.sqrt(mean_variance))
+            least = MIN_SPREAD if t == 0 else MIN_SPREAD + MIN_SHARE * abs(level)
+            least = least * size * sum(masses) / parents
+            costs = [10 * (cost - low) / max(high - low, least, key=Tensor.item) - 5 for cost in costs]
         a = [torch.sigmoid(lam * (beta_a[j] - costs[j])) for j in range(parents)]
     poses = torch.stack([torch.stack(row) for row in mu])
     return poses, torch.stack(a), torch.stack([torch.stack(row) for row in r])
