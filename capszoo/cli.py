@@ -281,6 +281,10 @@ def explain(
     device: DeviceOption = None,
 ) -> None:
     """Draw from where in the image the class capsule was routed."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:  # said before the model is loaded and run
+        raise CapszooError("explain needs matplotlib", "pip install 'capszoo[explain]'")
     from .explain import explain, save_figure
     from .inference import load_model
     from .preprocess import load_image

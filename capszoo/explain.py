@@ -143,7 +143,7 @@ def save_figure(explanation: Explanation, path: str | Path) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise CapszooError("figures need matplotlib", "pip install matplotlib") from None
+        raise CapszooError("figures need matplotlib", "pip install 'capszoo[explain]'") from None
 
     path = Path(path)
     image = _for_display(explanation.image)

@@ -232,6 +232,18 @@ def test_explain_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_explain_without_matplotlib_names_the_extra(
+    trained: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
+    )
+    line = fails(1, "explain", trained, pictures / "a.png", "--out", tmp_path / "x.png")
+    assert line == "error: explain needs matplotlib: pip install 'capszoo[explain]'"
+    assert not list(tmp_path.iterdir())
+
+
 # -- export -----------------------------------------------------------------------------------------------------------
 
 

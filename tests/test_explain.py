@@ -131,5 +131,5 @@ def test_missing_matplotlib_says_what_to_install(
 
     explanation = explain(model, picture)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(CapszooError, match="pip install matplotlib"):
+    with pytest.raises(CapszooError, match=r"pip install 'capszoo\[explain\]'"):
         save_figure(explanation, tmp_path / "heat.png")

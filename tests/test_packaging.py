@@ -174,6 +174,16 @@ for name in {names!r}:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_extra_that_a_message_names_exists(root: Path) -> None:
+    extras = _project(root)["project"]["optional-dependencies"]
+    named = {
+        extra
+        for _, path in _modules(root)
+        for extra in re.findall(r"capszoo\[(\w+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert {"explain", "export", "train"} <= named <= extras.keys()
+
+
 @pytest.mark.parametrize("folder", ["recipes", "export"])
 def test_moved_packages_refuse_their_bare_names(root: Path, folder: str) -> None:
     done = _run(root, f"import {folder}")
