@@ -50,12 +50,12 @@ def capsnet_em(pretrained: bool = False, **kwargs: _Any) -> torch.nn.Module:
 
 
 def capsnet_em_norb(pretrained: bool = False, **kwargs: _Any) -> torch.nn.Module:
-    """Matrix capsules on smallNORB, A = B = C = D = 32: error 1.4."""
+    """Matrix capsules on smallNORB, A = B = C = D = 32: error 1.4 over several crops, 1.8 with one."""
     return timm.create_model("capsnet_em_norb", pretrained=pretrained, **kwargs)
 
 
 def capsnet_em_norb_small(pretrained: bool = False, **kwargs: _Any) -> torch.nn.Module:
-    """The small matrix-capsule network: A = 64, B = 8, C = D = 16."""
+    """The small matrix-capsule network, A = 64, B = 8, C = D = 16: smallNORB error 2.2."""
     return timm.create_model("capsnet_em_norb_small", pretrained=pretrained, **kwargs)
 
 

@@ -79,8 +79,12 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
         f"{_IDPA}, table 1", ("CIFAR-10", 82.19, "2 iterations"), ("CIFAR-100", 37.73, "2 iterations")
     ),
     "capsnet_em_resnet": _accuracies(f"{_IDPA}, table 1", ("CIFAR-10", 92.15), ("CIFAR-100", 58.08)),
-    "capsnet_em_norb": _errors(_HINTON, ("smallNORB", 1.4)),
-    "capsnet_em_norb_small": (),
+    "capsnet_em_norb": _errors(
+        f"{_HINTON}, section 5",
+        ("smallNORB", 1.4, "class activations averaged over several crops"),
+        ("smallNORB", 1.8, "the middle crop alone"),
+    ),
+    "capsnet_em_norb_small": _errors(f"{_HINTON}, section 5", ("smallNORB", 2.2)),
     "idpa_cnn": _accuracies(f"{_IDPA}, table 1", ("CIFAR-10", 85.17, "best test epoch")),
     "idpa_cnn_cifar100": _accuracies(f"{_IDPA}, table 1", ("CIFAR-100", 57.32, "best test epoch")),
     "idpa_resnet": _accuracies(

@@ -482,13 +482,13 @@ def _norb_args(stem_chans: int, caps: Tuple[int, ...]) -> Dict[str, Any]:
 
 @register_model
 def capsnet_em_norb(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
-    """Matrix capsules on smallNORB, A = B = C = D = 32: error 1.4."""
+    """Matrix capsules on smallNORB, A = B = C = D = 32: error 1.4 over several crops, 1.8 with one."""
     return _create_em("capsnet_em_norb", pretrained, **dict(_norb_args(32, (32, 32, 32)), **kwargs))
 
 
 @register_model
 def capsnet_em_norb_small(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
-    """The small matrix-capsule network: A = 64, B = 8, C = D = 16."""
+    """The small matrix-capsule network, A = 64, B = 8, C = D = 16: smallNORB error 2.2."""
     return _create_em("capsnet_em_norb_small", pretrained, **dict(_norb_args(64, (8, 16, 16)), **kwargs))
 
 
