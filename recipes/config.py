@@ -37,26 +37,6 @@ __all__ = [
 CONFIGS = Path(__file__).resolve().parent / "configs"
 FIXED = ("arch", "tag", "profile", "profiles", "data.name")
 """What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
-FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
