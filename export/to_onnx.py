@@ -54,18 +54,22 @@ FORBIDDEN_OPS = frozenset(
     ("Loop", "If", "Scan", "Einsum", "NonZero", "ReduceLogSumExp", "GatherND", "ScatterND", "SequenceMap")
 )
 
-#: Operators of the default ONNX domain that NVIDIA's ONNX parser lists as supported (github.com/onnx/onnx-tensorrt,
-#: docs/operators.md), less the forbidden ones: all that a classifier may need.
+#: Operators of the default ONNX domain that NVIDIA's ONNX parser supports according to its table for TensorRT 10.15,
+#: opsets 9 to 24 (github.com/onnx/onnx-tensorrt, docs/operators.md), less the forbidden ones, those that came with
+#: opset 23 or later (TensorRT 10.0 ends at 20), and what no classifier needs: recurrent layers, random numbers, signal
+#: windows, box selection.
 SUPPORTED_OPS = frozenset(
     """
-    Abs Add And ArgMax ArgMin AveragePool BatchNormalization Cast Ceil Celu Clip Concat Constant ConstantOfShape Conv
-    ConvTranspose Cos DepthToSpace DequantizeLinear Div Elu Equal Erf Exp Expand Flatten Floor Gather GatherElements
-    Gelu Gemm GlobalAveragePool GlobalMaxPool Greater GreaterOrEqual GroupNormalization HardSigmoid HardSwish Identity
-    InstanceNormalization LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax MatMul Max MaxPool Mean Min Mul
-    Neg Not Or PRelu Pad Pow QuantizeLinear Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceMax ReduceMean
-    ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Resize Round Selu Shape Sigmoid Sign Sin Size Slice
-    Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Tanh ThresholdedRelu Tile TopK Transpose
-    Unsqueeze Where Xor
+    Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh AveragePool BatchNormalization Cast Ceil Celu Clip
+    Concat Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum DepthToSpace DequantizeLinear Div Dropout Elu
+    Equal Erf Exp Expand EyeLike Flatten Floor Gather GatherElements Gelu Gemm GlobalAveragePool GlobalLpPool
+    GlobalMaxPool Greater GreaterOrEqual GridSample GroupNormalization HardSigmoid HardSwish Identity
+    InstanceNormalization IsNaN LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax LpNormalization LpPool
+    LRN MatMul Max MaxPool Mean MeanVarianceNormalization Min Mod Mul Neg Not OneHot Or Pad Pow PRelu QuantizeLinear
+    Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
+    ReduceSumSquare Relu Reshape Resize ReverseSequence RoiAlign Round ScatterElements Selu Shape Shrink Sigmoid
+    Sign Sin Sinh Size Slice Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh
+    ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Where Xor
     """.split()
 )
 

@@ -530,7 +530,7 @@ def _check_export(model: CapsuleNet, path: Path) -> None:
     """Exported by the package, then judged by ONNX and ONNX Runtime themselves, not by the package's report."""
     onnx = pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
-    from capszoo.export.to_onnx import export
+    from capszoo.export.to_onnx import SUPPORTED_OPS, export
 
     model.eval()
     calibrate(model)
@@ -539,7 +539,9 @@ def _check_export(model: CapsuleNet, path: Path) -> None:
 
     proto = onnx.load(path)
     onnx.checker.check_model(proto, full_check=True)
-    assert not {node.op_type for node in proto.graph.node} & {"Loop", "If", "Scan", "Einsum", "NonZero"}
+    used = {node.op_type for node in proto.graph.node}
+    assert not used & {"Loop", "If", "Scan", "Einsum", "NonZero"}
+    assert used <= SUPPORTED_OPS
     inferred = onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)
     values = [*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info]
     assert max(len(v.type.tensor_type.shape.dim) for v in values) <= 6
