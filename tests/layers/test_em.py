@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
+from capszoo.layers.em import MIN_SHARE, _parent_logits
 from tests.reference import em as naive
 
 F64 = torch.float64
@@ -300,6 +301,48 @@ def test_shared_equals_naive(shape: tuple[int, ...], num_iters: int, normalize_c
     assert_same([poses, torch.sigmoid(logits)], list(expected[:2]), inputs, atol=1e-8)
     couplings = layer.route(x, activations)[2]  # [b, j, g, s]
     torch.testing.assert_close(couplings.flatten(2).transpose(1, 2), expected[2], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("centre", "spread"), [(0.0, 1.0), (30.0, 0.1), (1000.0, 30.0)])
+def test_shared_float32_does_not_cancel(centre: float, spread: float) -> None:
+    """Poses that all but agree in a type, far from zero: as accurate as votes that are subtracted before squaring."""
+    generator = torch.Generator().manual_seed(1)
+    x = centre + spread * torch.randn(2, 3, 4, 20, generator=generator)
+    activations = torch.rand(2, 3, 20, generator=generator)
+    weight = torch.randn(5, 3, 4, 6, generator=generator)
+    bias = torch.randn(5, 3, 6, generator=generator)
+    arguments = (x, activations, weight, bias, torch.full((5,), -5.0), torch.zeros(5))
+    exact = shared_em_routing(*(t.double() for t in arguments), lam_step=0.0)
+    votes = torch.einsum("bgds,jgde->bjgse", x, weight) + bias[None, :, :, None]
+    plain = em_routing(
+        votes.flatten(2, 3), activations.flatten(1), *arguments[4:], 3, lam_step=0.0, normalize_cost=True
+    )
+    for fast, slow, right in zip(shared_em_routing(*arguments, lam_step=0.0), plain, exact, strict=True):
+        error = (fast - right).abs().max()
+        assert error <= 2 * (slow.reshape(right.shape) - right).abs().max() + 1e-5 * right.abs().max()
+
+
+def test_rounding_is_not_blown_up_to_a_range_of_costs() -> None:
+    """Parents whose masses and variances differ by a few units in the last place keep one activation."""
+    rounding = 1 + 3e-7 * torch.randn(2, 10)
+    mass, variance = 200 * rounding, 1e-4 * rounding.flip(0).unsqueeze(2).expand(-1, -1, 16)
+    beta_v, beta_a = torch.full((10,), -5.0), torch.zeros(10)
+    logits = _parent_logits(mass, variance, beta_v, beta_a, 1.0, True, MIN_SHARE)[0]
+    torch.testing.assert_close(logits, torch.full_like(logits, 5.0), atol=1e-3, rtol=0)
+    first = _parent_logits(mass[:, :1], variance, beta_v, beta_a, 1.0, True, 0.0)[0]
+    torch.testing.assert_close(first, torch.full_like(first, 5.0), atol=1e-3, rtol=0)
+
+
+def test_a_parent_of_one_child_keeps_a_variance() -> None:
+    """Float32 has no digits left of the variance of a single vote far from the mean: there is a bound instead."""
+    generator = torch.Generator().manual_seed(0)
+    votes = 100 * torch.randn(4, 6, 12, 4, generator=generator)
+    arguments = (torch.ones(4, 12), torch.full((6,), -5.0), torch.zeros(6))
+    settings: dict[str, Any] = {"num_iters": 4, "normalize_cost": True, "lam_step": 0.0}
+    right = em_routing(votes.double(), *(t.double() for t in arguments), **settings)
+    assert right[2].sum(2).min() < 1.01  # a parent was left with one child, or none
+    for a, b in zip(em_routing(votes, *arguments, **settings), right, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-4 * b.abs().max().item(), rtol=0)
 
 
 def test_shared_makes_no_votes() -> None:
