@@ -23,7 +23,7 @@ from .readers import decode_image, image_mode, parquet_label_names, read_parquet
 from .sets import DatasetSpec, Decoder, ImageSet, StreamedSet
 from .sources import idx_pair, read_idx_pair, sized
 
-__all__ = ["MEMORY_LIMIT", "open_h_imagenet", "open_set"]
+__all__ = ["MEMORY_LIMIT", "FileDecoder", "available_workers", "open_h_imagenet", "open_set"]
 
 MEMORY_LIMIT = 2 * 2**30
 """Bytes as uint8 up to which a set is held in memory."""
@@ -140,7 +140,7 @@ def _read_parquet(
 
 
 @dataclass(frozen=True)
-class _Files:
+class FileDecoder:
     """Images in files of their own."""
 
     root: Path
@@ -181,7 +181,8 @@ def _to_tensor(image: np.ndarray) -> Tensor:
     return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1).contiguous()
 
 
-def _workers() -> int:
+def available_workers() -> int:
+    """Processors this process may use, at most 8."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -191,13 +192,13 @@ def _hold_or_stream(
     """In memory where it fits, else streamed."""
     n = len(labels)
     if n * spec.input_size[0] * side * side > MEMORY_LIMIT:
-        return StreamedSet(spec, split, decoder, torch.arange(n), labels, side, _workers())
+        return StreamedSet(spec, split, decoder, torch.arange(n), labels, side, available_workers())
     images = torch.empty((n, spec.input_size[0], side, side), dtype=torch.uint8)
 
     def fill(index: int) -> None:
         images[index] = decoder.decode(index)
 
-    with ThreadPoolExecutor(_workers()) as pool:  # Pillow decodes outside of Python's lock
+    with ThreadPoolExecutor(available_workers()) as pool:  # Pillow decodes outside of Python's lock
         list(pool.map(fill, range(n)))
     return ImageSet(spec, split, images, labels)
 
@@ -240,7 +241,7 @@ def _open_images(
     else:
         spec, side = sized(replace(spec, label_names=tuple(classes)), size, resize)
         mode = "RGB"
-    return _hold_or_stream(spec, split, _Files(root, paths, mode, side), labels, side)
+    return _hold_or_stream(spec, split, FileDecoder(root, paths, mode, side), labels, side)
 
 
 def open_h_imagenet(

@@ -30,3 +30,39 @@ def write_parquet(
         cells.append({"bytes": buffer.getvalue(), "path": None})
     pq.write_table(pa.table({column: cells, "label": labels}), path)
     return path
+
+
+def write_svhn(path: Path, images: np.ndarray, labels: list[int]) -> Path:
+    """`images` [n, h, w, 3]; MATLAB 5 as the official files: X [h, w, 3, n], y [n, 1] with 10 for the digit 0."""
+    from scipy.io import savemat
+
+    y = np.array([10 if label == 0 else label for label in labels], np.uint8)[:, None]
+    savemat(path, {"X": images.transpose(1, 2, 3, 0), "y": y}, do_compression=True)
+    return path
+
+
+def write_norb_matrix(path: Path, array: np.ndarray, compress: bool = False) -> Path:
+    magic = {np.dtype(np.uint8): 0x1E3D4C55, np.dtype(np.int32): 0x1E3D4C54}[array.dtype]
+    sizes = [*array.shape, 1, 1][: max(array.ndim, 3)]
+    raw = b"".join(int(number).to_bytes(4, "little") for number in (magic, array.ndim, *sizes))
+    raw += array.astype(array.dtype.newbyteorder("<")).tobytes()
+    path.write_bytes(gzip.compress(raw) if compress else raw)
+    return path
+
+
+def write_smallnorb(
+    folder: Path, split: str, images: np.ndarray, labels: list[int], info: np.ndarray
+) -> None:
+    stem = {
+        "train": "smallnorb-5x46789x9x18x6x2x96x96-training",
+        "test": "smallnorb-5x01235x9x18x6x2x96x96-testing",
+    }
+    parts = {"dat": images, "cat": np.array(labels, np.int32), "info": info.astype(np.int32)}
+    for kind, array in parts.items():
+        write_norb_matrix(folder / f"{stem[split]}-{kind}.mat.gz", array, compress=True)
+
+
+def write_image(path: Path, pixels: np.ndarray) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, quality=95)
+    return path

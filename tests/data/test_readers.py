@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from capszoo.data import DataError
-from capszoo.data.readers import read_cifar_binary, read_idx, read_parquet
-from tests.data.formats import write_idx, write_parquet
+from capszoo.data.readers import (
+    decode_image,
+    read_cifar_binary,
+    read_idx,
+    read_norb_matrix,
+    read_parquet,
+    read_svhn_mat,
+)
+from tests.data.formats import write_idx, write_image, write_norb_matrix, write_parquet, write_svhn
 
 
 @pytest.fixture
@@ -104,3 +111,75 @@ def test_cifar_binary(tmp_path: Path, rng: np.random.Generator) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="truncated"):
         read_cifar_binary([path])
+
+
+def test_cifar100_binary(tmp_path: Path, rng: np.random.Generator) -> None:
+    images = rng.integers(0, 256, (2, 3, 32, 32), dtype=np.uint8)
+    path = tmp_path / "train.bin"
+    path.write_bytes(
+        b"".join(bytes([3, fine]) + image.tobytes() for fine, image in zip((99, 7), images, strict=True))
+    )
+    read, labels = read_cifar_binary([path], label_bytes=2)
+    np.testing.assert_array_equal(read.numpy(), images)
+    assert labels.tolist() == [99, 7], "the fine class, not the coarse one"
+    with pytest.raises(DataError, match="no multiple of 3073"):
+        read_cifar_binary([path])
+
+
+def test_svhn(tmp_path: Path, rng: np.random.Generator) -> None:
+    images = rng.integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    path = write_svhn(tmp_path / "train_32x32.mat", images, [1, 0, 9, 5, 0])
+    read, labels = read_svhn_mat(path)
+    np.testing.assert_array_equal(read.numpy(), images.transpose(0, 3, 1, 2))
+    assert labels.tolist() == [1, 0, 9, 5, 0] and read.is_contiguous()
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:-3], b"<html>not found</html>", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="not a MATLAB 5 file with X and y"):
+            read_svhn_mat(path)
+    write_svhn(path, images[..., :2], [1, 0, 9, 5, 0])
+    with pytest.raises(DataError, match=r"holds X uint8 \(32, 32, 2, 5\)"):
+        read_svhn_mat(path)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "kind"), [((4,), np.int32), ((3, 4), np.int32), ((2, 2, 5, 6), np.uint8), ((2, 3, 4), np.uint8)]
+)
+def test_norb_matrix(
+    tmp_path: Path, rng: np.random.Generator, shape: tuple[int, ...], kind: type, compress: bool
+) -> None:
+    array = rng.integers(0, 200, shape).astype(kind)
+    read = read_norb_matrix(write_norb_matrix(tmp_path / "x.mat", array, compress))
+    np.testing.assert_array_equal(read.numpy(), array)
+    assert read.dtype == (torch.uint8 if kind is np.uint8 else torch.int32)
+
+
+def test_norb_damage_is_one_line(tmp_path: Path) -> None:
+    path = write_norb_matrix(tmp_path / "x.mat", np.zeros((3, 4), np.int32))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="truncated or padded: 67 bytes, its header promises 68"):
+        read_norb_matrix(path)
+    path.write_bytes(b"MATLAB 5.0 MAT-file")
+    with pytest.raises(DataError, match="not a NORB matrix"):
+        read_norb_matrix(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="first bytes are missing"):
+        read_norb_matrix(path)
+
+
+def test_decode_to_a_square(tmp_path: Path) -> None:
+    wide = np.zeros((40, 80, 3), np.uint8)
+    wide[:, 20:60] = 200  # the middle square
+    square = decode_image(write_image(tmp_path / "a.png", wide), "RGB", "a", 20)
+    assert square.shape == (20, 20, 3) and square[:, 1:-1].min() == 200
+    assert decode_image(tmp_path / "a.png", "L", "a").shape == (40, 80)
+
+
+def test_parquet_of_unknown_kind(tmp_path: Path, rng: np.random.Generator) -> None:
+    grey = write_parquet(tmp_path / "g.parquet", rng.integers(0, 256, (3, 6, 5), dtype=np.uint8), [0, 1, 2])
+    assert read_parquet([grey], None)[0].shape == (3, 1, 6, 5)
+    colour = write_parquet(
+        tmp_path / "c.parquet", rng.integers(0, 256, (3, 6, 5, 3), dtype=np.uint8), [0, 1, 2]
+    )
+    assert read_parquet([colour], None, 4)[0].shape == (3, 3, 4, 4)

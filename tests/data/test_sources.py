@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from capszoo.data import DATASETS, DataError, ImageSet, dataset_spec, load_dataset, split_validation
-from tests.data.formats import write_idx, write_parquet
+from capszoo.data import (
+    DATASETS,
+    Batches,
+    DataError,
+    ImageSet,
+    check_name,
+    dataset_spec,
+    load_dataset,
+    split_validation,
+)
+from tests.data.formats import write_idx, write_parquet, write_smallnorb, write_svhn
 
 
 @pytest.fixture
@@ -120,3 +129,96 @@ def test_real_data_has_the_stated_statistics(name: str, data_dir: Path) -> None:
     pixels = whole.images.double().transpose(0, 1).flatten(1) / 255
     assert pixels.mean(1).tolist() == pytest.approx(whole.spec.mean, abs=1e-4)
     assert pixels.std(1).tolist() == pytest.approx(whole.spec.std, abs=2e-4)
+
+
+def write_norb(folder: Path, rng: np.random.Generator) -> np.ndarray:
+    """12 images of every azimuth of two elevations in both splits; returns info [n, 4]."""
+    info = np.array([(4, e, 2 * a, 0) for e in (1, 5) for a in range(18)])
+    images = rng.integers(0, 256, (len(info), 2, 96, 96), dtype=np.uint8)
+    images[:, 0, 0, 0] = np.arange(len(info))
+    for split in ("train", "test"):
+        write_smallnorb(folder, split, images, [k % 5 for k in range(len(info))], info)
+    return info
+
+
+def test_smallnorb(tmp_path: Path) -> None:
+    info = write_norb(tmp_path, np.random.default_rng(0))
+    found = load_dataset("smallnorb", "train", tmp_path, count=36)
+    assert isinstance(found, ImageSet)
+    assert found.images.shape == (36, 2, 48, 48) and found.spec.input_size == (2, 32, 32)
+    assert found.labels.tolist() == [k % 5 for k in range(36)]
+    train = next(Batches(found, 36, train=True).epoch())
+    middle = next(Batches(found, 36).epoch())
+    assert train.pixels.shape == (36, 2, 32, 32)
+    assert torch.equal(middle.pixels, found.images[:, :, 8:40, 8:40])
+    azimuth = info[:, 2] * 10
+    near = np.isin(azimuth, (300, 320, 340, 0, 20, 40))
+    for name, familiar in (("smallnorb_azimuth", near), ("smallnorb_elevation", info[:, 1] < 3)):
+        for split, chosen in (("train", familiar), ("familiar", familiar), ("test", ~familiar)):
+            some = load_dataset(name, split, tmp_path, count=int(chosen.sum()))
+            assert some.labels.tolist() == [k % 5 for k in np.flatnonzero(chosen)], (name, split)
+    assert load_dataset("smallnorb", "test", tmp_path, count=36, size=64).size == (96, 96)
+
+
+def test_smallnorb_files_must_belong_together(tmp_path: Path) -> None:
+    write_norb(tmp_path, np.random.default_rng(0))
+    with pytest.raises(DataError, match="36 images, expected 24300"):
+        load_dataset("smallnorb", "test", tmp_path)
+    next(tmp_path.glob("*testing-info*")).unlink()
+    with pytest.raises(DataError, match="lacks smallnorb-…-testing-info.mat beside"):
+        load_dataset("smallnorb", "test", tmp_path, count=36)
+
+
+def test_cifar100_and_svhn(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    (tmp_path / "cifar-100-binary").mkdir()
+    path = tmp_path / "cifar-100-binary" / "test.bin"
+    path.write_bytes(b"".join(bytes([1, fine]) + bytes(3072) for fine in (0, 99, 50)))
+    assert load_dataset("cifar100", "test", tmp_path, count=3).labels.tolist() == [0, 99, 50]
+    path.write_bytes(bytes([1, 100]) + bytes(3072))
+    with pytest.raises(DataError, match="labels run from 100 to 100"):
+        load_dataset("cifar100", "test", tmp_path, count=1)
+    images = rng.integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
+    for split in ("train", "test", "extra"):
+        write_svhn(tmp_path / f"{split}_32x32.mat", images, [3, 0, 1, 9])
+        found = load_dataset("svhn", split, tmp_path, count=4)
+        assert found.labels.tolist() == [3, 0, 1, 9] and found.spec.num_classes == 10
+    with pytest.raises(DataError, match="4 images, expected 73257"):
+        load_dataset("svhn", "train", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("cifar10", "cifar-10-batches-py"), ("cifar100", "cifar-100-python")]
+)
+def test_pickles_are_not_read(tmp_path: Path, name: str, where: str) -> None:
+    (tmp_path / where).mkdir()
+    (tmp_path / where / "train").write_bytes(b"\x80\x04.")
+    with pytest.raises(DataError, match="holds pickles, which can run any code and are not read: the Hub's"):
+        load_dataset(name, "train", tmp_path)
+
+
+def test_resized_before_the_crop(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    write_parquet(tmp_path / "test.parquet", images, [1, 2, 3], "img")
+    found = load_dataset("cifar10", "test", tmp_path, count=3, resize=34)
+    assert found.size == (34, 34) and found.spec.input_size == (3, 32, 32)
+    assert next(Batches(found, 3).epoch()).pixels.shape == (3, 3, 32, 32)
+    larger = load_dataset("cifar10", "test", tmp_path, count=3, size=48)
+    assert larger.size == (48, 48) and larger.spec.input_size == (3, 48, 48)
+    with pytest.raises(DataError, match="resized to 30 pixels are smaller than the 32"):
+        load_dataset("cifar10", "test", tmp_path, count=3, resize=30)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("multi_mnist", "did you mean 'multimnist'"),
+        ("small_norb", "did you mean 'smallnorb'"),
+        ("CIFAR100", "cifar100"),
+        ("imagefolder:", "must go on: a folder of images"),
+    ],
+)
+def test_the_nearest_name(name: str, hint: str) -> None:
+    with pytest.raises(DataError, match=hint):
+        check_name(name)
+    assert check_name("imagefolder:x") == "imagefolder:x" and check_name("svhn") == "svhn"

@@ -1,0 +1,224 @@
+"""h-ImageNet, built once from an ILSVRC 2012 folder: the 200 classes that a ResNet-18 knows worst, cropped to objects.
+
+Li et al. 2018 (EncapNet), section 4.1, state the number of classes, ResNet-18 as the judge, the counts (255,725 for
+training, 17,101 for validation) and that objects are cropped with some padding. What they leave open is **our choice**:
+
+- a class's accuracy is measured on the 50,000 validation images (256 pixels, middle 224);
+- padding is a tenth of the box on each side;
+- training has one crop per image, of its first box, and the whole image where it has none: 200 classes have at most
+  260,000 training images; validation has one crop per box: 200 classes have 10,000 images, fewer than are stated;
+- crops are kept at most 256 pixels on their shorter side.
+
+The counts that result are held against the paper's and written to the manifest, as is the list of classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+from torch import Tensor, nn
+
+from .batches import Batches
+from .errors import DataError
+from .folders import FileDecoder, available_workers
+from .sets import DatasetSpec, StreamedSet
+
+__all__ = ["PAPER_COUNTS", "build", "class_accuracies", "hardest", "load_judge"]
+
+PAPER_COUNTS = {"train": 255_725, "val": 17_101}
+PADDING = 0.1
+KEPT_SIDE = 256
+_SUFFIXES = (".JPEG", ".jpeg", ".jpg")
+
+Box = tuple[int, int, int, int]
+
+
+class Ilsvrc:
+    """Where things lie in a copy of ILSVRC 2012 as it is distributed (`Data/CLS-LOC`, `Annotations/CLS-LOC`)."""
+
+    def __init__(self, folder: str | Path) -> None:
+        root = Path(folder).expanduser()
+        root = next((r for r in (root, root / "ILSVRC") if (r / "Data" / "CLS-LOC").is_dir()), root)
+        self.images, self.notes = root / "Data" / "CLS-LOC", root / "Annotations" / "CLS-LOC"
+        for part in (self.images / "train", self.images / "val", self.notes / "val"):
+            if not part.is_dir():
+                raise DataError(f"{folder} is no copy of ILSVRC 2012: {part} is missing")
+        self.classes = sorted(path.name for path in (self.images / "train").iterdir() if path.is_dir())
+        self.titles: dict[str, str] = {}
+        for mapping in (root / "LOC_synset_mapping.txt", root.parent / "LOC_synset_mapping.txt"):
+            if mapping.is_file():
+                lines = mapping.read_text(encoding="utf-8").splitlines()
+                self.titles = {line[:9]: line[10:].split(",")[0] for line in lines if line}
+
+    def boxes(self, part: str) -> tuple[str | None, list[Box]]:
+        """The class and the boxes of an image by its annotation, `train/<class>/<stem>` or `val/<stem>`."""
+        path = self.notes / f"{part}.xml"
+        if not path.is_file():
+            return None, []
+        try:
+            objects = ElementTree.parse(path).getroot().findall("object")
+            boxes = []
+            for thing in objects:
+                corners = [
+                    int(float(thing.findtext(f"bndbox/{key}", "")))
+                    for key in ("xmin", "ymin", "xmax", "ymax")
+                ]
+                boxes.append((corners[0], corners[1], corners[2], corners[3]))
+            return (objects[0].findtext("name") if objects else None), boxes
+        except (ElementTree.ParseError, ValueError) as error:
+            raise DataError(f"{path} is damaged: {error}") from error
+
+    def validation(self) -> Iterator[tuple[Path, str, list[Box]]]:
+        """Validation images with their class and boxes, in the order of their names."""
+        for path in sorted((self.images / "val").iterdir()):
+            if path.suffix in _SUFFIXES:
+                wnid, boxes = self.boxes(f"val/{path.stem}")
+                if wnid is None:
+                    raise DataError(
+                        f"{self.notes / 'val' / path.stem}.xml is missing: it states the image's class"
+                    )
+                yield path, wnid, boxes
+
+    def training(self, wnid: str) -> Iterator[tuple[Path, list[Box]]]:
+        """Training images of a class with their boxes, in the order of their names."""
+        for path in sorted((self.images / "train" / wnid).iterdir()):
+            if path.suffix in _SUFFIXES:
+                yield path, self.boxes(f"train/{wnid}/{path.stem}")[1]
+
+
+def load_judge(weights: str | Path | None = None) -> nn.Module:
+    """timm's ResNet-18 with torchvision's ImageNet weights, from a local file where one is given."""
+    import timm
+
+    overlay = {"file": str(weights)} if weights else None
+    try:
+        return timm.create_model("resnet18.tv_in1k", pretrained=True, pretrained_cfg_overlay=overlay).eval()
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"cannot load ResNet-18's weights: {str(error).splitlines()[0]}; give a file"
+        ) from error
+
+
+@torch.no_grad()
+def class_accuracies(
+    ilsvrc: Ilsvrc, judge: nn.Module, device: str = "cpu", batch_size: int = 100
+) -> dict[str, float]:
+    """Top-1 accuracy of each class on the validation images."""
+    number = {wnid: index for index, wnid in enumerate(ilsvrc.classes)}
+    samples = [(path, number[wnid]) for path, wnid, _ in ilsvrc.validation()]
+    spec = DatasetSpec(
+        name="ilsvrc",
+        title="ILSVRC 2012",
+        label_names=tuple(ilsvrc.classes),
+        input_size=(3, 224, 224),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        counts={},
+        folders=(),
+        source="",
+        remedy="",
+    )
+    decoder = FileDecoder(ilsvrc.images / "val", tuple(path.name for path, _ in samples), "RGB", 256)
+    labels = torch.tensor([label for _, label in samples])
+    data = StreamedSet(
+        spec, "val", decoder, torch.arange(len(samples)), labels, 256, available_workers() - 1
+    ).to(device)
+    judge = judge.to(device).eval()
+    right: Tensor = torch.zeros(len(number))
+    for batch in Batches(data, batch_size).epoch():
+        hit = judge(batch.images).argmax(1) == batch.labels
+        right += torch.bincount(batch.labels[hit].cpu(), minlength=len(number))
+    total = torch.bincount(labels, minlength=len(number)).clamp(min=1)
+    return dict(zip(ilsvrc.classes, (right / total).tolist(), strict=True))
+
+
+def hardest(accuracies: Mapping[str, float], count: int = 200) -> list[str]:
+    """The classes of lowest accuracy, in the order of their names; equal accuracies in the order of names too."""
+    if len(accuracies) < count:
+        raise DataError(f"{count} classes cannot be chosen out of {len(accuracies)}")
+    return sorted(sorted(accuracies, key=lambda wnid: (accuracies[wnid], wnid))[:count])
+
+
+def _cut(source: Path, box: Box | None, target: Path) -> None:
+    """Write one crop, unless it is there already."""
+    from PIL import Image, UnidentifiedImageError
+
+    if target.is_file():
+        return
+    try:
+        with Image.open(source) as image:
+            whole = image.convert("RGB")
+    except (UnidentifiedImageError, OSError) as error:
+        raise DataError(f"{source} is a damaged image: {error}") from error
+    if box:
+        x, y = PADDING * (box[2] - box[0]), PADDING * (box[3] - box[1])
+        left, top = max(0, round(box[0] - x)), max(0, round(box[1] - y))
+        right, bottom = min(whole.width, round(box[2] + x)), min(whole.height, round(box[3] + y))
+        if right - left >= 1 and bottom - top >= 1:
+            whole = whole.crop((left, top, right, bottom))
+    shorter = min(whole.size)
+    if shorter > KEPT_SIDE:
+        width, height = (round(side * KEPT_SIDE / shorter) for side in whole.size)
+        whole = whole.resize((width, height), Image.Resampling.BILINEAR)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(".part")
+    whole.save(partial, "JPEG", quality=95)
+    partial.replace(target)
+
+
+def build(
+    folder: str | Path,
+    out: str | Path,
+    accuracies: Mapping[str, float],
+    count: int = 200,
+) -> dict[str, Any]:
+    """Write h-ImageNet: `train/<class>/*.jpg`, `val/<class>/*.jpg` and the manifest `h_imagenet.json`.
+
+    Arguments:
+        folder: a copy of ILSVRC 2012 with its annotations.
+        out: where to write; a call that was cut short goes on.
+        accuracies: top-1 accuracy of each class, from `class_accuracies` or another source.
+        count: number of classes.
+
+    Returns the manifest: `classes`, `accuracies`, `titles`, `counts` and the `paper`'s counts.
+    """
+    ilsvrc = Ilsvrc(folder)
+    if unknown := sorted(set(accuracies) - set(ilsvrc.classes)):
+        raise DataError(f"{folder} has no class {unknown[0]}, which the accuracies name")
+    chosen = hardest(accuracies, count)
+    target = Path(out).expanduser()
+
+    def jobs() -> Iterable[tuple[Path, Box | None, Path]]:
+        for wnid in chosen:
+            for path, boxes in ilsvrc.training(wnid):
+                yield path, (boxes[0] if boxes else None), target / "train" / wnid / f"{path.stem}.jpg"
+        for path, wnid, boxes in ilsvrc.validation():
+            if wnid in chosen:
+                for number, box in enumerate(boxes):
+                    yield path, box, target / "val" / wnid / f"{path.stem}_{number}.jpg"
+
+    def work(job: tuple[Path, Box | None, Path]) -> str:
+        _cut(*job)
+        return job[2].parent.parent.name
+
+    counts = {"train": 0, "val": 0}
+    with ThreadPoolExecutor(available_workers()) as pool:
+        for part in pool.map(work, jobs()):
+            counts[part] += 1
+    manifest = {
+        "classes": chosen,
+        "accuracies": {wnid: accuracies[wnid] for wnid in chosen},
+        "titles": {wnid: ilsvrc.titles.get(wnid, wnid) for wnid in chosen},
+        "counts": counts,
+        "paper": PAPER_COUNTS,
+    }
+    partial = target / "h_imagenet.json.part"
+    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    partial.replace(target / "h_imagenet.json")
+    return manifest
