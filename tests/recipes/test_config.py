@@ -1,62 +1,110 @@
+"""Recipes: each file is valid, and each mistake is one line that names the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from capszoo.recipes.config import (
+    CONFIGS,
+    Recipe,
+    RecipeError,
+    find_recipe,
+    list_profiles,
+    list_recipes,
+    load_recipe,
+)
+
+SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 
 
-PROFILES = {
-    **SMALL,
-    "optimizer": {"name": "sgd", "lr": 0.1, "options": {"nesterov": True}},
-    "clip_grad": 1.0,
-    "profiles": {
-        "short": {"epochs": 1, "optimizer": {"lr": 0.5}, "data": {"augment": {"shift": 1}}, "clip_grad": None},
-        "shorter": {"optimizer": {"name": "adamw", "options": None}},
-    },
-}
+@pytest.mark.parametrize("name", list_recipes())
+def test_recipe_files(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name, "one file = one architecture and tag"
+    assert recipe.tag.startswith(recipe.data.name)
+    lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
+    assert lines[0].startswith(f"# capszoo train {name} "), "the header says the command"
 
 
-def write_recipe(path: Path, tree: dict) -> Path:
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def test_a_profile_is_laid_over_the_paper_s_settings(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    assert list_profiles(path) == ["short", "shorter"]
-    paper, short, shorter = (load_recipe(path, profile=name) for name in (None, "short", "shorter"))
-    assert (paper.profile, paper.epochs, paper.optimizer.lr, paper.clip_grad) == (None, 2, 0.1, 1.0)
-    assert (short.profile, short.epochs, short.optimizer.lr, short.clip_grad) == ("short", 1, 0.5, None)
-    assert short.optimizer.name == "sgd" and short.optimizer.options == {"nesterov": True}
-    assert short.data.name == "mnist" and short.data.augment.shift == 1 and paper.data.augment.shift == 0
-    assert shorter.optimizer.name == "adamw" and shorter.optimizer.options == {} and shorter.epochs == 2
-    assert paper.name == short.name, "one tag, whatever the schedule"
-    assert load_recipe(path, ["epochs=9"], "short").epochs == 9, "--set comes after the profile"
-    assert load_recipe(write_recipe(tmp_path / "again.yaml", short.model_dump(mode="json"))) == short
+def test_queue() -> None:
+    queue = yaml.safe_load((CONFIGS.parent / "queue.yaml").read_text())["queue"]
+    assert len({entry["tag"] for entry in queue}) == len(queue) > 10
+    for entry in queue:
+        assert entry.keys() <= {"tag", "reference", "at_least", "cost", "note"} and entry["at_least"] > 50
 
 
 @pytest.mark.parametrize(
-    ("profiles", "chosen", "expected"),
+    ("overrides", "expected"),
     [
-        ({"short": {}}, "shrot", "unknown profile 'shrot': did you mean 'short'"),
-        (None, "short", "has no profiles, so there is none named 'short'"),
-        ({"short": {"epoch": 1}}, None, "r.yaml, profile short: unknown key 'epoch': did you mean 'epochs'"),
-        ({"short": {"epochs": 0}}, "short", "r.yaml, profile short: 'epochs: 0' is wrong"),
-        ({"short": {"tag": "other"}}, "short", "profile short: 'tag' is the recipe's"),
-        ({"short": {"data": {"name": "cifar10"}}}, "short", "profile short: 'data.name' is the recipe's"),
-        ({"short": {"profiles": {}}}, "short", "profile short: 'profiles' is the recipe's"),
-        (["short"], "short", "'profiles' must be names with settings"),
-        ({"short": 3}, "short", "'profiles' must be names with settings"),
+        (["epoch=3"], "unknown key 'epoch': did you mean 'epochs'"),
+        (["optimizer.learning_rate=1"], "unknown key of 'optimizer' 'learning_rate'"),
+        (
+            ["optimizer.weight_decy=1"],
+            "unknown key of 'optimizer' 'weight_decy': did you mean 'weight_decay'",
+        ),
+        (["data.augment.shfit=1"], "unknown key of 'data.augment' 'shfit': did you mean 'shift'"),
+        (["epochs=ten"], "'epochs: ten' is wrong"),
+        (["epochs=0"], "'epochs: 0' is wrong: Input should be greater than 0"),
+        (["optimizer.lr=-1"], "'optimizer.lr: -1' is wrong"),
+        (["optimizer.lr=.nan"], "'optimizer.lr: nan' is wrong"),
+        (["precision=fp8"], "'precision: fp8' is wrong: Input should be 'fp32', 'bf16' or 'fp16'"),
+        (["data.name=mnits"], "'data.name: mnits' is wrong: unknown data set 'mnits': did you mean 'mnist'"),
+        (["data=mnist"], "'data: mnist' is wrong"),
+        (["ema_decay=1.0"], "'ema_decay: 1.0' is wrong: Input should be less than 1"),
+        (["tag=a.b"], "'tag: a.b' is wrong"),
+        (["epochs"], "--set takes key=value"),
+        (["epochs.x=1"], "'epochs' has no keys of its own"),
+        (["epochs=[1"], "is not a YAML value"),
     ],
 )
-def test_profile_mistakes_are_one_line(
-    tmp_path: Path, profiles: object, chosen: str | None, expected: str
-) -> None:
-    path = write_recipe(tmp_path / "r.yaml", {**SMALL, "profiles": profiles})
+def test_mistakes_are_one_line(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path, profile=chosen)
+        load_recipe(path, overrides)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_set_does_not_choose_a_profile(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    with pytest.raises(RecipeError, match="chosen by --profile"):
-        load_recipe(path, ["profile=short"])
+def test_broken_files(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    for text, expected in [
+        ("arch: [1", "not valid YAML"),
+        ("- a\n- b", "must be a mapping"),
+        ("arch: x\ntag: mnist\nepochs: 1\n", "the key 'data' is missing"),
+        ("", "must be a mapping"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=expected) as caught:
+            load_recipe(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RecipeError, match="no such recipe file"):
+        load_recipe(tmp_path / "absent.yaml")
+    with pytest.raises(RecipeError, match="did you mean 'resnet20_routingcaps.mnist'"):
+        load_recipe("resnet20_routingcap.mnist")
+
+
+def test_overrides_and_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    recipe = load_recipe(path, ["optimizer.lr=3e-3", "model_args.routing_iters=1", "data.augment.flip=true"])
+    assert (
+        recipe.optimizer.lr == 0.003
+        and recipe.model_args == {"routing_iters": 1}
+        and recipe.data.augment.flip
+    )
+    assert recipe.optimizer.name == "adamw" and recipe.data.val_size == 5000
+    assert load_recipe(recipe) == recipe
+    assert load_recipe(recipe, ["epochs=7"]).epochs == 7
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
+def test_find_recipe_by_name_and_path() -> None:
+    path = find_recipe("resnet20_routingcaps.mnist")
+    assert path == CONFIGS / "resnet20_routingcaps.mnist.yaml"
+    assert find_recipe(path) == path == find_recipe("resnet20_routingcaps.mnist.yaml")
 
 
 PROFILES = {
@@ -64,243 +112,12 @@ PROFILES = {
     "optimizer": {"name": "sgd", "lr": 0.1, "options": {"nesterov": True}},
     "clip_grad": 1.0,
     "profiles": {
-        "short": {"epochs": 1, "optimizer": {"lr": 0.5}, "data": {"augment": {"shift": 1}}, "clip_grad": None},
-        "shorter": {"optimizer": {"name": "adamw", "options": None}},
-    },
-}
-
-
-def write_recipe(path: Path, tree: dict) -> Path:
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def test_a_profile_is_laid_over_the_paper_s_settings(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    assert list_profiles(path) == ["short", "shorter"]
-    paper, short, shorter = (load_recipe(path, profile=name) for name in (None, "short", "shorter"))
-    assert (paper.profile, paper.epochs, paper.optimizer.lr, paper.clip_grad) == (None, 2, 0.1, 1.0)
-    assert (short.profile, short.epochs, short.optimizer.lr, short.clip_grad) == ("short", 1, 0.5, None)
-    assert short.optimizer.name == "sgd" and short.optimizer.options == {"nesterov": True}
-    assert short.data.name == "mnist" and short.data.augment.shift == 1 and paper.data.augment.shift == 0
-    assert shorter.optimizer.name == "adamw" and shorter.optimizer.options == {} and shorter.epochs == 2
-    assert paper.name == short.name, "one tag, whatever the schedule"
-    assert load_recipe(path, ["epochs=9"], "short").epochs == 9, "--set comes after the profile"
-    assert load_recipe(write_recipe(tmp_path / "again.yaml", short.model_dump(mode="json"))) == short
-
-
-@pytest.mark.parametrize(
-    ("profiles", "chosen", "expected"),
-    [
-        ({"short": {}}, "shrot", "unknown profile 'shrot': did you mean 'short'"),
-        (None, "short", "has no profiles, so there is none named 'short'"),
-        ({"short": {"epoch": 1}}, None, "r.yaml, profile short: unknown key 'epoch': did you mean 'epochs'"),
-        ({"short": {"epochs": 0}}, "short", "r.yaml, profile short: 'epochs: 0' is wrong"),
-        ({"short": {"tag": "other"}}, "short", "profile short: 'tag' is the recipe's"),
-        ({"short": {"data": {"name": "cifar10"}}}, "short", "profile short: 'data.name' is the recipe's"),
-        ({"short": {"profiles": {}}}, "short", "profile short: 'profiles' is the recipe's"),
-        (["short"], "short", "'profiles' must be names with settings"),
-        ({"short": 3}, "short", "'profiles' must be names with settings"),
-    ],
-)
-def test_profile_mistakes_are_one_line(
-    tmp_path: Path, profiles: object, chosen: str | None, expected: str
-) -> None:
-    path = write_recipe(tmp_path / "r.yaml", {**SMALL, "profiles": profiles})
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(path, profile=chosen)
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_set_does_not_choose_a_profile(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    with pytest.raises(RecipeError, match="chosen by --profile"):
-        load_recipe(path, ["profile=short"])
-
-
-PROFILES = {
-    **SMALL,
-    "optimizer": {"name": "sgd", "lr": 0.1, "options": {"nesterov": True}},
-    "clip_grad": 1.0,
-    "profiles": {
-        "short": {"epochs": 1, "optimizer": {"lr": 0.5}, "data": {"augment": {"shift": 1}}, "clip_grad": None},
-        "shorter": {"optimizer": {"name": "adamw", "options": None}},
-    },
-}
-
-
-def write_recipe(path: Path, tree: dict) -> Path:
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def test_a_profile_is_laid_over_the_paper_s_settings(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    assert list_profiles(path) == ["short", "shorter"]
-    paper, short, shorter = (load_recipe(path, profile=name) for name in (None, "short", "shorter"))
-    assert (paper.profile, paper.epochs, paper.optimizer.lr, paper.clip_grad) == (None, 2, 0.1, 1.0)
-    assert (short.profile, short.epochs, short.optimizer.lr, short.clip_grad) == ("short", 1, 0.5, None)
-    assert short.optimizer.name == "sgd" and short.optimizer.options == {"nesterov": True}
-    assert short.data.name == "mnist" and short.data.augment.shift == 1 and paper.data.augment.shift == 0
-    assert shorter.optimizer.name == "adamw" and shorter.optimizer.options == {} and shorter.epochs == 2
-    assert paper.name == short.name, "one tag, whatever the schedule"
-    assert load_recipe(path, ["epochs=9"], "short").epochs == 9, "--set comes after the profile"
-    assert load_recipe(write_recipe(tmp_path / "again.yaml", short.model_dump(mode="json"))) == short
-
-
-@pytest.mark.parametrize(
-    ("profiles", "chosen", "expected"),
-    [
-        ({"short": {}}, "shrot", "unknown profile 'shrot': did you mean 'short'"),
-        (None, "short", "has no profiles, so there is none named 'short'"),
-        ({"short": {"epoch": 1}}, None, "r.yaml, profile short: unknown key 'epoch': did you mean 'epochs'"),
-        ({"short": {"epochs": 0}}, "short", "r.yaml, profile short: 'epochs: 0' is wrong"),
-        ({"short": {"tag": "other"}}, "short", "profile short: 'tag' is the recipe's"),
-        ({"short": {"data": {"name": "cifar10"}}}, "short", "profile short: 'data.name' is the recipe's"),
-        ({"short": {"profiles": {}}}, "short", "profile short: 'profiles' is the recipe's"),
-        (["short"], "short", "'profiles' must be names with settings"),
-        ({"short": 3}, "short", "'profiles' must be names with settings"),
-    ],
-)
-def test_profile_mistakes_are_one_line(
-    tmp_path: Path, profiles: object, chosen: str | None, expected: str
-) -> None:
-    path = write_recipe(tmp_path / "r.yaml", {**SMALL, "profiles": profiles})
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(path, profile=chosen)
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_set_does_not_choose_a_profile(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    with pytest.raises(RecipeError, match="chosen by --profile"):
-        load_recipe(path, ["profile=short"])
-
-
-PROFILES = {
-    **SMALL,
-    "optimizer": {"name": "sgd", "lr": 0.1, "options": {"nesterov": True}},
-    "clip_grad": 1.0,
-    "profiles": {
-        "short": {"epochs": 1, "optimizer": {"lr": 0.5}, "data": {"augment": {"shift": 1}}, "clip_grad": None},
-        "shorter": {"optimizer": {"name": "adamw", "options": None}},
-    },
-}
-
-
-def write_recipe(path: Path, tree: dict) -> Path:
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def test_a_profile_is_laid_over_the_paper_s_settings(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    assert list_profiles(path) == ["short", "shorter"]
-    paper, short, shorter = (load_recipe(path, profile=name) for name in (None, "short", "shorter"))
-    assert (paper.profile, paper.epochs, paper.optimizer.lr, paper.clip_grad) == (None, 2, 0.1, 1.0)
-    assert (short.profile, short.epochs, short.optimizer.lr, short.clip_grad) == ("short", 1, 0.5, None)
-    assert short.optimizer.name == "sgd" and short.optimizer.options == {"nesterov": True}
-    assert short.data.name == "mnist" and short.data.augment.shift == 1 and paper.data.augment.shift == 0
-    assert shorter.optimizer.name == "adamw" and shorter.optimizer.options == {} and shorter.epochs == 2
-    assert paper.name == short.name, "one tag, whatever the schedule"
-    assert load_recipe(path, ["epochs=9"], "short").epochs == 9, "--set comes after the profile"
-    assert load_recipe(write_recipe(tmp_path / "again.yaml", short.model_dump(mode="json"))) == short
-
-
-@pytest.mark.parametrize(
-    ("profiles", "chosen", "expected"),
-    [
-        ({"short": {}}, "shrot", "unknown profile 'shrot': did you mean 'short'"),
-        (None, "short", "has no profiles, so there is none named 'short'"),
-        ({"short": {"epoch": 1}}, None, "r.yaml, profile short: unknown key 'epoch': did you mean 'epochs'"),
-        ({"short": {"epochs": 0}}, "short", "r.yaml, profile short: 'epochs: 0' is wrong"),
-        ({"short": {"tag": "other"}}, "short", "profile short: 'tag' is the recipe's"),
-        ({"short": {"data": {"name": "cifar10"}}}, "short", "profile short: 'data.name' is the recipe's"),
-        ({"short": {"profiles": {}}}, "short", "profile short: 'profiles' is the recipe's"),
-        (["short"], "short", "'profiles' must be names with settings"),
-        ({"short": 3}, "short", "'profiles' must be names with settings"),
-    ],
-)
-def test_profile_mistakes_are_one_line(
-    tmp_path: Path, profiles: object, chosen: str | None, expected: str
-) -> None:
-    path = write_recipe(tmp_path / "r.yaml", {**SMALL, "profiles": profiles})
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(path, profile=chosen)
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_set_does_not_choose_a_profile(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    with pytest.raises(RecipeError, match="chosen by --profile"):
-        load_recipe(path, ["profile=short"])
-
-
-PROFILES = {
-    **SMALL,
-    "optimizer": {"name": "sgd", "lr": 0.1, "options": {"nesterov": True}},
-    "clip_grad": 1.0,
-    "profiles": {
-        "short": {"epochs": 1, "optimizer": {"lr": 0.5}, "data": {"augment": {"shift": 1}}, "clip_grad": None},
-        "shorter": {"optimizer": {"name": "adamw", "options": None}},
-    },
-}
-
-
-def write_recipe(path: Path, tree: dict) -> Path:
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def test_a_profile_is_laid_over_the_paper_s_settings(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    assert list_profiles(path) == ["short", "shorter"]
-    paper, short, shorter = (load_recipe(path, profile=name) for name in (None, "short", "shorter"))
-    assert (paper.profile, paper.epochs, paper.optimizer.lr, paper.clip_grad) == (None, 2, 0.1, 1.0)
-    assert (short.profile, short.epochs, short.optimizer.lr, short.clip_grad) == ("short", 1, 0.5, None)
-    assert short.optimizer.name == "sgd" and short.optimizer.options == {"nesterov": True}
-    assert short.data.name == "mnist" and short.data.augment.shift == 1 and paper.data.augment.shift == 0
-    assert shorter.optimizer.name == "adamw" and shorter.optimizer.options == {} and shorter.epochs == 2
-    assert paper.name == short.name, "one tag, whatever the schedule"
-    assert load_recipe(path, ["epochs=9"], "short").epochs == 9, "--set comes after the profile"
-    assert load_recipe(write_recipe(tmp_path / "again.yaml", short.model_dump(mode="json"))) == short
-
-
-@pytest.mark.parametrize(
-    ("profiles", "chosen", "expected"),
-    [
-        ({"short": {}}, "shrot", "unknown profile 'shrot': did you mean 'short'"),
-        (None, "short", "has no profiles, so there is none named 'short'"),
-        ({"short": {"epoch": 1}}, None, "r.yaml, profile short: unknown key 'epoch': did you mean 'epochs'"),
-        ({"short": {"epochs": 0}}, "short", "r.yaml, profile short: 'epochs: 0' is wrong"),
-        ({"short": {"tag": "other"}}, "short", "profile short: 'tag' is the recipe's"),
-        ({"short": {"data": {"name": "cifar10"}}}, "short", "profile short: 'data.name' is the recipe's"),
-        ({"short": {"profiles": {}}}, "short", "profile short: 'profiles' is the recipe's"),
-        (["short"], "short", "'profiles' must be names with settings"),
-        ({"short": 3}, "short", "'profiles' must be names with settings"),
-    ],
-)
-def test_profile_mistakes_are_one_line(
-    tmp_path: Path, profiles: object, chosen: str | None, expected: str
-) -> None:
-    path = write_recipe(tmp_path / "r.yaml", {**SMALL, "profiles": profiles})
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(path, profile=chosen)
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_set_does_not_choose_a_profile(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    with pytest.raises(RecipeError, match="chosen by --profile"):
-        load_recipe(path, ["profile=short"])
-
-
-PROFILES = {
-    **SMALL,
-    "optimizer": {"name": "sgd", "lr": 0.1, "options": {"nesterov": True}},
-    "clip_grad": 1.0,
-    "profiles": {
-        "short": {"epochs": 1, "optimizer": {"lr": 0.5}, "data": {"augment": {"shift": 1}}, "clip_grad": None},
+        "short": {
+            "epochs": 1,
+            "optimizer": {"lr": 0.5},
+            "data": {"augment": {"shift": 1}},
+            "clip_grad": None,
+        },
         "shorter": {"optimizer": {"name": "adamw", "options": None}},
     },
 }
