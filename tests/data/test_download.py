@@ -1,0 +1,139 @@
+"""Fetching, from a server on this machine: checksums, mirrors, archives, and nothing without a folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from capszoo.data import DataError, load_dataset
+from capszoo.data import download as download_module
+from capszoo.data.__main__ import main
+from capszoo.data.download import RemoteFile, fetch, remote_files
+from tests.data.formats import write_idx
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder and the address under which it is served."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def offer_cifar100(served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, checksum: str = "") -> Path:
+    folder, address = served
+    archive = folder / "cifar-100-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in ("train", "test"):
+            content = bytes([1, 42]) + bytes(3072)
+            info = tarfile.TarInfo(f"cifar-100-binary/{name}.bin")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        evil = tarfile.TarInfo("../evil")
+        tar.addfile(evil, io.BytesIO())
+    file = RemoteFile(
+        (f"{address}/{archive.name}",),
+        checksum or md5(archive),
+        ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
+    )
+    monkeypatch.setitem(download_module._CIFAR, "cifar100", file)
+    return archive
+
+
+def test_fetched_only_when_told_where_to(
+    served: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = offer_cifar100(served, monkeypatch)
+    monkeypatch.delenv("CAPSZOO_DATA", raising=False)
+    with pytest.raises(DataError, match="not found"):
+        load_dataset("cifar100", "test", count=1)
+    target = tmp_path / "here"
+    assert load_dataset("cifar100", "test", count=1, download=target).labels.tolist() == [42]
+    assert not (tmp_path / "evil").exists() and not (target / "evil").exists()
+    archive.unlink()  # nothing is fetched a second time
+    assert load_dataset("cifar100", "train", count=1, download=target).labels.tolist() == [42]
+    assert load_dataset("cifar100", "train", target, count=1).labels.tolist() == [42]
+
+
+def test_a_wrong_checksum_leaves_nothing(
+    served: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer_cifar100(served, monkeypatch, checksum="0" * 32)
+    with pytest.raises(DataError, match="has another md5 than 0{32}; nothing was kept"):
+        fetch("cifar100", "train", tmp_path / "here")
+    assert not list((tmp_path / "here" / "cifar100").iterdir())
+
+
+def test_mirrors_and_truncated_files(
+    served: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, address = served
+    path = write_idx(folder / "t10k-labels-idx1-ubyte.gz", np.arange(5), compress=True)
+    file = RemoteFile((f"{address}/gone/{path.name}", f"{address}/{path.name}"), md5(path))
+    monkeypatch.setattr(download_module, "remote_files", lambda name, split: (file,))
+    target = fetch("mnist", "test", tmp_path / "here")
+    (target / path.name).write_bytes(path.read_bytes()[:10])
+    assert md5(fetch("mnist", "test", tmp_path / "here") / path.name) == md5(path), "mended"
+    path.unlink()
+    (target / path.name).unlink()
+    with pytest.raises(
+        DataError, match="cannot fetch t10k-labels-idx1-ubyte.gz: .*gone.*; .*: File not found"
+    ):
+        fetch("mnist", "test", tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "count"),
+    [("mnist", "train", 2), ("fashion_mnist", "test", 2), ("svhn", "extra", 1), ("smallnorb", "test", 3)],
+)
+def test_what_is_fetched(name: str, split: str, count: int) -> None:
+    files = remote_files(name, split)
+    assert len(files) == count
+    for file in files:
+        assert len(file.md5) == 32 and all(
+            url.startswith("http") and url.endswith(file.name) for url in file.urls
+        )
+    stems = {file.name[:3] for file in files}
+    assert len(stems) == 1 and not remote_files("h_imagenet", "train")
+
+
+def test_command_line(
+    served: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    offer_cifar100(served, monkeypatch)
+    assert main(["fetch", "cifar100", "--to", str(tmp_path / "here")]) == 0
+    assert f"check cifar100 --data {tmp_path / 'here'}" in capsys.readouterr().out
+    assert main(["check", "cifar100", "--data", str(tmp_path / "here")]) == 1
+    assert "1 images, expected 50000" in capsys.readouterr().err
+    assert main(["fetch", "h_imagenet", "--to", str(tmp_path)]) == 1
+    assert "python -m capszoo.data h_imagenet" in capsys.readouterr().err
+    assert main(["fetch", "cifar1000", "--to", str(tmp_path)]) == 1
+    assert "did you mean 'cifar100'" in capsys.readouterr().err
+    assert main(["list"]) == 0
+    listed = capsys.readouterr().out
+    assert "smallnorb_azimuth" in listed and "imagefolder:…" in listed

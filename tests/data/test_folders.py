@@ -1,0 +1,206 @@
+"""Folders, parquet, idx files and repositories named by a path: in memory or streamed, with the same batches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from capszoo.data import Augment, Batches, DataError, ImageSet, StreamedSet, load_dataset, split_validation
+from capszoo.data import folders as folders_module
+from tests.data.formats import write_idx, write_image, write_parquet
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Two classes, 12 training and 4 test images of several sizes and formats; each class has its own colour."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 2)):
+        for number, name in enumerate(("cat", "dog")):
+            for k in range(count):
+                pixels = rng.integers(0, 60, (20 + 3 * k, 30 - k, 3), dtype=np.uint8)
+                pixels[:, :, number] += 150
+                write_image(tmp_path / split / name / f"{k}.{('png', 'jpg', 'bmp')[k % 3]}", pixels)
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("not an image")
+    return tmp_path
+
+
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders_module, "MEMORY_LIMIT", 1000)
+
+
+def test_imagefolder_in_memory(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    assert isinstance(found, ImageSet)
+    assert found.spec.label_names == ("cat", "dog") and found.spec.input_size == (3, 14, 14)
+    assert found.images.shape == (12, 3, 16, 16) and found.labels.tolist() == [0] * 6 + [1] * 6
+    colour = found.images.double().mean((2, 3)).argmax(1)
+    assert torch.equal(colour, found.labels)
+    test = load_dataset(f"imagefolder:{pictures}", "test", size=14, resize=14)
+    assert isinstance(test, ImageSet) and test.images.shape == (4, 3, 14, 14)
+    monkeypatch.setenv("CAPSZOO_DATA", str(pictures.parent))
+    assert len(load_dataset(f"imagefolder:{pictures.name}", "train", size=14)) == 12
+    assert load_dataset(f"imagefolder:{pictures}", "test").size == (256, 256)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streamed_batches_are_those_in_memory(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    augment = Augment(shift=1, flip=True, brightness=0.2)
+    held = load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    streamed(monkeypatch)
+    read = load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    assert isinstance(read, StreamedSet)
+    read = replace(read, workers=workers)
+    before = torch.get_rng_state()
+    for train in (True, False):
+        one, other = (Batches(data, 4, train=train, augment=augment, seed=2) for data in (held, read))
+        whole = list(one.epoch(3))
+        for a, b in zip(whole, other.epoch(3), strict=True):
+            assert torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels)
+        for a, b in zip(whole[1:], other.epoch(3, start=1), strict=True):
+            assert torch.equal(a.images, b.images), "goes on from any position"
+    assert torch.equal(before, torch.get_rng_state()), "the global random numbers are the model's"
+    shares = [next(Batches(read, 4, train=True, seed=2, rank=rank, world=2).epoch(3)) for rank in (0, 1)]
+    alone = next(Batches(read, 4, train=True, seed=2).epoch(3))
+    assert all(torch.equal(alone.pixels[rank::2], shares[rank].pixels) for rank in (0, 1))
+
+
+def test_streamed_sets_split_and_tell_their_files(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed(monkeypatch)
+    read = load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    rest, validation = split_validation(read, 4)
+    assert isinstance(validation, StreamedSet) and (len(rest), len(validation)) == (8, 4)
+    labels = torch.cat([batch.labels for batch in Batches(validation, 3).epoch()])
+    assert torch.equal(labels, validation.labels) and validation.split == "validation"
+    assert read.fingerprint() == load_dataset(f"imagefolder:{pictures}", "train", size=14).fingerprint()
+    before = read.fingerprint()
+    assert before != rest.fingerprint()
+    (pictures / "train" / "dog" / "0.png").write_bytes(b"other")
+    assert before != load_dataset(f"imagefolder:{pictures}", "train", size=14).fingerprint()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_one_line(pictures: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    path = pictures / "train" / "dog" / "1.jpg"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match="1.jpg holds a damaged image"):
+        load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    streamed(monkeypatch)
+    read = load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    assert isinstance(read, StreamedSet)
+    with pytest.raises(DataError, match="1.jpg holds a damaged image") as caught:
+        list(Batches(replace(read, workers=workers), 12).epoch())
+    assert "\n" not in str(caught.value)
+
+
+def test_imagefolder_mistakes(pictures: Path) -> None:
+    name = f"imagefolder:{pictures}"
+    with pytest.raises(DataError, match="no such folder: .*nowhere"):
+        load_dataset("imagefolder:nowhere", "train")
+    with pytest.raises(DataError, match="unknown split 'extra'"):
+        load_dataset(name, "extra")
+    with pytest.raises(DataError, match="resized to 10 pixels are smaller than the 14"):
+        load_dataset(name, "train", size=14, resize=10)
+    write_image(pictures / "val" / "cow" / "0.png", np.zeros((5, 5, 3), np.uint8))
+    with pytest.raises(DataError, match="has the class cow, which .*train lacks"):
+        load_dataset(name, "test")
+    (pictures / "train" / "ant").mkdir()
+    with pytest.raises(DataError, match="no valid file for the classes ant"):
+        load_dataset(name, "train")
+    with pytest.raises(DataError, match="has no sub-folder train"):
+        load_dataset(f"imagefolder:{pictures / 'train'}", "train")
+
+
+def test_grey_images_keep_one_channel(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_image(tmp_path / split / "a" / "0.png", np.full((9, 9), 80, np.uint8))
+    found = load_dataset(f"imagefolder:{tmp_path}", "test", size=8, resize=8)
+    assert found.spec.input_size == (1, 8, 8) and found.spec.mean == (0.5,)
+
+
+def test_parquet_folder(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    images = np.random.default_rng(0).integers(0, 256, (4, 12, 10, 3), dtype=np.uint8)
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", images, [0, 2, 1, 2])
+    path = write_parquet(tmp_path / "validation-00000-of-00001.parquet", images[:2], [1, 0])
+    found = load_dataset(f"parquet:{tmp_path}", "train")
+    assert isinstance(found, ImageSet)
+    np.testing.assert_array_equal(found.images.numpy(), images.transpose(0, 3, 1, 2))
+    assert found.spec.label_names == ("0", "1", "2") and found.spec.input_size == (3, 12, 10)
+    assert load_dataset(f"parquet:{tmp_path}", "train", size=8, resize=9).size == (9, 9)
+    # What the Hub writes into its files: names of the classes.
+    stated = {"info": {"features": {"label": {"names": ["a", "b", "c"], "_type": "ClassLabel"}}}}
+    table = pq.read_table(path).replace_schema_metadata({"huggingface": json.dumps(stated)})
+    pq.write_table(table, path)
+    assert load_dataset(f"parquet:{tmp_path}", "test").spec.label_names == ("a", "b", "c")
+    with pytest.raises(DataError, match="no parquet files of a train split"):
+        path.rename(tmp_path / "test.parquet")
+        (tmp_path / "train-00000-of-00001.parquet").unlink()
+        load_dataset(f"parquet:{tmp_path}", "train")
+
+
+def test_large_parquet_goes_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "train.parquet", np.zeros((4, 30, 30, 3), np.uint8), [0, 2, 1, 2])
+    streamed(monkeypatch)
+    with pytest.raises(DataError, match=f"too much for memory: use hf:{tmp_path}"):
+        load_dataset(f"parquet:{tmp_path}", "train")
+
+
+def test_idx_folder(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (6, 10, 10), dtype=np.uint8)
+    for stem, labels in (("train", [0, 1, 2, 3, 0, 1]), ("t10k", [1, 0, 1, 0, 1, 0])):
+        write_idx(tmp_path / f"{stem}-images-idx3-ubyte.gz", images, compress=True)
+        write_idx(tmp_path / f"{stem}-labels-idx1-ubyte", np.array(labels))
+    test = load_dataset(f"idx:{tmp_path}", "test")
+    assert test.spec.num_classes == 4, "the training split knows them all"
+    assert test.spec.input_size == (1, 10, 10) and load_dataset(f"idx:{tmp_path}", "train", size=12).size == (
+        12,
+        12,
+    )
+    with pytest.raises(DataError, match="no idx files of a train split"):
+        load_dataset(f"idx:{tmp_path.parent}", "train")
+
+
+def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the real library, on a local copy of a repository; nothing is fetched."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rng = np.random.default_rng(0)
+    features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["x", "y"])})
+    repository = tmp_path / "repository"
+    pixels = {
+        split: rng.integers(0, 256, (count, 16, 16), dtype=np.uint8)
+        for split, count in (("train", 6), ("test", 3))
+    }
+    for split, arrays in pixels.items():
+        rows = {"picture": [], "kind": [k % 2 for k in range(len(arrays))]}
+        for k, array in enumerate(arrays):
+            path = write_image(tmp_path / "raw" / split / f"{k}.png", array)
+            rows["picture"].append({"bytes": path.read_bytes(), "path": None})
+        (repository / "data").mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(
+            repository / "data" / f"{split}-0.parquet"
+        )
+    name = f"hf:{repository}"
+    held = load_dataset(name, "train", size=16, resize=16, download=tmp_path / "cache")
+    assert isinstance(held, ImageSet) and held.spec.label_names == ("x", "y")
+    np.testing.assert_array_equal(held.images[:, 0].numpy(), pixels["train"])
+    assert held.labels.tolist() == [0, 1] * 3
+    streamed(monkeypatch)
+    read = load_dataset(name, "train", size=16, resize=16, download=tmp_path / "cache")
+    assert isinstance(read, StreamedSet)
+    for a, b in zip(Batches(held, 2, train=True).epoch(), Batches(read, 2, train=True).epoch(), strict=True):
+        assert torch.equal(a.pixels, b.pixels) and torch.equal(a.labels, b.labels)
+    assert len(load_dataset(name, "test", size=16, download=tmp_path / "cache")) == 3
+
+
+def test_a_repository_is_fetched_only_to_a_folder() -> None:
+    with pytest.raises(DataError, match="only when told where to: give download=FOLDER"):
+        load_dataset("hf:someone/something", "train")

@@ -1,0 +1,117 @@
+"""What counts as recognised, and that recipes and data sets agree on the keys of augmentation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from capszoo.data import Augment, Batches, ImageSet, dataset_spec
+from capszoo.data.sources import compose
+from capszoo.recipes.config import AugmentConfig, RecipeError, load_recipe
+from capszoo.recipes.evaluate import all_right, count_correct, evaluate, score_threshold
+from capszoo.recipes.train import train
+
+SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
+LABELS = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1]])
+LENGTHS = torch.tensor([[0.9, 0.1, 0.4, 0.2], [0.1, 0.8, 0.3, 0.2], [0.1, 0.8, 0.7, 0.9]])
+
+
+def test_an_image_counts_where_exactly_its_labels_are_found() -> None:
+    assert all_right(LENGTHS, LABELS).tolist() == [False, True, False], "one missing; right; one too many"
+    assert all_right(LENGTHS, LABELS, threshold=0.35).tolist() == [True, True, False]
+    assert all_right(LENGTHS[::2], LABELS[::2], count=2).tolist() == [True, False], "the highest two"
+    assert all_right(LENGTHS, torch.tensor([0, 1, 1])).tolist() == [True, True, False]
+    assert score_threshold("margin") == 0.5 and score_threshold("bce") == 0.0
+
+
+class Oracle(nn.Module):
+    """Finds the labels by the mark that each digit's corner bears: 10 times its class and 10."""
+
+    def __init__(self, wrong: int = 0) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = (images * 0.3118 + 0.1291) * 255
+        seen = torch.stack([(pixels - 10 * k - 10).abs().flatten(1).amin(1) < 0.5 for k in range(10)], dim=1)
+        seen[: self.wrong, 0] ^= True
+        return torch.where(seen, 3.0, -3.0)
+
+
+def test_accuracy_on_a_set_of_several_labels() -> None:
+    labels = torch.arange(40) % 10
+    images = torch.zeros(40, 1, 28, 28, dtype=torch.uint8)
+    images[:, 0, 14, 14] = (10 * labels + 10).byte()
+    digits = ImageSet(dataset_spec("mnist"), "test", images, labels)
+    test = compose(dataset_spec("diverse_multimnist"), "test", digits)
+    overlapping = test.images.flatten(1).count_nonzero(1) < test.labels.sum(1)  # one mark upon the other
+    test = test.subset((~overlapping).nonzero()[:, 0])
+    right, n = count_correct(Oracle(), Batches(test, 16), threshold=0.0).tolist()
+    assert right == n == len(test) > 30
+    right, _ = count_correct(Oracle(wrong=1), Batches(test, 16), threshold=0.0).tolist()
+    assert right == n - 3, "one of each of three batches"
+
+
+def test_augment_keys_are_those_of_the_data_package() -> None:
+    assert AugmentConfig().build() == Augment()
+    given = {
+        "shift": 1,
+        "flip": True,
+        "resize": 34,
+        "rotation": 5.0,
+        "shear": 0.1,
+        "scale": (0.9, 1.1),
+        "brightness": 0.1,
+        "contrast": 0.2,
+        "saturation": 0.3,
+        "hue": 0.2,
+    }
+    assert asdict(AugmentConfig(**given).build()) == given and given.keys() == asdict(Augment()).keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.augment.hue=0.7", "data.augment.hue"),
+        ("data.augment.rotaton=5", "did you mean 'rotation'"),
+        ("data.augment.scale=[1.2, 0.8]", "the smallest factor comes first"),
+        ("data.name=multi_mnist", "did you mean 'multimnist'"),
+        ("data.name='hf:'", "must go on: a repository of the Hub"),
+    ],
+)
+def test_mistakes_name_the_key(tmp_path: Path, change: str, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(path, [change])
+
+
+@pytest.mark.parametrize(
+    ("arch", "data", "loss"),
+    [
+        ("resnet20_routingpool", "diverse_multimnist", "bce"),
+        ("capsnet_dynamic", "affnist", "margin"),
+        ("capsnet_dynamic", "multimnist", "margin"),
+    ],
+)
+def test_composed_sets_train(tiny_mnist: Path, tmp_path: Path, arch: str, data: str, loss: str) -> None:
+    recipe = tmp_path / "r.yaml"
+    tree = {
+        "arch": arch,
+        "tag": data,
+        "epochs": 1,
+        "batch_size": 8,
+        "loss": {"name": loss},
+        "data": {"name": data, "val_size": 20},
+        "model_args": {"capsnet_dynamic": {"stem_chans": 16, "caps_types": 2}}.get(arch, {}),
+    }
+    recipe.write_text(yaml.safe_dump(tree))
+    result = train(recipe, [], tmp_path / "run", tiny_mnist, cpu=True)
+    assert result["step"] == 12 and result["test"]["n"] == 40
+    again = evaluate(result["weights"], data=tiny_mnist)
+    assert (again["errors"], again["dataset"]) == (result["test"]["errors"], data)
