@@ -48,6 +48,12 @@ Speed
     on one thread, one pass over 800 children, 10 parents, 4x4 poses, batch 32, forward and backward: 52 ms, against
     91 ms with votes transposed to ``[n, j, i, e]`` and 80 ms with block-diagonal weights.
 
+    That is the plain form, for what is traced, scripted or exported, for GPUs and for few votes. Where votes are many
+    (:data:`_MANY`), an eager or compiled pass on a CPU is the operator ``capszoo::idpa_pass``, which keeps no vote: it
+    takes some routings and some children at a time, computes their votes into a buffer that stays in the cache,
+    routes them there with plain multiplications and sums, and adds up; its backward pass computes them again.
+    (Children are independent of each other up to the sum, so that any block of them will do.)
+
 Deviations and our choices: the agreement is scaled by 1/sqrt(e), as in the release (the text omits it; an argument).
 Random starts are drawn once, at construction, and shared by all positions. What "activations as in EM routing"
 (ablation C) means is said in :class:`ConvIDPA`.
@@ -55,7 +61,7 @@ Random starts are drawn once, at construction, and shared by all positions. What
 
 import math
 from collections import OrderedDict
-from typing import List, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +75,12 @@ __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA", "IDPAStack", "idpa_routing"]
 
 #: Parents in one block of the masked products; more costs arithmetic, fewer makes the products narrow.
 _MAX_GROUP = 16
+
+#: Numbers in a block of votes, for each thread (two such buffers fill half of a 2 MiB cache).
+_BLOCK = 2**17
+
+#: From so many votes on (numbers in them) a layer works in blocks; fewer fit the caches as they are.
+_MANY = 2**20
 
 
 def _group_size(num_parents: int) -> int:
@@ -137,6 +149,163 @@ def _couplings(agreement: Tensor, dtype: torch.dtype) -> Tensor:
 def _normalised(couplings: Tensor) -> Tensor:
     """Couplings ``[..., j, i]`` as each parent's shares in its children, which sum to 1 over ``i``."""
     return couplings / couplings.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+
+
+class _Room:
+    """Buffers for one block of votes: new memory for every block would cost more than the arithmetic in it.
+
+    Each thread's part of the two vote-sized buffers stays in its L2 cache; 128 rows make the products of the
+    votes wide enough.
+
+    Args:
+        like: gives dtype and device.
+        n, i, rows, j, e: routings, children, rows of a pose, parents, numbers in a pose.
+    """
+
+    def __init__(self, like: Tensor, n: int, i: int, rows: int, j: int, e: int) -> None:
+        self.n_step = min(n, max(1, 128 // rows))
+        self.i_step = min(i, max(1, _BLOCK * torch.get_num_threads() // (self.n_step * e * j)))
+        self.e, self.j = e, j
+        pairs = self.n_step * self.i_step
+        self.wide = like.new_empty(2, pairs * e * j)
+        self.narrow = like.new_empty(3, pairs * j)
+        self.sum = like.new_empty(self.n_step * e * j)
+
+    def votes(self, children: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
+        """Votes of ``[n, i, p, q]`` through ``[i, q, r*j]``, ``[i, n, e, j]``, and a buffer like them (line 2)."""
+        n, i, rows, inner = children.shape
+        width = weight.shape[2]
+        x = upcast_half(children).transpose(0, 1).reshape(i, n * rows, inner)
+        size, shape = n * i * rows * width, (i, n, self.e, self.j)
+        torch.bmm(x, weight, out=self.wide[0, :size].view(i, n * rows, width))
+        return self.wide[0, :size].view(shape), self.wide[1, :size].view(shape)
+
+    def agreement(self, votes: Tensor, parents: Tensor, product: Tensor, which: int) -> Tensor:
+        """Dot product of each vote with its parent's ``[n, e, j]``: ``[i, n, j]`` (line 3)."""
+        out = self.flat(which, votes)
+        return torch.sum(torch.mul(votes, parents, out=product), 2, out=out)
+
+    def add_sum(self, votes: Tensor, weights: Tensor, product: Tensor, to: Tensor) -> None:
+        """Add the votes, weighted by ``[i, n, j]`` and summed over the children, to ``[n, e, j]`` (line 5)."""
+        out = self.sum[: to.numel()].view(to.shape)
+        to += torch.sum(torch.mul(votes, weights.unsqueeze(2), out=product), 0, out=out)
+
+    def flat(self, which: int, votes: Tensor) -> Tensor:
+        i, n = votes.shape[0], votes.shape[1]
+        return self.narrow[which, : i * n * self.j].view(i, n, self.j)
+
+
+@torch.library.custom_op("capszoo::idpa_pass", mutates_args=())
+def _idpa_pass(
+    children: Tensor, weight: Tensor, parents: Tensor, want_couplings: bool
+) -> Tuple[Tensor, Tensor]:
+    """One pass of Procedure 1 in which a vote exists only while its block is worked on.
+
+    Within a block, votes lie as ``[i, n, e, j]``: every product with the parents' poses or the couplings is a plain
+    multiplication of long runs, every sum one over an outer axis.
+
+    Args:
+        children: ``[n, i, p, q]``.
+        weight: ``[i, q, j, r]``.
+        parents: ``[n, j, e]``, times the scale of the agreement.
+        want_couplings: give the couplings too.
+
+    Returns:
+        Sums of votes ``[n, j, e]`` and couplings ``[n, i, j]`` (empty where they are not wanted).
+    """
+    n, i, rows, _ = children.shape
+    j, e = parents.shape[1], parents.shape[2]
+    p = upcast_half(parents).transpose(1, 2).contiguous()  # [n, e, j]
+    sums = torch.zeros_like(p)
+    couplings = children.new_empty((n, i, j) if want_couplings else (0,))
+    room = _Room(p, n, i, rows, j, e)
+    for first in range(0, i, room.i_step):
+        at = slice(first, first + room.i_step)
+        w = upcast_half(weight[at]).transpose(2, 3).flatten(2)  # [i, q, r*j]
+        for start in range(0, n, room.n_step):
+            of = slice(start, start + room.n_step)
+            votes, product = room.votes(children[of, at], w)
+            a = room.agreement(votes, p[of], product, 0)
+            r = torch.softmax(a, -1, out=room.flat(1, votes))  # line 4
+            room.add_sum(votes, r, product, sums[of])
+            if want_couplings:
+                couplings[of, at] = r.transpose(0, 1)
+    return sums.transpose(1, 2).contiguous().to(children.dtype), couplings
+
+
+@torch.library.custom_op("capszoo::idpa_pass_backward", mutates_args=())
+def _idpa_pass_backward(
+    children: Tensor, weight: Tensor, parents: Tensor, grad_sums: Tensor, grad_couplings: Optional[Tensor]
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`_idpa_pass` for its three tensors; computes the votes and couplings of each block again."""
+    n, i, rows, inner = children.shape
+    j, e = parents.shape[1], parents.shape[2]
+    p = upcast_half(parents).transpose(1, 2).contiguous()  # [n, e, j]
+    g = upcast_half(grad_sums).transpose(1, 2).contiguous()
+    grad_p = torch.zeros_like(p)
+    grad_children, grad_weight = children.new_empty(children.shape), weight.new_empty(weight.shape)
+    room = _Room(p, n, i, rows, j, e)
+    for first in range(0, i, room.i_step):
+        at = slice(first, first + room.i_step)
+        w = upcast_half(weight[at]).transpose(2, 3).flatten(2)  # [i, q, r*j]
+        back = w.transpose(1, 2).contiguous()
+        grad_w = torch.zeros_like(w)
+        for start in range(0, n, room.n_step):
+            of = slice(start, start + room.n_step)
+            kids = children[of, at]
+            votes, product = room.votes(kids, w)
+            a = room.agreement(votes, p[of], product, 0)
+            r = torch.softmax(a, -1, out=room.flat(1, votes))  # [i, n, j]
+            grad_r = room.agreement(votes, g[of], product, 2)
+            if grad_couplings is not None:
+                grad_r += grad_couplings[of, at].transpose(0, 1)
+            grad_a = torch.mul(r, grad_r, out=a)
+            grad_a.addcmul_(r, grad_a.sum(dim=-1, keepdim=True), value=-1.0)
+            room.add_sum(votes, grad_a, product, grad_p[of])
+            torch.mul(r.unsqueeze(2), g[of], out=votes).addcmul_(grad_a.unsqueeze(2), p[of])
+            grad_v = votes.view(w.shape[0], -1, w.shape[2])  # the votes' gradient, [i, n*p, r*j]
+            grad_kids = torch.bmm(grad_v, back)
+            grad_children[of, at] = grad_kids.view(-1, kids.shape[0], rows, inner).transpose(0, 1)
+            x = upcast_half(kids).transpose(0, 1).reshape(-1, kids.shape[0] * rows, inner)
+            grad_w.baddbmm_(x.transpose(1, 2), grad_v)
+        grad_weight[at] = grad_w.unflatten(2, (-1, j)).transpose(2, 3)
+    grad_parents = grad_p.transpose(1, 2).contiguous().to(parents.dtype)
+    return grad_children, grad_weight, grad_parents
+
+
+@_idpa_pass.register_fake
+def _(children: Tensor, weight: Tensor, parents: Tensor, want_couplings: bool) -> Tuple[Tensor, Tensor]:
+    shape = (children.shape[0], children.shape[1], parents.shape[1]) if want_couplings else (0,)
+    return children.new_empty(parents.shape), children.new_empty(shape)
+
+
+@_idpa_pass_backward.register_fake
+def _(
+    children: Tensor, weight: Tensor, parents: Tensor, grad_sums: Tensor, grad_couplings: Optional[Tensor]
+) -> Tuple[Tensor, Tensor, Tensor]:
+    return (
+        children.new_empty(children.shape),
+        weight.new_empty(weight.shape),
+        parents.new_empty(parents.shape),
+    )
+
+
+def _save_for_backward(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.set_materialize_grads(False)
+    ctx.want_couplings = inputs[3]
+
+
+def _backward(ctx: Any, grad_sums: Optional[Tensor], grad_couplings: Optional[Tensor]) -> Tuple[Any, ...]:
+    children, weight, parents = ctx.saved_tensors
+    if grad_sums is None:
+        grad_sums = torch.zeros_like(parents)
+    if not ctx.want_couplings:
+        grad_couplings = None
+    return (*_idpa_pass_backward(children, weight, parents, grad_sums, grad_couplings), None)
+
+
+_idpa_pass.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def idpa_routing(
@@ -211,17 +380,17 @@ class _IDPALayer(nn.Module):
     def __init__(
         self,
         num_children: int,
-        in_dim: int,
         out_caps: int,
-        out_dim: int,
-        num_iters: int,
-        pose: str,
-        scale_agreement: bool,
-        parent_init: str,
-        layer_norm: bool,
-        activations: bool,
-        drop: float,
-        eps: float,
+        in_dim: int = 16,
+        out_dim: Optional[int] = None,
+        num_iters: int = 2,
+        pose: str = "matrix",
+        scale_agreement: bool = True,
+        parent_init: str = "zero",
+        layer_norm: bool = True,
+        activations: bool = False,
+        drop: float = 0.0,
+        eps: float = 1e-5,
     ) -> None:
         super().__init__()
         if pose not in ("matrix", "vector"):
@@ -230,6 +399,7 @@ class _IDPALayer(nn.Module):
             raise ValueError(f"parent_init must be 'zero', 'random' or 'learned', not {parent_init!r}")
         if num_iters < 1:
             raise ValueError(f"num_iters must be at least 1, not {num_iters}")
+        out_dim = in_dim if out_dim is None else out_dim
         side = math.isqrt(in_dim)
         if pose == "matrix" and (side * side != in_dim or in_dim != out_dim):
             raise ValueError(
@@ -267,10 +437,10 @@ class _IDPALayer(nn.Module):
         self.drop = nn.Dropout(drop)
         self.norm = nn.LayerNorm(out_dim, eps=eps) if layer_norm else nn.Identity()
 
-    def _init_weight(self) -> None:
+    def _new_weight(self, *shape: int) -> nn.Parameter:
         """Normal with variance parents / (children * inner), as the release has it."""
         std = math.sqrt(self.out_caps / (self.num_children * self.inner))
-        nn.init.normal_(self.weight, std=std)
+        return nn.Parameter(torch.empty(shape).normal_(std=std))
 
     def _to_blocks(self, children: Tensor, weight: Tensor) -> Tensor:
         """Votes of children ``[n, i, p, q]`` through weights ``[i, q, j*r]``, viewed as ``[n*..., i, w]``."""
@@ -326,13 +496,64 @@ class _IDPALayer(nn.Module):
         """Activations of a layer's children as the parents see them, ``[n, i]``."""
         raise NotImplementedError
 
+    def _child_poses(self, children: Tensor) -> Tensor:
+        """Every routing's own children, ``[n, i, p, q]``."""
+        raise NotImplementedError
+
+    def _child_weight(self) -> Tensor:
+        """``[i, q, j, r]``"""
+        raise NotImplementedError
+
+    @torch.jit.unused
+    def _many_votes(self, children: List[Tensor], num_iters: int) -> bool:
+        """Whether the passes go through :func:`_idpa_pass`: on a CPU, in eager mode or compiled, with many votes."""
+        first = children[0]
+        if isinstance(first, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return False
+        if self.activations or first.device.type != "cpu" or first.dtype != self.weight.dtype:
+            return False
+        passes = num_iters - 1 if self.folds else num_iters
+        if passes == 0 or (passes > 1 and len(children) == 1 and self.inner > 16):
+            return False  # no votes; or votes that cost more to compute for each pass than to keep
+        return self._routings(first) * self.num_children * self.out_caps * self.out_dim >= _MANY
+
+    @torch.jit.unused
+    def _routings(self, children: Tensor) -> int:
+        """Independent routings n."""
+        raise NotImplementedError
+
+    @torch.jit.unused
+    def _passes_in_blocks(
+        self, children: List[Tensor], num_iters: int, want_couplings: bool
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
+        """:meth:`_passes`, no votes being kept."""
+        poses: List[Tensor] = []
+        couplings: Optional[Tensor] = None
+        weight = self._child_weight()
+        read = -1
+        for s in range(num_iters):  # from 0
+            if s == 0 and self.folds:
+                sums = self._sum_of_votes(children[0]) / self.out_caps
+            else:
+                wanted = min(max(s - 1, 0), len(children) - 1)
+                if wanted != read:
+                    read, kids = wanted, self._child_poses(children[wanted])
+                parents = poses[s - 1] if s > 0 else self.start.expand(kids.shape[0], -1, -1)
+                last = want_couplings and s == num_iters - 1
+                sums, couplings = _idpa_pass(kids, weight, parents * self.scale, last)
+            poses.append(self._normalise(sums))
+        return poses, [], couplings if want_couplings else None
+
     def _passes(
-        self, children: List[Tensor], activations: List[Tensor], num_iters: int
+        self, children: List[Tensor], activations: List[Tensor], num_iters: int, want_couplings: bool
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         """The passes of ``route()``, with rows of independent routings: poses ``[n, j, e]``, activations ``[n, j]``.
 
         Pass s reads its children's iteration s-1 (Procedure 2, line 8), the first pass iteration 1 (line 6).
         """
+        if not torch.jit.is_scripting():
+            if self._many_votes(children, num_iters):
+                return self._passes_in_blocks(children, num_iters, want_couplings)
         poses: List[Tensor] = []
         active: List[Tensor] = []
         blocks = children[0]  # replaced before it is read
@@ -404,37 +625,14 @@ class ConvIDPA(_IDPALayer):
         kernel_size: int = 3,
         stride: int = 1,
         padding: int = 0,
-        num_iters: int = 2,
-        pose: str = "matrix",
-        scale_agreement: bool = True,
-        parent_init: str = "zero",
-        layer_norm: bool = True,
-        activations: bool = False,
-        drop: float = 0.0,
-        eps: float = 1e-5,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_caps * kernel_size * kernel_size,
-            in_dim,
-            out_caps,
-            in_dim if out_dim is None else out_dim,
-            num_iters,
-            pose,
-            scale_agreement,
-            parent_init,
-            layer_norm,
-            activations,
-            drop,
-            eps,
-        )
+        super().__init__(in_caps * kernel_size * kernel_size, out_caps, in_dim, out_dim, **options)
         self.in_caps = in_caps
         self.kernel_size = kernel_size
         self.stride = stride
         self.padding = padding
-        self.weight = nn.Parameter(
-            torch.empty(out_caps, self.cols, in_caps, self.inner, kernel_size, kernel_size)
-        )
-        self._init_weight()
+        self.weight = self._new_weight(out_caps, self.cols, in_caps, self.inner, kernel_size, kernel_size)
 
     def out_size(self, size: int) -> int:
         """Parents along an axis of ``size`` children."""
@@ -447,11 +645,15 @@ class ConvIDPA(_IDPALayer):
         """
         torch._assert(not self.activations, "activations go through route()")
         grid = x.permute(0, 2, 3, 1).unflatten(-1, [self.in_caps, self.in_dim])
-        poses, _, _ = self.route([grid], [], self.num_iters)
+        poses, _, _ = self.route([grid], [], self.num_iters, False)
         return poses[len(poses) - 1].flatten(3).permute(0, 3, 1, 2)
 
     def route(
-        self, children: List[Tensor], activations: List[Tensor], num_iters: int
+        self,
+        children: List[Tensor],
+        activations: List[Tensor],
+        num_iters: int,
+        want_couplings: bool = True,
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         """All iterations of this layer, given those of its children.
 
@@ -460,15 +662,16 @@ class ConvIDPA(_IDPALayer):
                 first pass reads entry 1, and the last entry stands for all that would follow).
             activations: likewise, ``[b, h, w, i]``; empty unless the layer has activations.
             num_iters: passes.
+            want_couplings: False where nobody reads them, which saves their memory.
 
         Returns:
             Poses ``[b, h', w', j, e]`` after each pass; activations ``[b, h', w', j]``, or an empty list; and the
-            last pass's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None where the
-            only pass was a sum of votes: all couplings are then 1/j.
+            last pass's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None where they are not
+            wanted, or the only pass was a sum of votes: all couplings are then 1/j.
         """
         height = self.out_size(children[0].shape[1])
         width = self.out_size(children[0].shape[2])
-        rows, active_rows, c = self._passes(children, activations, num_iters)
+        rows, active_rows, c = self._passes(children, activations, num_iters, want_couplings)
         poses: List[Tensor] = []
         for row in rows:
             poses.append(row.reshape(-1, height, width, self.out_caps, self.out_dim))
@@ -518,11 +721,20 @@ class ConvIDPA(_IDPALayer):
         x = x.permute(0, 2, 3, 1).unflatten(0, [-1, p]).flatten(2, 3)  # [b, p, h'*w', j*r]
         return x.unflatten(3, [j, r]).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(2)
 
-    def _votes(self, children: Tensor) -> Tensor:
+    def _child_poses(self, children: Tensor) -> Tensor:
         x = self._windows(children.flatten(3)).flatten(0, 2)  # [n, k*l*i*d]
-        x = x.reshape(-1, self.num_children, self.rows, self.inner)
-        weight = self.weight.permute(4, 5, 2, 3, 0, 1)  # [k, l, i, q, j, r]
-        return self._to_blocks(x, weight.reshape(self.num_children, self.inner, -1))
+        return x.reshape(-1, self.num_children, self.rows, self.inner)
+
+    def _child_weight(self) -> Tensor:
+        return self.weight.permute(4, 5, 2, 3, 0, 1).flatten(0, 2)
+
+    @torch.jit.unused
+    def _routings(self, children: Tensor) -> int:
+        b, h, w = children.shape[:3]
+        return b * self.out_size(h) * self.out_size(w)
+
+    def _votes(self, children: Tensor) -> Tensor:
+        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return self._windows(activation).flatten(0, 2)
@@ -565,47 +777,23 @@ class FCIDPA(_IDPALayer):
     pass's matrix ``[i*q, j*r]`` and the later passes' batch of matrices without a copy.
     """
 
-    def __init__(
-        self,
-        in_caps: int,
-        out_caps: int,
-        in_dim: int = 16,
-        out_dim: Optional[int] = None,
-        num_iters: int = 2,
-        pose: str = "matrix",
-        scale_agreement: bool = True,
-        parent_init: str = "zero",
-        layer_norm: bool = True,
-        activations: bool = False,
-        drop: float = 0.0,
-        eps: float = 1e-5,
-    ) -> None:
-        super().__init__(
-            in_caps,
-            in_dim,
-            out_caps,
-            in_dim if out_dim is None else out_dim,
-            num_iters,
-            pose,
-            scale_agreement,
-            parent_init,
-            layer_norm,
-            activations,
-            drop,
-            eps,
-        )
+    def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
+        super().__init__(in_caps, out_caps, *args, **options)
         self.in_caps = in_caps
-        self.weight = nn.Parameter(torch.empty(in_caps, self.inner, out_caps, self.cols))
-        self._init_weight()
+        self.weight = self._new_weight(in_caps, self.inner, out_caps, self.cols)
 
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to parents ``[b, j, e]``, after ``num_iters`` passes (without activations)."""
         torch._assert(not self.activations, "activations go through route()")
-        poses, _, _ = self.route([x], [], self.num_iters)
+        poses, _, _ = self.route([x], [], self.num_iters, False)
         return poses[len(poses) - 1]
 
     def route(
-        self, children: List[Tensor], activations: List[Tensor], num_iters: int
+        self,
+        children: List[Tensor],
+        activations: List[Tensor],
+        num_iters: int,
+        want_couplings: bool = True,
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         """All iterations of this layer, given those of its children (see :meth:`ConvIDPA.route`).
 
@@ -613,12 +801,13 @@ class FCIDPA(_IDPALayer):
             children: ``[b, i, d]`` or ``[b, h, w, types, d]``, one entry per iteration.
             activations: ``[b, i]`` or ``[b, h, w, types]``; empty unless the layer has activations.
             num_iters: passes.
+            want_couplings: False where nobody reads them, which saves their memory.
 
         Returns:
             Poses ``[b, j, e]`` after each pass; activations ``[b, j]``, or an empty list; and the last pass's
-            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where all of them are 1/j.
+            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not wanted or all are 1/j.
         """
-        poses, active, couplings = self._passes(children, activations, num_iters)
+        poses, active, couplings = self._passes(children, activations, num_iters, want_couplings)
         return poses, active, None if couplings is None else couplings.transpose(1, 2)
 
     def even_couplings(self, poses: Tensor) -> Tensor:
@@ -635,9 +824,18 @@ class FCIDPA(_IDPALayer):
         x = torch.mm(x, self.weight.flatten(2).flatten(0, 1))  # [b*p, j*r]
         return x.reshape(-1, self.rows, self.out_caps, self.cols).transpose(1, 2).flatten(2)
 
+    def _child_poses(self, children: Tensor) -> Tensor:
+        return children.reshape(-1, self.in_caps, self.rows, self.inner)
+
+    def _child_weight(self) -> Tensor:
+        return self.weight
+
+    @torch.jit.unused
+    def _routings(self, children: Tensor) -> int:
+        return children.shape[0]
+
     def _votes(self, children: Tensor) -> Tensor:
-        x = children.reshape(-1, self.in_caps, self.rows, self.inner)
-        return self._to_blocks(x, self.weight.flatten(2))
+        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return activation.reshape(-1, self.in_caps)
@@ -696,7 +894,7 @@ class IDPAStack(nn.Sequential):
             activations.append(activation)
         for level, layer in enumerate(self):
             if level < layers:
-                children, activations, _ = layer.route(children, activations, self.iterations(level))  # type: ignore[operator]
+                children, activations, _ = layer.route(children, activations, self.iterations(level), False)  # type: ignore[operator]
                 if self.routing == "sequential":
                     children = children[-1:]
                     activations = activations[-1:]
