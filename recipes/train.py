@@ -81,16 +81,32 @@ class Task(nn.Module):
         if hasattr(self.criterion, "set_progress"):
             self.criterion.set_progress(progress)
 
-    def forward(self, images: Tensor, labels: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        pixels: Tensor,
+        parts: Tensor | None = None,
+        part_labels: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Returns the loss (mean over the batch, a scalar) and the scores [b, n]."""
         if self.reconstruction:
             capsules = self.net.forward_capsules(images)
             loss = self.criterion(capsules.scores.float(), labels)
-            rebuilt = self.net.reconstruct(capsules.poses, labels)
-            rebuilding = reconstruction_loss(rebuilt.float(), pixels.float() / 255, self.reconstruction)
-            return loss + rebuilding, capsules.scores
+            if parts is None or part_labels is None:
+                return loss + self._rebuilding(capsules.poses, labels, pixels), capsules.scores
+            # Several objects: the decoder runs once for each, with that object alone as its target.
+            for part, label in zip(parts.unbind(1), part_labels.unbind(1), strict=True):
+                loss = loss + self._rebuilding(capsules.poses, label, part)
+            return loss, capsules.scores
         scores = self.net(images)
         return self.criterion(scores.float(), labels), scores
+
+    def _rebuilding(self, poses: Tensor, labels: Tensor, pixels: Tensor) -> Tensor:
+        """Reconstruction loss of images [b, c, h, w] from the capsules of `labels` [b]; -1 costs nothing."""
+        rebuilt = self.net.reconstruct(poses, labels.clamp(min=0)).float()
+        rebuilt = torch.where((labels >= 0)[:, None, None, None], rebuilt, 0.0)  # its pixels are black
+        return reconstruction_loss(rebuilt, pixels.float() / 255, self.reconstruction)
 
 
 def _check_run(recipe: Recipe, out: Path, resume: bool) -> None:
@@ -512,11 +528,12 @@ def _update(
     mean_loss = torch.zeros((), device=sums.device)
     threshold = score_threshold(recipe.loss.name)
     for number, part in enumerate(batch.chunk(recipe.accumulate), start=1):
-        images, labels, pixels = part.images, part.labels, part.pixels
+        images, labels, pixels, parts, part_labels = part
         share = len(labels) / len(batch.labels)
         # Gradients travel between processes with the last part only.
         with _unsynced(accelerator, task, number < recipe.accumulate):
-            loss, scores = task(images.contiguous(memory_format=layout), labels, pixels)
+            images = images.contiguous(memory_format=layout)
+            loss, scores = task(images, labels, pixels, parts, part_labels)
             accelerator.backward(loss * share)
         mean_loss += loss.detach() * share
         sums[1] += all_right(scores.detach(), labels, known, threshold).sum()

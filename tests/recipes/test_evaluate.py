@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from capszoo.data import Augment, Batches, ImageSet, dataset_spec
 from capszoo.data.sources import compose
-from capszoo.recipes.config import AugmentConfig, RecipeError, load_recipe
+from capszoo.losses import margin_loss
+from capszoo.models._base import CapsuleOutput
+from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
 from capszoo.recipes.evaluate import all_right, count_correct, evaluate, score_threshold
-from capszoo.recipes.train import train
+from capszoo.recipes.train import Task, train
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 LABELS = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1]])
@@ -94,24 +96,50 @@ def test_mistakes_name_the_key(tmp_path: Path, change: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("arch", "data", "loss"),
     [
-        ("resnet20_routingpool", "diverse_multimnist", "bce"),
-        ("capsnet_dynamic", "affnist", "margin"),
-        ("capsnet_dynamic", "multimnist", "margin"),
+        ("resnet20_routingpool", "diverse_multimnist", {"name": "bce"}),
+        ("capsnet_dynamic", "affnist", {"name": "margin"}),
+        ("capsnet_dynamic", "multimnist", {"name": "margin", "reconstruction": 0.0005}),
     ],
 )
-def test_composed_sets_train(tiny_mnist: Path, tmp_path: Path, arch: str, data: str, loss: str) -> None:
+def test_composed_sets_train(tiny_mnist: Path, tmp_path: Path, arch: str, data: str, loss: dict) -> None:
     recipe = tmp_path / "r.yaml"
     tree = {
         "arch": arch,
         "tag": data,
         "epochs": 1,
         "batch_size": 8,
-        "loss": {"name": loss},
+        "loss": loss,
         "data": {"name": data, "val_size": 20},
-        "model_args": {"capsnet_dynamic": {"stem_chans": 16, "caps_types": 2}}.get(arch, {}),
+        "model_args": {"stem_chans": 16, "caps_types": 2} if arch == "capsnet_dynamic" else {},
     }
+    if "reconstruction" in loss:
+        tree["model_args"]["decoder"] = True
     recipe.write_text(yaml.safe_dump(tree))
     result = train(recipe, [], tmp_path / "run", tiny_mnist, cpu=True)
     assert result["step"] == 12 and result["test"]["n"] == 40
     again = evaluate(result["weights"], data=tiny_mnist)
     assert (again["errors"], again["dataset"]) == (result["test"]["errors"], data)
+
+
+class Mirror(nn.Module):
+    """Rebuilds from each class's pose a constant image of that value."""
+
+    def forward_capsules(self, images: Tensor) -> CapsuleOutput:
+        poses = torch.linspace(0.1, 1.0, 10).expand(len(images), 10)[..., None]
+        return CapsuleOutput(poses[..., 0], poses, poses[..., 0], ())
+
+    def reconstruct(self, poses: Tensor, target: Tensor) -> Tensor:
+        return poses[torch.arange(len(poses)), target].view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+
+
+def test_each_digit_is_rebuilt_alone() -> None:
+    recipe = Recipe.model_validate({**SMALL, "loss": {"name": "margin", "reconstruction": 1.0}})
+    labels = torch.zeros(2, 10)
+    labels[0, [1, 4]], labels[1, 2] = 1.0, 1.0
+    part_labels = torch.tensor([[1, 4], [2, -1]])
+    parts = torch.tensor([[51, 102], [51, 0]], dtype=torch.uint8).view(2, 2, 1, 1, 1).expand(2, 2, 1, 2, 2)
+    pixels = parts.sum(1).to(torch.uint8)
+    loss, scores = Task(Mirror(), recipe)(torch.zeros(2, 1, 2, 2), labels, pixels, parts, part_labels)
+    # Class k is rebuilt as (k + 1) / 10: 0.2 against 0.2, 0.5 against 0.4, 0.3 against 0.2, nothing against black.
+    expected = 4 * (0.0**2 + 0.1**2 + 0.1**2) / 2
+    assert float(loss - margin_loss(scores, labels)) == pytest.approx(expected, abs=1e-6)
