@@ -7,7 +7,7 @@ A file may hold `profiles: {short: {epochs: 20, ...}}`: other settings for the s
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 
@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "AugmentConfig",
     "DataConfig",
+    "FeedbackConfig",
     "LossConfig",
     "OptimizerConfig",
     "Recipe",
@@ -140,6 +141,19 @@ class LossConfig(_Section):
     """Weight of the decoder's summed squared error (the papers': 0.0005); needs `model_args: {decoder: true}`."""
 
 
+class FeedbackConfig(_Section):
+    """Feedback agreement (`capszoo.models.FeedbackAgreement`) between levels of the net; gone after training."""
+
+    pairs: Literal["encapnet"] | tuple[tuple[str, str], ...] = "encapnet"
+    """(lower, higher) modules by name, of any net; "encapnet": the pairs that the model itself names."""
+    units: Literal[1, 2] = 2
+    """Units a module, where the model names the pairs."""
+    weight: NonNegativeRate = 10.0
+    """Factor of the sum of all units."""
+    options: dict[str, Any] = {}
+    """Further arguments: generator, critic, metric, num_iters, epsilon, cost, bias_fix, backprop_plan, layout, …"""
+
+
 class Recipe(_Section):
     """One recipe: one checkpoint, one tag."""
 
@@ -159,6 +173,7 @@ class Recipe(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
+    feedback: FeedbackConfig | None = None
     clip_grad: Rate | None = None
     """Largest norm of the gradient."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -185,9 +200,13 @@ def _section_at(location: tuple[Any, ...]) -> type[BaseModel]:
     section: type[BaseModel] = Recipe
     for key in location:
         found = section.model_fields[str(key)].annotation if str(key) in section.model_fields else None
-        if not (isinstance(found, type) and issubclass(found, BaseModel)):
+        kinds = [
+            kind for kind in (found, *get_args(found)) if isinstance(kind, type)
+        ]  # a section, or one or None
+        inner = [kind for kind in kinds if issubclass(kind, BaseModel)]
+        if not inner:
             break
-        section = found
+        section = inner[0]
     return section
 
 

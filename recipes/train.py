@@ -42,6 +42,7 @@ import capszoo
 from capszoo.data import Batch, Batches, DatasetSpec, ImageSet, StreamedSet, load_dataset, split_validation
 from capszoo.errors import CapszooError, UsageError
 from capszoo.losses import create_loss, reconstruction_loss
+from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 from capszoo.models._pretrained import WeightsError
 
 from .checkpoints import latest_checkpoint, save_checkpoint, write_atomically
@@ -70,9 +71,10 @@ class TrainingError(CapszooError, RuntimeError):
 class Task(nn.Module):
     """The net and its loss as one module, so that Accelerate's precision and processes wrap the whole of a step."""
 
-    def __init__(self, net: Any, recipe: Recipe) -> None:
+    def __init__(self, net: Any, recipe: Recipe, feedback: FeedbackAgreement | None = None) -> None:
         super().__init__()
         self.net: Any = net
+        self.feedback = feedback
         self.criterion: Any = create_loss(recipe.loss.name, **recipe.loss.options)
         self.reconstruction = recipe.loss.reconstruction
 
@@ -92,7 +94,7 @@ class Task(nn.Module):
         """Returns the loss (mean over the batch, a scalar) and the scores [b, n]."""
         if self.reconstruction:
             capsules = self.net.forward_capsules(images)
-            loss = self.criterion(capsules.scores.float(), labels)
+            loss = self._criterion(capsules.scores, labels)
             if parts is None or part_labels is None:
                 return loss + self._rebuilding(capsules.poses, labels, pixels), capsules.scores
             # Several objects: the decoder runs once for each, with that object alone as its target.
@@ -100,7 +102,12 @@ class Task(nn.Module):
                 loss = loss + self._rebuilding(capsules.poses, label, part)
             return loss, capsules.scores
         scores = self.net(images)
-        return self.criterion(scores.float(), labels), scores
+        return self._criterion(scores, labels), scores
+
+    def _criterion(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The loss of the scores, and the feedback agreement of the forward that gave them."""
+        loss: Tensor = self.criterion(scores.float(), labels)
+        return loss if self.feedback is None else loss + self.feedback()
 
     def _rebuilding(self, poses: Tensor, labels: Tensor, pixels: Tensor) -> Tensor:
         """Reconstruction loss of images [b, c, h, w] from the capsules of `labels` [b]; -1 costs nothing."""
@@ -160,6 +167,33 @@ def _create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
         return create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: {error}") from error
+
+
+class _Trained(nn.Module):
+    """All that the optimiser updates, the net's own wishes about weight decay kept."""
+
+    def __init__(self, net: nn.Module, feedback: nn.Module) -> None:
+        super().__init__()
+        self.net: Any = net
+        self.feedback = feedback
+
+    def no_weight_decay(self) -> set[str]:
+        return {f"net.{name}" for name in getattr(self.net, "no_weight_decay", set)()}
+
+
+def _create_feedback(recipe: Recipe, net: nn.Module) -> FeedbackAgreement | None:
+    settings = recipe.feedback
+    if settings is None:
+        return None
+    if recipe.compile:
+        raise RecipeError(f"{recipe.name}: feedback listens inside the net, so compile must be false")
+    options = {"weight": settings.weight, **settings.options}
+    try:
+        if settings.pairs == "encapnet":
+            return encapnet_feedback(net, settings.units, **options)
+        return FeedbackAgreement(net, settings.pairs, **options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{recipe.name}: feedback: {error}") from error
 
 
 def _create_optimizer(recipe: Recipe, net: nn.Module) -> torch.optim.Optimizer:
@@ -333,9 +367,10 @@ def _train(
     layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
     net = _create_net(recipe, spec).to(device).to(memory_format=layout)
     ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
-    optimizer = _create_optimizer(recipe, net)
+    feedback = _create_feedback(recipe, net)
+    optimizer = _create_optimizer(recipe, _Trained(net, feedback) if feedback else net)
     try:
-        goal = Task(torch.compile(net) if recipe.compile else net, recipe)
+        goal = Task(torch.compile(net) if recipe.compile else net, recipe, feedback)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
     schedule = _create_scheduler(recipe, optimizer, steps)
@@ -349,6 +384,8 @@ def _train(
     checkpoint, skipped = latest_checkpoint(out)
     if checkpoint:
         net.load_state_dict(checkpoint.weights["model"])
+        if feedback:
+            feedback.load_state_dict(checkpoint.weights["feedback"])
         if ema:
             ema.module.load_state_dict(checkpoint.weights["ema"])
         optimizer.load_state_dict(checkpoint.optimizer["optimizer"])
@@ -386,7 +423,8 @@ def _train(
             random["scaler"] = accelerator.scaler.state_dict()
         if device.type == "cuda":
             random["device_random"] = torch.cuda.get_rng_state(device)
-        weights = {"model": net.state_dict(), **({"ema": ema.module.state_dict()} if ema else {})}
+        kept = {"model": net, "ema": ema.module if ema else None, "feedback": feedback}
+        weights = {name: module.state_dict() for name, module in kept.items() if module is not None}
         try:
             save_checkpoint(out, step, weights, random, state)
         except OSError as error:
