@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from capszoo.data import dataset_spec
+from capszoo.losses import create_loss
+from capszoo.models._papers import PAPERS
 from capszoo.recipes.config import (
     CONFIGS,
     Recipe,
@@ -16,6 +20,7 @@ from capszoo.recipes.config import (
     list_recipes,
     load_recipe,
 )
+from capszoo.recipes.evaluate import create_for
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 
@@ -29,8 +34,50 @@ def test_recipe_files(name: str) -> None:
     assert lines[0].startswith(f"# capszoo train {name} "), "the header says the command"
 
 
+@pytest.mark.parametrize("name", list_recipes())
+def test_recipe_builds(name: str) -> None:
+    """Model, loss and feedback take the settings of the file and of its profiles."""
+    for profile in (None, *list_profiles(name)):
+        recipe = load_recipe(name, profile=profile)
+        spec, side = dataset_spec(recipe.data.name), recipe.data.size
+        size = spec.input_size if side is None else (spec.input_size[0], side, side)
+        with torch.device("meta"):
+            net = create_for(recipe.arch, spec.num_classes, size, recipe.model_args)
+        create_loss(recipe.loss.name, **recipe.loss.options)
+        assert not recipe.loss.reconstruction or net.decoder is not None
+        if recipe.feedback and recipe.feedback.pairs != "encapnet":
+            modules = dict(net.named_modules())
+            assert all(level in modules for pair in recipe.feedback.pairs for level in pair)
+        elif recipe.feedback:
+            assert net.feedback_pairs(recipe.feedback.units)
+
+
+def test_every_figure_has_a_recipe() -> None:
+    """Where a paper gives a figure on a data set that has a name here, there is a recipe for it."""
+    names = {
+        "MNIST": "mnist",
+        "Fashion-MNIST": "fashion_mnist",
+        "CIFAR-10": "cifar10",
+        "CIFAR-100": "cifar100",
+        "SVHN": "svhn",
+        "smallNORB": "smallnorb",
+        "affNIST": "affnist",
+        "MultiMNIST": "multimnist",
+        "DiverseMultiMNIST": "diverse_multimnist",
+        "h-ImageNet": "h_imagenet",
+    }
+    #: An ensemble of seven at 24 pixels; and a second name of a network that has its recipes under the first.
+    without = {("capsnet_dynamic", "CIFAR-10"), ("resnet_routingpool", "CIFAR-10")}
+    wanted = {(arch, f.dataset) for arch, figures in PAPERS.items() for f in figures if f.dataset in names}
+    assert {data for _, data in wanted} == set(names)
+    recipes = [load_recipe(name) for name in list_recipes()]
+    found = {(recipe.arch, recipe.data.name) for recipe in recipes}
+    assert {(a, d) for a, d in wanted if (a, names[d]) not in found} == without
+
+
 def test_queue() -> None:
     queue = yaml.safe_load((CONFIGS.parent / "queue.yaml").read_text())["queue"]
+    assert {entry["tag"] for entry in queue} <= set(list_recipes()), "what is queued has a recipe"
     assert len({entry["tag"] for entry in queue}) == len(queue) > 10
     for entry in queue:
         assert entry.keys() <= {"tag", "reference", "at_least", "cost", "note"} and entry["at_least"] > 50
