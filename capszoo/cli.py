@@ -356,8 +356,9 @@ def export_command(
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A recipe's name or a YAML file.", show_default=False)
+    recipes: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE...", help="A recipe's name or a YAML file.", show_default=False),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -365,25 +366,48 @@ def train(
             "--set", metavar="KEY=VALUE", help="Change a setting, such as optimizer.lr=0.001; repeatable."
         ),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="One of the recipe's profiles, such as short (default: the paper's settings)."),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option("--data", help="Folder of the data set (default: $CAPSZOO_DATA).", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder of the run (default: runs/<recipe>).", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder of the run (default: runs/<recipe>); with --together the folder of all (runs).",
+            show_default=False,
+        ),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+    together: Annotated[
+        bool, typer.Option("--together", help="Train several recipes side by side, a process each.")
+    ] = False,
 ) -> None:
-    """Train a recipe to its end, or go on where an earlier run of it stopped."""
+    """Train a recipe to its end, or go on where an earlier run of it stopped.
+
+    Ctrl-C and SIGTERM save first. Several processes: accelerate launch -m capszoo.recipes.train RECIPE.
+    """
     import importlib.util
 
-    missing = [name for name in ("accelerate", "pydantic", "yaml") if importlib.util.find_spec(name) is None]
+    needed = ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise CapszooError(f"training needs {', '.join(missing)}", "pip install 'capszoo[train]'")
+    if together:
+        from .recipes.together import train_together
+
+        train_together(recipes, overrides, out, data, cpu, profile)
+        return
+    if len(recipes) > 1:
+        raise UsageError(f"{len(recipes)} recipes were given", "--together trains them side by side")
     from .recipes.train import train
 
-    result = train(recipe, overrides or [], out=out, data=data, cpu=cpu)
+    result = train(recipes[0], overrides or [], out=out, data=data, cpu=cpu, profile=profile)
     console = _stdout()
     if "test" in result:
         figures = ", ".join(f"{key} {value}" for key, value in result["test"].items())

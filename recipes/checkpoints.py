@@ -8,19 +8,29 @@ of the run and every file's sha256. A folder that fails its check is passed over
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-__all__ = ["Checkpoint", "latest_checkpoint", "save_checkpoint", "write_atomically", "write_safetensors"]
+__all__ = [
+    "Checkpoint",
+    "clear_leftovers",
+    "latest_checkpoint",
+    "room_missing",
+    "save_checkpoint",
+    "write_atomically",
+    "write_safetensors",
+]
 
 KEEP = 2
 
@@ -53,19 +63,27 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    return to_safetensors({key: value.detach().cpu().contiguous() for key, value in tensors.items()})
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as safetensors, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary)
-        _sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, _safetensors_bytes(tensors))
 
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _contents(
+    weights: Mapping[str, Mapping[str, Tensor]], optimizer: Mapping[str, Any]
+) -> Iterator[tuple[str, bytes]]:
+    for name, tensors in weights.items():
+        yield f"{name}.safetensors", _safetensors_bytes(tensors)
+    buffer = io.BytesIO()
+    torch.save(dict(optimizer), buffer)
+    yield "optimizer.pt", buffer.getvalue()
 
 
 def save_checkpoint(
@@ -83,13 +101,13 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        for name, tensors in weights.items():
-            write_safetensors(temporary / f"{name}.safetensors", tensors)
-        torch.save(dict(optimizer), temporary / "optimizer.pt")
-        _sync(temporary / "optimizer.pt")
-        files = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
+        digests = {}
+        # Written by Python, not by the libraries: a full disk is then an OSError, which says what it is.
+        for name, content in _contents(weights, optimizer):
+            write_atomically(temporary / name, content)
+            digests[name] = hashlib.sha256(content).hexdigest()
         write_atomically(
-            temporary / "state.json", json.dumps({**state, "step": step, "files": files}, indent=1)
+            temporary / "state.json", json.dumps({**state, "step": step, "files": digests}, indent=1)
         )
         if target.exists():  # the same position again, after a resume: same content
             shutil.rmtree(target)
@@ -122,3 +140,20 @@ def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             skipped.append(f"skipped the damaged checkpoint {folder.name}: {reason}")
     return None, skipped
+
+
+def clear_leftovers(run: Path) -> None:
+    """Remove what a killed process left half-written."""
+    for leftover in (run / "checkpoints").glob(".step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in run.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def room_missing(run: Path, checkpoint_bytes: int) -> int:
+    """Bytes that the disk lacks for a run whose checkpoints take so many bytes each; 0 where there is room.
+
+    One more than are kept must fit, as the oldest goes only when the newest is there.
+    """
+    held = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
+    return max(0, checkpoint_bytes * (KEEP + 1) - held - shutil.disk_usage(run).free)

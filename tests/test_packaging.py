@@ -32,6 +32,7 @@ OPTIONAL = (
     "datasets",
     "pydantic",
     "pyarrow",
+    "tensorboard",
 )
 
 

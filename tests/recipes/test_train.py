@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 import capszoo
-from capszoo.data import DataError
+from capszoo.data import Batches, DataError, load_dataset, split_validation
 from capszoo.models import WeightsError
+from capszoo.recipes import checkpoints
 from capszoo.recipes import train as train_module
 from capszoo.recipes.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluate import evaluate, model_from_file
+from capszoo.recipes.processes import StopRequest
 from capszoo.recipes.train import TrainingError, main, train
 from capszoo.recipes.weights import bundle
 
@@ -50,9 +53,13 @@ def test_a_run_from_start_to_bundle(tiny_mnist: Path, tmp_path: Path) -> None:
     assert result["finished"] and result["step"] == 6 and result["test"]["n"] == 40
     checkpoint = {"model.safetensors", "optimizer.pt", "state.json"}
     name = "resnet20_routingcaps.mnist"
+    (events,) = (out / "tensorboard").iterdir()
     assert files_under(out) == {
-        "recipe.json",
+        "recipe.yaml",
+        "sessions.json",
         "metrics.jsonl",
+        "curves.png",
+        f"tensorboard/{events.name}",
         *(f"{name}{suffix}" for suffix in (".safetensors", ".json", ".golden.npz")),
         *(f"checkpoints/step-{step:08d}/{file}" for step in (3, 6) for file in checkpoint),
     }
@@ -158,7 +165,7 @@ def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full_disk)
+        patch.setattr(checkpoints, "_sync", full_disk)
         with pytest.raises(OSError, match="No space"):
             save_checkpoint(tmp_path, 2, weights, {"optimizer": {}}, {"seconds": 2.0})
     assert files_under(tmp_path) == {
@@ -173,48 +180,111 @@ def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(checkpoint.weights["model"]["w"], torch.arange(4.0))
 
 
-def test_a_non_finite_loss_stops_the_run(tiny_mnist: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(epochs=3)
-    train(recipe, out=tmp_path / "run", data=tiny_mnist, stop_after=3)
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_non_finite_layer_is_named_and_the_last_state_kept(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """One image of the sixth update's batch makes one layer overflow: that layer and that update are named."""
+    recipe = tiny_recipe(data={"name": "mnist", "val_size": 20}, epochs=3)
+    original, poison = train_module._create_net, []
+
+    def create(*args: Any) -> Any:
+        net = original(*args)
+        layer = net.get_submodule("stages.layer2.0.conv1")
+
+        def overflow(_: Any, inputs: Any, output: torch.Tensor) -> Any:
+            return output * float("inf") if seen[-1] else output
+
+        net.register_forward_pre_hook(lambda _, inputs: seen.append(any(is_marked(i) for i in inputs[0])))
+        layer.register_forward_hook(overflow)
+        return net
+
+    def is_marked(image: torch.Tensor) -> bool:
+        return bool(poison) and abs(float(image.sum()) - poison[0]) < 1e-3
+
+    seen: list[bool] = []
+    monkeypatch.setattr(train_module, "_create_net", create)
+    if before:
+        train(recipe, out=tmp_path / "run", data=tiny_mnist, stop_after=before)
+    spoilt = Batches(
+        split_validation(load_dataset("mnist", "train", tiny_mnist), 20, 0)[0], 32, train=True, seed=0
+    )
+    poison.append(float(list(spoilt.epoch(before // 3))[2].images[7].sum()))
     folder = tmp_path / "run" / "checkpoints"
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    def poisoned(name: str, **options: Any) -> Any:
-        def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            return scores.sum() * (float("nan") if len(calls) == 2 else 1.0)
-
-        return loss
-
-    calls: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "create_loss", poisoned)
-        with pytest.raises(
-            TrainingError, match=r"not finite at update 5 \(epoch 2\), first in .*update 3 is kept"
-        ):
-            train(recipe, out=tmp_path / "run", data=tiny_mnist)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    kept = contents(folder)
+    with pytest.raises(TrainingError) as caught:
+        train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(
+        f"the loss is not finite at update {before + 3} (epoch {before // 3 + 1}), "
+        f"first in the output of stages.layer2.0.conv1 (Conv2d); the state of update {before} is kept"
+    )
+    if before:
+        assert contents(folder) == kept
+    assert [path.name for path in folder.iterdir()][-1:] == [f"step-{before:08d}"] or before
 
 
-def test_interrupt_saves_and_says_how_to_go_on(
+def test_a_gradient_that_is_not_finite_is_named(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Overflow(torch.nn.Module):
+        """A finite loss whose gradient is not: the root at 0."""
+
+        def forward(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return (scores - scores.detach()).abs().sum().sqrt() + scores.mean()
+
+    monkeypatch.setattr(train_module, "create_loss", lambda *_, **__: Overflow())
+    with pytest.raises(
+        TrainingError,
+        match=r"not finite at update 2 .*, first in the gradient of \S+ at update 1; .* update 0",
+    ):
+        train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_saves_and_says_how_to_go_on(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     recipe = tiny_recipe()
     whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
     original, calls = train_module._update, []
+    number, handler = signal.Signals[name], signal.getsignal(signal.Signals[name])
 
     def interrupted(*args: Any) -> Any:
         calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
+        if len(calls) == 4:
+            os.kill(os.getpid(), number)  # in the midst of an update, which is then made to its end
         return original(*args)
 
     monkeypatch.setattr(train_module, "_update", interrupted)
-    with pytest.raises(TrainingError, match="stopped at update 4 of 6; the same command goes on"):
+    with pytest.raises(TrainingError, match="stopped at update 4 of 6; the same command goes on") as caught:
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    assert caught.value.exit_code == 128 + number and signal.getsignal(number) == handler
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
     resumed = train(recipe, out=tmp_path / "run", data=tiny_mnist)
     expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
     assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_second_interrupt_stops_at_once(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StopRequest, "PATIENCE", -1.0)
+    original, calls = train_module._update, []
+
+    def stuck(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(train_module, "_update", stuck)
+    with pytest.raises(TrainingError, match="stopped at once; the same command goes on from update 3 of 6"):
+        train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
 
 
 def test_mistakes_are_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
@@ -244,6 +314,8 @@ def test_another_recipe_s_run_is_not_overwritten(tiny_mnist: Path, tmp_path: Pat
     train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
     with pytest.raises(TrainingError, match="holds a run with epochs=2, this recipe says 3"):
         train(tiny_recipe(epochs=3), out=tmp_path / "run", data=tiny_mnist)
+    with pytest.raises(TrainingError, match="holds a run with optimizer.lr=0.003, this recipe says 0.1"):
+        train(tiny_recipe(optimizer={"lr": 0.1}), out=tmp_path / "run", data=tiny_mnist)
     with pytest.raises(TrainingError, match="already holds a run"):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, resume=False)
     with pytest.raises(WeightsError, match="not a finished run"):

@@ -1,0 +1,107 @@
+"""What the processes of a run must do together: fail, and stop when asked to."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from capszoo.errors import CapszooError
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import gather_object
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
+
+__all__ = ["PeerLost", "StopRequest", "Stopped", "TrainingError", "agree", "one_fate"]
+
+
+class TrainingError(CapszooError, RuntimeError):
+    """Training cannot start or go on; the message is one line that says why and what to do."""
+
+
+class PeerLost(TrainingError):
+    """Another process of the run ended without a word."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another process of this run has ended: its own message says why; the same command goes on "
+            "from the last checkpoint"
+        )
+
+
+class Stopped(TrainingError):
+    """A signal stopped the run, and its state was saved."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number  # what shells and schedulers expect
+
+
+def agree(accelerator: Accelerator, failure: Exception | None) -> None:
+    """Let what failed on one process fail on all of them; every process calls this at the same point.
+
+    The first process raises the error, the others leave quietly: one run, one line.
+    """
+    if accelerator.num_processes == 1:
+        if failure is not None:
+            raise failure
+        return
+    code = getattr(failure, "exit_code", 1)
+    gathered: list[Any] = gather_object([None if failure is None else (str(failure), code)])
+    failures = [(rank, *found) for rank, found in enumerate(gathered) if found is not None]
+    if not failures:
+        return
+    rank, message, code = failures[0]
+    if not accelerator.is_main_process:
+        raise SystemExit(code)
+    if failure is not None:
+        raise failure
+    raise TrainingError(f"process {rank}: {message}")
+
+
+@contextmanager
+def one_fate(accelerator: Accelerator) -> Iterator[None]:
+    """Do something that may fail on one process only, such as writing a file on the first."""
+    failure: Exception | None = None
+    try:
+        yield
+    except (CapszooError, OSError, RuntimeError, ValueError) as error:
+        failure = error
+    agree(accelerator, failure)
+
+
+class StopRequest:
+    """Ctrl-C (SIGINT) and SIGTERM, noted while the `with` block lasts, for the loop to stop between two updates.
+
+    A second Ctrl-C some seconds later stops at once, without saving. Launchers pass a signal on that has already
+    reached every process, hence the seconds.
+    """
+
+    PATIENCE = 2.0
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT and time.monotonic() - self._since > self.PATIENCE:
+            raise KeyboardInterrupt
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
