@@ -121,7 +121,9 @@ class Augment:
             name: draws[name] for name in ("brightness", "contrast", "saturation", "hue") if name in draws
         }
         if colours:
-            result = jitter(result.float() / 255, **colours) * 255
+            # Planes of one colour each: a crop leaves the colours of a pixel side by side, which is slower here.
+            planes = result.to(torch.float32, memory_format=torch.contiguous_format)
+            result = jitter(planes / 255, **colours) * 255
         if result.dtype != torch.uint8:
             result = result.round_().clamp_(0, 255).to(torch.uint8)
         return result
