@@ -1,0 +1,68 @@
+"""Every recipe, run for a few steps on images of its data set's shape: it runs, and its loss falls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from capszoo.data import ImageSet, dataset_spec
+from capszoo.data.sources import compose, sized
+from capszoo.recipes import train as train_module
+from capszoo.recipes.config import list_profiles, list_recipes, load_recipe
+from capszoo.recipes.train import train
+
+#: Networks of which a step takes seconds: fewer images.
+LARGE = ("encapnet_v2", "encapnet_v3")
+
+
+def digits(root: Path, count: int) -> ImageSet:
+    packed = np.load(root / "tests" / "fixtures" / "mnist_test_1000.npz")
+    images = torch.from_numpy(packed["images"][:count]).reshape(-1, 1, 28, 28)
+    labels = torch.from_numpy(packed["labels"][:count]).long()
+    return ImageSet(dataset_spec("mnist"), "train", images, labels)
+
+
+def patterns(name: str, count: int, size: int | None, resize: int | None) -> ImageSet:
+    """Images of a named set's shape: a coarse pattern per class, under noise."""
+    spec = dataset_spec(name)
+    side = spec.side or spec.input_size[1]
+    if size or resize or spec.side:
+        spec, side = sized(spec, size, resize)
+    generator = torch.Generator().manual_seed(0)
+    classes = min(spec.num_classes, 4)
+    labels = torch.arange(count) % classes
+    coarse = torch.rand(classes, spec.input_size[0], 4, 4, generator=generator)
+    shown = torch.nn.functional.interpolate(coarse, size=(side, side))[labels]
+    noise = torch.rand(shown.shape, generator=generator)
+    return ImageSet(spec, "train", (255 * (0.8 * shown + 0.2 * noise)).to(torch.uint8), labels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list_recipes())
+def test_loss_falls(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = "short" if "short" in list_profiles(name) else None
+    recipe = load_recipe(name, profile=profile)
+    large = recipe.arch in LARGE
+    batch, count, epochs = (2, 4, 4) if large else (16, 64, 6)
+
+    def few(data: str, split: str, *args: Any, **kwargs: Any) -> ImageSet:
+        spec = dataset_spec(data)
+        if spec.base:
+            return compose(spec, split, digits(root, count))
+        if data == "mnist":
+            return replace(digits(root, count), split=split)
+        return replace(patterns(data, count, kwargs.get("size"), kwargs.get("resize")), split=split)
+
+    monkeypatch.setattr(train_module, "load_dataset", few)
+    changes = [f"epochs={epochs}", f"batch_size={batch}", "data.val_size=0", "precision=fp32"]
+    changes += ["schedule={name: cosine, warmup_epochs: 1}", "checkpoint_every=null"]
+    result = train(load_recipe(name, changes, profile=profile), out=tmp_path / "run", data=tmp_path)
+    losses = [json.loads(line)["train_loss"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert result["finished"] and len(losses) == epochs
+    assert losses[-1] < losses[0], f"the loss does not fall: {losses}"
