@@ -234,7 +234,7 @@ def list_recipes() -> list[str]:
 def find_recipe(name: str | Path) -> Path:
     """A recipe's file: a path to a YAML file, or the name of one that comes with the package."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml", ".json"):  # JSON is YAML: older runs state their recipe so
         if path.is_file():
             return path
         if (CONFIGS / path.name).is_file():

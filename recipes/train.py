@@ -144,7 +144,8 @@ def _check_run(recipe: Recipe, out: Path, resume: bool) -> None:
     key, was, wanted = _first_difference(old, recipe.model_dump(mode="json"))
     if key:
         raise TrainingError(
-            f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out"
+            f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
+            f"or go on with the run's own: {before}"
         )
 
 
@@ -186,8 +187,8 @@ def _check_room(out: Path, recipe: Recipe, net: nn.Module) -> None:
     needed = weights * (2 if recipe.ema_decay else 1) + moments
     if missing := room_missing(out, needed):
         raise TrainingError(
-            f"no room for checkpoints of about {needed / 1e6:,.0f} MB in {out}: "
-            f"{missing / 1e6:,.0f} MB more must be free; make room or choose another --out"
+            f"no room for checkpoints of about {needed / 1e6:,.2f} MB in {out}: "
+            f"{missing / 1e6:,.2f} MB more must be free; make room or choose another --out"
         )
 
 
@@ -283,13 +284,15 @@ def _seed_update(seed: int, step: int, rank: int) -> None:
 def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
     """Accelerate keeps its settings in a process-wide singleton: give it back, so that the next run may differ."""
     precision = "no" if recipe.precision == "fp32" else recipe.precision
+    unfit = f"precision {recipe.precision} does not work on this device"
     try:
-        yield Accelerator(mixed_precision=precision, cpu=cpu)
+        accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
+        if precision == "fp16" and accelerator.device.type == "cpu":
+            raise TrainingError(f"{unfit}, a CPU: take bf16 or fp32")
+        yield accelerator
     except ValueError as error:
         if "mixed precision" in str(error):
-            raise TrainingError(
-                f"precision {recipe.precision} does not work on this device ({error}): take bf16 or fp32"
-            ) from error
+            raise TrainingError(f"{unfit} ({error}): take bf16 or fp32") from error
         raise
     finally:
         AcceleratorState._reset_state()
