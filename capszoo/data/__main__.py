@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("name")
     check.add_argument("--data", help="folder of the data set; default: CAPSZOO_DATA")
     get = commands.add_parser("fetch", help="download a data set's files, with checksums")
-    get.add_argument("name")
+    get.add_argument("name", help="a name, or hf:OWNER/NAME")
     get.add_argument("--to", required=True, help="the folder that receives them (give it as --data later)")
     hard = commands.add_parser("h_imagenet", help="build h-ImageNet from a copy of ILSVRC 2012")
     hard.add_argument("ilsvrc", help="folder with Data/CLS-LOC and Annotations/CLS-LOC")
@@ -65,6 +65,12 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
+    if args.name.startswith("hf:"):
+        from .folders import fetch_repository
+
+        folder = fetch_repository(args.name.removeprefix("hf:"), args.to)
+        print(f"{args.name} is in {folder}: train and evaluate with --data {args.to}")
+        return 0
     spec = dataset_spec(args.name)
     name = spec.base or ("smallnorb" if spec.name.startswith("smallnorb") else spec.name)
     for split in ("train", "test"):

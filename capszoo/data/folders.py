@@ -23,7 +23,14 @@ from .readers import decode_image, image_mode, parquet_label_names, read_parquet
 from .sets import DatasetSpec, Decoder, ImageSet, StreamedSet
 from .sources import idx_pair, read_idx_pair, sized
 
-__all__ = ["MEMORY_LIMIT", "FileDecoder", "available_workers", "open_h_imagenet", "open_set"]
+__all__ = [
+    "MEMORY_LIMIT",
+    "FileDecoder",
+    "available_workers",
+    "fetch_repository",
+    "open_h_imagenet",
+    "open_set",
+]
 
 MEMORY_LIMIT = 2 * 2**30
 """Bytes as uint8 up to which a set is held in memory."""
@@ -51,7 +58,7 @@ def open_set(
     if split not in ("train", "test"):
         raise DataError(f"unknown split '{split}' of {name}: there are train, test")
     if kind == "hf":
-        return _open_hub(name, where, split, size, resize, download)
+        return _open_hub(name, where, split, data, size, resize, download)
     folder = _locate(name, where, data)
     if kind == "imagefolder":
         return _open_images(name, folder, split, size, resize)
@@ -263,23 +270,50 @@ def open_h_imagenet(
     return replace(found, spec=replace(found.spec, label_names=named))
 
 
+def fetch_repository(repository: str, folder: str | Path) -> Path:
+    """Download a data set's repository from the Hub to `folder`/OWNER/NAME, as far as it is not there yet."""
+    from huggingface_hub import snapshot_download
+
+    target = Path(folder).expanduser() / repository
+    try:
+        snapshot_download(repository, repo_type="dataset", local_dir=target)
+    except Exception as error:  # no network, no such repository, no access, disk full: of many kinds
+        raise DataError(
+            f"cannot fetch hf:{repository}: {(str(error) or repr(error)).splitlines()[0]}"
+        ) from error
+    return target
+
+
 def _open_hub(
-    name: str, repository: str, split: str, size: int | None, resize: int | None, download: str | Path | None
+    name: str,
+    repository: str,
+    split: str,
+    data: str | Path | None,
+    size: int | None,
+    resize: int | None,
+    download: str | Path | None,
 ) -> ImageSet | StreamedSet:
-    """A data set of the Hub through the library datasets, kept in the folder that the caller names."""
-    local = Path(repository).expanduser().is_dir()
-    if download is None and not local:
-        raise DataError(f"{name} is fetched from the Hub only when told where to: give download=FOLDER")
+    """A repository of the Hub, fetched before or now, through the library datasets; its cache lies beside the files."""
+    configuration = None
+    if not Path(repository).expanduser().is_dir():
+        repository, _, configuration = repository.partition(":")
+    try:
+        folder = _locate(name, repository, data)
+    except DataError as error:
+        if download is None:
+            raise DataError(
+                f"{name} is in no data folder, and fetched only when told where to: "
+                f"python -m capszoo.data fetch hf:{repository} --to FOLDER"
+            ) from error
+        folder = fetch_repository(repository, download)
     try:
         import datasets
     except ImportError as error:
         raise DataError("hf: needs the library datasets: pip install datasets") from error
-    repository, _, configuration = (repository, "", "") if local else repository.partition(":")
-    cache = None if download is None else str(Path(download).expanduser())
-    keep: Callable[..., Any] = datasets.load_dataset
+    read: Callable[..., Any] = datasets.load_dataset
     try:
-        found = keep(repository, configuration or None, cache_dir=cache)
-    except Exception as error:  # the Hub's and the library's errors are of many kinds
+        found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
+    except Exception as error:  # the library's errors are of many kinds
         raise DataError(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
     names = ("train",) if split == "train" else _TEST_NAMES
     part = next((part for part in names if part in found), None)

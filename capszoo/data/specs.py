@@ -15,7 +15,7 @@ PREFIXES: dict[str, str] = {
     "imagefolder:": "a folder of images in a sub-folder per class, below train/ and test/ (or val/)",
     "parquet:": "a folder of the Hub's parquet shards, train-*.parquet and test-*.parquet",
     "idx:": "a folder of four idx files, named like MNIST's",
-    "hf:": "a repository of the Hub (OWNER/NAME), read by the library datasets, or a local copy of one",
+    "hf:": "a repository of the Hub (OWNER/NAME) below a data folder, or the path of a copy",
 }
 """Names that go on with a path or repository, and what stands there."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from capszoo.data import Augment, Batches, DataError, ImageSet, StreamedSet, load_dataset, split_validation
 from capszoo.data import folders as folders_module
+from capszoo.data.__main__ import main
 from tests.data.formats import write_idx, write_image, write_parquet
 
 
@@ -189,18 +191,39 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             repository / "data" / f"{split}-0.parquet"
         )
     name = f"hf:{repository}"
-    held = load_dataset(name, "train", size=16, resize=16, download=tmp_path / "cache")
+    held = load_dataset(name, "train", size=16, resize=16)
     assert isinstance(held, ImageSet) and held.spec.label_names == ("x", "y")
     np.testing.assert_array_equal(held.images[:, 0].numpy(), pixels["train"])
     assert held.labels.tolist() == [0, 1] * 3
     streamed(monkeypatch)
-    read = load_dataset(name, "train", size=16, resize=16, download=tmp_path / "cache")
+    read = load_dataset(name, "train", size=16, resize=16)
     assert isinstance(read, StreamedSet)
     for a, b in zip(Batches(held, 2, train=True).epoch(), Batches(read, 2, train=True).epoch(), strict=True):
         assert torch.equal(a.pixels, b.pixels) and torch.equal(a.labels, b.labels)
-    assert len(load_dataset(name, "test", size=16, download=tmp_path / "cache")) == 3
+    assert len(load_dataset(name, "test", size=16)) == 3
+
+    # Fetched to a folder, it is found below it.
+    def copy(repository: str, repo_type: str, local_dir: Path) -> None:
+        assert (repository, repo_type) == ("someone/something", "dataset")
+        shutil.copytree(tmp_path / "repository", local_dir, dirs_exist_ok=True)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", copy)
+    assert main(["fetch", "hf:someone/something", "--to", str(tmp_path / "here")]) == 0
+    again = load_dataset("hf:someone/something", "train", tmp_path / "here", size=16, resize=16)
+    assert torch.equal(again.labels, read.labels) and torch.equal(
+        again.decoder.decode(3), read.decoder.decode(3)
+    )  # type: ignore[union-attr]
+    assert len(load_dataset("hf:someone/something", "test", size=16, download=tmp_path / "there")) == 3
 
 
-def test_a_repository_is_fetched_only_to_a_folder() -> None:
-    with pytest.raises(DataError, match="only when told where to: give download=FOLDER"):
-        load_dataset("hf:someone/something", "train")
+def test_a_repository_is_fetched_only_to_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise OSError("no route to the Hub\nand much more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(
+        DataError, match="only when told where to: python -m capszoo.data fetch hf:some/thing"
+    ):
+        load_dataset("hf:some/thing", "train")
+    with pytest.raises(DataError, match="cannot fetch hf:some/thing: no route to the Hub$"):
+        load_dataset("hf:some/thing", "train", download=tmp_path)
