@@ -63,11 +63,11 @@ def test_no_room_is_said_before_the_first_update(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
-    with pytest.raises(
-        TrainingError, match=r"no room for checkpoints of about 0.05 MB in .*: 0.14 MB more must be free"
-    ):
-        train(recipe(), out=tmp_path / "run", data=tiny_mnist)
+    expected = r"no room for checkpoints of about 0.05 MB in .*: 0.14 MB more must be free"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
+        with pytest.raises(TrainingError, match=expected):
+            train(recipe(), out=tmp_path / "run", data=tiny_mnist)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert train(recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)["step"] == 1
 
