@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from capszoo.losses import margin_loss
 from capszoo.models._base import CapsuleOutput
 from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
 from capszoo.recipes.evaluate import all_right, count_correct, evaluate, score_threshold
-from capszoo.recipes.train import Task, train
+from capszoo.recipes.train import Task, TrainingError, _check_run, train
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 LABELS = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1]])
@@ -143,3 +144,16 @@ def test_each_digit_is_rebuilt_alone() -> None:
     # Class k is rebuilt as (k + 1) / 10: 0.2 against 0.2, 0.5 against 0.4, 0.3 against 0.2, nothing against black.
     expected = 4 * (0.0**2 + 0.1**2 + 0.1**2) / 2
     assert float(loss - margin_loss(scores, labels)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_run_from_before_a_key_was_new_goes_on(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(SMALL)
+    old = recipe.model_dump(mode="json")
+    del old["data"]["size"]
+    old["data"]["augment"] = {"shift": 0, "flip": False}
+    (tmp_path / "recipe.json").write_text(json.dumps(old))
+    _check_run(recipe, tmp_path, True)
+    old["data"]["augment"] = {"shift": 2, "flip": False}
+    (tmp_path / "recipe.json").write_text(json.dumps(old))
+    with pytest.raises(TrainingError, match="holds a run with data.*shift.*2"):
+        _check_run(recipe, tmp_path, True)
