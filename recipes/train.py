@@ -740,6 +740,9 @@ def main(argv: list[str] | None = None) -> int:
         if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
+    except KeyboardInterrupt:  # before the first update or after the last: there is nothing to save
+        print("error: stopped; the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 

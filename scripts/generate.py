@@ -1,6 +1,7 @@
-"""Writes what is derived from the registry: hubconf.py's entry points and the README's tables (``make docs``).
+"""Writes what is derived: hubconf.py's entry points, the tables of README.md and recipes/README.md (``make docs``).
 
-The sources are timm's registry (names, docstrings, parameter counts) and the metadata beside the weights. ``--check``
+The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
+heads, and the metadata beside the weights. ``--check``
 writes nothing and fails where a file is out of date; a test does the same.
 """
 
@@ -16,8 +17,10 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
+from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
+from capszoo.recipes.config import CONFIGS, list_profiles, list_recipes, load_recipe  # noqa: E402
 
 HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
 
@@ -119,13 +122,56 @@ def results_table() -> str:
     return "\n".join(lines)
 
 
+def header_line(recipe: str, key: str) -> str:
+    """What a recipe file says at its head after ``# <key>:``, in that line; empty where it says nothing."""
+    for line in (CONFIGS / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"# {key}: "):
+            return line.removeprefix(f"# {key}: ").strip()
+        if not line.startswith("#"):
+            break
+    return ""
+
+
+def recipe_table() -> str:
+    """The recipes: the papers' figures, ours, the commands, what a run costs."""
+    lines = [
+        "| recipe | the paper's figure | ours, top-1 % | command | cost |",
+        "|---|---|---|---|---|",
+    ]
+    trained = bundled_tags()
+    for name in list_recipes():
+        recipe = load_recipe(name)
+        title = dataset_spec(recipe.data.name).title
+        paper = header_line(name, "Paper")
+        if not paper:
+            same = [figure for figure in PAPERS.get(recipe.arch, ()) if figure.dataset == title]
+            paper = (
+                "; ".join(f"{figure.metric} {figure.value:g} ({figure.source})" for figure in same) or "none"
+            )
+        ours, cost = "not trained yet", header_line(name, "Cost") or "not measured"
+        if name in trained:
+            raw = trained[name].raw
+            run = f"seed {raw['seed']}, {raw['recipe']['epochs']} epochs"
+            ours = f"{raw['metrics']['test']['top1']:.2f} (n = 1: {run})"
+            cost = f"{raw['train_seconds']:,} s for that run, measured on {raw['hardware']}"
+        command = f"`capszoo train {name}`"
+        profiles = list_profiles(name)
+        if profiles:
+            command += ", " + ", ".join(f"`--profile {profile}`" for profile in profiles)
+        cells = (f"[`{name}`](configs/{name}.yaml)", paper, ours, command, cost)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
 def outputs() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     for block, content in {"models": model_table(), "results": results_table()}.items():
         text = replace_block(text, block, content)
-    return {ROOT / "hubconf.py": hubconf(), readme: text}
+    recipes = ROOT / "recipes" / "README.md"
+    recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
+    return {ROOT / "hubconf.py": hubconf(), readme: text, recipes: recipes_text}
 
 
 def main() -> int:
@@ -139,7 +185,7 @@ def main() -> int:
     stale = []
     for path, content in outputs().items():
         if not path.is_file() or path.read_text(encoding="utf-8") != content:
-            stale.append(path.name)
+            stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(content, encoding="utf-8")
     if stale:

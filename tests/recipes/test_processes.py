@@ -203,6 +203,23 @@ def test_what_fails_on_one_process_ends_both_with_one_line(
     assert "Traceback" not in ours, ours
 
 
+def test_a_signal_to_the_launcher_stops_both_processes_at_the_same_update(
+    root: Path, tmp_path: Path, data: Path
+) -> None:
+    out, log = tmp_path / "run", tmp_path / "log"
+    argv = command(out, data, {**TINY, "epochs": 5000, "checkpoint_every": 3}, processes=2)
+    with running(root, argv, log) as process:
+        deadline = time.monotonic() + 120
+        while progress(out) < 3:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)  # as a scheduler does
+        process.wait(timeout=60)
+    lines = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    step = progress(out)
+    assert lines == [f"error: stopped at update {step} of 25000; the same command goes on from there"]
+
+
 def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_good_state(
     root: Path, tmp_path: Path, data: Path
 ) -> None:

@@ -88,3 +88,13 @@ def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: P
         step = int(newest(runs / f"idpa_cnn.{tag}").name.split("-")[1])
         assert last == f"error: stopped at update {step} of 25000; the same command goes on from there"
         assert f"idpa_cnn.{tag}: failed (143)" in out
+
+
+def test_several_recipes_need_the_option(root: Path) -> None:
+    command = [sys.executable, "-m", "capszoo", "train", "idpa_cnn.mnist", "resnet20_routingcaps.mnist"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "error: 2 recipes were given: --together trains them side by side\n"
+    command = [sys.executable, "-m", "capszoo", "train", "resnet20_routingpool.cifar10", "--profile", "shrot"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "unknown profile 'shrot': did you mean 'short'" in done.stderr
