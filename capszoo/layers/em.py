@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._blockwise import blockwise
 from .squash import upcast_half
 
 __all__ = ["ClassEM", "ConvEM", "SharedEM", "em_routing", "shared_em_routing"]
@@ -303,11 +304,135 @@ class _MatrixEM(nn.Module):
             return upcast_half(prepared)
         return block_diagonal(upcast_half(self.weight), self.pose_size)
 
+    def _weight(self) -> Tensor:
+        """``[i, q, j, r]``."""
+        prepared, p = self.prepared, self.pose_size
+        if prepared is not None:  # [i, p, q, j, p, r]
+            return upcast_half(prepared.reshape(-1, p, p, self.out_caps, p, p)[:, 0, :, :, 0])
+        return upcast_half(self.weight).transpose(1, 2)
+
     def extra_repr(self) -> str:
         return (
             f"{self.in_caps}, {self.out_caps}, pose_size={self.pose_size}, num_iters={self.num_iters}"
             + _describe(self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost)
         )
+
+
+def _window_routing(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """:func:`em_routing` of the votes ``poses @ wide``."""
+    children, pose_size, parents = weight.shape[0], weight.shape[1], weight.shape[2]
+    # mean vote at uniform couplings: children summed and transformed by one product
+    weights = first_weights(activations, parents, eps)[0].unsqueeze(2)
+    rows = (poses * weights).reshape(-1, children, pose_size, pose_size).transpose(1, 2)  # [n, p, i, q]
+    mean = torch.matmul(rows.flatten(2), weight.flatten(2).flatten(0, 1))  # [n, p, j*r]
+    mean = mean.reshape(-1, pose_size, parents, pose_size).transpose(1, 2).flatten(2)  # [n, j, e]
+    votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, n, j, e]
+    return em_routing(
+        votes.permute(1, 2, 0, 3),
+        activations,
+        beta_v,
+        beta_a,
+        num_iters,
+        lam_start,
+        lam_step,
+        var_floor,
+        eps,
+        normalize_cost,
+        mean,
+    )
+
+
+def window_routing(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+    need_couplings: bool,
+) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    """EM routing in windows that share transforms; on the CPU a few windows at a time, whose votes stay in the cache.
+
+    Args:
+        poses: ``[n, i, d]`` of n windows.
+        activations: ``[n, i]``.
+        weight: the transforms, ``[i, q, j, r]``.
+        wide: the same as matrices on flattened poses, ``[i, d, j * e]``, see :func:`block_diagonal`.
+        beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        need_couplings: whether to return the couplings.
+
+    Returns:
+        poses ``[n, j, e]``, logits ``[n, j]``, and couplings ``[n, j, i]`` or None.
+    """
+    settings = (num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
+    if torch.jit.is_scripting():
+        mu, logits, couplings = _window_routing(
+            poses,
+            activations,
+            weight,
+            wide,
+            beta_v,
+            beta_a,
+            num_iters,
+            lam_start,
+            lam_step,
+            var_floor,
+            eps,
+            normalize_cost,
+        )
+        if need_couplings:
+            return mu, logits, couplings
+        return mu, logits, None
+    else:  # noqa: RET505 (as in ConvEM)
+        return _windows_in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
+
+
+def _windows_in_blocks(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    settings: Tuple[int, float, float, float, float, bool],
+    need_couplings: bool,
+) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    count = 3 if need_couplings else 2
+
+    def route(*parts: Tensor) -> Tuple[Tensor, ...]:
+        return _window_routing(*parts, *settings)[:count]  # type: ignore[call-arg, arg-type]
+
+    results = blockwise(
+        route,
+        (poses, activations, weight, wide, beta_v, beta_a),
+        (0, 0, None, None, None, None),
+        (0,) * count,
+        # a quarter of the votes: the transforms are read for each block, which fewer and larger ones save
+        wide.shape[0] * wide.shape[2] // 4,
+    )
+    return results[0], results[1], results[2] if need_couplings else None
+
+
+torch.fx.wrap("window_routing")
 
 
 class ConvEM(_MatrixEM):
@@ -370,7 +495,7 @@ class ConvEM(_MatrixEM):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[b, in_caps * (p*p + 1), h, w]`` to ``[b, out_caps * (p*p + 1), h', w']``, activations in 0..1."""
-        poses, logits, _ = self.route(x)
+        poses, logits, _ = self._route(x, False)
         return self.pack(poses, logits).to(x.dtype)
 
     def pack(self, poses: Tensor, logits: Tensor) -> Tensor:
@@ -382,32 +507,31 @@ class ConvEM(_MatrixEM):
 
         All of them at least in float32; the children i of a window as the first index of ``weight``.
         """
+        poses, logits, couplings = self._route(x, True)
+        assert couplings is not None
+        return poses, logits, couplings
+
+    def _route(self, x: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         if torch.jit.is_scripting():
-            return self._route(x)
+            return self._route_full(x, need_couplings)
         else:  # noqa: RET505 (TorchScript compiles no more than the branch it needs of an if with else)
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 with torch.autocast(x.device.type, enabled=False):
-                    return self._route(x)
-            return self._route(x)
+                    return self._route_full(x, need_couplings)
+            return self._route_full(x, need_couplings)
 
-    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    def _route_full(self, x: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+        """In float32 or float64."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
         x = self._windows(upcast_half(x).permute(0, 2, 3, 1))  # [b, h', w', k, l, channels]
         b, h, w = x.shape[0], x.shape[1], x.shape[2]
         children, parents = self.weight.shape[0], self.out_caps
         split = self.in_caps * self.pose_dim
-        poses = x[..., :split].reshape(-1, children, self.pose_dim)  # [bhw, i, d]
-        activations = x[..., split:].reshape(-1, children)  # [bhw, i]
-        wide = self._wide_weight()  # [i, d, j*e]
-        # mean vote at uniform couplings: children summed and transformed by one product
-        weights = first_weights(activations, parents, self.eps)[0].unsqueeze(2)
-        mean = torch.mm((poses * weights).flatten(1), wide.flatten(0, 1)).unflatten(
-            1, [parents, -1]
-        )  # [bhw, j, e]
-        votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, bhw, j, e]
-        mu, logits, couplings = em_routing(
-            votes.permute(1, 2, 0, 3),
-            activations,
+        mu, logits, couplings = window_routing(
+            x[..., :split].reshape(-1, children, self.pose_dim),  # [bhw, i, d]
+            x[..., split:].reshape(-1, children),  # [bhw, i]
+            self._weight(),  # [i, q, j, r]
+            self._wide_weight(),  # [i, d, j*e]
             upcast_half(self.beta_v),
             upcast_half(self.beta_a),
             self.num_iters,
@@ -416,13 +540,12 @@ class ConvEM(_MatrixEM):
             self.var_floor,
             self.eps,
             self.normalize_cost,
-            mean,
+            need_couplings,
         )
-        return (
-            mu.reshape(b, h, w, parents, self.pose_dim),
-            logits.reshape(b, h, w, parents),
-            couplings.reshape(b, h, w, parents, children),
-        )
+        if need_couplings:
+            assert couplings is not None
+            couplings = couplings.reshape(b, h, w, parents, children)
+        return mu.reshape(b, h, w, parents, self.pose_dim), logits.reshape(b, h, w, parents), couplings
 
     def _windows(self, x: Tensor) -> Tensor:
         """``[b, h, w, c]`` to ``[b, h', w', k, l, c]``, by slices."""
@@ -573,7 +696,8 @@ def shared_em_routing(
     normalize_cost: bool = True,
     var_share: float = VAR_SHARE,
     min_share: float = MIN_SHARE,
-) -> Tuple[Tensor, Tensor, Tensor]:
+    need_couplings: bool = True,
+) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """EM routing from capsules whose transforms are shared over a grid, without making votes.
 
     Let ``c_g`` be the mean pose of the children of type ``g``, weighted as in the first iteration, and ``m_j`` the
@@ -585,7 +709,8 @@ def shared_em_routing(
         sum_s r (V - m)_h^2  = <w_h w_h^T, sum_s r u u^T> + 2 D_h w_h . sum_s r u + D_h^2 sum_s r
         sum_h q_h (V - m)_h^2 = <sum_h q_h w_h w_h^T, u u^T> + 2 u . sum_h q_h D_h w_h + sum_h q_h D_h^2
 
-    so the largest tensors are the couplings, and ``w_h w_h^T`` of all transforms, whatever the batch. Squares about
+    so the largest tensors are the couplings, and ``w_h w_h^T`` of all transforms, whatever the batch (and on the CPU
+    those of a block). Squares about
     ``c_g`` and ``m_j`` do not cancel: the variances are as exact as those of :func:`em_routing`.
 
     Args:
@@ -595,13 +720,14 @@ def shared_em_routing(
         bias: ``[j, g, e]``.
         beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost, var_share, min_share: see
             :func:`em_routing`.
+        need_couplings: whether to return the couplings.
 
     Returns:
         poses ``[b, j, e]``; logits ``[b, j]``, whose sigmoids are the parents' activations; couplings
-        ``[b, j, g, s]`` of the last iteration, which sum to 1 over the parents.
+        ``[b, j, g, s]`` of the last iteration, which sum to 1 over the parents, or None.
     """
     _check_iterations(num_iters)
-    parents, groups, dim = weight.shape[0], weight.shape[1], weight.shape[2]
+    parents, groups = weight.shape[0], weight.shape[1]
     # t = 0: every parent takes the same share of every child, so the moments do not depend on j
     weights, mass = first_weights(activations.flatten(1), parents, eps)  # [b, gs], [b, 1]
     weights = weights.reshape(activations.shape).unsqueeze(2)  # [b, g, 1, s]
@@ -609,56 +735,157 @@ def shared_em_routing(
     centre = (x * weights).sum(dim=3) / share  # [b, g, d]
     u = x - centre.unsqueeze(3)
     pairs = _pairs(u, 2.0)  # [b, g, m, s]
-    forms = _pairs(weight, 1.0).flatten(1, 2)  # w_h w_h^T: [j, g*m, e]
-    # votes of the centres: [j, g, b, e]
-    offset = torch.matmul(centre.transpose(0, 1), weight) + bias.unsqueeze(2)
-    share = share.transpose(0, 1)  # [g, b, 1]
-    mean = (share * offset).sum(dim=1)  # [j, b, e]; the children's deviations u weigh up to zero
-    offset = offset - mean.unsqueeze(1)
-    second = torch.matmul((pairs * weights).sum(dim=3).flatten(1), forms)  # [j, b, e]
-    variance = (second + (share * offset * offset).sum(dim=1)).clamp_min(var_floor)
+    features = torch.cat([torch.ones_like(u[:, :, :1]), u, pairs], dim=2).flatten(0, 1)  # [bg, f, s]
+    present = features * activations.flatten(0, 1).unsqueeze(1)
+    idle = (eps / parents) * features.sum(dim=2).unsqueeze(1)  # [bg, 1, f]
+    forms = _shared_products(weight)  # w_h w_h^T: [j, g*m, e]
+    # the children's deviations u weigh up to zero: first moments are those of the centres alone
+    mean, offset, variance = _shared_start(weight, forms, bias, centre, share, (pairs * weights).sum(dim=3))
+    variance = variance.clamp_min(var_floor)  # [j, b, e]
     least = (var_share * variance).clamp_min(var_floor)
     logits, log_sigma = _parent_logits(
         mass, variance.transpose(0, 1), beta_v, beta_a, lam_start, normalize_cost, 0.0
     )
     shift = torch.zeros_like(mean)  # mu - m
-    features = torch.cat([torch.ones_like(u[:, :, :1]), u, pairs], dim=2).flatten(0, 1)  # [bg, f, s]
-    present = features * activations.flatten(0, 1).unsqueeze(1)
-    uniform = (eps / parents) * features.sum(dim=2).unsqueeze(1)  # [bg, 1, f]
-    coupling = torch.full_like(activations, 1.0).flatten(0, 1).unsqueeze(2).expand(-1, -1, parents) / parents
+    coupling: Optional[Tensor] = None
     for t in range(1, num_iters):
         # E-step: log-likelihoods as one form per parent and group, applied to the features
-        precision = 0.5 / variance  # [j, b, e]
-        # (V - mu)^2 = (D' + W u)^2
-        there = offset - shift.unsqueeze(1)  # D' = D + m - mu: [j, g, b, e]
-        scaled = there * precision.unsqueeze(1)
-        height = _height(logits, log_sigma).t()[:, None, :, None]  # [j, 1, b, 1]
-        form = torch.cat(
-            [
-                (height - (scaled * there).sum(dim=3, keepdim=True)).transpose(1, 2),
-                -2.0 * torch.matmul(scaled, weight.transpose(2, 3)).transpose(1, 2),
-                -torch.bmm(precision, forms.transpose(1, 2)).unflatten(2, [groups, -1]),
-            ],
-            dim=3,
-        )  # [j, b, g, f]
-        form = form.permute(1, 2, 3, 0).flatten(0, 1)  # [bg, f, j]
-        coupling = torch.softmax(torch.bmm(features.transpose(1, 2), form), dim=2)  # [bg, s, j]
+        height = _height(logits, log_sigma).t()  # [j, b]
+        form = _shared_forms(weight, forms, offset, shift, variance, height).flatten(0, 1)  # [bg, j, f]
         # M-step
-        sums = torch.bmm(coupling.transpose(1, 2), present.transpose(1, 2)) + uniform  # [bg, j, f]
-        sums = sums.unflatten(0, [-1, groups]).permute(2, 1, 0, 3)  # [j, g, b, f]
-        masses = sums[:, :, :, :1]  # [j, g, b, 1]
-        total = masses.sum(dim=1)  # [j, b, 1]
-        first = torch.matmul(sums[:, :, :, 1 : dim + 1], weight)  # [j, g, b, e]
-        second = torch.bmm(sums[:, :, :, dim + 1 :].transpose(1, 2).flatten(2), forms)
-        second = second + (offset * (2.0 * first + masses * offset)).sum(dim=1)
-        shift = (first + masses * offset).sum(dim=1) / total
-        variance = torch.maximum(second / total - shift * shift, least)
+        sums = _shared_sums(features, present, idle, form)  # [bg, j, f]
+        if need_couplings and t == num_iters - 1:
+            coupling = _shared_couplings(features, form)  # [bg, s, j]
+        total, shift, variance = _shared_moments(weight, forms, offset, sums.unflatten(0, [-1, groups]))
+        variance = torch.maximum(variance, least)
         lam = lam_start + lam_step * t
-        mass = total.squeeze(2).t()  # [b, j]
         logits, log_sigma = _parent_logits(
-            mass, variance.transpose(0, 1), beta_v, beta_a, lam, normalize_cost, min_share
+            total.t(), variance.transpose(0, 1), beta_v, beta_a, lam, normalize_cost, min_share
         )
-    return (mean + shift).transpose(0, 1), logits, coupling.unflatten(0, [-1, groups]).permute(0, 3, 1, 2)
+    if coupling is not None:
+        coupling = coupling.unflatten(0, [-1, groups]).permute(0, 3, 1, 2)
+    elif need_couplings:
+        coupling = torch.full_like(activations, 1.0).unsqueeze(1).expand(-1, parents, -1, -1) / parents
+    return (mean + shift).transpose(0, 1), logits, coupling
+
+
+# The steps of shared_em_routing. Each works in blocks where that is of use (see _blockwise): over the parents, with the
+# products of their transforms, or over the groups of children, with their couplings; and is a leaf for FX.
+
+
+def _shared_products_plain(weight: Tensor) -> Tuple[Tensor]:
+    return (_pairs(weight, 1.0).flatten(1, 2),)
+
+
+def _shared_start_plain(
+    weight: Tensor, forms: Tensor, bias: Tensor, centre: Tensor, share: Tensor, squares: Tensor
+) -> Tuple[Tensor, Tensor, Tensor]:
+    # votes of the centres: [j, g, b, e]
+    offset = torch.matmul(centre.transpose(0, 1), weight) + bias.unsqueeze(2)
+    share = share.transpose(0, 1)  # [g, b, 1]
+    mean = (share * offset).sum(dim=1)  # [j, b, e]
+    offset = offset - mean.unsqueeze(1)
+    variance = torch.matmul(squares.flatten(1), forms) + (share * offset * offset).sum(dim=1)
+    return mean, offset, variance
+
+
+def _shared_forms_plain(
+    weight: Tensor, forms: Tensor, offset: Tensor, shift: Tensor, variance: Tensor, height: Tensor
+) -> Tuple[Tensor]:
+    precision = -0.5 / variance  # [j, b, e]
+    there = offset - shift.unsqueeze(1)  # (V - mu)^2 = (there + W u)^2: [j, g, b, e]
+    scaled = there * precision.unsqueeze(1)
+    level = (scaled * there).sum(dim=3, keepdim=True) + height[:, None, :, None]  # [j, g, b, 1]
+    linear = torch.matmul(2.0 * scaled, weight.transpose(2, 3))  # [j, g, b, d]
+    square = torch.bmm(precision, forms.transpose(1, 2)).unflatten(2, [weight.shape[1], -1])  # [j, b, g, m]
+    form = torch.cat([level.transpose(1, 2), linear.transpose(1, 2), square], dim=3)  # [j, b, g, f]
+    return (form.permute(1, 2, 0, 3),)
+
+
+def _shared_couplings(features: Tensor, form: Tensor) -> Tensor:
+    """Couplings ``[bg, s, j]``."""
+    return torch.softmax(torch.bmm(features.transpose(1, 2), form.transpose(1, 2)), dim=2)
+
+
+def _shared_sums_plain(features: Tensor, present: Tensor, idle: Tensor, form: Tensor) -> Tuple[Tensor]:
+    couplings = _shared_couplings(features, form)
+    return (torch.bmm(couplings.transpose(1, 2), present.transpose(1, 2)) + idle,)
+
+
+def _shared_moments_plain(
+    weight: Tensor, forms: Tensor, offset: Tensor, sums: Tensor
+) -> Tuple[Tensor, Tensor, Tensor]:
+    dim = weight.shape[2]
+    sums = sums.permute(2, 0, 1, 3)  # [j, b, g, f]
+    masses = sums[:, :, :, :1].transpose(1, 2)  # [j, g, b, 1]
+    total = masses.sum(dim=1)  # [j, b, 1]
+    first = torch.matmul(sums[:, :, :, 1 : dim + 1].transpose(1, 2), weight)  # [j, g, b, e]
+    moved = masses * offset
+    shift = (first + moved).sum(dim=1) / total
+    second = torch.bmm(sums[:, :, :, dim + 1 :].flatten(2), forms)
+    second = second + (offset * (2.0 * first + moved)).sum(dim=1)
+    return total.squeeze(2), shift, second / total - shift * shift
+
+
+def _shared_products(weight: Tensor) -> Tensor:
+    """``w_h w_h^T`` of all transforms, ``[j, g*m, e]``."""
+    if torch.jit.is_scripting():
+        return _shared_products_plain(weight)[0]
+    else:  # noqa: RET505 (as in ConvEM)
+        return blockwise(_shared_products_plain, (weight,), (0,), (0,), _forms_work(weight))[0]
+
+
+def _shared_start(
+    weight: Tensor, forms: Tensor, bias: Tensor, centre: Tensor, share: Tensor, squares: Tensor
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Mean ``[j, b, e]`` at even couplings, the centres' votes about it ``[j, g, b, e]``, variance ``[j, b, e]``."""
+    if torch.jit.is_scripting():
+        return _shared_start_plain(weight, forms, bias, centre, share, squares)
+    else:  # noqa: RET505 (as in ConvEM)
+        inputs = (weight, forms, bias, centre, share, squares)
+        return blockwise(
+            _shared_start_plain, inputs, (0, 0, 0, None, None, None), (0, 0, 0), _forms_work(weight)
+        )
+
+
+def _shared_forms(
+    weight: Tensor, forms: Tensor, offset: Tensor, shift: Tensor, variance: Tensor, height: Tensor
+) -> Tensor:
+    """Log-likelihoods of the children as forms of their features, ``[b, g, j, f]``."""
+    if torch.jit.is_scripting():
+        return _shared_forms_plain(weight, forms, offset, shift, variance, height)[0]
+    else:  # noqa: RET505 (as in ConvEM)
+        inputs = (weight, forms, offset, shift, variance, height)
+        return blockwise(_shared_forms_plain, inputs, (0, 0, 0, 0, 0, 0), (2,), _forms_work(weight))[0]
+
+
+def _shared_sums(features: Tensor, present: Tensor, idle: Tensor, form: Tensor) -> Tensor:
+    """Features summed over the places of a type with the parents' weights, ``[bg, j, f]``."""
+    if torch.jit.is_scripting():
+        return _shared_sums_plain(features, present, idle, form)[0]
+    else:  # noqa: RET505 (as in ConvEM)
+        work = features.shape[2] * form.shape[1]
+        return blockwise(_shared_sums_plain, (features, present, idle, form), (0, 0, 0, 0), (0,), work)[0]
+
+
+def _shared_moments(
+    weight: Tensor, forms: Tensor, offset: Tensor, sums: Tensor
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """From sums ``[b, g, j, f]``: masses ``[j, b]``, means less the first ones and variances ``[j, b, e]``."""
+    if torch.jit.is_scripting():
+        return _shared_moments_plain(weight, forms, offset, sums)
+    else:  # noqa: RET505 (as in ConvEM)
+        inputs = (weight, forms, offset, sums)
+        return blockwise(_shared_moments_plain, inputs, (0, 0, 0, 2), (0, 0, 0), _forms_work(weight))
+
+
+def _forms_work(weight: Tensor) -> int:
+    """Numbers in the products ``w_h w_h^T`` of one parent."""
+    return weight.shape[1] * weight.shape[2] * (weight.shape[2] + 1) // 2 * weight.shape[3]
+
+
+for _step in ("_shared_products", "_shared_start", "_shared_forms", "_shared_sums", "_shared_moments"):
+    torch.fx.wrap(_step)
 
 
 class SharedEM(nn.Module):
@@ -719,20 +946,30 @@ class SharedEM(nn.Module):
 
     def forward(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, g, d, s]``, activations ``[b, g, s]`` to poses ``[b, j, e]``, activation logits ``[b, j]``."""
-        poses, logits, _ = self.route(x, activations)
+        poses, logits, _ = self._route(x, activations, False)
         return poses.to(x.dtype), logits.to(x.dtype)
 
     def route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """As :func:`shared_em_routing` returns them, at least in float32: couplings are ``[b, j, g, s]``."""
+        poses, logits, couplings = self._route(x, activations, True)
+        assert couplings is not None
+        return poses, logits, couplings
+
+    def _route(
+        self, x: Tensor, activations: Tensor, need_couplings: bool
+    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         if torch.jit.is_scripting():
-            return self._route(x, activations)
+            return self._route_full(x, activations, need_couplings)
         else:  # noqa: RET505 (as in ConvEM)
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 with torch.autocast(x.device.type, enabled=False):
-                    return self._route(x, activations)
-            return self._route(x, activations)
+                    return self._route_full(x, activations, need_couplings)
+            return self._route_full(x, activations, need_couplings)
 
-    def _route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    def _route_full(
+        self, x: Tensor, activations: Tensor, need_couplings: bool
+    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+        """In float32 or float64."""
         return shared_em_routing(
             upcast_half(x),
             upcast_half(activations),
@@ -746,6 +983,7 @@ class SharedEM(nn.Module):
             self.var_floor,
             self.eps,
             self.normalize_cost,
+            need_couplings=need_couplings,
         )
 
     def extra_repr(self) -> str:

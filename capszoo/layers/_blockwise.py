@@ -1,0 +1,134 @@
+"""Work in blocks that stay in the cache, and compute again in the backward pass what would have to be stored.
+
+A layer whose items (windows, images, parents) are independent of each other runs one block of them after the other:
+no temporary is larger than a block's, however large the batch and the image, and none leaves the cache. In training a
+block is computed again in the backward pass; only the layer's inputs are kept.
+
+This is for eager PyTorch on the CPU. TorchScript, torch.jit.trace, torch.export and torch.compile are given the plain
+operations, and so are other devices, which like large ones better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["blockwise"]
+
+#: Numbers in the largest temporary of a block: 2 MiB in float32, what a core's own cache holds. Larger ones are also
+#: given back to the system when they are freed, and every new one costs page faults.
+BLOCK = 1 << 19
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+def blockwise(
+    function: Function,
+    tensors: Sequence[Tensor],
+    in_dims: Sequence[int | None],
+    out_dims: Sequence[int],
+    work: int,
+) -> Any:
+    """``function(*tensors)``, block by block where that is of use.
+
+    Args:
+        function: of as many tensors, to as many results as ``out_dims``; differentiable, without random numbers. A
+            block of the results depends on the same block of the inputs.
+        tensors: its inputs.
+        in_dims: the axis of each input that is cut into blocks; None for an input that every block needs whole.
+        out_dims: the axis of each result along which blocks are put together.
+        work: numbers in the largest temporary, per item.
+
+    Returns:
+        The results, a tuple. Where blocks were made, they can be differentiated once.
+    """
+    if tensors[0].device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return function(*tensors)
+    size = next(t.shape[d] for t, d in zip(tensors, in_dims, strict=True) if d is not None)
+    block = max(1, min(size, BLOCK // max(work, 1)))
+    block = -(-size // -(-size // block)) if size else 1  # even blocks
+    if block >= size:
+        return function(*tensors)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _Blockwise.apply(function, tuple(in_dims), tuple(out_dims), block, *tensors)
+    return _run(function, tensors, in_dims, out_dims, block, size)
+
+
+def _parts(tensors: Sequence[Tensor], dims: Sequence[int | None], start: int, length: int) -> list[Tensor]:
+    return [t if d is None else t.narrow(d, start, length) for t, d in zip(tensors, dims, strict=True)]
+
+
+def _run(
+    function: Function,
+    tensors: Sequence[Tensor],
+    in_dims: Sequence[int | None],
+    out_dims: Sequence[int],
+    block: int,
+    size: int,
+) -> tuple[Tensor, ...]:
+    outputs: list[Tensor] = []
+    for start in range(0, size, block):
+        length = min(block, size - start)
+        results = function(*_parts(tensors, in_dims, start, length))
+        if not outputs:
+            for result, dim in zip(results, out_dims, strict=True):
+                shape = list(result.shape)
+                shape[dim] = size
+                outputs.append(result.new_empty(shape))
+        for output, result, dim in zip(outputs, results, out_dims, strict=True):
+            output.narrow(dim, start, length).copy_(result)
+    return tuple(outputs)
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        function, in_dims, out_dims, block, *tensors = arguments
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        size = next(t.shape[d] for t, d in zip(tensors, in_dims, strict=True) if d is not None)
+        ctx.plan = (function, in_dims, out_dims, block, size)
+        return _run(function, tensors, in_dims, out_dims, block, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        function, in_dims, out_dims, block, size = ctx.plan
+        needed = ctx.needs_input_grad[4:]
+        grads: list[Tensor | None] = [None] * len(tensors)
+        for k, (tensor, dim) in enumerate(zip(tensors, in_dims, strict=True)):
+            if needed[k]:
+                grads[k] = torch.zeros_like(tensor) if dim is None else torch.empty_like(tensor)
+        for start in range(0, size, block):
+            length = min(block, size - start)
+            inputs = [
+                part.detach().requires_grad_(need)
+                for part, need in zip(_parts(tensors, in_dims, start, length), needed, strict=True)
+            ]
+            with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+                results = function(*inputs)
+            outputs, weights = [], []
+            for result, grad, dim in zip(results, given, out_dims, strict=True):
+                if grad is not None and result.requires_grad:
+                    outputs.append(result)
+                    weights.append(grad.narrow(dim, start, length))
+            wanted = [t for t in inputs if t.requires_grad]
+            found = iter(torch.autograd.grad(outputs, wanted, weights, allow_unused=True))
+            for whole, dim, need in zip(grads, in_dims, needed, strict=True):
+                if not need:
+                    continue
+                assert whole is not None
+                part = next(found)
+                if dim is None:
+                    if part is not None:
+                        whole += part
+                elif part is None:
+                    whole.narrow(dim, start, length).zero_()
+                else:
+                    whole.narrow(dim, start, length).copy_(part)
+        return (None, None, None, None, *grads)
