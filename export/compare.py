@@ -40,18 +40,22 @@ class Runner(Protocol):
 
 
 class EagerRunner:
-    """A PyTorch module, run eagerly without gradients on the device and in the dtype of its parameters."""
+    """A PyTorch module, run eagerly without gradients on the device of its parameters.
+
+    Floating images are cast to the module's ``input_dtype``, or where it does not say one to its parameters' dtype.
+    """
 
     name = "eager"
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
         like = next(iter(model.parameters()), torch.empty(0))
-        self.device, self.dtype = like.device, like.dtype
+        self.device, self.dtype = like.device, getattr(model, "input_dtype", like.dtype)
 
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+        x = torch.from_numpy(images).to(self.device)
         with torch.inference_mode():
-            outputs = self.model(torch.from_numpy(images).to(self.device, self.dtype))
+            outputs = self.model(x.to(self.dtype) if x.is_floating_point() else x)
         flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         return [output.detach().float().cpu().numpy() for output in flat]
 
@@ -117,16 +121,25 @@ class Difference:
         return asdict(self)
 
 
-def probe_input(probe: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
-    """A float32 input: ``random`` (standard normal), ``zero``, ``constant`` (0.5) or ``x100`` (100 x random)."""
-    if probe == "zero":
-        return np.zeros(shape, dtype=np.float32)
-    if probe == "constant":
-        return np.full(shape, 0.5, dtype=np.float32)
+def probe_input(probe: str, shape: Sequence[int], seed: int = 0, dtype: str = "float32") -> np.ndarray:
+    """An input: ``random`` (standard normal), ``zero``, ``constant`` (0.5) or ``x100`` (100 x random).
+
+    As ``uint8``: any values, zero, 128, or only the extremes 0 and 255.
+    """
     if probe not in PROBES:
         raise ValueError(f"unknown probe {probe!r}: use one of {', '.join(PROBES)}")
-    noise = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-    return noise * np.float32(100) if probe == "x100" else noise
+    if probe == "zero":
+        return np.zeros(shape, dtype=dtype)
+    generator = np.random.default_rng(seed)
+    if dtype == "uint8":
+        if probe == "constant":
+            return np.full(shape, 128, dtype=np.uint8)
+        noise = generator.integers(0, 256, shape, dtype=np.uint8)
+        return np.where(noise < 128, 0, 255).astype(np.uint8) if probe == "x100" else noise
+    if probe == "constant":
+        return np.full(shape, 0.5, dtype=np.float32)
+    normal = generator.standard_normal(shape, dtype=np.float32)
+    return normal * np.float32(100) if probe == "x100" else normal
 
 
 def compare_outputs(

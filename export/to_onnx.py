@@ -12,6 +12,7 @@ file appears under its name only after the last step.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -28,7 +29,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.errors import CapszooError, UsageError
-from capszoo.preprocess import model_input_size
+from capszoo.preprocess import model_input_size, model_transform
 
 from . import compare, unroll
 
@@ -40,10 +41,17 @@ __all__ = [
     "ExportReport",
     "FORBIDDEN_OPS",
     "GateStep",
+    "Job",
     "MAX_RANK",
+    "MIN_AGREEMENT",
+    "OUTPUTS",
+    "PRECISIONS",
     "SUPPORTED_OPS",
+    "TOLERANCES",
     "export",
     "inspect_graph",
+    "prepare",
+    "write",
 ]
 
 #: Limit of ours; TensorRT's is 8 dimensions.
@@ -74,6 +82,17 @@ SUPPORTED_OPS = frozenset(
 )
 
 GATES = ("full", "quick")
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+#: Allowed difference as a share of the largest output. That of bf16, with its 8 bits, is our choice.
+TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
+
+#: Share of real images whose top-1 half precision must keep; float32 keeps all.
+MIN_AGREEMENT = 0.995
+
+#: Operators that do the arithmetic.
+_HEAVY = ("Conv", "Gemm", "MatMul")
 
 
 class ExportError(CapszooError, RuntimeError):
@@ -115,7 +134,11 @@ class ExportReport:
         max_rank: dimensions of the largest tensor.
         file_bytes: size of the file.
         versions: library → version that made and checked the file.
+        precision: ``fp32``, ``fp16`` or ``bf16``.
+        input_dtype: ``float32`` or ``uint8``.
+        precision_map: ``operators``: operator → type → count; ``weights``: type → numbers stored.
         comparisons: ONNX Runtime against eager PyTorch, one per probe and batch.
+        half_comparisons: half precision against float32, both in eager PyTorch.
         gate: the steps, run and not run.
     """
 
@@ -133,7 +156,11 @@ class ExportReport:
     file_bytes: int
     tolerance: float
     versions: dict[str, str]
+    precision: str = "fp32"
+    input_dtype: str = "float32"
+    precision_map: dict[str, dict[str, Any]] = field(default_factory=dict)
     comparisons: list[compare.Difference] = field(default_factory=list)
+    half_comparisons: list[compare.Difference] = field(default_factory=list)
     gate: list[GateStep] = field(default_factory=list)
 
     @property
@@ -180,14 +207,16 @@ def export(
     pretrained: bool = True,
     routing_iters: int | None = None,
     outputs: Sequence[str] = ("scores",),
-    opset: int = 20,
+    opset: int | None = None,
     batch: tuple[int, int, int] | int = (1, 8, 32),
     dynamic_batch: bool = True,
     input_size: tuple[int, int, int] | None = None,
+    precision: str = "fp32",
+    uint8_input: bool = False,
     optimize: bool = True,
     check: bool = True,
     gate: str = "full",
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
     images: torch.Tensor | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ExportReport:
@@ -201,16 +230,21 @@ def export(
         routing_iters: iterations to unroll; None keeps the model's own.
         outputs: any of ``scores``, ``poses``, ``activations``, ``couplings``; all but the first need a capsule
             network of the zoo. Couplings become one output per routing layer.
-        opset: ONNX opset; refused where the exporter would silently take another.
+        opset: ONNX opset; refused where the exporter would silently take another. None: 20, for bf16 22 (the first
+            whose convolution takes bfloat16).
         batch: (smallest, usual, largest) batch the file must serve; one number fixes the batch.
         dynamic_batch: False fixes the batch at the usual one.
         input_size: channels, height and width; None takes the model's own.
+        precision: ``fp32``, ``fp16`` or ``bf16``; inputs and outputs stay float32, as do norms, squash, softmax
+            logits and EM variances.
+        uint8_input: take images as uint8 and normalise them inside the graph.
         optimize: let the exporter fold constants and simplify.
         check: run the gate; without it the report says that nothing was proved.
         gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
             batch 1 and an odd one).
-        tolerance: allowed difference as a share of the largest output.
-        images: real, normalised images ``[b, c, h, w]``; if given, their top-1 must agree.
+        tolerance: allowed difference as a share of the largest output; None takes :data:`TOLERANCES`.
+        images: real images ``[b, c, h, w]`` as the graph takes them (normalised, or uint8); if given, their top-1
+            must agree.
         progress: called with one line before each step.
 
     Returns:
@@ -220,66 +254,206 @@ def export(
         ExportError: the model cannot be exported or failed the gate; nothing was written.
         UsageError: arguments that make no sense.
     """
-    profile = _batch_profile(batch, dynamic_batch)
-    if gate not in GATES:
-        raise UsageError(f"unknown gate '{gate}'", f"use {' or '.join(GATES)}")
     target = Path(path)
     if target.is_dir():
         raise UsageError(f"{target} is a folder", "give the name of a file, such as model.onnx")
-    _require_libraries(check)
-    say = progress or (lambda line: None)
+    job = prepare(
+        model,
+        name=name,
+        pretrained=pretrained,
+        routing_iters=routing_iters,
+        outputs=outputs,
+        batch=batch,
+        dynamic_batch=dynamic_batch,
+        input_size=input_size,
+        precision=precision,
+        uint8_input=uint8_input,
+        tolerance=tolerance,
+        progress=progress,
+    )
+    return write(
+        job, target, opset=opset, optimize=optimize, check=check, gate=gate, images=images, progress=progress
+    )
+
+
+@dataclass
+class Job:
+    """A model prepared for export, with the original that every result is held against.
+
+    Attributes:
+        name: of the model.
+        original: float32, unprepared, with the interface of the graph; routes as often as the graph does.
+        served: what is exported.
+        size: channels, height, width.
+        output_names: of the graph.
+        batch: smallest, usual, largest.
+        precision: of ``served``.
+        tolerance: allowed difference as a share of the largest output.
+        routing_iters: distinct iteration counts.
+    """
+
+    name: str
+    original: nn.Module
+    served: nn.Module
+    size: tuple[int, int, int]
+    output_names: list[str]
+    batch: tuple[int, int, int]
+    precision: str
+    tolerance: float
+    routing_iters: list[int]
+
+    @property
+    def input_dtype(self) -> str:
+        """``float32`` or ``uint8``."""
+        dtype = getattr(self.served, "input_dtype", torch.float32)
+        return str(dtype).removeprefix("torch.")
+
+    def trace(self) -> torch.export.ExportedProgram:
+        """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
+
+        Raises:
+            ExportError: the model cannot be traced.
+        """
+        smallest, usual, largest = self.batch
+        # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
+        count = usual if smallest == largest else 2
+        dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
+        example = torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
+        with _quiet():
+            try:
+                return torch.export.export(
+                    self.served, (example,), dynamic_shapes=self.dynamic_shapes(), strict=False
+                )
+            except Exception as e:  # torch raises many kinds here, several without a common base
+                if "Constraints violated" in str(e):
+                    raise ExportError(
+                        f"{self.name}: its forward turns the batch size into a number",
+                        "keep x.shape[0] as it is (no int(), no len())",
+                    ) from e
+                raise ExportError(f"{self.name}: torch.export cannot trace it: {_first_line(e)}") from e
+
+    def dynamic_shapes(self) -> Any:
+        smallest, _, largest = self.batch
+        return None if smallest == largest else ({0: torch.export.Dim("batch", min=1, max=max(largest, 2))},)
+
+
+def prepare(
+    model: nn.Module | str,
+    *,
+    name: str = "",
+    pretrained: bool = True,
+    routing_iters: int | None = None,
+    outputs: Sequence[str] = ("scores",),
+    batch: tuple[int, int, int] | int = (1, 8, 32),
+    dynamic_batch: bool = True,
+    input_size: tuple[int, int, int] | None = None,
+    precision: str = "fp32",
+    uint8_input: bool = False,
+    tolerance: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Job:
+    """Prepare a model for export, whatever the format; arguments as for :func:`export`.
+
+    Raises:
+        ExportError: a model that cannot be exported.
+        UsageError: arguments that make no sense.
+    """
+    profile = _batch_profile(batch, dynamic_batch)
+    if precision not in PRECISIONS:
+        raise UsageError(f"unknown precision '{precision}'", f"use {', '.join(PRECISIONS)}")
     if isinstance(model, str):
         import capszoo
 
         name, model = name or model, capszoo.create_model(model, pretrained=pretrained)
     name = name or type(model).__name__
-
+    bad = unroll.non_finite_weights(model)
+    if bad:
+        raise ExportError(f"{name}: weights hold NaN or infinity ({', '.join(bad[:3])})", "train it again")
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        raise ExportError(f"{name}: only float32 models are exported", "call model.float() first")
+    size = input_size or model_input_size(model)
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    if uint8_input:
+        transform = model_transform(model)
+        mean, std = transform.mean, transform.std
+    dtype = PRECISIONS[precision]
+    if progress:
+        progress("preparing")
+    _check_outputs(model, outputs)
     with _evaluating(model):
-        bad = unroll.non_finite_weights(model)
-        if bad:
-            raise ExportError(
-                f"{name}: weights hold NaN or infinity ({', '.join(bad[:3])})", "train it again"
-            )
-        if any(p.dtype != torch.float32 for p in model.parameters()):
-            raise ExportError(f"{name}: only float32 models are exported", "call model.float() first")
-        size = input_size or model_input_size(model)
-        original = _with_outputs(model, outputs)
-        output_names = _output_names(original, outputs, size)
-        say("preparing and tracing")
-        prepared = _with_outputs(unroll.prepare_for_export(model, routing_iters).cpu(), outputs)
+        # the reference must route as often as the graph does, but stay as unprepared as the user's model
+        original = copy.deepcopy(model)
         if routing_iters is not None:
-            # the reference must route as often as the graph does, but stay as unprepared as the user's model
-            original = _with_outputs(_with_iterations(model, routing_iters), outputs)
-        program = _to_onnx_program(prepared, size, profile, opset, output_names, name)
-        proto = _stripped(program.model_proto)  # plain: before the exporter's optimisation
-        plain = proto
-        if optimize:
-            program.optimize()
-            proto = _stripped(program.model_proto)
-        report = _describe(proto, target, name, profile, unroll.routing_iterations(prepared), tolerance)
-        if report.opset != opset:
-            raise ExportError(
-                f"{name}: asked for opset {opset}, the exporter wrote {report.opset}",
-                "ask for an opset from 18 on that torch.onnx knows",
-                report,
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            data = proto.SerializeToString()
-            temporary.write_bytes(data)
-            report.file_bytes = len(data)
-            if check:
-                session = _Gate(report, say)
-                session.structure(proto)
-                session.parity(original, str(temporary), size, full=gate == "full")
-                session.real_images(original, str(temporary), images)
-                session.both_graphs(plain, str(temporary), size, run=gate == "full" and optimize)
-            else:
-                report.gate.append(GateStep("gate", None, "not run: check=False"))
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+            unroll.set_routing_iterations(original, routing_iters)
+        served = unroll.prepare_for_export(model, routing_iters).cpu()
+        output_names = _output_names(model, outputs, size)
+    plain = tuple(outputs) == ("scores",) and not mean
+    return Job(
+        name=name,
+        original=original if plain else unroll.Served(original, outputs, mean, std).eval(),
+        served=served
+        if plain and dtype == torch.float32
+        else unroll.Served(served, outputs, mean, std, dtype).eval(),
+        size=size,
+        output_names=output_names,
+        batch=profile,
+        precision=precision,
+        tolerance=TOLERANCES[precision] if tolerance is None else tolerance,
+        routing_iters=unroll.routing_iterations(served),
+    )
+
+
+def write(
+    job: Job,
+    path: str | os.PathLike[str],
+    *,
+    opset: int | None = None,
+    optimize: bool = True,
+    check: bool = True,
+    gate: str = "full",
+    images: torch.Tensor | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ExportReport:
+    """Write a prepared model as ONNX, through the gate; arguments as for :func:`export`."""
+    if gate not in GATES:
+        raise UsageError(f"unknown gate '{gate}'", f"use {' or '.join(GATES)}")
+    opset = opset or (22 if job.precision == "bf16" else 20)
+    _require_libraries(check)
+    target, name = Path(path), job.name
+    say = progress or (lambda line: None)
+    say("tracing")
+    program = _to_onnx_program(job, opset)
+    proto = _stripped(program.model_proto)  # plain: before the exporter's optimisation
+    plain = proto
+    if optimize:
+        program.optimize()
+        proto = _stripped(program.model_proto)
+    report = _describe(proto, target, job)
+    if report.opset != opset:
+        raise ExportError(
+            f"{name}: asked for opset {opset}, the exporter wrote {report.opset}",
+            "ask for an opset from 18 on that torch.onnx knows",
+            report,
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        data = proto.SerializeToString()
+        temporary.write_bytes(data)
+        report.file_bytes = len(data)
+        if check:
+            session = _Gate(report, job, proto, say)
+            session.structure()
+            session.parity(full=gate == "full")
+            session.half_in_pytorch(images)
+            session.real_images(images)
+            session.both_graphs(plain, run=gate == "full" and optimize)
+        else:
+            report.gate.append(GateStep("gate", None, "not run: check=False"))
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
     return report
 
 
@@ -289,8 +463,10 @@ def export(
 class _Gate:
     """Runs the steps in order, notes each in the report and raises at the first that fails."""
 
-    def __init__(self, report: ExportReport, say: Callable[[str], None]) -> None:
-        self.report, self.say = report, say
+    def __init__(
+        self, report: ExportReport, job: Job, proto: onnx.ModelProto, say: Callable[[str], None]
+    ) -> None:
+        self.report, self.job, self.proto, self.say = report, job, proto, say
 
     @contextmanager
     def _step(self, name: str) -> Iterator[list[str]]:
@@ -309,62 +485,108 @@ class _Gate:
     def _fail(self, what: str, remedy: str = "") -> ExportError:
         return ExportError(f"{self.report.model}: {what}", remedy, self.report)
 
-    def structure(self, proto: onnx.ModelProto) -> None:
+    def structure(self) -> None:
         """Step 1: the checker, strict shape inference, ranks, operators, types."""
         with self._step("structure") as detail:
-            problems = inspect_graph(proto, self.report.batch)
+            problems = inspect_graph(self.proto, self.report.batch)
             if problems:
                 raise self._fail(f"the graph breaks a rule: {problems[0]}")
             detail.append(
                 f"{self.report.num_nodes} nodes, opset {self.report.opset}, rank ≤ {self.report.max_rank}"
             )
             detail.append("every shape inferred, only the batch is symbolic, operators supported by TensorRT")
+            if self.job.precision != "fp32":
+                wanted = {"fp16": "float16", "bf16": "bfloat16"}[self.job.precision]
+                heavy = [self.report.precision_map["operators"].get(op, {}) for op in _HEAVY]
+                half, total = (
+                    sum(kinds.get(wanted, 0) for kinds in heavy),
+                    sum(sum(k.values()) for k in heavy),
+                )
+                if half == 0:
+                    raise self._fail(f"no convolution or matrix product is {wanted}")
+                detail.append(f"{half} of {total} convolutions and matrix products in {wanted}")
 
-    def parity(self, model: nn.Module, path: str, size: tuple[int, int, int], full: bool) -> None:
+    def parity(self, full: bool) -> None:
         """Step 2: ONNX Runtime against eager PyTorch."""
         with self._step("parity with eager") as detail:
-            eager, runtime = compare.EagerRunner(model), self._runner(path)
+            eager, runtime = compare.EagerRunner(self.job.original), self._exported()
             probes = compare.PROBES if full else compare.PROBES[:2]
             for count in _probe_batches(self.report.batch, full):
                 for probe in probes:
                     self.say(f"parity with eager: {probe}, batch {count}")
-                    difference = self._compare(eager, runtime, (count, *size), probe)
+                    difference = self._compare(eager, runtime, count, probe)
                     self.report.comparisons.append(difference)
-                    if not difference.finite:
-                        raise self._fail(f"NaN or infinity in the output for {probe} input at batch {count}")
-                    if not difference.passed(self.report.tolerance):
-                        raise self._fail(
-                            f"differs from eager by {difference.relative:.1e} of the largest output for {probe} input "
-                            f"at batch {count}; the limit is {self.report.tolerance:.0e}"
-                        )
+                    self._hold(difference, "differs from eager")
             detail.append(
                 f"{len(self.report.comparisons)} inputs, worst {self.report.max_rel_diff:.1e} of the largest"
             )
             if not full:
                 detail.append("quick gate: random and zero input only")
+            if self.job.precision == "fp16":
+                detail.append(
+                    "ONNX Runtime's CPU provider computes in float32 where it has no float16 kernel"
+                )
+            if self.job.precision == "bf16":
+                detail.append(
+                    "run as float32 with the bfloat16 weights: ONNX Runtime's CPU provider has no bfloat16"
+                )
 
-    def real_images(self, model: nn.Module, path: str, images: torch.Tensor | None) -> None:
+    def half_in_pytorch(self, images: torch.Tensor | None) -> None:
+        """Step 2 for half precision: what is lost to it, computed in PyTorch in that very precision."""
+        if self.job.precision == "fp32":
+            return
+        with self._step(f"{self.job.precision} in PyTorch") as detail:
+            eager, half = compare.EagerRunner(self.job.original), compare.EagerRunner(self.job.served)
+            half.name = f"eager {self.job.precision}"
+            count = _probe_batches(self.report.batch, full=False)[-1]
+            differences = []
+            for probe in compare.PROBES:
+                differences.append(self._compare(eager, half, count, probe))
+                self._hold(differences[-1], f"{self.job.precision} differs from float32")
+            detail.append(f"worst {max(d.relative for d in differences):.1e} of the largest output")
+            if images is not None:
+                detail.append(self._same_answers(eager, half, images, differences))
+            self.report.half_comparisons.extend(differences)
+
+    def real_images(self, images: torch.Tensor | None) -> None:
         """Step 2, last part: the same top-1 on real images."""
         name = "top-1 on real images"
         if images is None:
             self.report.gate.append(GateStep(name, None, "not run: no images given"))
             return
         with self._step(name) as detail:
-            eager, runtime = compare.EagerRunner(model), self._runner(path)
-            largest = self.report.batch[2]
-            for chunk in images.float().cpu().split(largest):
-                fill = 0 if self.report.batch[0] < largest else largest - len(chunk)
-                padded = torch.cat([chunk, chunk[-1:].expand(fill, -1, -1, -1)]) if fill else chunk
-                difference = compare.compare_runners(eager, runtime, padded.numpy(), "images")
-                self.report.comparisons.append(difference)
-                if not difference.passed(self.report.tolerance) or difference.top1_agreement < 1:
-                    raise self._fail(
-                        f"real images: differs by {difference.relative:.1e} of the largest output, top-1 agrees on "
-                        f"{difference.top1_agreement:.1%}"
-                    )
-            detail.append(f"{len(images)} images, top-1 equal on all")
+            eager, runtime = compare.EagerRunner(self.job.original), self._exported()
+            detail.append(self._same_answers(eager, runtime, images, self.report.comparisons))
 
-    def both_graphs(self, plain: onnx.ModelProto, path: str, size: tuple[int, int, int], run: bool) -> None:
+    def _same_answers(
+        self,
+        reference: compare.Runner,
+        candidate: compare.Runner,
+        images: torch.Tensor,
+        into: list[compare.Difference],
+    ) -> str:
+        """Hold two runners together on real images; half precision may turn 0.5% of the answers."""
+        if str(images.dtype) != f"torch.{self.job.input_dtype}":
+            raise UsageError(
+                f"the images are {images.dtype}", f"the graph takes {self.job.input_dtype} images"
+            )
+        smallest, _, largest = self.report.batch
+        equal = 0
+        for chunk in images.cpu().split(largest):
+            fill = max(0, smallest - len(chunk))
+            padded = torch.cat([chunk, chunk[-1:].expand(fill, -1, -1, -1)]) if fill else chunk
+            outputs = reference(padded.numpy()), candidate(padded.numpy())
+            kept = [[output[: len(chunk)] for output in side] for side in outputs]
+            difference = compare.compare_outputs(kept[0], kept[1], "images", (reference.name, candidate.name))
+            into.append(difference)
+            self._hold(difference, "real images: differs")
+            equal += round(difference.top1_agreement * len(chunk))
+        agreement, least = equal / len(images), 1.0 if self.job.precision == "fp32" else MIN_AGREEMENT
+        if agreement < least:
+            raise self._fail(f"real images: top-1 agrees on {agreement:.2%}; the limit is {least:.1%}")
+        return f"{len(images)} images, top-1 equal on {'all' if equal == len(images) else f'{agreement:.2%}'}"
+
+    def both_graphs(self, plain: onnx.ModelProto, run: bool) -> None:
         """Step 3: the graph with and without the exporter's optimisation."""
         name = "plain and optimised graph agree"
         if not run:
@@ -372,31 +594,46 @@ class _Gate:
             return
         with self._step(name) as detail:
             count = _probe_batches(self.report.batch, full=False)[-1]
-            before, after = self._runner(plain.SerializeToString()), self._runner(path)
+            before, after = self._runner(plain), self._exported()
             worst = 0.0
             for probe in compare.PROBES:
-                difference = self._compare(before, after, (count, *size), probe)
+                difference = self._compare(before, after, count, probe)
                 if not difference.passed(self.report.tolerance):
                     raise self._fail(f"the exporter's optimisation changes the result for {probe} input")
                 worst = max(worst, difference.relative)
             detail.append(f"worst {worst:.1e} of the largest output")
 
-    def _runner(self, model: str | bytes) -> compare.OnnxRunner:
+    def _hold(self, difference: compare.Difference, what: str) -> None:
+        where = f"for {difference.probe} input at batch {difference.batch}"
+        if not difference.finite:
+            raise self._fail(f"NaN or infinity in the output {where}")
+        if not difference.passed(self.report.tolerance):
+            raise self._fail(
+                f"{what} by {difference.relative:.1e} of the largest output {where}; "
+                f"the limit is {self.report.tolerance:.0e}"
+            )
+
+    def _exported(self) -> compare.OnnxRunner:
+        return self._runner(self.proto)
+
+    def _runner(self, proto: onnx.ModelProto) -> compare.OnnxRunner:
+        if self.job.precision == "bf16":
+            proto = _widened(proto)
         try:
-            return compare.OnnxRunner(model)
+            return compare.OnnxRunner(proto.SerializeToString())
         except Exception as e:  # onnxruntime's exceptions have no common base class of their own
             raise self._fail(f"ONNX Runtime does not load the graph: {_first_line(e)}") from e
 
     def _compare(
-        self, reference: compare.Runner, candidate: compare.Runner, shape: tuple[int, ...], probe: str
+        self, reference: compare.Runner, candidate: compare.Runner, count: int, probe: str
     ) -> compare.Difference:
-        images = compare.probe_input(probe, shape, seed=shape[0])
+        images = compare.probe_input(probe, (count, *self.job.size), count, self.job.input_dtype)
         try:
             return compare.compare_runners(reference, candidate, images, probe)
         except ValueError as e:
             raise self._fail(str(e)) from e
         except Exception as e:  # a graph that froze its batch fails inside onnxruntime
-            raise self._fail(f"the graph does not run at batch {shape[0]}: {_first_line(e)}") from e
+            raise self._fail(f"the graph does not run at batch {count}: {_first_line(e)}") from e
 
 
 def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 32)) -> list[str]:
@@ -463,66 +700,51 @@ def _infer_shapes(proto: onnx.ModelProto, batch: int) -> onnx.ModelProto:
     """Strict inference, with data propagation, of a copy whose batch is a number and whose annotations are gone."""
     import onnx
 
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    del copy.graph.value_info[:]
-    for value in copy.graph.input:
+    bare = onnx.ModelProto()
+    bare.CopyFrom(proto)
+    del bare.graph.value_info[:]
+    for value in bare.graph.input:
         for dim in value.type.tensor_type.shape.dim[:1]:
             if dim.HasField("dim_param"):
                 dim.dim_value = batch
-    for value in copy.graph.output:
+    for value in bare.graph.output:
         value.type.tensor_type.ClearField("shape")
-    return onnx.shape_inference.infer_shapes(copy, check_type=True, strict_mode=True, data_prop=True)
+    return onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=True)
 
 
 # -- steps of the export ----------------------------------------------------------------------------------------
 
 
-class _CapsuleOutputs(nn.Module):
-    """A capsule network whose forward returns the asked fields of ``forward_capsules``, flat."""
-
-    def __init__(self, model: nn.Module, outputs: Sequence[str]) -> None:
-        super().__init__()
-        self.model = model
-        self.outputs = tuple(outputs)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        capsules = self.model.forward_capsules(x)  # type: ignore[operator]
-        flat: list[torch.Tensor] = []
-        for name in self.outputs:
-            value = getattr(capsules, name)
-            flat.extend([value] if isinstance(value, torch.Tensor) else value)
-        return tuple(flat)
+OUTPUTS = ("scores", "poses", "activations", "couplings")
 
 
-_OUTPUTS = ("scores", "poses", "activations", "couplings")
-
-
-def _with_outputs(model: nn.Module, outputs: Sequence[str]) -> nn.Module:
-    unknown = [name for name in outputs if name not in _OUTPUTS]
+def _check_outputs(model: nn.Module, outputs: Sequence[str]) -> None:
+    unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown or not outputs:
-        raise UsageError(f"unknown output '{unknown[0] if unknown else ''}'", f"use {', '.join(_OUTPUTS)}")
-    if tuple(outputs) == ("scores",):
-        return model
-    if not hasattr(model, "forward_capsules"):
+        raise UsageError(f"unknown output '{unknown[0] if unknown else ''}'", f"use {', '.join(OUTPUTS)}")
+    if len(set(outputs)) < len(outputs):
+        raise UsageError(f"outputs {', '.join(outputs)} name one twice", "name each once")
+    if tuple(outputs) != ("scores",) and not hasattr(model, "forward_capsules"):
         raise UsageError(f"{type(model).__name__} has no capsules", "ask for the output scores only")
-    return _CapsuleOutputs(model, outputs).eval()
 
 
 def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int, int]) -> list[str]:
     """Names of the graph's outputs; several couplings are numbered by routing layer."""
-    if not isinstance(model, _CapsuleOutputs):
-        return list(outputs)
+    if tuple(outputs) == ("scores",):
+        return ["scores"]
     like = next(model.parameters())
     with torch.no_grad():
-        capsules = model.model.forward_capsules(torch.zeros(1, *size, dtype=like.dtype, device=like.device))  # type: ignore[operator]
+        try:
+            capsules = model.forward_capsules(torch.zeros(1, *size, device=like.device))  # type: ignore[operator]
+        except NotImplementedError:
+            raise UsageError(f"{type(model).__name__} has no capsules", "ask for scores only") from None
     names: list[str] = []
     for name in outputs:
         value = getattr(capsules, name)
         if isinstance(value, torch.Tensor):
             names.append(name)
         elif len(value) == 0:
-            raise UsageError(f"{type(model.model).__name__} has no {name}", "leave that output out")
+            raise UsageError(f"{type(model).__name__} has no {name}", "leave that output out")
         else:
             names.extend([name] if len(value) == 1 else [f"{name}_{i}" for i in range(len(value))])
     return names
@@ -540,54 +762,53 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _with_iterations(model: nn.Module, routing_iters: int) -> nn.Module:
-    import copy
-
-    changed = copy.deepcopy(model)
-    unroll.set_routing_iterations(changed, routing_iters)
-    return changed
-
-
-def _to_onnx_program(
-    model: nn.Module,
-    size: tuple[int, int, int],
-    batch: tuple[int, int, int],
-    opset: int,
-    output_names: list[str],
-    name: str,
-) -> Any:
+def _to_onnx_program(job: Job, opset: int) -> Any:
     """torch.export, then torch.onnx without its optimisation (an ``ONNXProgram``)."""
-    like = next(model.parameters())
-    smallest, usual, largest = batch
-    fixed = smallest == largest
-    # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
-    example = torch.zeros(usual if fixed else 2, *size, dtype=like.dtype, device=like.device)
-    shapes = None if fixed else ({0: torch.export.Dim("batch", min=1, max=largest)},)
+    exported = job.trace()
     with _quiet():
         try:
-            exported = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
             program = torch.onnx.export(
                 exported,
-                (example,),
+                exported.example_inputs[0],
                 input_names=["input"],
-                output_names=output_names,
+                output_names=job.output_names,
                 opset_version=opset,
                 dynamo=True,
                 external_data=False,
-                dynamic_shapes=shapes,
+                dynamic_shapes=job.dynamic_shapes(),
                 optimize=False,
                 verbose=False,
             )
         except Exception as e:  # torch raises many kinds here, several without a common base
-            if "Constraints violated" in str(e):
-                raise ExportError(
-                    f"{name}: its forward turns the batch size into a number",
-                    "keep x.shape[0] as it is (no int(), no len())",
-                ) from e
-            raise ExportError(f"{name}: torch.export cannot trace it: {_first_line(e)}") from e
+            raise ExportError(f"{job.name}: torch.onnx cannot translate it: {_first_line(e)}") from e
     if program is None:
-        raise ExportError(f"{name}: torch.onnx gave no program")
+        raise ExportError(f"{job.name}: torch.onnx gave no program")
     return program
+
+
+def _widened(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The same graph with float32 wherever there was bfloat16; the weights keep their rounded values."""
+    import onnx
+
+    wide = onnx.ModelProto()
+    wide.CopyFrom(proto)
+    narrow, float32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+
+    def widen(tensor: onnx.TensorProto) -> None:
+        if tensor.data_type == narrow:
+            values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+
+    del wide.graph.value_info[:]
+    for tensor in wide.graph.initializer:
+        widen(tensor)
+    for node in wide.graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                widen(attribute.t)
+            elif attribute.name in ("to", "dtype") and attribute.i == narrow:
+                attribute.i = float32
+    return wide
 
 
 def _stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -607,14 +828,7 @@ def _stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def _describe(
-    proto: onnx.ModelProto,
-    path: Path,
-    name: str,
-    batch: tuple[int, int, int],
-    routing_iters: list[int],
-    tolerance: float,
-) -> ExportReport:
+def _describe(proto: onnx.ModelProto, path: Path, job: Job) -> ExportReport:
     import onnx
     import onnxscript
 
@@ -631,20 +845,46 @@ def _describe(
     opsets = [entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")]
     return ExportReport(
         path=str(path),
-        model=name,
+        model=job.name,
         opset=opsets[0] if opsets else 0,
         ir_version=proto.ir_version,
         input_name=proto.graph.input[0].name,
         input_shape=_shape(proto.graph.input[0]),
+        input_dtype=job.input_dtype,
         outputs={value.name: _shape(value) for value in proto.graph.output},
-        batch=batch,
-        routing_iters=routing_iters,
+        batch=job.batch,
+        routing_iters=job.routing_iters,
         node_types=dict(_node_types(proto).most_common()),
         max_rank=max(ranks),
         file_bytes=0,
-        tolerance=tolerance,
+        tolerance=job.tolerance,
         versions=versions,
+        precision=job.precision,
+        precision_map=_precision_map(proto),
     )
+
+
+def _precision_map(proto: onnx.ModelProto) -> dict[str, dict[str, Any]]:
+    """What is computed and stored in which type: operator → type of its results → count; type → numbers stored."""
+    import onnx
+
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for value in [*proto.graph.value_info, *proto.graph.output]
+    }
+    operators: dict[str, Counter[str]] = {}
+    for node in proto.graph.node:
+        kind = types.get(node.output[0]) if node.output else None
+        word = onnx.TensorProto.DataType.Name(kind).lower() if kind else "unknown"
+        operators.setdefault(node.op_type, Counter())[{"float": "float32"}.get(word, word)] += 1
+    stored: Counter[str] = Counter()
+    for tensor in proto.graph.initializer:
+        word = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
+        stored[{"float": "float32"}.get(word, word)] += int(np.prod(tensor.dims))
+    return {
+        "operators": {name: dict(kinds) for name, kinds in sorted(operators.items())},
+        "weights": dict(stored),
+    }
 
 
 # -- small things -----------------------------------------------------------------------------------------------

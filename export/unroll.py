@@ -3,13 +3,15 @@
 The iteration count of every routing is fixed (a Python ``for`` over an int, which tracing unrolls), BatchNorm is folded
 into the convolution before it wherever the traced graph shows that this is safe, layers that define
 ``prepare_for_export()`` turn their weights into the layout that the graph uses, and what the asked outputs do not need
-is dropped. :func:`prepare_for_export` leaves the original untouched.
+is dropped. :func:`prepare_for_export` leaves the original untouched. :class:`Served` puts around it what the graph has
+beside the model: normalisation, another precision, the outputs that were asked for.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from capszoo.errors import UsageError
 from capszoo.summary import ITERATION_ATTRIBUTES, routing_iterations
 
-__all__ = ["fold_batchnorm", "prepare_for_export", "routing_iterations", "set_routing_iterations"]
+__all__ = ["Served", "fold_batchnorm", "prepare_for_export", "routing_iterations", "set_routing_iterations"]
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -130,6 +132,55 @@ def _call_hooks(model: nn.Module) -> None:
         replacement = module.prepare_for_export()  # type: ignore[operator]
         if isinstance(replacement, nn.Module) and replacement is not module and name:
             _replace(model, name, replacement.eval().requires_grad_(False))
+
+
+class Served(nn.Module):
+    """A model as it is served: float32 or uint8 images in, the asked outputs in float32, flat.
+
+    In half precision the parameters, convolutions and vote products are half; the zoo's layers themselves compute
+    norms, squash, softmax logits and EM variances in float32.
+
+    Args:
+        model: any classifier; changed in place to ``dtype``.
+        outputs: fields of ``forward_capsules``; only ``scores`` calls ``forward``.
+        mean, std: per channel, for values in 0..1: the graph then takes uint8 images and normalises them.
+        dtype: precision of the model.
+    """
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: Sequence[str] = ("scores",),
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.model = model.to(dtype) if dtype != torch.float32 else model
+        self.outputs, self.dtype, self.uint8 = tuple(outputs), dtype, bool(mean)
+        self.input_dtype = torch.uint8 if mean else torch.float32
+        if mean:
+            # (x / 255 - mean) / std as one product and one difference; the constants are made in float64
+            like = next(model.parameters())
+            m, s = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
+            self.register_buffer("scale", (1 / (255 * s)).float().to(like.device), persistent=False)
+            self.register_buffer("shift", (m / s).float().to(like.device), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.uint8:
+            x = x.float() * self.scale - self.shift
+        x = x.to(self.dtype)
+        if self.outputs == ("scores",):
+            return self.model(x).float()
+        capsules = self.model.forward_capsules(x)  # type: ignore[operator]
+        flat: list[torch.Tensor] = []
+        for name in self.outputs:
+            value = getattr(capsules, name)
+            flat.extend([value] if isinstance(value, torch.Tensor) else value)
+        return tuple(value.float() for value in flat)
 
 
 class _Tracer(fx.Tracer):

@@ -67,6 +67,9 @@ def test_probes() -> None:
     assert np.array_equal(inputs["x100"], inputs["random"] * 100) and inputs["random"].std() > 0.5
     with pytest.raises(ValueError, match="unknown probe"):
         probe_input("huge", (1,))
+    pixels = {probe: probe_input(probe, (4, 3, 8, 8), dtype="uint8") for probe in PROBES}
+    assert all(x.dtype == np.uint8 for x in pixels.values()) and not pixels["zero"].any()
+    assert set(np.unique(pixels["x100"])) == {0, 255} and len(np.unique(pixels["random"])) > 200
 
 
 def test_runners() -> None:

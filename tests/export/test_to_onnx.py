@@ -13,11 +13,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+import capszoo
 from capszoo.errors import UsageError
 from capszoo.export import to_onnx, unroll
 from capszoo.export.compare import OnnxRunner
 from capszoo.export.to_onnx import ExportError, ExportReport, export, inspect_graph
 from tests.export.toys import ToyCaps
+
+FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "mnist_test_1000.npz"
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -104,6 +107,103 @@ def test_without_check_nothing_is_claimed(tmp_path: Path) -> None:
     assert (tmp_path / "unchecked.onnx").is_file()
 
 
+# -- precision, uint8 input, outputs -----------------------------------------------------------------------------------
+
+
+def digits(count: int) -> tuple[Tensor, Tensor]:
+    """Real test images of MNIST: normalised, and as uint8."""
+    with np.load(FIXTURE) as arrays:
+        pixels = torch.from_numpy(arrays["images"][:count]).unsqueeze(1)
+    return (pixels.float() / 255 - 0.1307) / 0.3081, pixels
+
+
+@pytest.mark.parametrize("name", ["resnet20_routingcaps.mnist", "idpa_cnn.mnist"])
+def test_float16_of_bundled_weights_keeps_its_answers(name: str, tmp_path: Path) -> None:
+    images, _ = digits(400)
+    report = export(
+        name, tmp_path / "half.onnx", precision="fp16", gate="quick", images=images, batch=(1, 8, 64)
+    )
+    steps = {step.name: step for step in report.gate}
+    assert report.passed and report.tolerance == 2e-2 and report.precision == "fp16"
+    assert steps["fp16 in PyTorch"].passed and "400 images" in steps["fp16 in PyTorch"].detail
+    assert steps["top-1 on real images"].passed
+    on_images = [d for d in report.half_comparisons if d.probe == "images"]
+    assert sum(d.batch for d in on_images) == 400
+    assert sum(d.batch * d.top1_agreement for d in on_images) / 400 >= 0.995
+    # it is really half: all convolutions and nearly all numbers, while softmax stays float32
+    operators, weights = report.precision_map["operators"], report.precision_map["weights"]
+    assert set(operators["Conv"]) == {"float16"} and set(operators["Softmax"]) == {"float32"}
+    assert weights["float16"] > 100 * weights.get("float32", 0)
+    full = export(name, tmp_path / "full.onnx", check=False)
+    assert report.file_bytes < 0.6 * full.file_bytes
+    proto = onnx.load(tmp_path / "half.onnx")
+    assert {v.type.tensor_type.elem_type for v in (*proto.graph.input, *proto.graph.output)} == {1}  # float32
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    report = export(ToyCaps(), tmp_path / "bf16.onnx", precision="bf16", gate="quick", batch=(1, 2, 4))
+    assert report.passed and report.opset == 22
+    assert set(report.precision_map["operators"]["Conv"]) == {"bfloat16"}
+    assert "run as float32" in next(s.detail for s in report.gate if s.name == "parity with eager")
+    assert [s.passed for s in report.gate if s.name == "bf16 in PyTorch"] == [True]
+    with pytest.raises(ExportError, match="graph breaks a rule"):  # its convolution takes bfloat16 from 22 on
+        export(ToyCaps(), tmp_path / "old.onnx", precision="bf16", gate="quick", opset=20)
+    assert not (tmp_path / "old.onnx").exists()
+
+
+def test_half_precision_that_loses_too_much_is_refused(tmp_path: Path) -> None:
+    class Cancels(ToyCaps):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) + 100) - 100  # half precision keeps no digit of it
+
+    with pytest.raises(ExportError, match="fp16 differs from float32 by|differs from eager by"):
+        export(Cancels(), tmp_path / "bad.onnx", precision="fp16", gate="quick")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_many_other_answers_are_refused(exported: tuple[ToyCaps, Path, ExportReport]) -> None:
+    model, path, report = exported
+    job = to_onnx.prepare(model)
+    gate = to_onnx._Gate(report, job, onnx.load(path), lambda line: None)
+    images = torch.rand(200, 1, 10, 10)
+    # scores within the limit, but the order of the two best is turned on the first images
+    flat = np.zeros((8, 5), np.float32)
+    turned = flat.copy()
+    flat[:, 0], turned[:, 1] = 1e-8, 1e-8
+
+    class Fixed:
+        name = "fixed"
+
+        def __init__(self, values: np.ndarray, bad: int) -> None:
+            self.values, self.left = values, bad
+
+        def __call__(self, x: np.ndarray) -> list[np.ndarray]:
+            wrong = min(self.left, len(x))
+            self.left -= wrong
+            return [np.concatenate([self.values[:wrong], flat[wrong : len(x)]])]
+
+    job.precision = "fp16"
+    assert "99.50%" in gate._same_answers(Fixed(flat, 0), Fixed(turned, 1), images, [])
+    with pytest.raises(ExportError, match="top-1 agrees on 99.00%"):
+        gate._same_answers(Fixed(flat, 0), Fixed(turned, 2), images, [])
+    job.precision = "fp32"
+    with pytest.raises(ExportError, match="top-1 agrees on 99.50%; the limit is 100.0%"):
+        gate._same_answers(Fixed(flat, 0), Fixed(turned, 1), images, [])
+
+
+def test_uint8_input(tmp_path: Path) -> None:
+    path = tmp_path / "pixels.onnx"
+    normalised, pixels = digits(20)
+    model = capszoo.create_model("resnet20_routingcaps.mnist", pretrained=True).eval()
+    report = export(model, path, uint8_input=True, gate="quick", images=pixels, batch=(1, 2, 20))
+    assert report.passed and report.input_dtype == "uint8"
+    with torch.no_grad():
+        expected = model(normalised)
+    np.testing.assert_allclose(OnnxRunner(str(path))(pixels.numpy())[0], expected, atol=2e-5)
+    with pytest.raises(UsageError, match="the graph takes uint8"):
+        export(model, path, uint8_input=True, gate="quick", images=normalised)
+
+
 # -- what must fail, and leave nothing ----------------------------------------------------------------------------
 
 
@@ -188,15 +288,15 @@ def test_an_unequal_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_another_answer_of_the_plain_graph_is_refused(exported: tuple[ToyCaps, Path, ExportReport]) -> None:
-    _, path, report = exported
+    model, path, report = exported
     other = onnx.load(path)
     weight = next(t for t in other.graph.initializer if t.name == "class_caps.weight")
     weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 2, weight.name))
-    gate = to_onnx._Gate(report, lambda line: None)
+    gate = to_onnx._Gate(report, to_onnx.prepare(model), onnx.load(path), lambda line: None)
     before = list(report.gate)
     try:
         with pytest.raises(ExportError, match="optimisation changes the result"):
-            gate.both_graphs(other, str(path), (1, 10, 10), run=True)
+            gate.both_graphs(other, run=True)
     finally:
         report.gate[:] = before
 
@@ -226,6 +326,9 @@ def test_half_precision_is_refused(tmp_path: Path) -> None:
         ({"batch": (4, 2, 8)}, "batch .* makes no sense"),
         ({"batch": 0}, "batch 0 makes no sense"),
         ({"gate": "none"}, "unknown gate 'none'"),
+        ({"precision": "int4"}, "unknown precision 'int4'"),
+        ({"outputs": ("scores", "scores")}, "name one twice"),
+        ({"outputs": ()}, "unknown output"),
         ({"outputs": ("logits",)}, "unknown output 'logits'"),
         ({"routing_iters": 0}, "1 or more"),
     ],
