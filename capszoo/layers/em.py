@@ -38,11 +38,13 @@ variances and log-likelihoods are then matrix-vector products of the votes and o
 tensors of that size. Half types are computed in float32, under autocast too.
 """
 
-from typing import List, Optional, Tuple
+import math
+from typing import Any, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ._blockwise import blockwise
 from .squash import upcast_half
@@ -162,40 +164,112 @@ def em_routing(
     _check_iterations(num_iters)
     parents, pose_dim = votes.shape[1], votes.shape[3]
     v = votes.flatten(0, 1)  # [bj, i, e], a view in the layout above
-    # t = 0: every parent takes the same share of every child, so the weights do not depend on j
-    weights, mass = first_weights(activations, parents, eps)  # [b, i], [b, 1]
-    weights = weights.unsqueeze(1).expand(-1, parents, -1).flatten(0, 1).unsqueeze(1)  # [bj, 1, i]
     if mean is None:
+        weights = _even(first_weights(activations, parents, eps)[0], parents)
         mean = torch.bmm(weights, v).reshape(-1, parents, pose_dim)  # [b, j, e]
     # (V - mean)^2 in one pass over the votes; written out, it and its gradient would take three
     squares = F.mse_loss(v, mean.reshape(-1, 1, pose_dim).expand_as(v), reduction="none")  # [bj, i, e]
-    variance = torch.bmm(weights, squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)  # [b, j, e]
-    least = (var_share * variance).clamp_min(var_floor)
+    return _route_moments(
+        v,
+        squares,
+        mean,
+        mean,
+        activations,
+        beta_v,
+        beta_a,
+        num_iters,
+        lam_start,
+        lam_step,
+        var_floor,
+        eps,
+        normalize_cost,
+        var_share,
+        min_share,
+    )
+
+
+def _route_moments(
+    votes: Tensor,
+    squares: Tensor,
+    mean: Tensor,
+    origin: Tensor,
+    activations: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+    var_share: float = VAR_SHARE,
+    min_share: float = MIN_SHARE,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """:func:`em_routing` by moments of the votes: all that it does with tensors of their size are matrix products.
+
+    Args:
+        votes: ``[bj, i, e]``.
+        squares: ``[bj, i, e]``, squares of the votes less the first iteration's mean.
+        mean: ``[b, j, e]``, the first iteration's mean.
+        origin: ``[b, j, e]``, ``mean``, or 0 where it has been subtracted from ``votes``.
+        activations: ``[b, i]``.
+
+    The other arguments and the results are those of :func:`em_routing`.
+    """
+    parents, pose_dim, children = mean.shape[1], mean.shape[2], activations.shape[1]
+    # t = 0: every parent takes the same share of every child, so the weights do not depend on j
+    even, mass = first_weights(activations, parents, eps)  # [b, i], [b, 1]
+    variance = _weigh(_even(even, parents), squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)
+    least = (var_share * variance).clamp_min(var_floor)  # [b, j, e]
     logits, log_sigma = _parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize_cost, 0.0)
-    poses = mean
-    coupling = torch.full_like(votes[:, :, :, 0], 1.0) / parents  # [b, j, i]
+    shift = torch.zeros_like(mean)  # mu - first mean
+    coupling = torch.full_like(activations, 1.0).unsqueeze(1).expand(-1, parents, -1) / parents  # [b, j, i]
     for t in range(1, num_iters):
         # E-step: distance = sum_h (V - mu)^2 / 2 sigma^2, expanded about the first mean
         precision = 0.5 / variance  # [b, j, e]
-        distance = torch.bmm(squares, precision.reshape(-1, pose_dim, 1))  # [bj, i, 1]
+        distance = _project(squares, precision.reshape(-1, pose_dim, 1))  # [bj, i, 1]
         height = _height(logits, log_sigma)  # [b, j]
         if t > 1:  # else mu is the first mean itself
-            shift = poses - mean
             pull = 2.0 * precision * shift
-            distance = distance - torch.bmm(v, pull.reshape(-1, pose_dim, 1))
-            height = height - (pull * (mean + 0.5 * shift)).sum(dim=-1)
-        coupling = torch.softmax(height.unsqueeze(2) - distance.reshape(coupling.shape), dim=1)  # [b, j, i]
+            distance = distance - _project(votes, pull.reshape(-1, pose_dim, 1))
+            height = height - (pull * (origin + 0.5 * shift)).sum(dim=-1)
+        distance = distance.reshape(-1, parents, children)
+        coupling = torch.softmax(height.unsqueeze(2) - distance, dim=1)  # [b, j, i]
         # M-step
         weights = coupling * activations.unsqueeze(1) + eps / parents  # [b, j, i]
         mass = weights.sum(dim=2)  # [b, j]
         weights = (weights / mass.unsqueeze(2)).flatten(0, 1).unsqueeze(1)  # [bj, 1, i]
-        poses = torch.bmm(weights, v).reshape(-1, parents, pose_dim)
-        shift = poses - mean
-        second = torch.bmm(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
+        shift = _weigh(weights, votes).reshape(-1, parents, pose_dim) - origin
+        second = _weigh(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
         variance = torch.maximum(second - shift * shift, least)
         lam = lam_start + lam_step * t
         logits, log_sigma = _parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, min_share)
-    return poses, logits, coupling
+    return mean + shift, logits, coupling
+
+
+def _even(weights: Tensor, parents: int) -> Tensor:
+    """Weights ``[b, i]`` of every parent, ``[bj, 1, i]``."""
+    return weights.unsqueeze(1).expand(-1, parents, -1).flatten(0, 1).unsqueeze(1)
+
+
+def _weigh(weights: Tensor, votes: Tensor) -> Tensor:
+    """Sums over the children: ``[bj, 1, i]`` and ``[bj, i, e]`` to ``[bj, 1, e]``."""
+    if torch.jit.is_scripting():
+        return torch.bmm(weights, votes)
+    else:  # noqa: RET505 (as in ConvEM)
+        if isinstance(votes, _Kept):
+            return _Weigh.apply(weights, votes)
+        return torch.bmm(weights, votes)
+
+
+def _project(votes: Tensor, directions: Tensor) -> Tensor:
+    """Sums over the pose: ``[bj, i, e]`` and ``[bj, e, 1]`` to ``[bj, i, 1]``."""
+    if torch.jit.is_scripting():
+        return torch.bmm(votes, directions)
+    else:  # noqa: RET505 (as in ConvEM)
+        if isinstance(votes, _Kept):
+            return _Project.apply(votes, directions)
+        return torch.bmm(votes, directions)
 
 
 def first_weights(activations: Tensor, parents: int, eps: float = EPS) -> Tuple[Tensor, Tensor]:
@@ -318,6 +392,15 @@ class _MatrixEM(nn.Module):
         )
 
 
+def _first_mean(poses: Tensor, activations: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Mean vote at even couplings, ``[n, j, e]``: children summed and transformed by one product."""
+    children, pose_size, parents = weight.shape[0], weight.shape[1], weight.shape[2]
+    weights = first_weights(activations, parents, eps)[0].unsqueeze(2)
+    rows = (poses * weights).reshape(-1, children, pose_size, pose_size).transpose(1, 2)  # [n, p, i, q]
+    mean = torch.matmul(rows.flatten(2), weight.flatten(2).flatten(0, 1))  # [n, p, j*r]
+    return mean.reshape(-1, pose_size, parents, pose_size).transpose(1, 2).flatten(2)
+
+
 def _window_routing(
     poses: Tensor,
     activations: Tensor,
@@ -333,12 +416,8 @@ def _window_routing(
     normalize_cost: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """:func:`em_routing` of the votes ``poses @ wide``."""
-    children, pose_size, parents = weight.shape[0], weight.shape[1], weight.shape[2]
-    # mean vote at uniform couplings: children summed and transformed by one product
-    weights = first_weights(activations, parents, eps)[0].unsqueeze(2)
-    rows = (poses * weights).reshape(-1, children, pose_size, pose_size).transpose(1, 2)  # [n, p, i, q]
-    mean = torch.matmul(rows.flatten(2), weight.flatten(2).flatten(0, 1))  # [n, p, j*r]
-    mean = mean.reshape(-1, pose_size, parents, pose_size).transpose(1, 2).flatten(2)  # [n, j, e]
+    parents = beta_v.shape[0]
+    mean = _first_mean(poses, activations, weight, eps)
     votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, n, j, e]
     return em_routing(
         votes.permute(1, 2, 0, 3),
@@ -403,33 +482,189 @@ def window_routing(
             return mu, logits, couplings
         return mu, logits, None
     else:  # noqa: RET505 (as in ConvEM)
-        return _windows_in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
+        plain = poses.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not plain and poses.shape[0] * wide.shape[0] * wide.shape[2] > _BLOCK_VOTES:
+            given = _Windows.apply(settings, need_couplings, poses, activations, weight, wide, beta_v, beta_a)
+        else:
+            given = _window_routing(
+                poses,
+                activations,
+                weight,
+                wide,
+                beta_v,
+                beta_a,
+                num_iters,
+                lam_start,
+                lam_step,
+                var_floor,
+                eps,
+                normalize_cost,
+            )
+        return given[0], given[1], given[2] if need_couplings else None
 
 
-def _windows_in_blocks(
-    poses: Tensor,
-    activations: Tensor,
-    weight: Tensor,
-    wide: Tensor,
-    beta_v: Tensor,
-    beta_a: Tensor,
-    settings: Tuple[int, float, float, float, float, bool],
-    need_couplings: bool,
-) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    count = 3 if need_couplings else 2
+class _Kept:
+    """Votes (or their squares) in a buffer, and their gradient as the outer products that it is the sum of.
 
-    def route(*parts: Tensor) -> Tuple[Tensor, ...]:
-        return _window_routing(*parts, *settings)[:count]  # type: ignore[call-arg, arg-type]
+    ``values`` is ``[bj, i, e]``; a pair in ``terms`` stands for the gradient ``pair[0] * pair[1]``, of ``[bj, i, 1]``
+    and ``[bj, 1, e]``.
+    """
 
-    results = blockwise(
-        route,
-        (poses, activations, weight, wide, beta_v, beta_a),
-        (0, 0, None, None, None, None),
-        (0,) * count,
-        # a quarter of the votes: the transforms are read for each block, which fewer and larger ones save
-        wide.shape[0] * wide.shape[2] // 4,
-    )
-    return results[0], results[1], results[2] if need_couplings else None
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.terms: List[Tuple[Tensor, Tensor]] = []
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, votes: _Kept) -> Tensor:
+        ctx.save_for_backward(weights)
+        ctx.votes = votes
+        return torch.bmm(weights, votes.values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        ctx.votes.terms.append((weights.transpose(1, 2), grad))
+        return torch.bmm(ctx.votes.values, grad.transpose(1, 2)).transpose(1, 2), None
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, votes: _Kept, directions: Tensor) -> Tensor:
+        ctx.save_for_backward(directions)
+        ctx.votes = votes
+        return torch.bmm(votes.values, directions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tuple[None, Tensor]:
+        (directions,) = ctx.saved_tensors
+        ctx.votes.terms.append((grad, directions.transpose(1, 2)))
+        return None, torch.bmm(grad.transpose(1, 2), ctx.votes.values).transpose(1, 2)
+
+
+#: Votes of a block (8 MiB in float32): the transforms are read for each block, and each takes a hundred small steps, of
+#: both of which fewer and larger blocks save.
+_BLOCK_VOTES = 1 << 21
+
+
+class _Windows(torch.autograd.Function):
+    """:func:`_window_routing`, a block of windows at a time, whose votes are made again in the backward pass.
+
+    The buffers for votes, squares and gradients are allocated once: memory fresh from the system costs more than the
+    arithmetic does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: Tuple[int, float, float, float, float, bool],
+        need_couplings: bool,
+        poses: Tensor,
+        activations: Tensor,
+        weight: Tensor,
+        wide: Tensor,
+        beta_v: Tensor,
+        beta_a: Tensor,
+    ) -> Tuple[Tensor, ...]:
+        ctx.save_for_backward(poses, activations, weight, wide, beta_v, beta_a)
+        ctx.set_materialize_grads(False)
+        ctx.settings, ctx.need_couplings = settings, need_couplings
+        parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
+        outputs = [poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents)]
+        if need_couplings:
+            outputs.append(poses.new_empty(count, parents, children))
+        block, buffers = _Windows.buffers(wide, count, 2)
+        for start in range(0, count, block):
+            part = slice(start, start + block)
+            mean = _first_mean(poses[part], activations[part], weight, settings[4])
+            votes, squares = _Windows.votes(poses[part], wide, mean, buffers)
+            zero = torch.zeros_like(mean)
+            results = _route_moments(  # type: ignore[misc]
+                votes, squares, mean, zero, activations[part], beta_v, beta_a, *settings
+            )
+            for output, result in zip(outputs, results, strict=False):
+                output[part] = result
+        return tuple(outputs)
+
+    @staticmethod
+    def buffers(wide: Tensor, count: int, number: int) -> Tuple[int, List[Tensor]]:
+        per_window = wide.shape[0] * wide.shape[2]
+        block = max(1, min(count, _BLOCK_VOTES // per_window))
+        return block, [wide.new_empty(block * per_window) for _ in range(number)]
+
+    @staticmethod
+    def votes(poses: Tensor, wide: Tensor, mean: Tensor, buffers: List[Tensor]) -> Tuple[Any, Any]:
+        """Votes about ``mean`` and their squares, in the first two buffers."""
+        shape = (wide.shape[0], *mean.shape)  # [i, n, j, e]
+        votes, squares = (buffer[: math.prod(shape)].view(shape) for buffer in buffers[:2])
+        torch.bmm(poses.transpose(0, 1), wide, out=votes.flatten(2))
+        votes -= mean
+        torch.mul(votes, votes, out=squares)
+        return _Kept(votes.flatten(1, 2).transpose(0, 1)), _Kept(squares.flatten(1, 2).transpose(0, 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        poses, activations, weight, wide, beta_v, beta_a = ctx.saved_tensors
+        grads = [torch.empty_like(poses), torch.empty_like(activations)]
+        shared = [torch.zeros_like(t) for t in (weight, beta_v, beta_a)]
+        wide_grad = torch.zeros_like(wide)
+        block, buffers = _Windows.buffers(wide, poses.shape[0], 3)
+        for start in range(0, poses.shape[0], block):
+            part = slice(start, start + block)
+            with torch.enable_grad(), torch.autocast(poses.device.type, enabled=False):
+                # every input as if a gradient of it were asked for: the terms come from those of the weights
+                inputs = [t.detach().requires_grad_() for t in (poses[part], activations[part], weight)]
+                betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
+                mean = _first_mean(inputs[0], inputs[1], inputs[2], ctx.settings[4])
+                about = mean.detach().requires_grad_()
+                with torch.no_grad():
+                    votes, squares = _Windows.votes(poses[part], wide, mean, buffers)
+                zero = torch.zeros_like(about)
+                present = activations[part].detach().requires_grad_()
+                results = _route_moments(  # type: ignore[misc]
+                    votes, squares, about, zero, present, *betas, *ctx.settings
+                )
+                pairs = [
+                    (r, g[part])
+                    for r, g in zip(results, given, strict=False)
+                    if g is not None and r.requires_grad
+                ]
+                small = torch.autograd.grad(
+                    [r for r, _ in pairs],
+                    [about, present, *betas],
+                    [g for _, g in pairs],
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+            grad = buffers[2][: votes.values.numel()].view(wide.shape[0], *mean.shape)  # [i, n, j, e]
+            _sum_of_terms(squares.terms, grad)
+            grad *= votes.values.transpose(0, 1).reshape(grad.shape)
+            grad *= 2.0
+            _sum_of_terms(votes.terms, grad, add=True)
+            about_grad = small[0] - grad.sum(dim=0)
+            by_mean = torch.autograd.grad(mean, inputs, about_grad)
+            flat = grad.flatten(2)  # [i, n, j*e]
+            grads[0][part] = by_mean[0] + torch.bmm(flat, wide.transpose(1, 2)).transpose(0, 1)
+            grads[1][part] = by_mean[1] + small[1]
+            wide_grad.baddbmm_(poses[part].permute(1, 2, 0), flat)
+            for total, more in zip(shared, (by_mean[2], small[2], small[3]), strict=True):
+                total += more
+        return None, None, *grads, shared[0], wide_grad, shared[1], shared[2]
+
+
+def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = False) -> None:
+    """Outer products ``[nj, i, 1] * [nj, 1, e]`` summed in ``out``, ``[i, n, j, e]``, or added to it."""
+    for k, (left, right) in enumerate(terms):
+        left = left.reshape(*out.shape[1:3], -1).permute(2, 0, 1).contiguous().unsqueeze(3)  # [i, n, j, 1]
+        right = right.reshape(out.shape[1:])
+        if k == 0 and not add:
+            torch.mul(left, right, out=out)
+        else:
+            out.addcmul_(left, right)
 
 
 torch.fx.wrap("window_routing")
@@ -530,7 +765,7 @@ class ConvEM(_MatrixEM):
         mu, logits, couplings = window_routing(
             x[..., :split].reshape(-1, children, self.pose_dim),  # [bhw, i, d]
             x[..., split:].reshape(-1, children),  # [bhw, i]
-            self._weight(),  # [i, q, j, r]
+            self._weight().contiguous(),  # [i, q, j, r]
             self._wide_weight(),  # [i, d, j*e]
             upcast_half(self.beta_v),
             upcast_half(self.beta_a),

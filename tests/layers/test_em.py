@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from capszoo.layers import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
+from capszoo.layers import ClassEM, ConvEM, SharedEM, em, em_routing, shared_em_routing
 from capszoo.layers.em import MIN_SHARE, _parent_logits
 from tests.reference import em as naive
 
@@ -278,6 +278,50 @@ def test_weights_are_not_expanded_over_the_batch() -> None:
     with LargestTensor() as made:
         layer(x).sum().backward()
     assert made.numel == 16 * 16 * 36 * 5 * 16
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("normalize_cost", [False, True])
+def test_blocks_equal_naive(monkeypatch: pytest.MonkeyPatch, num_iters: int, normalize_cost: bool) -> None:
+    """Values and gradients where windows are routed a few at a time, the last block a smaller one."""
+    layer = ConvEM(2, 3, 2, 2, 1, num_iters, normalize_cost=normalize_cost).double()
+    randomise(layer)
+    x = capsule_map(2, 2, 2, 3, 4).requires_grad_()  # 12 windows of 8 * 3 * 4 votes
+    monkeypatch.setattr(em, "_BLOCK_VOTES", 5 * 96)
+    settings: dict[str, Any] = {"normalize_cost": normalize_cost}
+    poses, activations, couplings = naive.convolution(
+        x, layer.weight, layer.beta_v, layer.beta_a, 2, 1, num_iters, **settings
+    )
+    fast = layer.route(x)
+    assert "_Windows" in str(fast[0].grad_fn.next_functions)
+    inputs = [x, *layer.parameters()]
+    results = [fast[0], torch.sigmoid(fast[1]), fast[2].transpose(3, 4)]
+    expected = [poses, activations, couplings]
+    assert_same(results[:2], expected[:2], inputs)
+    torch.testing.assert_close(results[2], couplings)
+    if num_iters > 1:  # a gradient of the couplings too
+        fast = layer.route(x)
+        assert_same(
+            [fast[2].transpose(3, 4)],
+            [naive.convolution(x, layer.weight, layer.beta_v, layer.beta_a, 2, 1, num_iters, **settings)[2]],
+            [x, layer.weight, layer.beta_a],
+        )
+    output = layer(x)
+    with torch.no_grad():
+        assert torch.equal(layer(x), output)
+    alone = layer(x[:1, :, :2, :2])  # one window: nothing to cut
+    torch.testing.assert_close(alone, output[:1, :, :1, :1])
+
+
+def test_blocks_hold_memory_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the size of the votes is made, forward or backward."""
+    monkeypatch.setattr(em, "_BLOCK_VOTES", 1 << 18)
+    layer = ConvEM(8, 16, stride=1)
+    for batch in (4, 12):
+        x = capsule_map(batch, 8, 4, 10, 10, torch.float32).requires_grad_()
+        with LargestTensor() as made:
+            layer(x).sum().backward()
+        assert made.numel == batch * 64 * 72 * 17  # the windows; there are 15 times as many votes
 
 
 # -- shared transforms --------------------------------------------------------------------------------------------
