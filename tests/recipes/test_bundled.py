@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -10,19 +11,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import capszoo
-from capszoo.data import ImageSet, dataset_spec, load_dataset, normalize
+from capszoo.data import DataError, ImageSet, dataset_spec, load_dataset, normalize
 from capszoo.models._pretrained import bundled_tags, locate_weights
 from capszoo.recipes.evaluate import evaluate, main
 
-PACKED = {"mnist": "mnist_test_1000.npz"}
+PACKED = {"mnist": "mnist_test_1000.npz", "cifar10": "cifar10_test_1000.npz"}
 TAGS = sorted(bundled_tags())
 
 
 def packed(root: Path, name: str) -> ImageSet:
     arrays = np.load(root / "tests" / "fixtures" / PACKED[name])
-    images = torch.from_numpy(arrays["images"]).reshape(-1, *dataset_spec(name).input_size)
+    channels, rows, cols = dataset_spec(name).input_size
+    if "webp" in arrays:  # a mosaic of all images, without loss
+        mosaic = torch.from_numpy(np.asarray(Image.open(io.BytesIO(arrays["webp"].tobytes()))).copy())
+        tiles = mosaic.unflatten(0, (-1, rows)).unflatten(2, (-1, cols))  # [down, h, across, w, c]
+        images = tiles.permute(0, 2, 4, 1, 3).flatten(0, 1).contiguous()
+    else:
+        images = torch.from_numpy(arrays["images"]).reshape(-1, channels, rows, cols)
     return ImageSet(dataset_spec(name), "test", images, torch.from_numpy(arrays["labels"]).long())
 
 
@@ -43,6 +51,17 @@ def test_accuracy_within_the_sampling_error(tag: str, root: Path) -> None:
     assert abs(found["top1"] / 100 - p) <= tolerance, f"{found['top1']} here, {100 * p} on the whole test set"
     shuffled = replace(images, labels=images.labels.roll(1))
     assert evaluate(tag, shuffled)["top1"] < 50, "the test can tell right from wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PACKED))
+def test_packed_images_are_the_first_of_the_test_set(name: str, root: Path) -> None:
+    try:
+        whole = load_dataset(name, "test")
+    except DataError as error:
+        pytest.skip(f"the whole set is not at hand: {error}")
+    part = packed(root, name)
+    assert torch.equal(part.images, whole.images[:1000]) and torch.equal(part.labels, whole.labels[:1000])
 
 
 @pytest.mark.parametrize("tag", TAGS)
