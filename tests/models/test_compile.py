@@ -1,0 +1,40 @@
+"""torch.compile takes every model as one graph, routing included, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.zoo_cases import images, names, small
+
+#: One model for each routing; the others are swept by ``make test-slow``.
+QUICK = ("capsnet_dynamic", "capsnet_em_norb_small", "idpa_cnn", "resnet20_routingpool", "encapnet6")
+
+
+def _check(name: str) -> None:
+    torch._dynamo.reset()
+    model = small(name)
+    x = images(model)
+    # The graph is made ahead of time, with its backward, and run as it is: what is compiled must be one graph.
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for train in (False, True):
+        model.train(train)
+        torch.manual_seed(0)  # dropout
+        expected = model(x)
+        torch.manual_seed(0)
+        found = compiled(x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max()))
+    found.float().square().mean().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), key
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_compiles_as_one_graph(name: str) -> None:
+    _check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in names() if name not in QUICK])
+def test_compiles_as_one_graph_all(name: str) -> None:
+    _check(name)
