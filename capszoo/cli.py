@@ -300,14 +300,46 @@ def explain(
 
 @app.command("export")
 def export_command(
-    model: ModelArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write (.onnx).", show_default=False)],
-    opset: Annotated[int, typer.Option(help="ONNX opset.")] = 20,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="As for predict: name, name.tag, hf-hub:…, run folder, file. With --check a bundle.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write, or FILE.onnx alone.", show_default=False),
+    ] = None,
+    formats: Annotated[
+        str, typer.Option("--format", help="onnx, tensorrt, aoti; several with commas. ONNX always comes.")
+    ] = "onnx",
+    precision: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp32",
+    opset: Annotated[
+        int | None, typer.Option(help="ONNX opset (20; for bf16 22).", show_default=False)
+    ] = None,
     batch: Annotated[
         str, typer.Option(metavar="MIN,USUAL,MAX", help="Batch sizes to serve; one number fixes the batch.")
     ] = "1,8,32",
     routing_iters: ItersOption = None,
     img_size: SizeOption = None,
+    outputs: Annotated[str, typer.Option(help="scores, poses, activations, couplings.")] = "scores",
+    uint8_input: Annotated[
+        bool, typer.Option("--uint8-input", help="Take uint8 images; normalise inside the graph.")
+    ] = False,
+    triton: Annotated[bool, typer.Option("--triton", help="Add a Triton model repository.")] = False,
+    timing_cache: Annotated[
+        Path | None, typer.Option("--timing-cache", help="TensorRT: file of measured tactics.")
+    ] = None,
+    workspace: Annotated[int, typer.Option("--workspace", min=1, help="TensorRT: workspace, MiB.")] = 1024,
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="TensorRT: run on later versions.")
+    ] = False,
+    hardware_compatible: Annotated[
+        bool, typer.Option("--hardware-compatible", help="TensorRT: run on other GPUs from Ampere on.")
+    ] = False,
+    refit: Annotated[bool, typer.Option("--refit", help="TensorRT: allow new weights later.")] = False,
     pretrained: Annotated[
         bool, typer.Option("--pretrained/--no-pretrained", help="Load weights, or export untrained ones.")
     ] = True,
@@ -315,43 +347,133 @@ def export_command(
         Path | None, typer.Option("--verify-data", help="Image file or folder whose top-1 must agree, too.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer probes: random and zero input only.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Look at the bundle MODEL again; writes nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model as ONNX, routing unrolled, and prove it equal to the original."""
-    profile = _batch(batch)
-    if out.suffix != ".onnx":
-        raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx")
-    from .export.to_onnx import export
+    """Write a model as ONNX, TensorRT or AOTInductor, routing unrolled, and prove it equal to the original."""
+    if check:
+        _check_bundle(model, as_json)
+        return
+    if out is None:
+        raise UsageError("Missing option '--out'", "give a folder, or FILE.onnx for the file alone")
+    profile, kinds = _batch(batch), [word.strip() for word in formats.split(",")]
+    alone = out.suffix == ".onnx"
+    if alone and (kinds != ["onnx"] or triton):
+        raise UsageError(f"--out {out} is one file", "give a folder for other formats and for --triton")
+    if out.suffix and not alone and out.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
+        raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx, or a folder")
+    from .export import bundle, to_onnx, to_tensorrt
     from .inference import NoWeights, load_model
-    from .preprocess import find_images, load_image, model_transform
+    from .preprocess import find_images
 
+    if precision not in to_onnx.PRECISIONS:
+        raise UsageError(f"unknown precision '{precision}'", f"use {', '.join(to_onnx.PRECISIONS)}")
+    engine = to_tensorrt.BuildOptions(
+        workspace_mib=workspace,
+        timing_cache=None if timing_cache is None else str(timing_cache),
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+        refit=refit,
+    )
     try:
         net = load_model(model, pretrained, "cpu", **_given(img_size=_size(img_size)))
     except NoWeights as error:
         raise CapszooError(error.message, "--no-pretrained exports the untrained architecture") from None
-    verify = None
-    if images is not None:
-        import torch
-
-        transform = model_transform(net)
-        verify = torch.stack([transform(load_image(file)) for file in find_images([images])])
+    verify = None if images is None else bundle.load_images(net, find_images([images]), uint8_input)
+    options: dict[str, Any] = dict(
+        name=Path(model).name,
+        routing_iters=routing_iters,
+        outputs=tuple(word.strip() for word in outputs.split(",")),
+        opset=opset,
+        batch=profile,
+        precision=precision,
+        uint8_input=uint8_input,
+        gate="quick" if quick else "full",
+        images=verify,
+    )
     console = _stderr()
     with console.status("exporting") as status:
-        report = export(
-            net,
-            out,
-            name=model,
-            routing_iters=routing_iters,
-            opset=opset,
-            batch=profile,
-            gate="quick" if quick else "full",
-            images=verify,
-            progress=lambda line: status.update(escape(line)),
-        )
-    if as_json:
+        options["progress"] = lambda line: status.update(escape(line))
+        if alone:
+            report = to_onnx.export(net, out, **options)
+        else:
+            manifest = bundle.export_bundle(
+                net, out, source=model, formats=kinds, triton=triton, engine=engine, **options
+            )
+    if alone and as_json:
         _print_json(report.to_dict())
-    else:
+    elif alone:
         _print_report(report)
+    elif as_json:
+        _print_json(manifest)
+    else:
+        _print_manifest(out, manifest)
+    if not alone:
+        for note in manifest["notes"]:
+            console.print(f"note: {escape(note)}", soft_wrap=True)
+
+
+def _check_bundle(folder: str, as_json: bool) -> None:
+    from .export.bundle import check_bundle
+
+    found = check_bundle(folder)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        _print_gate([(step.name, step.passed, step.detail) for step in found.steps])
+    if not found.passed:
+        failed = next((step for step in found.steps if not step.passed), None)
+        raise CapszooError(f"{folder}: {failed.name if failed else 'nothing'} failed", "export it again")
+
+
+@app.command()
+def compare(
+    bundle: Annotated[Path, typer.Argument(metavar="DIR", help="A bundle.", show_default=False)],
+    images: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[IMAGE]...", help="Image files or folders (else random input).", show_default=False
+        ),
+    ] = None,
+    runners: Annotated[
+        str, typer.Option(help="Who is compared, the reference first: eager, onnxruntime, tensorrt, aoti, …")
+    ] = "eager,onnxruntime",
+    model: Annotated[
+        str | None, typer.Option("--model", help="The original, if its name does not lead to it.")
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="N,…", help="Batch sizes to time.")] = "1,8",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Hold the runtimes of a bundle against each other: differences, agreement, latency."""
+    sizes = [int(word) if word.strip().isdigit() else 0 for word in batch.split(",")]
+    if min(sizes) < 1:
+        raise UsageError(f"--batch {batch} makes no sense", "give batch sizes, such as 1,8")
+    from .export.bundle import compare_bundle
+    from .preprocess import find_images
+
+    files = find_images(images) if images else []
+    kinds = [word.strip() for word in runners.split(",")]
+    result = compare_bundle(bundle, kinds, files, model, sizes, repeats)
+    if as_json:
+        _print_json(result)
+        return
+    columns = ("runner", "max difference", "mean", "of the largest output", "top-1 equal")
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in result["differences"]:
+        shown = f"{row['max_abs']:.1e}", f"{row['mean_abs']:.1e}", f"{row['relative']:.1e}"
+        table.add_row(row["runner"], *shown, f"{row['top1_agreement']:.2%}")
+    what = f"{result['images']} images" if result["images"] else "random input"
+    _stdout().print(f"against {result['reference']}, {what}")
+    _stdout().print(table)
+    times = Table("runner", "batch", "ms", "images/s", "times the first", box=None, pad_edge=False)
+    for row in result["timings"]:
+        shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{row['ratio']:.2f}"
+        times.add_row(row["runner"], str(row["batch"]), *shown)
+    _stdout().print()
+    _stdout().print(times)
 
 
 @app.command()
@@ -434,11 +556,7 @@ def _print_report(report: ExportReport) -> None:
         )
     out.print(parity)
     out.print()
-    gate = Table("gate", "", "", box=None, pad_edge=False)
-    words = {True: "[green]passed[/]", False: "[red]failed[/]", None: "[yellow]not run[/]"}
-    for step in report.gate:
-        gate.add_row(step.name, words[step.passed], escape(step.detail.removeprefix("not run: ")))
-    out.print(gate)
+    _print_gate([(step.name, step.passed, step.detail) for step in report.gate])
     out.print()
     iterations = (
         "" if not report.routing_iters else f", {'/'.join(map(str, report.routing_iters))} routing iterations"
@@ -446,6 +564,27 @@ def _print_report(report: ExportReport) -> None:
     out.print(
         f"{escape(report.path)}: {report.file_bytes:,} bytes, opset {report.opset}, {report.num_nodes} nodes, "
         f"batch {report.batch[0]} to {report.batch[2]}{iterations}",
+        soft_wrap=True,
+    )
+
+
+def _print_gate(steps: Sequence[tuple[str, bool | None, str]]) -> None:
+    gate = Table("gate", "", "", box=None, pad_edge=False)
+    words = {True: "[green]passed[/]", False: "[red]failed[/]", None: "[yellow]not run[/]"}
+    for name, passed, detail in steps:
+        gate.add_row(name, words[passed], escape(detail.removeprefix("not run: ")))
+    _stdout().print(gate)
+
+
+def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    _print_gate([(step["name"], step["passed"], step["detail"]) for step in manifest["gates"]])
+    out = _stdout()
+    out.print()
+    files = ", ".join(sorted({name.partition("/")[0] for name in [*manifest["files"], "manifest.json"]}))
+    batch = manifest["batch"]
+    out.print(
+        f"{escape(str(folder))}: {manifest['precision']['model']}, opset {manifest['opset']}, batch {batch['min']} to "
+        f"{batch['max']}; {files}",
         soft_wrap=True,
     )
 

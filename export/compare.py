@@ -6,6 +6,7 @@ new runtime is a new runner and no new comparison.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -14,16 +15,25 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from capszoo.errors import CapszooError
+
 __all__ = [
     "Difference",
     "EagerRunner",
     "OnnxRunner",
     "PROBES",
+    "RUNNERS",
     "Runner",
+    "Timing",
+    "compare_on_probes",
     "compare_outputs",
     "compare_runners",
     "probe_input",
+    "time_runners",
 ]
+
+#: Every way to run a bundle: see :func:`capszoo.export.bundle.open_runner`.
+RUNNERS = ("eager", "onnxruntime", "onnxruntime-cuda", "tensorrt", "aoti")
 
 PROBES = ("random", "zero", "constant", "x100")
 
@@ -61,18 +71,35 @@ class EagerRunner:
 
 
 class OnnxRunner:
-    """An ONNX file (or its bytes) in ONNX Runtime, on the CPU.
+    """An ONNX file (or its bytes) in ONNX Runtime.
 
     Args:
         model: path of the file, or the serialised model.
         threads: threads within an operator; None takes PyTorch's number.
         optimize: let ONNX Runtime rewrite the graph.
+        provider: execution provider, such as ``CUDAExecutionProvider``.
+
+    Raises:
+        CapszooError: this ONNX Runtime has no such provider.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, model: str | bytes, threads: int | None = None, optimize: bool = True) -> None:
+    def __init__(
+        self,
+        model: str | bytes,
+        threads: int | None = None,
+        optimize: bool = True,
+        provider: str = "CPUExecutionProvider",
+    ) -> None:
         import onnxruntime
+
+        if provider not in onnxruntime.get_available_providers():
+            raise CapszooError(
+                f"this ONNX Runtime has no {provider}", "pip install onnxruntime-gpu instead of onnxruntime"
+            )
+        if provider != "CPUExecutionProvider":
+            self.name = f"onnxruntime ({provider.removesuffix('ExecutionProvider')})"
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors; warnings go to stderr from C++ and cannot be caught
@@ -80,7 +107,7 @@ class OnnxRunner:
         options.inter_op_num_threads = 1
         if not optimize:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(model, options, providers=[provider])
         self.input_name = self.session.get_inputs()[0].name
 
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
@@ -193,3 +220,66 @@ def compare_runners(reference: Runner, candidate: Runner, images: np.ndarray, pr
     """Run both on the same images and compare their outputs."""
     names = (reference.name, candidate.name)
     return compare_outputs(reference(images), candidate(images), probe, names)
+
+
+def compare_on_probes(
+    reference: Runner,
+    candidate: Runner,
+    batch: tuple[int, int, int],
+    size: tuple[int, int, int],
+    dtype: str = "float32",
+) -> list[Difference]:
+    """Every probe at the smallest, usual and largest batch; ``size`` is channels, height and width."""
+    return [
+        compare_runners(reference, candidate, probe_input(probe, (count, *size), count, dtype), probe)
+        for count in sorted(set(batch))
+        for probe in PROBES
+    ]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a runner takes for a batch.
+
+    Attributes:
+        runner: its name.
+        batch: images in the batch.
+        milliseconds: median time of a call, input and output as numpy arrays included.
+        images_per_second: at that time.
+        ratio: of this time to the first runner's, each measured right after the other; the median.
+    """
+
+    runner: str
+    batch: int
+    milliseconds: float
+    images_per_second: float
+    ratio: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def time_runners(runners: Sequence[Runner], images: np.ndarray, repeats: int = 20) -> list[Timing]:
+    """Time runners on one batch, in turns, so that a slow moment of the machine strikes all of them.
+
+    Raises:
+        ValueError: ``repeats`` below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, not {repeats}")
+    for runner in runners:  # warm
+        runner(images)
+    rows = []
+    for _ in range(repeats):
+        row = []
+        for runner in runners:
+            start = time.perf_counter()
+            runner(images)
+            row.append(time.perf_counter() - start)
+        rows.append(row)
+    seconds = np.array(rows)  # [repeat, runner]
+    medians, ratios = np.median(seconds, 0), np.median(seconds / seconds[:, :1], 0)
+    return [
+        Timing(runner.name, len(images), 1e3 * float(s), len(images) / float(s), float(ratio))
+        for runner, s, ratio in zip(runners, medians, ratios, strict=True)
+    ]

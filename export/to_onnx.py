@@ -94,6 +94,11 @@ MIN_AGREEMENT = 0.995
 #: Operators that do the arithmetic.
 _HEAVY = ("Conv", "Gemm", "MatMul")
 
+#: Operators of norms, softmax and variances, which stay float32: float16 overflows at a norm of 256.
+_FLOAT32_OPS = frozenset(
+    "Exp Log LogSoftmax Pow Reciprocal ReduceL2 ReduceSumSquare Softmax Softplus Sqrt".split()
+)
+
 
 class ExportError(CapszooError, RuntimeError):
     """A model could not be exported, or failed a step of the gate; no file was written.
@@ -504,6 +509,15 @@ class _Gate:
                 )
                 if half == 0:
                     raise self._fail(f"no convolution or matrix product is {wanted}")
+                narrow = [
+                    op
+                    for op, kinds in self.report.precision_map["operators"].items()
+                    if op in _FLOAT32_OPS and wanted in kinds
+                ]
+                if narrow:
+                    raise self._fail(
+                        f"{', '.join(narrow)} in {wanted}", "compute it in float32 (upcast_half)"
+                    )
                 detail.append(f"{half} of {total} convolutions and matrix products in {wanted}")
 
     def parity(self, full: bool) -> None:
@@ -885,6 +899,25 @@ def _precision_map(proto: onnx.ModelProto) -> dict[str, dict[str, Any]]:
         "operators": {name: dict(kinds) for name, kinds in sorted(operators.items())},
         "weights": dict(stored),
     }
+
+
+def hold_to_eager(job: Job, runner: compare.Runner) -> tuple[str, float]:
+    """Hold an engine against eager PyTorch; what was found, in words, and the worst share.
+
+    Raises:
+        ExportError: the results differ.
+    """
+    differences = compare.compare_on_probes(
+        compare.EagerRunner(job.original), runner, job.batch, job.size, job.input_dtype
+    )
+    for found in differences:
+        if not found.passed(job.tolerance):
+            raise ExportError(
+                f"{job.name}: {runner.name} differs from eager by {found.relative:.1e} of the largest output for "
+                f"{found.probe} input at batch {found.batch}; the limit is {job.tolerance:.0e}"
+            )
+    worst = max(found.relative for found in differences)
+    return f"{len(differences)} inputs, worst {worst:.1e} of the largest output", worst
 
 
 # -- small things -----------------------------------------------------------------------------------------------

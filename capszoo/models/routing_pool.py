@@ -19,6 +19,7 @@ from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
+from capszoo.layers.squash import upcast_half
 
 from ._base import CapsuleNet, CapsuleOutput, feature_levels
 from ._blocks import cifar_resnet_stages, init_conv_weights
@@ -27,6 +28,13 @@ from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 __all__ = ["RoutingCapsResNet", "RoutingPoolCNN", "RoutingPoolNet", "RoutingPoolResNet"]
 
 _POOLS = ("routing", "avg", "max")
+
+torch.fx.wrap("upcast_half")
+
+
+def _lengths(poses: Tensor) -> Tensor:
+    """Capsule lengths ``[b, n]``, computed in float32 for half types; the gradient is zero for a zero capsule."""
+    return torch.linalg.vector_norm(upcast_half(poses), dim=-1).to(poses.dtype)
 
 
 class ConvAct(nn.Module):
@@ -312,7 +320,7 @@ class RoutingCapsResNet(CapsuleNet):
         if pre_logits or self.num_classes == 0:
             return x if self.global_pool == "" and self.num_classes == 0 else x.mean(dim=(2, 3))
         poses = self.class_caps(x)  # [b, n, e]
-        return torch.linalg.vector_norm(poses, dim=-1)  # its gradient is zero for a zero capsule
+        return _lengths(poses)
 
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         self._require_classes()
@@ -321,7 +329,7 @@ class RoutingCapsResNet(CapsuleNet):
     @torch.jit.ignore
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         poses, couplings = self._route(x)
-        scores = torch.linalg.vector_norm(poses, dim=-1)
+        scores = _lengths(poses)
         return CapsuleOutput(scores, poses, scores, (couplings,))
 
     @torch.jit.ignore

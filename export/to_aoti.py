@@ -1,0 +1,135 @@
+"""AOTInductor packages: the model compiled ahead of time for the device at hand, run without Python code of ours.
+
+A package (``.pt2``) belongs to the kind of device it was compiled on; the portable ``torch.export`` program beside it
+is compiled again on another by :func:`compile_program` (``python -m capszoo.export.to_aoti PROGRAM OUT``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from capszoo.errors import CapszooError
+
+from .to_onnx import ExportError, Job, _first_line, _quiet, hold_to_eager
+
+__all__ = ["AotiRunner", "compile_program", "recompile_command", "write"]
+
+PROGRAM = "program.pt2"
+
+
+class AotiRunner:
+    """A compiled package.
+
+    Args:
+        path: the ``.pt2`` file.
+        device: that it was compiled for.
+    """
+
+    name = "aoti"
+
+    def __init__(self, path: str | os.PathLike[str], device: str = "cpu") -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise CapszooError(
+                f"{path} was compiled for CUDA", "run it where there is a GPU, or recompile it"
+            )
+        self.device = device
+        self.model = torch._inductor.aoti_load_package(str(path))
+
+    def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+        with torch.inference_mode():
+            outputs = self.model(torch.from_numpy(images).to(self.device))
+        flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        return [output.float().cpu().numpy() for output in flat]
+
+
+def compile_program(
+    program: torch.export.ExportedProgram | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    device: str | None = None,
+) -> Path:
+    """Compile a ``torch.export`` program for a device of this machine.
+
+    Args:
+        program: the program, or the ``.pt2`` file that ``torch.export.save`` wrote.
+        path: package to write.
+        device: ``cpu`` or ``cuda``; None is CUDA where there is one.
+
+    Raises:
+        ExportError: no C++ compiler, or the compiler failed.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ExportError(f"AOTInductor needs a C++ compiler, and there is no {compiler}", "install g++")
+    if not isinstance(program, torch.export.ExportedProgram):
+        program = torch.export.load(str(program))
+    if device != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        program = move_to_device_pass(program, device)
+    with _quiet():
+        try:
+            made = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        except Exception as e:  # inductor raises many kinds
+            raise ExportError(f"AOTInductor failed: {_first_line(e)}") from e
+    return Path(made)
+
+
+def recompile_command(package: str = "model.pt2") -> str:
+    """The line that compiles the portable program again on another machine."""
+    return f"python -m capszoo.export.to_aoti {PROGRAM} {package}"
+
+
+def write(job: Job, folder: Path, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Write the portable program and the package for the device at hand, and prove the package equal.
+
+    Returns:
+        What the manifest says of it.
+
+    Raises:
+        ExportError: it cannot be compiled, or gives other results.
+    """
+    say = progress or (lambda line: None)
+    program = job.trace()
+    torch.export.save(program, str(folder / PROGRAM))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    file = f"model.{device}.pt2"
+    say("AOTInductor compiles (about half a minute)")
+    compile_program(program, folder / file, device)
+    say("AOTInductor against eager")
+    words, worst = hold_to_eager(job, AotiRunner(folder / file, device))
+    return {
+        "file": file,
+        "program": PROGRAM,
+        "device": device,
+        "torch": torch.__version__,
+        "recompile": recompile_command(),
+        "share_of_largest_output": worst,
+        "detail": f"{device}, {words}",
+        "readme": [
+            f"AOTInductor: `{file}` runs on {device} with torch {torch.__version__} "
+            f'(`torch._inductor.aoti_load_package("{file}")`). For another device, there: `{recompile_command()}`.'
+        ],
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Compile a portable program for a device of this machine."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("program", help="the .pt2 file that torch.export.save wrote")
+    parser.add_argument("out", help="package to write (.pt2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    options = parser.parse_args(arguments)
+    print(compile_program(options.program, options.out, options.device))
+
+
+if __name__ == "__main__":
+    main()

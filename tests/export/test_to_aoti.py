@@ -1,0 +1,89 @@
+"""AOTInductor: the package equals eager, and the portable program is compiled again by the printed command."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from capszoo.errors import CapszooError
+from capszoo.export import to_aoti, to_onnx
+from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle
+from capszoo.export.compare import EagerRunner
+from capszoo.export.to_onnx import ExportError
+from tests.export.toys import ToyCaps
+
+pytest.importorskip("onnxruntime")
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_bundle_with_a_package(tmp_path: Path) -> None:
+    out = tmp_path / "toy"
+    model = ToyCaps().eval()
+    manifest = export_bundle(
+        model, out, formats=("onnx", "aoti"), batch=(1, 2, 5), gate="quick", outputs=("scores", "poses")
+    )
+    described = manifest["engines"]["aoti"]
+    assert described["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert described["share_of_largest_output"] <= 1e-4
+    assert {described["file"], "program.pt2"} <= manifest["files"].keys() and check_bundle(out).passed
+    result = compare_bundle(out, ("onnxruntime", "aoti"), batches=(1, 5), repeats=1)
+    assert result["differences"][0]["relative"] <= 1e-4
+
+    # the program, compiled again by the command that the bundle states
+    command = shlex.split(described["recompile"].replace("model.pt2", "again.pt2"))
+    assert command[0] == "python"
+    done = subprocess.run(
+        [sys.executable, *command[1:], "--device", "cpu"],
+        cwd=out,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    images = np.random.default_rng(0).standard_normal((3, 1, 10, 10), dtype=np.float32)
+    again = to_aoti.AotiRunner(out / "again.pt2")(images)
+    job = to_onnx.prepare(model, outputs=("scores", "poses"))
+    for mine, theirs in zip(again, EagerRunner(job.original)(images), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_a_package_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = to_onnx.prepare(ToyCaps(1).eval(), batch=(1, 2, 2))
+
+    class Wrong:
+        name = "aoti"
+
+        def __init__(self, path: Path, device: str) -> None:
+            assert (path.parent / "program.pt2").is_file()
+
+        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+            return [output * 1.01 for output in EagerRunner(job.original)(images)]
+
+    monkeypatch.setattr(to_aoti, "compile_program", lambda program, path, device: path)
+    monkeypatch.setattr(to_aoti, "AotiRunner", Wrong)
+    with pytest.raises(ExportError, match="aoti differs from eager by 1.0e-02 of the largest output"):
+        to_aoti.write(job, tmp_path)
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    program = to_onnx.prepare(ToyCaps(1).eval()).trace()
+    with pytest.raises(ExportError, match="there is no no-such-compiler: install g\\+\\+"):
+        to_aoti.compile_program(program, tmp_path / "x.pt2", "cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_package_for_another_device(tmp_path: Path) -> None:
+    with pytest.raises(CapszooError, match="compiled for CUDA"):
+        to_aoti.AotiRunner(tmp_path / "x.pt2", "cuda")

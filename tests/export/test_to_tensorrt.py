@@ -1,0 +1,408 @@
+"""The TensorRT builder against a small imitation of TensorRT's API; against the real thing where that is installed."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from capszoo.errors import CapszooError, UsageError
+from capszoo.export import to_onnx, to_tensorrt
+from capszoo.export.to_onnx import ExportError, ExportReport
+from capszoo.export.to_tensorrt import BuildOptions, TensorRTRunner, build_engine, trtexec_line
+from tests.export.toys import ToyCaps
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:
+    """What the code uses of TensorRT's API, with a record of every call (``trt.calls``).
+
+    Args:
+        version: 11 and later have no STRONGLY_TYPED flag.
+        faults: ``parse`` (error texts), ``build`` (error text), ``no_builder``, ``no_profile``, ``foreign`` (the
+            engine belongs to another GPU).
+    """
+    trt: Any = types.ModuleType(faults.get("name", "tensorrt"))
+    trt.__version__ = version
+    calls = trt.calls = []
+
+    def record(name: str, result: Any = None) -> Any:
+        def call(*arguments: Any) -> Any:
+            calls.append((name, *arguments))
+            return result
+
+        return call
+
+    class ILogger:
+        ERROR, INTERNAL_ERROR, WARNING = "error", "internal", "warning"
+
+    class Flags:
+        if int(version.split(".")[0]) < 11:
+            STRONGLY_TYPED = 1
+
+    class Members:
+        REFIT, VERSION_COMPATIBLE, AMPERE_PLUS, DETAILED, WORKSPACE = (
+            "REFIT",
+            "VERSION_COMPATIBLE",
+            "AMPERE_PLUS",
+            "DETAILED",
+            "WORKSPACE",
+        )
+        INPUT, OUTPUT, JSON = "input", "output", "json"
+
+    class Network:
+        num_inputs, num_layers = 1, 17
+
+        def get_input(self, i: int) -> Any:
+            return types.SimpleNamespace(name="input")
+
+    class Config:
+        builder_optimization_level, profiling_verbosity, hardware_compatibility_level = -1, "", ""
+        set_memory_pool_limit, set_flag = staticmethod(record("pool")), staticmethod(record("flag"))
+        set_timing_cache = staticmethod(record("use_cache"))
+
+        def create_timing_cache(self, data: bytes) -> Any:
+            calls.append(("cache", data))
+            return types.SimpleNamespace(serialize=lambda: b"measured")
+
+        def get_timing_cache(self) -> Any:
+            return types.SimpleNamespace(serialize=lambda: b"measured")
+
+        def add_optimization_profile(self, profile: Any) -> int:
+            return -1 if faults.get("no_profile") else 0
+
+    class Builder:
+        def __new__(cls, log: Any) -> Any:
+            if faults.get("no_builder"):
+                log.log(ILogger.ERROR, "CUDA initialization failure\n35")
+                return None
+            return super().__new__(cls)
+
+        def __init__(self, log: Any) -> None:
+            self.log = log
+
+        def create_network(self, flags: int) -> Network:
+            calls.append(("network", flags))
+            return Network()
+
+        def create_builder_config(self) -> Config:
+            trt.config = Config()
+            return trt.config
+
+        def create_optimization_profile(self) -> Any:
+            return types.SimpleNamespace(set_shape=record("shape"))
+
+        def build_serialized_network(self, network: Any, config: Any) -> bytes | None:
+            if faults.get("build"):
+                self.log.log(ILogger.ERROR, faults["build"])
+                return None
+            return b"an engine"
+
+    class OnnxParser:
+        def __init__(self, network: Any, log: Any) -> None:
+            self.errors = faults.get("parse", [])
+            self.num_errors = len(self.errors)
+
+        def parse_from_file(self, path: str) -> bool:
+            calls.append(("parse", path))
+            return not self.errors
+
+        def get_error(self, i: int) -> Any:
+            text = self.errors[i]
+            return types.SimpleNamespace(desc=lambda: text, node_operator=lambda: "Einsum")
+
+    class Context:
+        def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+            self.batch = shape[0]
+            return shape[0] <= 4
+
+        def set_tensor_address(self, name: str, address: int) -> None:
+            calls.append(("address", name, address != 0))
+
+        def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+            return (self.batch, 5)
+
+        def execute_async_v3(self, stream: int) -> bool:
+            return not faults.get("run")
+
+    class Engine:
+        num_io_tensors = 2
+
+        def get_tensor_name(self, i: int) -> str:
+            return ("input", "scores")[i]
+
+        def get_tensor_mode(self, name: str) -> str:
+            return "input" if name == "input" else "output"
+
+        def create_execution_context(self) -> Context:
+            return Context()
+
+        def create_engine_inspector(self) -> Any:
+            return types.SimpleNamespace(get_engine_information=lambda kind: '{"Layers": []}')
+
+    class Runtime:
+        def __init__(self, log: Any) -> None:
+            pass
+
+        def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
+            return None if faults.get("foreign") else Engine()
+
+    for kind in (ILogger, Builder, OnnxParser, Runtime):
+        setattr(trt, kind.__name__, kind)
+    trt.NetworkDefinitionCreationFlag = Flags
+    for name in (
+        "BuilderFlag",
+        "HardwareCompatibilityLevel",
+        "ProfilingVerbosity",
+        "MemoryPoolType",
+        "TensorIOMode",
+        "LayerInformationFormat",
+    ):
+        setattr(trt, name, Members)
+    trt.ComputeCapability = type("ComputeCapability", (), {})
+    return trt
+
+
+def exported(folder: Path, batch: Any = (1, 2, 4)) -> tuple[to_onnx.Job, ExportReport]:
+    job = to_onnx.prepare(ToyCaps(1).eval(), batch=batch)
+    return job, to_onnx.write(job, folder / "model.onnx", check=False)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, to_onnx.Job, ExportReport]:
+    folder = tmp_path_factory.mktemp("onnx")
+    return folder / "model.onnx", *exported(folder)
+
+
+Toy = tuple[Path, to_onnx.Job, ExportReport]
+
+
+@pytest.mark.parametrize(("version", "flags"), [("10.9.0", 2), ("10.15.1", 2), ("11.1.0", 0)])
+def test_networks_are_strongly_typed(version: str, flags: int, toy: Toy, tmp_path: Path) -> None:
+    onnx, _, report = toy
+    trt = fake_tensorrt(version)
+    built = build_engine(onnx, tmp_path / "x.plan", report, trt=trt)
+    assert ("network", flags) in trt.calls and ("parse", str(onnx)) in trt.calls
+    assert ("shape", "input", [1, 1, 10, 10], [2, 1, 10, 10], [4, 1, 10, 10]) in trt.calls
+    assert (tmp_path / "x.plan").read_bytes() == b"an engine"
+    assert (built.api, built.layers, built.file_bytes) == (f"tensorrt {version}", 17, 9)
+    assert json.loads(built.inspection) == {"Layers": []}
+
+
+def test_options_reach_the_builder(toy: Toy, tmp_path: Path) -> None:
+    onnx, _, report = toy
+    cache = tmp_path / "timing.cache"
+    options = BuildOptions(
+        workspace_mib=64,
+        optimization_level=5,
+        timing_cache=str(cache),
+        version_compatible=True,
+        hardware_compatible=True,
+        refit=True,
+    )
+    trt = fake_tensorrt()
+    build_engine(onnx, tmp_path / "x.plan", report, options, trt)
+    assert ("pool", "WORKSPACE", 64 << 20) in trt.calls
+    assert ("flag", "VERSION_COMPATIBLE") in trt.calls and ("flag", "REFIT") in trt.calls
+    assert trt.config.builder_optimization_level == 5
+    assert trt.config.hardware_compatibility_level == "AMPERE_PLUS"
+    assert trt.config.profiling_verbosity == "DETAILED"
+    assert ("cache", b"") in trt.calls and cache.read_bytes() == b"measured"
+    again = fake_tensorrt()
+    build_engine(onnx, tmp_path / "x.plan", report, options, again)
+    assert ("cache", b"measured") in again.calls
+    plain = fake_tensorrt()
+    build_engine(onnx, tmp_path / "x.plan", report, BuildOptions(detailed=False), plain)
+    assert (
+        not [c for c in plain.calls if c[0] in ("flag", "cache")] and plain.config.profiling_verbosity == ""
+    )
+
+
+def test_a_fixed_batch_needs_no_profile(tmp_path: Path) -> None:
+    _, report = exported(tmp_path, 3)
+    trt = fake_tensorrt()
+    build_engine(tmp_path / "model.onnx", tmp_path / "x.plan", report, trt=trt)
+    assert not [c for c in trt.calls if c[0] == "shape"]
+    assert not any("Shapes" in word for word in trtexec_line(report, BuildOptions(), "a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ({"version": "10.8.0"}, "10.8.0 is too old: pip install"),
+        ({"version": "8.6.1"}, "too old"),
+        (
+            {"parse": ["no importer", "bad\nshape"]},
+            "does not take the graph: Einsum: no importer; Einsum: bad shape",
+        ),
+        ({"build": "out of\nmemory"}, "builds no engine: out of memory"),
+        ({"no_builder": True}, "makes no builder: CUDA initialization failure 35"),
+        ({"no_profile": True}, "takes no profile"),
+    ],
+)
+def test_refusals_are_one_line_and_write_nothing(
+    faults: dict[str, Any], message: str, toy: Toy, tmp_path: Path
+) -> None:
+    onnx, _, report = toy
+    with pytest.raises(ExportError, match=message) as caught:
+        build_engine(onnx, tmp_path / "x.plan", report, trt=fake_tensorrt(**faults))
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_an_option_that_the_library_lacks_is_named(toy: Toy, tmp_path: Path) -> None:
+    onnx, _, report = toy
+    with pytest.raises(ExportError, match="has no ComputeCapability.SM42"):
+        options = BuildOptions(compute_capability="SM42")
+        build_engine(onnx, tmp_path / "x.plan", report, options, fake_tensorrt())
+
+
+def test_impossible_options() -> None:
+    with pytest.raises(UsageError, match="workspace of 0 MiB"):
+        BuildOptions(workspace_mib=0)
+    with pytest.raises(UsageError, match="no optimisation level 9"):
+        BuildOptions(optimization_level=9)
+
+
+def test_trtexec_line(toy: Toy) -> None:
+    _, _, report = toy
+    assert trtexec_line(report, BuildOptions(refit=True, timing_cache="t"), "m.onnx", "m.plan") == [
+        "trtexec",
+        "--onnx=m.onnx",
+        "--saveEngine=m.plan",
+        "--minShapes=input:1x1x10x10",
+        "--optShapes=input:2x1x10x10",
+        "--maxShapes=input:4x1x10x10",
+        "--memPoolSize=workspace:1024",
+        "--builderOptimizationLevel=3",
+        "--timingCacheFile=t",
+        "--refit",
+        "--profilingVerbosity=detailed",
+    ]
+    line = trtexec_line(report, BuildOptions(version_compatible=True, hardware_compatible=True), "a", "b")
+    assert {"--versionCompatible", "--hardwareCompatibilityLevel=ampere+"} <= set(line)
+    assert not any(word.startswith(("--fp16", "--int8", "--best")) for word in line)  # 11 dropped them
+
+
+def test_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx, job, report = toy
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "model.onnx").write_bytes(onnx.read_bytes())
+    described, steps = to_tensorrt.write(job, report, tmp_path, BuildOptions(), trt=fake_tensorrt())
+    assert described["note"] == "" and described["file"] == "tensorrt/model.plan"
+    assert [step.passed for step in steps] == [True, None]
+    assert {f.name for f in (tmp_path / "tensorrt").iterdir()} == {
+        "profile.json",
+        "build_engine.sh",
+        "model.plan",
+        "layers.json",
+    }
+
+
+def test_write_without_tensorrt(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, job, report = toy
+    monkeypatch.setattr(to_tensorrt, "find_tensorrt", lambda: None)
+    described, steps = to_tensorrt.write(job, report, tmp_path, BuildOptions())
+    assert "pip install 'capszoo[tensorrt]'" in described["note"] and described["file"] is None
+    assert [step.passed for step in steps] == [None, None]
+    with pytest.raises(ExportError, match="TensorRT is not installed: pip install"):
+        build_engine(tmp_path / "model.onnx", tmp_path / "x.plan", report)
+    with pytest.raises(CapszooError, match="TensorRT is not installed"):
+        TensorRTRunner(tmp_path / "x.plan")
+
+
+def test_script_runs_trtexec(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for trtexec that prints its arguments: --stronglyTyped only where that is an option."""
+    import os
+    import subprocess
+
+    _, job, report = toy
+    monkeypatch.setattr(to_tensorrt, "find_tensorrt", lambda: None)
+    to_tensorrt.write(job, report, tmp_path, BuildOptions())
+    program = tmp_path / "trtexec"
+    for options, typed in (("--stronglyTyped", True), ("--verbose", False)):
+        program.write_text(f'#!/bin/sh\n[ "$1" = --help ] && echo "{options}" || echo "$@"\n')
+        program.chmod(0o755)
+        done = subprocess.run(
+            ["sh", str(tmp_path / "tensorrt" / "build_engine.sh"), "--skipInference"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        )
+        assert done.returncode == 0, done.stderr
+        words = done.stdout.split()
+        assert "--onnx=../model.onnx" in words and "--skipInference" in words
+        assert ("--stronglyTyped" in words) is typed
+
+
+def test_runner(tmp_path: Path) -> None:
+    (tmp_path / "x.plan").write_bytes(b"an engine")
+    trt = fake_tensorrt()
+    runner = TensorRTRunner(tmp_path / "x.plan", trt, device="cpu")
+    (scores,) = runner(np.zeros((2, 1, 10, 10), np.float32))
+    assert scores.shape == (2, 5) and scores.dtype == np.float32
+    assert ("address", "input", True) in trt.calls and ("address", "scores", True) in trt.calls
+    with pytest.raises(CapszooError, match="takes no batch of 9"):
+        runner(np.zeros((9, 1, 10, 10), np.float32))
+    with pytest.raises(CapszooError, match="another GPU"):
+        TensorRTRunner(tmp_path / "x.plan", fake_tensorrt(foreign=True), device="cpu")
+    stuck = TensorRTRunner(tmp_path / "x.plan", fake_tensorrt(run=True), device="cpu")
+    with pytest.raises(CapszooError, match="does not run"):
+        stuck(np.zeros((2, 1, 10, 10), np.float32))
+
+
+def test_the_stand_in_is_a_step_of_the_gate(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx, _, report = toy
+    monkeypatch.setattr(to_tensorrt, "find_rtx", lambda: None)
+    assert to_tensorrt.rtx_step(onnx, report).passed is None
+    with pytest.raises(ExportError, match="does not take the graph"):
+        to_tensorrt.rtx_step(onnx, report, fake_tensorrt("1.7.1", name="tensorrt_rtx", parse=["no importer"]))
+
+
+# -- NVIDIA's own -------------------------------------------------------------------------------------------------
+
+needs_rtx = pytest.mark.skipif(
+    to_tensorrt.find_rtx() is None,
+    reason="needs TensorRT-RTX: tensorrt_rtx_cu13_bindings and its libraries on the library path (docs/export.md)",
+)
+
+
+@needs_rtx
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", ["resnet20_routingcaps.mnist", "idpa_cnn.mnist"])
+def test_tensorrt_rtx_builds_our_graphs(name: str, precision: str, tmp_path: Path) -> None:
+    import capszoo
+
+    model = capszoo.create_model(name, pretrained=True).eval()
+    job = to_onnx.prepare(model, precision=precision)
+    report = to_onnx.write(job, tmp_path / "model.onnx", check=False)
+    step = to_tensorrt.rtx_step(tmp_path / "model.onnx", report)
+    assert step.passed and "for SM89" in step.detail
+
+
+@needs_rtx
+def test_tensorrt_rtx_takes_uint8_and_refuses_nonsense(tmp_path: Path) -> None:
+    job = to_onnx.prepare(ToyCaps(), uint8_input=True, outputs=("scores", "couplings"))
+    report = to_onnx.write(job, tmp_path / "model.onnx", check=False)
+    assert to_tensorrt.rtx_step(tmp_path / "model.onnx", report).passed
+    (tmp_path / "bad.onnx").write_bytes(b"no model")
+    with pytest.raises(ExportError, match="does not take the graph"):
+        to_tensorrt.rtx_step(tmp_path / "bad.onnx", report)
+
+
+@pytest.mark.tensorrt
+@pytest.mark.gpu
+def test_a_real_engine_equals_eager(tmp_path: Path) -> None:
+    if to_tensorrt.find_tensorrt() is None:
+        pytest.skip("needs TensorRT itself; its stand-in builds nothing that runs here")
+    job, report = exported(tmp_path)
+    _, steps = to_tensorrt.write(job, report, tmp_path, BuildOptions())
+    assert [step.passed for step in steps] == [True, True]
