@@ -331,9 +331,15 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "--out",
         tmp_path / "r",
         "--cpu",
+        "--profile",
+        "short",
     )
     assert calls == [
-        ("some.recipe", ["epochs=1", "seed=3"], {"out": tmp_path / "r", "data": tmp_path, "cpu": True})
+        (
+            "some.recipe",
+            ["epochs=1", "seed=3"],
+            {"out": tmp_path / "r", "data": tmp_path, "cpu": True, "profile": "short"},
+        )
     ]
     assert "top1 99.5" in text and "w.safetensors" in text
 

@@ -161,6 +161,17 @@ def test_half_precision_that_loses_too_much_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_norms_in_half_precision_are_refused(tmp_path: Path) -> None:
+    class Narrow(ToyCaps):
+        def forward(self, x: Tensor) -> Tensor:
+            poses, _ = self.class_caps(self._children(x))
+            return torch.linalg.vector_norm(poses, dim=-1)  # overflows in float16 from 256 on
+
+    with pytest.raises(ExportError, match="in float16: compute it in float32"):
+        export(Narrow(), tmp_path / "bad.onnx", precision="fp16", gate="quick")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_many_other_answers_are_refused(exported: tuple[ToyCaps, Path, ExportReport]) -> None:
     model, path, report = exported
     job = to_onnx.prepare(model)

@@ -6,12 +6,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from capszoo.layers.squash import capsule_lengths, upcast_half
 from capszoo.models import CapsuleOutput
+
+torch.fx.wrap("upcast_half")
 
 
 def squash(s: Tensor) -> Tensor:
-    square = s.square().sum(-1, keepdim=True)
-    return s * (square.clamp_min(1e-12).sqrt() / (1 + square))
+    x = upcast_half(s)
+    square = x.square().sum(-1, keepdim=True)
+    return (x * (square.clamp_min(1e-12).sqrt() / (1 + square))).to(s.dtype)
 
 
 class ToyRouting(nn.Module):
@@ -30,7 +34,7 @@ class ToyRouting(nn.Module):
         agreement = torch.zeros_like(coupling)
         for _ in range(self.num_iters - 1):
             agreement = agreement + torch.matmul(votes, poses.unsqueeze(-1)).squeeze(-1)
-            coupling = torch.softmax(agreement.transpose(1, 2), -1).transpose(1, 2)
+            coupling = torch.softmax(upcast_half(agreement).transpose(1, 2), -1).to(x.dtype).transpose(1, 2)
             poses = squash(torch.matmul(coupling.unsqueeze(2), votes).squeeze(2))
         return poses, coupling
 
@@ -59,11 +63,11 @@ class ToyCaps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         poses, _ = self.class_caps(self._children(x))
-        return poses.square().sum(-1).clamp_min(1e-12).sqrt()
+        return capsule_lengths(poses)
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         poses, coupling = self.class_caps(self._children(x))
-        lengths = poses.square().sum(-1).clamp_min(1e-12).sqrt()
+        lengths = capsule_lengths(poses)
         return CapsuleOutput(lengths, poses, lengths, (coupling,))
 
     def coupling_map(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Several of these under a launcher train together. MODE `double` works in float64, which tells an error from rounding;
 `full-disk:BYTES` lets no file grow beyond so many bytes; `nan:RANK` spoils the loss of one process at its third update;
-`crash:RANK` ends one process without a word then; `stop:N` ends the run after N updates.
+`crash:RANK` ends one process without a word then; `stop:N` ends the run after N updates; `pace:SECONDS` sleeps in each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ def main(out: str, data: str, tree: str, mode: str = "") -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(mode.partition(":")[2]),) * 2)
     elif mode.startswith("stop:"):
         options["stop_after"] = int(mode.partition(":")[2])
+    elif mode.startswith("pace:"):
+        made = train_module.create_loss
+
+        def create_paced(name: str, **kwargs: Any) -> Any:
+            loss = made(name, **kwargs)
+            loss.register_forward_pre_hook(lambda *_: time.sleep(float(mode.partition(":")[2])))
+            return loss
+
+        train_module.create_loss = create_paced
     elif mode.startswith(("nan:", "crash:")) and os.environ["RANK"] == mode.partition(":")[2]:
         original = train_module.create_loss
 

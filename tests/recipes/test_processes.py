@@ -107,11 +107,13 @@ def kill_and_resume(root: Path, tmp_path: Path, data: Path, kills: int, seed: in
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(root, command(whole, data, recipe)).returncode == 0
     total, rng, log = progress(whole), random.Random(seed), tmp_path / "killed.log"
-    for target in sorted(rng.randrange(total) for _ in range(kills)):
-        with running(root, command(killed, data, recipe), log) as process:
+    # Paced, and not in the last updates: on a busy machine it must not end before this process sees where it is.
+    paced = command(killed, data, recipe, "pace:0.15")
+    for target in sorted(rng.randrange(total - 8) for _ in range(kills)):
+        with running(root, paced, log) as process:
             while progress(killed) < target and process.poll() is None:
                 time.sleep(0.002)
-            time.sleep(rng.uniform(0, 0.15))  # within an update, a checkpoint, an epoch's end
+            time.sleep(rng.uniform(0, 0.3))  # within an update, a checkpoint, an epoch's end
             assert process.poll() is None, "it ended before it could be killed: " + log.read_text()[-500:]
             os.killpg(process.pid, signal.SIGKILL)
             assert process.wait() == -signal.SIGKILL
