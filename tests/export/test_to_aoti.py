@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 @pytest.mark.slow
 @needs_compiler
-def test_bundle_with_a_package(tmp_path: Path) -> None:
+def test_bundle_with_a_package(tmp_path: Path, root: Path) -> None:
     out = tmp_path / "toy"
     model = ToyCaps().eval()
     manifest = export_bundle(
@@ -48,6 +49,7 @@ def test_bundle_with_a_package(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=280,
+        env={**os.environ, "PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stderr
     images = np.random.default_rng(0).standard_normal((3, 1, 10, 10), dtype=np.float32)
