@@ -28,14 +28,17 @@ Each iteration, from ``R = 1 / parents``::
              logit_j = lambda_t * (beta_a - sum_h cost_jh)
     E-step   R_ij = softmax over parents of (log sigmoid(logit_j) - sum_h [log sigma_jh + (V - mu)^2 / 2 sigma^2])
 
-Deviations and choices of ours, all of them arguments: ``lambda_t = 1 + t``; variances are floored at ``var_floor``;
-``eps``, an activation that every child has beside its own, keeps a weighted mean defined where no child is active.
+Deviations and choices of ours, all of them arguments: ``lambda_t = 1 + t``; variances are floored at ``var_floor``,
+from the second iteration on also at ``var_share`` of the first one's, and a range of normalised costs that may be
+rounding is not blown up (``min_share``; these two are arguments of the functions alone); ``eps``, an activation
+that every child has beside its own, keeps a weighted mean defined where no child is active.
 Activations are returned before their sigmoid, which keeps their order where the sigmoid has saturated; without
 ``normalize_cost`` it does so early (encapnet's authors call that option crucial).
 
 How it is computed: squares are taken about the mean of the first iteration, where they do not cancel; means,
 variances and log-likelihoods are then matrix-vector products of the votes and of these squares, the only two
-tensors of that size. Half types are computed in float32, under autocast too.
+tensors of that size. In eager PyTorch on the CPU they are made for a block of windows at a time, and again in the
+backward pass. Half types are computed in float32, under autocast too.
 """
 
 import math

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from capszoo.layers import ClassEM, ConvEM, SharedEM, em, em_routing, shared_em_routing
+from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em, em_routing, shared_em_routing
 from capszoo.layers.em import MIN_SHARE, _parent_logits
 from tests.reference import em as naive
 
@@ -345,6 +345,34 @@ def test_shared_equals_naive(shape: tuple[int, ...], num_iters: int, normalize_c
     assert_same([poses, torch.sigmoid(logits)], list(expected[:2]), inputs, atol=1e-8)
     couplings = layer.route(x, activations)[2]  # [b, j, g, s]
     torch.testing.assert_close(couplings.flatten(2).transpose(1, 2), expected[2], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+def test_shared_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch, num_iters: int) -> None:
+    """Values and gradients where parents, and groups of children, are taken a few at a time."""
+    layer = SharedEM(3, 2, 7, 4, num_iters).double()
+    randomise(layer)
+    x = torch.randn(2, 3, 2, 5, dtype=F64, requires_grad=True)
+    activations = torch.rand(2, 3, 5, dtype=F64, requires_grad=True)
+    inputs = [x, activations, layer.weight, layer.bias, layer.beta_v, layer.beta_a]
+
+    def run() -> list[Tensor]:
+        results = layer.route(x, activations)
+        functional = sum(
+            (t * torch.linspace(-1, 1, t.numel(), dtype=F64).view(t.shape)).sum() for t in results
+        )
+        return [*results, *torch.autograd.grad(functional, inputs)]
+
+    expected = run()
+    made: list[int] = []
+    apply = _blockwise._Blockwise.apply
+    monkeypatch.setattr(_blockwise._Blockwise, "apply", lambda *a: (made.append(a[3]), apply(*a))[1])
+    monkeypatch.setattr(_blockwise, "BLOCK", 200)
+    for a, b in zip(run(), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+    assert made and max(made) < 7  # the last block is smaller where it does not divide
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, activations)[0], expected[0])
 
 
 @pytest.mark.parametrize(("centre", "spread"), [(0.0, 1.0), (30.0, 0.1), (1000.0, 30.0)])
