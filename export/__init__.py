@@ -1,8 +1,9 @@
 """Export of models to other runtimes, each with proof that the result equals the original.
 
 ``unroll`` prepares a model (fixed iterations, folded BatchNorm, prepared weight layouts), ``to_onnx`` writes and gates
-the ONNX file, ``compare`` holds the one comparator. The optional libraries (onnx, onnxscript, onnxruntime) are
-imported when a function needs them, not before.
+the ONNX file, ``to_tensorrt`` and ``to_aoti`` make engines, ``bundle`` the folder that is served, ``compare`` holds the
+runners and the one comparator; ``infer`` is copied into bundles. The optional libraries (onnx, onnxscript, onnxruntime)
+are imported when a function needs them, not before.
 """
 
 from __future__ import annotations
