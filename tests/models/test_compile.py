@@ -23,7 +23,9 @@ def _check(name: str) -> None:
         expected = model(x)
         torch.manual_seed(0)
         found = compiled(x)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max()))
+        torch.testing.assert_close(
+            found, expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max())
+        )
     found.float().square().mean().backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), key
