@@ -28,18 +28,23 @@ def windows(x: Tensor, kernel_size: int, stride: int) -> Tensor:
     return patches.permute(0, 3, 2, 1).reshape(-1, kernel_size**2, c)
 
 
+def by_agreement(votes: Tensor, num_iters: int, over: int) -> Tensor:
+    """Dynamic routing of votes ``[b, i, j, e]`` to ``[b, j, e]``, softmax over axis 1 (children) or 2 (parents)."""
+    logits = torch.zeros_like(votes[..., 0])  # [b, i, j]
+    for t in range(num_iters):
+        couplings = logits.softmax(dim=over)
+        poses = squash((couplings.unsqueeze(3) * votes).sum(dim=1))
+        if t < num_iters - 1:
+            logits = logits + (votes * poses.unsqueeze(1)).sum(dim=3)
+    return poses
+
+
 def dynamic(layer: layers.DynamicRouting, x: Tensor) -> Tensor:
     """``[b, i, d]`` to ``[b, j, e]``: one small matrix product a vote, over an expanded weight."""
     weight = layer.weight.reshape(layer.in_caps, layer.in_dim, layer.out_caps, layer.out_dim)
     weight = weight.permute(0, 2, 1, 3)  # [i, j, d, e]
     votes = torch.matmul(x[:, :, None, None, :], weight).squeeze(3)  # [b, i, j, e]
-    logits = torch.zeros_like(votes[..., 0])
-    for t in range(layer.num_iters):
-        couplings = logits.softmax(dim=2)
-        poses = squash((couplings.unsqueeze(3) * votes).sum(dim=1))
-        if t < layer.num_iters - 1:
-            logits = logits + (votes * poses.unsqueeze(1)).sum(dim=3)
-    return poses
+    return by_agreement(votes, layer.num_iters, over=2)
 
 
 def shared_dynamic(layer: layers.SharedDynamicRouting, x: Tensor) -> Tensor:
@@ -48,13 +53,7 @@ def shared_dynamic(layer: layers.SharedDynamicRouting, x: Tensor) -> Tensor:
     weight = layer.weight.reshape(layer.out_caps, layer.out_dim, g, d).permute(2, 0, 1, 3).reshape(g, -1, d)
     votes = torch.matmul(weight, x) + layer.bias.permute(2, 0, 1).reshape(g, -1, 1)  # [b, g, j*e, p]
     votes = votes.reshape(b, g, layer.out_caps, layer.out_dim, p).permute(0, 1, 4, 2, 3).flatten(1, 2)
-    logits = torch.zeros_like(votes[..., 0])  # [b, i, j]
-    for t in range(layer.num_iters):
-        couplings = logits.softmax(dim=1)
-        poses = squash((couplings.unsqueeze(3) * votes).sum(dim=1))
-        if t < layer.num_iters - 1:
-            logits = logits + (votes * poses.unsqueeze(1)).sum(dim=3)
-    return poses
+    return by_agreement(votes, layer.num_iters, over=1)
 
 
 def em(votes: Tensor, active: Tensor, layer: layers.ConvEM | layers.ClassEM) -> tuple[Tensor, Tensor]:

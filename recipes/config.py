@@ -200,10 +200,8 @@ def _section_at(location: tuple[Any, ...]) -> type[BaseModel]:
     section: type[BaseModel] = Recipe
     for key in location:
         found = section.model_fields[str(key)].annotation if str(key) in section.model_fields else None
-        kinds = [
-            kind for kind in (found, *get_args(found)) if isinstance(kind, type)
-        ]  # a section, or one or None
-        inner = [kind for kind in kinds if issubclass(kind, BaseModel)]
+        kinds = (found, *get_args(found))  # a section, or one or None
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         if not inner:
             break
         section = inner[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,15 +10,12 @@ from types import ModuleType
 
 import pytest
 
+from tests.support import load_script
+
 
 @pytest.fixture(scope="module")
 def bench(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_models", root / "benchmarks" / "models.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script(root / "benchmarks" / "models.py")
 
 
 def test_specs(bench: ModuleType) -> None:
@@ -85,12 +81,7 @@ def test_one_run(bench: ModuleType, root: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def routing(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_routing", root / "benchmarks" / "routing.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(root / "benchmarks" / "routing.py")
 
 
 def test_layers_equal_their_plain_forms(routing: ModuleType) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.support import load_script
+
 
 @pytest.fixture(scope="module")
 def bench(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_data", root / "benchmarks" / "data.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script(root / "benchmarks" / "data.py")
 
 
 def test_a_row_states_the_pipeline_s_share(bench: ModuleType) -> None:

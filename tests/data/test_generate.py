@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ from capszoo.data.generate import ByClass, Distort, Overlay, Scatter, place
 from capszoo.data.sources import compose
 from capszoo.losses import bce_loss, margin_loss
 from tests.data.formats import write_idx
+from tests.support import packed
 
 
 @pytest.fixture(scope="module")
 def digits(root: Path) -> ImageSet:
     """1,000 real digits."""
-    packed = np.load(root / "tests" / "fixtures" / "mnist_test_1000.npz")
-    images = torch.from_numpy(packed["images"]).unsqueeze(1)
-    return ImageSet(dataset_spec("mnist"), "train", images, torch.from_numpy(packed["labels"]).long())
+    return replace(packed(root, "mnist"), split="train")
 
 
 def composed(name: str, digits: ImageSet, split: str = "train") -> ImageSet:

@@ -11,29 +11,32 @@ import pytest
 
 from capszoo.data import DATASETS
 from tests.data.formats import write_idx
+from tests.support import PACKED
+
+COUNTS = {"train": 120, "test": 40}
+
+
+def write_digits(root: Path, folder: Path) -> Path:
+    """Real digits as idx files below `folder`, as many as `COUNTS` says."""
+    digits = np.load(root / "tests" / "fixtures" / PACKED["mnist"])
+    (folder / "mnist").mkdir(parents=True)
+    for stem, part in (("train", slice(0, 120)), ("t10k", slice(120, 160))):
+        write_idx(folder / "mnist" / f"{stem}-images-idx3-ubyte", digits["images"][part])
+        write_idx(folder / "mnist" / f"{stem}-labels-idx1-ubyte", digits["labels"][part])
+    return folder
 
 
 @pytest.fixture
 def tiny_mnist(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of a data set named `mnist` with 120 training and 40 test images."""
-    packed = np.load(root / "tests" / "fixtures" / "mnist_test_1000.npz")
-    folder = tmp_path / "data" / "mnist"
-    folder.mkdir(parents=True)
-    for stem, part in (("train", slice(0, 120)), ("t10k", slice(120, 160))):
-        write_idx(folder / f"{stem}-images-idx3-ubyte", packed["images"][part])
-        write_idx(folder / f"{stem}-labels-idx1-ubyte", packed["labels"][part])
-    monkeypatch.setitem(DATASETS, "mnist", replace(DATASETS["mnist"], counts={"train": 120, "test": 40}))
-    return folder.parent
+    folder = write_digits(root, tmp_path / "data")
+    monkeypatch.setitem(DATASETS, "mnist", replace(DATASETS["mnist"], counts=COUNTS))
+    return folder
 
 
 @pytest.fixture
 def data(root: Path, tmp_path: Path) -> Path:
     """A folder with 120 training and 40 test images of MNIST, and their counts for the processes."""
-    packed = np.load(root / "tests" / "fixtures" / "mnist_test_1000.npz")
-    folder = tmp_path / "data" / "mnist"
-    folder.mkdir(parents=True)
-    for stem, part in (("train", slice(0, 120)), ("t10k", slice(120, 160))):
-        write_idx(folder / f"{stem}-images-idx3-ubyte", packed["images"][part])
-        write_idx(folder / f"{stem}-labels-idx1-ubyte", packed["labels"][part])
-    (folder.parent / "counts.json").write_text(json.dumps({"train": 120, "test": 40}))
-    return folder.parent
+    folder = write_digits(root, tmp_path / "data")
+    (folder / "counts.json").write_text(json.dumps(COUNTS))
+    return folder

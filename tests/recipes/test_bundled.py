@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from dataclasses import replace
@@ -11,27 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import capszoo
-from capszoo.data import DataError, ImageSet, dataset_spec, load_dataset, normalize
+from capszoo.data import DataError, dataset_spec, load_dataset, normalize
 from capszoo.models._pretrained import bundled_tags, locate_weights
 from capszoo.recipes.evaluate import evaluate, main
+from tests.support import PACKED, packed
 
-PACKED = {"mnist": "mnist_test_1000.npz", "cifar10": "cifar10_test_1000.npz"}
 TAGS = sorted(bundled_tags())
-
-
-def packed(root: Path, name: str) -> ImageSet:
-    arrays = np.load(root / "tests" / "fixtures" / PACKED[name])
-    channels, rows, cols = dataset_spec(name).input_size
-    if "webp" in arrays:  # a mosaic of all images, without loss
-        mosaic = torch.from_numpy(np.asarray(Image.open(io.BytesIO(arrays["webp"].tobytes()))).copy())
-        tiles = mosaic.unflatten(0, (-1, rows)).unflatten(2, (-1, cols))  # [down, h, across, w, c]
-        images = tiles.permute(0, 2, 4, 1, 3).flatten(0, 1).contiguous()
-    else:
-        images = torch.from_numpy(arrays["images"]).reshape(-1, channels, rows, cols)
-    return ImageSet(dataset_spec(name), "test", images, torch.from_numpy(arrays["labels"]).long())
 
 
 def test_there_are_weights_of_two_routings() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,16 +15,14 @@ from capszoo.data.sources import compose, sized
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe
 from capszoo.recipes.train import train
+from tests.support import packed
 
 #: Networks of which a step takes seconds: fewer images.
 LARGE = ("encapnet_v2", "encapnet_v3")
 
 
 def digits(root: Path, count: int) -> ImageSet:
-    packed = np.load(root / "tests" / "fixtures" / "mnist_test_1000.npz")
-    images = torch.from_numpy(packed["images"][:count]).reshape(-1, 1, 28, 28)
-    labels = torch.from_numpy(packed["labels"][:count]).long()
-    return ImageSet(dataset_spec("mnist"), "train", images, labels)
+    return packed(root, "mnist").subset(torch.arange(count), "train")
 
 
 def patterns(name: str, count: int, size: int | None, resize: int | None) -> ImageSet:

@@ -1,0 +1,42 @@
+"""What tests of several folders use: the packed real images as data sets, and scripts as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from PIL import Image
+
+from capszoo.data import ImageSet, dataset_spec
+
+#: Files of the first 1,000 images of a test set, in tests/fixtures.
+PACKED = {"mnist": "mnist_test_1000.npz", "cifar10": "cifar10_test_1000.npz"}
+
+
+def packed(root: Path, name: str) -> ImageSet:
+    """The first 1,000 images of a test set, out of the checkout `root`."""
+    arrays = np.load(root / "tests" / "fixtures" / PACKED[name])
+    spec = dataset_spec(name)
+    channels, rows, cols = spec.input_size
+    if "webp" in arrays:  # a mosaic of all images, without loss
+        mosaic = torch.from_numpy(np.asarray(Image.open(io.BytesIO(arrays["webp"].tobytes()))).copy())
+        tiles = mosaic.unflatten(0, (-1, rows)).unflatten(2, (-1, cols))  # [down, h, across, w, c]
+        images = tiles.permute(0, 2, 4, 1, 3).flatten(0, 1).contiguous()
+    else:
+        images = torch.from_numpy(arrays["images"]).reshape(-1, channels, rows, cols)
+    return ImageSet(spec, "test", images, torch.from_numpy(arrays["labels"]).long())
+
+
+def load_script(path: Path) -> ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
