@@ -17,8 +17,12 @@ from capszoo.recipes.config import list_profiles, list_recipes, load_recipe
 from capszoo.recipes.train import train
 from tests.support import packed
 
-#: Networks of which a step takes seconds: fewer images.
-LARGE = ("encapnet_v2", "encapnet_v3")
+#: Networks whose updates take long: fewer images. (batch, images, epochs)
+SCALES = {
+    ("encapnet_v2", "encapnet_v3"): (2, 4, 4),
+    ("capsnet6_em", "capsnet_em", "capsnet_dynamic_multimnist", "encapnet", "idpa_multimnist"): (8, 32, 4),
+    ("",): (16, 64, 6),
+}
 
 
 def digits(root: Path, count: int) -> ImageSet:
@@ -45,8 +49,7 @@ def patterns(name: str, count: int, size: int | None, resize: int | None) -> Ima
 def test_loss_falls(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = "short" if "short" in list_profiles(name) else None
     recipe = load_recipe(name, profile=profile)
-    large = recipe.arch in LARGE
-    batch, count, epochs = (2, 4, 4) if large else (16, 64, 6)
+    batch, count, epochs = next(scale for starts, scale in SCALES.items() if recipe.arch.startswith(starts))
 
     def few(data: str, split: str, *args: Any, **kwargs: Any) -> ImageSet:
         spec = dataset_spec(data)
