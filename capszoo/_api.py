@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from timm.models import get_pretrained_cfg, is_model, model_entrypoint, parse_model_name, split_model_name_tag
+from timm.models import (
+    get_pretrained_cfg,
+    is_model,
+    load_model_config_from_hf,
+    model_entrypoint,
+    parse_model_name,
+    split_model_name_tag,
+)
 from torch import nn
 
 from ._suggest import unknown_name
 from .models import MODULES
 from .models._builder import UnknownArgument
-from .models._pretrained import WeightsInfo, bundled_tags
+from .models._pretrained import WeightsError, WeightsInfo, bundled_tags, download_weights, load_safetensors
 
 __all__ = [
     "ModelInfo",
@@ -68,6 +76,24 @@ def _check_name(name: str) -> None:
         raise UnknownModel(f"no weights '{tag}' for {architecture}: {have}")
 
 
+def _safetensors_alone(
+    source: str, target: str, overlay: dict[str, Any] | None, cache_dir: Any
+) -> dict[str, Any]:
+    """What makes timm take its own architecture's weights from ``model.safetensors``: it would load a pickle, too."""
+    if source == "hf-hub":
+        _, architecture, _ = load_model_config_from_hf(target, cache_dir=cache_dir)
+        path = None if architecture in list_models() else download_weights(target, cache_dir)
+    else:
+        config = Path(target) / "config.json"
+        if not config.is_file():
+            raise WeightsError(f"{target}: no config.json in this folder: name one that has it")
+        ours = json.loads(config.read_text(encoding="utf-8")).get("architecture") in list_models()
+        path = None if ours else Path(target) / "model.safetensors"
+    if path is None:  # our models look after themselves
+        return overlay or {}
+    return {**(overlay or {}), "state_dict": load_safetensors(path), "source": None, "custom_load": False}
+
+
 def create_model(
     name: str,
     pretrained: bool = False,
@@ -101,6 +127,10 @@ def create_model(
         raise UnknownModel(f"{target}: no such folder")
     given = dict(num_classes=num_classes, in_chans=in_chans, img_size=img_size, routing_iters=routing_iters)
     kwargs.update({k: v for k, v in given.items() if v is not None})
+    if source and pretrained:
+        kwargs["pretrained_cfg_overlay"] = _safetensors_alone(
+            source, target, kwargs.get("pretrained_cfg_overlay"), kwargs.get("cache_dir")
+        )
     return timm.create_model(name, pretrained=pretrained, **kwargs)
 
 

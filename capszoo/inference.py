@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ._api import UnknownModel, create_model, list_models, list_pretrained
 from .errors import CapszooError, UsageError
-from .models._pretrained import WeightsError, WeightsInfo, sha256_of
+from .models._pretrained import WeightsError, WeightsInfo, is_hub_error, sha256_of
 from .preprocess import ImageTransform, load_image, model_transform
 
 __all__ = ["ImagePrediction", "NoWeights", "ScoredClass", "label_names", "load_model", "predict"]
@@ -63,7 +63,9 @@ def _from_hub(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         return create_model(name, pretrained=pretrained, **kwargs)
     except (WeightsError, UnknownModel):
         raise
-    except (OSError, ValueError) as e:  # huggingface_hub's errors: network, no such repository, bad name
+    except Exception as e:
+        if not is_hub_error(e) and not isinstance(e, ValueError):
+            raise
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CapszooError(
             f"{name}: the Hub gives no such model ({reason})", "check the name and the connection"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from contextlib import suppress
@@ -21,10 +20,10 @@ from rich.progress import (
 )
 
 from .checkpoints import write_atomically
+from .curves import draw_curves, read_records
 
 try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import matplotlib  # noqa: F401  (missing, it is missed before the first epoch, not after it)
     from torch.utils.tensorboard import SummaryWriter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -76,12 +75,7 @@ class RunLog:
 
     def records(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """The epochs' records, up to an update; a line cut short by a kill is left out."""
-        found: list[dict[str, Any]] = []
-        if self.metrics.is_file():
-            for line in self.metrics.read_text(encoding="utf-8").splitlines():
-                with suppress(json.JSONDecodeError):
-                    found.append(json.loads(line))
-        return [record for record in found if up_to is None or record["step"] <= up_to]
+        return [r for r in read_records(self.metrics) if up_to is None or r["step"] <= up_to]
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Keep the record of an epoch: a line, scalars, the curves. Raises `OSError` where it cannot."""
@@ -93,7 +87,7 @@ class RunLog:
             if key not in ("epoch", "step") and value is not None:
                 self.events.add_scalar(f"epoch/{key}", value, record["step"])
         self.events.flush()
-        _draw_curves(self.out / "curves.png", self.out.name, self.records())
+        draw_curves(self.out / "curves.png", self.out.name, self.records())
 
     def look(self, step: int, loss: float, lr: float, rate: float, note: str) -> None:
         """Log the mean loss since the last look, move the bar; where the output is no terminal, a line a minute."""
@@ -116,23 +110,3 @@ class RunLog:
         if self.events is not None:
             with suppress(OSError):  # a full disk has been reported already
                 self.events.close()
-
-
-def _draw_curves(path: Path, title: str, records: list[dict[str, Any]]) -> None:
-    """Loss, top-1 and learning rate by epoch, as a picture that is there whole or not at all."""
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = {"loss": ("train_loss",), "top-1, %": ("train_top1", "val_top1"), "learning rate": ("lr",)}
-    for axes, (label, keys) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        for key in keys:
-            points = [(r["epoch"], r[key]) for r in records if r.get(key) is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else "", label=key)
-        axes.set(xlabel="epoch", ylabel=label)
-        axes.grid(alpha=0.3)
-        if len(keys) > 1:
-            axes.legend()
-    figure.suptitle(title)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=100)
-    write_atomically(path, picture.getvalue())

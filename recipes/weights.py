@@ -1,6 +1,8 @@
-"""From a finished run to a checkpoint of the zoo: weights, metadata and golden outputs side by side.
+"""From a finished run to a checkpoint of the zoo: weights, metadata and golden outputs.
 
-`python -m capszoo.recipes.weights RUN` copies a finished run's files into the package's `weights/` folder.
+`python -m capszoo.recipes.weights RUN` copies a finished run's files into the package's `weights/` folder; weights that
+are too large for a wheel go to `weights-large/` at the top of the checkout, while their metadata stays in the package.
+Weights of more than `FILE_LIMIT` bytes are stored in half precision, and the figures are those of the file as stored.
 """
 
 from __future__ import annotations
@@ -23,14 +25,31 @@ from torch import Tensor, nn
 
 import capszoo
 from capszoo.data import DatasetSpec, normalize
-from capszoo.models._pretrained import WeightsError, sha256_of
+from capszoo.models._pretrained import WeightsError, WeightsInfo, sha256_of, weights_folders
 
 from .checkpoints import write_atomically, write_safetensors
+from .curves import history_of, read_records
 from .evaluate import model_from_file
 
-__all__ = ["bundle", "golden_outputs", "hardware", "source_commit", "write_weights"]
+__all__ = [
+    "LARGE_FILE_LIMIT",
+    "FILE_LIMIT",
+    "FOLDER_LIMIT",
+    "LARGE_FOLDER_LIMIT",
+    "bundle",
+    "finished_run",
+    "golden_file",
+    "golden_outputs",
+    "hardware",
+    "source_commit",
+    "write_weights",
+]
 
 SUFFIXES = (".safetensors", ".golden.npz", ".json")  # the metadata comes last: it makes the tag exist
+
+#: Bytes of one file and of all in the package's `weights/`, and in `weights-large/` of a checkout.
+FILE_LIMIT, FOLDER_LIMIT = 20_000_000, 60_000_000
+LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT = 80_000_000, 160_000_000
 
 
 def source_commit() -> str | None:
@@ -82,6 +101,54 @@ def _feature_grid(net: nn.Module, input_size: tuple[int, int, int]) -> list[int]
     return list(features.shape[-2:]) if features.ndim == 4 else None
 
 
+def _as_stored(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """The tensors as they are stored, and the name of the precision: half where they take more than `FILE_LIMIT`.
+
+    Vectors (biases, BatchNorm's statistics) stay as they are, and so does what half precision cannot hold.
+    """
+    if sum(t.numel() * t.element_size() for t in tensors.values()) <= FILE_LIMIT:
+        return dict(tensors), "float32"
+    stored = {}
+    for key, tensor in tensors.items():
+        half = tensor.half() if tensor.dtype == torch.float32 and tensor.dim() > 1 else tensor
+        stored[key] = half if bool(half.isfinite().all()) else tensor
+    return stored, "float16"
+
+
+def _metadata_text(metadata: Mapping[str, Any]) -> str:
+    """Metadata as JSON for people to read, but for the history: one line of it instead of one line a number."""
+    rest = {key: value for key, value in metadata.items() if key != "history"}
+    text = json.dumps(rest, indent=1, ensure_ascii=False)
+    if "history" in metadata:
+        text = text.removesuffix("\n}") + f',\n "history": {json.dumps(metadata["history"])}\n}}'
+    return text + "\n"
+
+
+def golden_file(info: WeightsInfo) -> Path:
+    """The golden outputs of a checkpoint of the zoo: beside its metadata, wherever the weights are."""
+    folders = weights_folders()
+    found = (folder / f"{info.name}.golden.npz" for folder in folders)
+    return next((file for file in found if file.is_file()), folders[0] / f"{info.name}.golden.npz")
+
+
+def finished_run(run: str | Path) -> Path:
+    """The weights that a finished run left in its folder, whose metadata states figures on the test set.
+
+    Raises `WeightsError` where there are none, or where they differ from their metadata.
+    """
+    source = Path(run)
+    found = [path for path in sorted(source.glob("*.*.json")) if path.with_suffix(".safetensors").is_file()]
+    if len(found) != 1 or "test" not in json.loads(found[0].read_text(encoding="utf-8")).get("metrics", {}):
+        raise WeightsError(f"{source} is not a finished run: run its recipe to the end first")
+    model_from_file(found[0])  # checks the pair
+    return found[0].with_suffix(".safetensors")
+
+
+def _room(target: Path, name: str, size: int, file_limit: int, folder_limit: int) -> bool:
+    others = sum(f.stat().st_size for f in target.glob("*.safetensors") if f.name != name)
+    return size <= file_limit and others + size <= folder_limit
+
+
 def write_weights(
     folder: Path,
     net: nn.Module,
@@ -103,12 +170,15 @@ def write_weights(
     """
     stem = f"{architecture}.{tag}"
     weights = folder / f"{stem}.safetensors"
-    write_safetensors(weights, net.state_dict())
+    tensors, storage = _as_stored(net.state_dict())
+    write_safetensors(weights, tensors)
+    history = history_of(read_records(folder / "metrics.jsonl"))
     metadata = {
         "architecture": architecture,
         "tag": tag,
         "license": "apache-2.0",
         "sha256": sha256_of(weights),
+        "storage": storage,
         "num_params": sum(p.numel() for p in net.parameters()),
         "num_classes": spec.num_classes,
         "input_size": spec.input_size,
@@ -118,8 +188,9 @@ def write_weights(
         "label_names": spec.label_names,
         "model_args": dict(model_args),
         **details,
+        **({"history": history} if history else {}),
     }
-    write_atomically(folder / f"{stem}.json", json.dumps(metadata, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / f"{stem}.json", _metadata_text(metadata))
     # Golden outputs come from the file just written, not from the net in memory.
     reread, _ = model_from_file(weights)
     buffer = io.BytesIO()
@@ -130,20 +201,41 @@ def write_weights(
 
 
 def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
-    """Copy a finished run's weights, metadata and golden outputs into `folder` (the package's `weights/`)."""
-    source = Path(run)
-    found = sorted(source.glob("*.*.json"))
-    if len(found) != 1 or "test" not in json.loads(found[0].read_text()).get("metrics", {}):
-        raise WeightsError(f"{source} is not a finished run: run its recipe to the end first")
-    model_from_file(found[0])  # checks the pair
-    target = Path(folder) if folder else Path(capszoo.__file__).resolve().parent / "weights"
-    target.mkdir(parents=True, exist_ok=True)
+    """Copy a finished run's weights, metadata and golden outputs into the zoo, or into `folder`.
+
+    In the zoo the three lie in the package's `weights/`; weights that are too large for it, in `weights-large/`.
+
+    Raises `WeightsError` where the run is not finished, or where neither has room.
+    """
+    weights = finished_run(run)
+    small, large = (Path(folder), Path(folder)) if folder else weights_folders()
+    size = weights.stat().st_size
+    target = small
+    if not folder and not _room(small, weights.name, size, FILE_LIMIT, FOLDER_LIMIT):
+        target = large
+        if not _room(large, weights.name, size, LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT):
+            raise WeightsError(
+                f"{weights.name} has {size:,} bytes, for which neither {small.name}/ nor {large.name}/ has room "
+                f"({FILE_LIMIT:,} and {LARGE_FILE_LIMIT:,} bytes a file): publish it on the Hub alone"
+            )
     copied = []
     for suffix in SUFFIXES:
-        file = found[0].with_name(found[0].stem + suffix)
-        temporary = target / f".{file.name}.{os.getpid()}.tmp"
-        shutil.copyfile(file, temporary)
-        copied.append(temporary.replace(target / file.name))
+        file = weights.with_name(weights.stem + suffix)
+        into = target if suffix == ".safetensors" else small
+        into.mkdir(parents=True, exist_ok=True)
+        if suffix == ".json":
+            metadata = json.loads(file.read_text(encoding="utf-8"))
+            history = history_of(read_records(file.with_name("metrics.jsonl")))
+            if history:  # runs of earlier versions did not write it into the metadata
+                metadata["history"] = history
+            write_atomically(into / file.name, _metadata_text(metadata))
+        else:
+            temporary = into / f".{file.name}.{os.getpid()}.tmp"
+            shutil.copyfile(file, temporary)
+            temporary.replace(into / file.name)
+        copied.append(into / file.name)
+    if not folder:  # it may have been there before, small enough or too large
+        ((large if target is small else small) / weights.name).unlink(missing_ok=True)
     return copied
 
 

@@ -132,7 +132,9 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
     elif cfg.source == "local-dir":
         path = Path(str(cfg.file)) / "model.safetensors"
         if not path.is_file():
-            raise WeightsError(f"{cfg.file}: no model.safetensors in this folder")
+            raise WeightsError(
+                f"{cfg.file}: no model.safetensors in this folder, and nothing else is loaded: name another folder"
+            )
     elif cfg.file:
         path = Path(cfg.file)
         if not path.is_file():

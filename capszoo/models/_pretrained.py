@@ -2,10 +2,12 @@
 
 A checkpoint of the zoo is a pair of files, ``<architecture>.<tag>.safetensors`` and ``<architecture>.<tag>.json``.
 The json is what makes a tag exist: it states the architecture and its arguments, the input it was trained for, the
-recipe, the measured figures and the sha256 of the weights. Weights are looked for beside the json (inside the
-package), in ``weights-large/`` of a checkout, and at last on the Hub (its client's cache, then the network).
+recipe, the measured figures and the sha256 of the weights. It lies in the package. Weights are looked for beside it, in
+``weights-large/`` of a checkout (for those too large for a wheel), and at last on the Hub (its client's cache, then the
+network).
 
-Nothing but safetensors is ever read, and only after its sha256 has been checked.
+Nothing but safetensors is ever read, and only after its sha256 has been checked: against the json's, or for a
+repository of the Hub against the one in its ``config.json``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +30,9 @@ __all__ = [
     "WeightsInfo",
     "adapt_state_dict",
     "bundled_tags",
+    "download_weights",
+    "hub_config",
+    "is_hub_error",
     "load_safetensors",
     "locate_weights",
     "sha256_of",
@@ -140,7 +146,7 @@ def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Pa
     filename = f"{info.name}.safetensors"
     path = next((folder / filename for folder in weights_folders() if (folder / filename).is_file()), None)
     if path is None:
-        path = download_weights(info.hub_id, cache_dir)
+        return download_weights(info.hub_id, cache_dir, info.sha256, local_name=filename)
     actual = sha256_of(path)
     if actual != info.sha256:
         raise WeightsError(
@@ -150,24 +156,79 @@ def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Pa
     return path
 
 
+def is_hub_error(error: BaseException) -> bool:
+    """Whether the Hub, the network or the disk is at fault: one of their exceptions, or one raised from such."""
+    from huggingface_hub.errors import HFValidationError
+
+    network = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # by the client's version
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (OSError, HFValidationError)) or type(cause).__module__.split(".")[0] in network:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> dict[str, Any]:
+    """The ``config.json`` of a repository that has been fetched already (by timm); empty where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name, _, revision = repo_id.partition("@")
+    path = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision or None)
+    return json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else {}
+
+
 def download_weights(
     repo_id: str,
     cache_dir: str | Path | None = None,
-    filename: str = HUB_FILENAME,
-    revision: str | None = None,
+    sha256: str | None = None,
+    *,
+    local_name: str | None = None,
 ) -> Path:
-    """Fetch the safetensors of a Hub repository (or take it from the client's cache)."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    """Fetch the safetensors of a Hub repository (or take it from the client's cache), and check it.
 
+    A file with the wrong sha256 is taken out of the cache again, so that the next call fetches it anew.
+
+    Args:
+        repo_id: ``user/repository``, with ``@revision`` where it is not the newest.
+        cache_dir: of the Hub's client, if not its own.
+        sha256: what the file must have; None takes that of the repository's ``config.json``.
+        local_name: name under which the file may also lie in a folder of ``weights_folders``, for the message.
+
+    Raises:
+        WeightsError: not to be had, or not what it should be.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    name, _, revision = repo_id.partition("@")
     try:
-        return Path(hf_hub_download(repo_id, filename, revision=revision, cache_dir=cache_dir))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        path = Path(hf_hub_download(name, HUB_FILENAME, revision=revision or None, cache_dir=cache_dir))
+    except Exception as e:
+        if not is_hub_error(e):
+            raise
+        offline = isinstance(e, LocalEntryNotFoundError)
+        if isinstance(e, EntryNotFoundError) and not offline:
+            raise WeightsError(
+                f"{name} has no {HUB_FILENAME}, and nothing else is loaded (a pickle such as pytorch_model.bin can run "
+                "code): ask its owner to publish safetensors"
+            ) from e
+        reason = "no connection" if offline else (str(e).strip().splitlines() or [type(e).__name__])[0]
+        by_hand = f", put {local_name} into {weights_folders()[0]}" if local_name else ""
         raise WeightsError(
-            f"no weights of {repo_id} on this machine, and the Hub does not give {filename} ({reason}): "
-            "go online, or put the file into the Hub cache, or use a name from capszoo.list_pretrained()"
+            f"no weights of {name} on this machine, and the Hub does not give {HUB_FILENAME} ({reason}): "
+            f"go online for https://huggingface.co/{name}{by_hand}, or use a name of capszoo.list_pretrained()"
         ) from e
+    expected, actual = sha256 or hub_config(repo_id, cache_dir).get("sha256"), sha256_of(path)
+    if expected and actual != expected:
+        for file in (path.resolve(), path):  # the link of the snapshot, and the blob that it leads to
+            with suppress(OSError):
+                file.unlink()
+        raise WeightsError(
+            f"{name}: the sha256 of {HUB_FILENAME} is {actual[:12]}…, not {expected[:12]}…: the file was damaged on its "
+            "way or is another one; it has been removed from the cache, so try again"
+        )
+    return path
 
 
 def load_safetensors(path: str | Path) -> dict[str, Tensor]:
