@@ -538,6 +538,73 @@ def train(
         console.print(f"weights: {escape(str(result['weights']))}", soft_wrap=True)
 
 
+@app.command()
+def publish(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a finished run, a .safetensors file, or name.tag. Not with --all.",
+            show_default=False,
+        ),
+    ] = None,
+    repo_id: Annotated[
+        str | None, typer.Argument(metavar="USER/NAME", help="The repository.", show_default=False)
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write and check everything, make no call.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Keep what was written in this new folder.", show_default=False),
+    ] = None,
+    everything: Annotated[
+        str | None,
+        typer.Option("--all", metavar="ORG", help="Publish every checkpoint of the zoo as ORG/name.tag."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Publish a checkpoint on the Hugging Face Hub: weights, config, model card.
+
+    `hf auth login` or HF_TOKEN says who you are. The same command goes on after a failure.
+    """
+    import importlib.util
+
+    if everything is None and (run is None or repo_id is None):
+        raise UsageError("publish takes a RUN and a USER/NAME", "or --all ORG for the whole zoo")
+    if everything is not None and run is not None:
+        raise UsageError(f"--all takes the whole zoo, and {run} was given", "leave one of them out")
+    missing = [name for name in ("pydantic", "yaml", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CapszooError(f"publishing needs {', '.join(missing)}", "pip install 'capszoo[train]'")
+    from .recipes.publish import publish, publish_all
+
+    def say(line: str) -> None:
+        _stderr().print(escape(line), soft_wrap=True)
+
+    if everything is not None:
+        results = publish_all(everything, private, dry_run, out, say)
+    else:
+        results = [publish(str(run), str(repo_id), private, dry_run, out, say)]
+    if as_json:
+        _print_json(results)
+        return
+    table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
+    console = _stdout()
+    for result in results:
+        for file in result["files"]:
+            table.add_row(f"{result['repo_id']}/{file['name']}", f"{file['bytes']:,}", file["sha256"][:12])
+    console.print(table)
+    for result in results:
+        if dry_run:
+            said = f"{result['repo_id']}: checked; nothing was sent"
+        else:
+            state = "published" if result["changed"] else "nothing had changed"
+            said = f"{result['url']}: {state}, commit {result['commit'][:12]}"
+        console.print(escape(said), soft_wrap=True)
+
+
 # -- printing and parsing ---------------------------------------------------------------------------------------
 
 

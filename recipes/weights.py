@@ -32,9 +32,9 @@ from .curves import history_of, read_records
 from .evaluate import model_from_file
 
 __all__ = [
-    "LARGE_FILE_LIMIT",
     "FILE_LIMIT",
     "FOLDER_LIMIT",
+    "LARGE_FILE_LIMIT",
     "LARGE_FOLDER_LIMIT",
     "bundle",
     "finished_run",
@@ -132,20 +132,20 @@ def golden_file(info: WeightsInfo) -> Path:
 
 
 def finished_run(run: str | Path) -> Path:
-    """The weights that a finished run left in its folder, whose metadata states figures on the test set.
+    """The weights that a finished run left in its folder, whose metadata states figures.
 
     Raises `WeightsError` where there are none, or where they differ from their metadata.
     """
     source = Path(run)
     found = [path for path in sorted(source.glob("*.*.json")) if path.with_suffix(".safetensors").is_file()]
-    if len(found) != 1 or "test" not in json.loads(found[0].read_text(encoding="utf-8")).get("metrics", {}):
+    if len(found) != 1 or not json.loads(found[0].read_text(encoding="utf-8")).get("metrics"):
         raise WeightsError(f"{source} is not a finished run: run its recipe to the end first")
     model_from_file(found[0])  # checks the pair
     return found[0].with_suffix(".safetensors")
 
 
 def _room(target: Path, name: str, size: int, file_limit: int, folder_limit: int) -> bool:
-    others = sum(f.stat().st_size for f in target.glob("*.safetensors") if f.name != name)
+    others = sum(f.stat().st_size for f in target.glob("*") if f.name != name)
     return size <= file_limit and others + size <= folder_limit
 
 
@@ -208,6 +208,8 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
     Raises `WeightsError` where the run is not finished, or where neither has room.
     """
     weights = finished_run(run)
+    if "test" not in WeightsInfo.from_json(weights.with_suffix(".json")).raw["metrics"]:
+        raise WeightsError(f"{run} has no figure on a test set: run its recipe to the end first")
     small, large = (Path(folder), Path(folder)) if folder else weights_folders()
     size = weights.stat().st_size
     target = small

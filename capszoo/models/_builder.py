@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from ._pretrained import (
     download_weights,
     load_safetensors,
     locate_weights,
+    sha256_of,
 )
 
 __all__ = ["CIFAR10", "MNIST", "UnknownArgument", "build_capsule_model", "model_cfg", "zoo_cfgs"]
@@ -134,6 +136,11 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         if not path.is_file():
             raise WeightsError(
                 f"{cfg.file}: no model.safetensors in this folder, and nothing else is loaded: name another folder"
+            )
+        stated = json.loads((path.parent / "config.json").read_text(encoding="utf-8")).get("sha256")
+        if stated and sha256_of(path) != stated:
+            raise WeightsError(
+                f"{path}: sha256 differs from its config.json's: the file is damaged or another one"
             )
     elif cfg.file:
         path = Path(cfg.file)

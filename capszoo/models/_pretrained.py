@@ -225,8 +225,8 @@ def download_weights(
             with suppress(OSError):
                 file.unlink()
         raise WeightsError(
-            f"{name}: the sha256 of {HUB_FILENAME} is {actual[:12]}…, not {expected[:12]}…: the file was damaged on its "
-            "way or is another one; it has been removed from the cache, so try again"
+            f"{name}: the sha256 of {HUB_FILENAME} is {actual[:12]}…, not {expected[:12]}…: damaged on its way, or "
+            "another file; it has been removed from the cache, so try again"
         )
     return path
 

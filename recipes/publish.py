@@ -1,0 +1,361 @@
+"""Publish a checkpoint on the Hugging Face Hub: a finished run, a weights file, or a checkpoint of the zoo.
+
+Everything is written into a folder, loaded back from it and held against the golden outputs before the first call; then
+it goes up as one commit. Whatever stops it half-way (no network, no right, a limit) is one line, and the same command
+goes on: large files that arrived are not sent again, and what has not changed is not committed again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import timm
+import torch
+from torch import Tensor, nn
+
+import capszoo
+from capszoo.data import normalize
+from capszoo.errors import CapszooError, UsageError
+from capszoo.models._pretrained import (
+    HUB_FILENAME,
+    WeightsError,
+    WeightsInfo,
+    bundled_tags,
+    is_hub_error,
+    locate_weights,
+    sha256_of,
+)
+
+from .card import CURVES, GOLDEN, LABELS, METADATA, model_card, public
+from .checkpoints import write_atomically, write_safetensors
+from .curves import draw_curves, history_of, read_records, records_of
+from .evaluate import model_from_file
+from .weights import finished_run, golden_file, golden_outputs
+
+__all__ = ["PublishError", "publish", "publish_all", "stage"]
+
+ResultT = TypeVar("ResultT")
+
+#: Seconds that the Hub may ask to wait before a call is made again; what is longer is left to the user.
+LONGEST_WAIT = 60
+#: Times that a call is made again after such a wait.
+RETRIES = 2
+#: Raw images whose scores are kept where a run kept none.
+GOLDEN_IMAGES = 4
+
+
+class PublishError(CapszooError):
+    """It cannot be published, or the Hub did not take it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is published: a weights file, its metadata, and images [b, c, h, w] uint8 with their scores [b, n]."""
+
+    info: WeightsInfo
+    weights: Path
+    net: nn.Module
+    pixels: Tensor
+    scores: Tensor
+
+
+def find_checkpoint(run: str | Path) -> Checkpoint:
+    """The checkpoint behind a run's folder, a `.safetensors` file beside its metadata, or a name of the zoo.
+
+    Raises:
+        WeightsError: no finished run, or files that do not belong together.
+        PublishError: no such thing.
+    """
+    path = Path(run)
+    if str(run) in bundled_tags():
+        info = bundled_tags()[str(run)]
+        weights, golden = locate_weights(info), golden_file(info)
+        net: nn.Module = capszoo.create_model(info.name, pretrained=True).eval()
+    elif path.is_dir() or path.suffix == ".safetensors":
+        weights = finished_run(path) if path.is_dir() else path
+        net, info = model_from_file(weights)
+        golden = weights.with_name(f"{weights.stem}.golden.npz")
+        records = read_records(weights.with_name("metrics.jsonl"))
+        if records and not info.raw.get("history"):
+            info.raw["history"] = history_of(records)
+    else:
+        raise PublishError(
+            f"{run}: neither the folder of a finished run, nor a .safetensors file, nor a checkpoint of the zoo",
+            "`capszoo list --pretrained` shows those",
+        )
+    if golden.is_file():
+        arrays = np.load(golden, allow_pickle=False)
+        pixels, scores = torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["scores"])
+    else:
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randint(
+            0, 256, (GOLDEN_IMAGES, *info.input_size), generator=generator, dtype=torch.uint8
+        )
+        scores = torch.from_numpy(golden_outputs(net, pixels, info.mean, info.std))
+    return Checkpoint(info, weights, net, pixels, scores)
+
+
+def _config(found: Checkpoint) -> dict[str, Any]:
+    """`config.json` as timm reads it, with the sha256 that our loading checks."""
+    info = found.info
+    own: dict[str, Any] = getattr(found.net, "pretrained_cfg", None) or {}
+    kept = ("first_conv", "classifier", "fixed_input_size", "paper_name", "paper_ids")
+    return {
+        "architecture": info.architecture,
+        "num_classes": info.num_classes,
+        "num_features": getattr(found.net, "num_features", None),
+        **({"label_names": list(info.label_names)} if info.label_names else {}),
+        "model_args": dict(info.model_args),
+        "sha256": info.sha256,
+        "pretrained_cfg": {
+            "tag": info.tag,
+            "custom_load": False,
+            "input_size": list(info.input_size),
+            "num_classes": info.num_classes,
+            "mean": list(info.mean),
+            "std": list(info.std),
+            "interpolation": info.interpolation,
+            "crop_pct": info.crop_pct,
+            "pool_size": info.raw.get("pool_size"),
+            "license": info.license,
+            "description": info.description,
+            **{key: own[key] for key in kept if own.get(key) is not None},
+        },
+    }
+
+
+def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) -> WeightsInfo:
+    """Write all that a repository holds into the empty `folder`, load it back from there and compare.
+
+    Raises:
+        PublishError: what was written does not give the golden outputs.
+        WeightsError: see `find_checkpoint`.
+    """
+    found = find_checkpoint(run)
+    info = found.info
+    shutil.copyfile(found.weights, folder / HUB_FILENAME)
+    write_safetensors(folder / GOLDEN, {"pixels": found.pixels, "scores": found.scores})
+    write_atomically(folder / "config.json", json.dumps(_config(found), indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / METADATA, json.dumps(public(info.raw), indent=1, ensure_ascii=False) + "\n")
+    if info.label_names:
+        write_atomically(folder / LABELS, "\n".join(info.label_names) + "\n")
+    history = info.raw.get("history")
+    if history:
+        draw_curves(folder / CURVES, info.name, records_of(history))
+    card = model_card(info, repo_id, private, curves=bool(history))
+    write_atomically(folder / "README.md", card.content)
+    _check(folder, found)
+    return info
+
+
+def _check(folder: Path, found: Checkpoint) -> None:
+    """Both libraries load the folder, and what they load gives the golden outputs."""
+    if sha256_of(folder / HUB_FILENAME) != found.info.sha256:
+        raise PublishError(f"{found.weights}: the copy differs from its metadata", "look at the disk")
+    images = normalize(found.pixels, found.info.mean, found.info.std)
+    for library, create in (("capszoo", capszoo.create_model), ("timm", timm.create_model)):
+        net: Any = create(f"local-dir:{folder}", pretrained=True)
+        with torch.no_grad():
+            scores = net.eval()(images).float()
+        difference = float((scores - found.scores).abs().max())
+        if not difference <= 1e-4 * float(found.scores.abs().max()):
+            raise PublishError(
+                f"{found.info.name}: loaded back with {library}, its scores differ by {difference:.2g} from the golden "
+                "outputs",
+                "nothing was sent; train or bundle it again",
+            )
+
+
+def _listing(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return [{"name": f.name, "bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in files]
+
+
+@contextmanager
+def _staging(out: Path | None) -> Iterator[Path]:
+    """A folder to write into: it becomes `out` when all went well, and goes away else."""
+    if out is not None and out.exists():
+        raise PublishError(f"{out} exists already", "name another folder, or remove it")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".publish-", dir=out.parent if out else None))
+    try:
+        yield made
+        if out is not None:
+            made.chmod(0o755)  # mkdtemp's is for its owner alone
+            made.rename(out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def publish(
+    run: str | Path,
+    repo_id: str,
+    private: bool = False,
+    dry_run: bool = False,
+    out: str | Path | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Publish one checkpoint.
+
+    Arguments:
+        run: folder of a finished run, a `.safetensors` file beside its metadata, or a name of the zoo.
+        repo_id: `user/repository`; made where it does not exist.
+        private: for a repository that is new, or private already.
+        dry_run: write and check everything, and make no call.
+        out: keep what was written in this folder, which must not exist.
+        say: told what is going on, a line each.
+
+    Returns `{"repo_id", "model", "files": [{"name", "bytes", "sha256"}], "url", "commit", "changed"}`; the last three
+    are None with `dry_run`, and `changed` is False where the repository held all of it already.
+
+    Raises:
+        UsageError: no name of a repository.
+        PublishError, WeightsError: one line; the same command can be given again.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
+        raise UsageError(f"'{repo_id}' is no name of a repository", "give USER/NAME, such as me/my-capsules")
+    with _staging(Path(out) if out else None) as folder:
+        info = stage(run, repo_id, folder, private)
+        result: dict[str, Any] = {"repo_id": repo_id, "model": info.name, "files": _listing(folder)}
+        if dry_run:
+            return {**result, "url": None, "commit": None, "changed": None}
+        return {**result, **_upload(folder, info, repo_id, private, say)}
+
+
+def publish_all(
+    org: str,
+    private: bool = False,
+    dry_run: bool = False,
+    out: str | Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Publish every checkpoint of the zoo as `<org>/<name>`; arguments and errors as for `publish`.
+
+    The first failure ends it: the next call finds what is there already, and goes on.
+    """
+    done: list[dict[str, Any]] = []
+    for name in bundled_tags():
+        try:
+            done.append(
+                publish(name, f"{org}/{name}", private, dry_run, Path(out) / name if out else None, say)
+            )
+        except (PublishError, WeightsError) as error:
+            raise PublishError(f"{name} ({len(done)} of {len(bundled_tags())} were done): {error}") from error
+        say(f"{done[-1]['repo_id']}: {'checked' if dry_run else 'published'}")
+    return done
+
+
+def _upload(
+    folder: Path, info: WeightsInfo, repo_id: str, private: bool, say: Callable[[str], None]
+) -> dict[str, Any]:
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
+
+    def call(function: Callable[..., ResultT], **arguments: Any) -> ResultT:
+        return _with_patience(lambda: function(repo_id=repo_id, repo_type="model", **arguments), repo_id, say)
+
+    call(api.create_repo, private=private or None, exist_ok=True)
+    before: Any = call(api.repo_info)
+    if private and not before.private:
+        raise PublishError(
+            f"{repo_id} exists and is public",
+            "make it private on the Hub, or choose another name; nothing was sent",
+        )
+    commit: Any = call(
+        api.upload_folder, folder_path=str(folder), commit_message=f"{info.name}, sha256 {info.sha256[:12]}"
+    )
+    return {"url": f"{api.endpoint}/{repo_id}", "commit": commit.oid, "changed": commit.oid != before.sha}
+
+
+def _with_patience(call: Callable[[], ResultT], repo_id: str, say: Callable[[str], None]) -> ResultT:
+    """The call's result. It is made again after a wait that the Hub asks for; any other failure is one line."""
+    for left in range(RETRIES, -1, -1):
+        try:
+            return call()
+        except Exception as error:
+            status, wait = _status(error), _wait(error)
+            if status == 429 and left and wait is not None and wait <= LONGEST_WAIT:
+                say(f"the Hub asks for a pause of {wait} s")
+                time.sleep(wait)
+            elif status is None and not is_hub_error(error):
+                raise
+            else:
+                raise _explained(error, status, wait, repo_id) from error
+    raise AssertionError("the last round returns or raises")
+
+
+def _response(error: BaseException) -> Any:
+    """The Hub's answer behind an error, which may be wrapped in others; None where there was none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if response is not None:
+            return response
+        cause = cause.__cause__
+    return None
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(_response(error), "status_code", None)
+
+
+def _wait(error: BaseException) -> int | None:
+    """Seconds that the Hub asks to wait: in `Retry-After`, or as `t=…` in `RateLimit`."""
+    headers = getattr(_response(error), "headers", {})
+    found = re.fullmatch(r"\s*(\d+)\s*", headers.get("Retry-After", "")) or re.search(
+        r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
+    )
+    return int(found[1]) if found else None
+
+
+def _explained(error: Exception, status: int | None, wait: int | None, repo_id: str) -> PublishError:
+    """One line about what the Hub did, and what to do."""
+    again = "then give the same command again"
+    namespace = repo_id.partition("/")[0]
+    if status == 401:
+        have = "does not accept the token" if os.environ.get("HF_TOKEN") else "asks who you are"
+        return PublishError(
+            f"the Hub {have} (401)",
+            f"run `hf auth login`, or set HF_TOKEN to a token that may write, {again}",
+        )
+    if status == 403:
+        return PublishError(
+            f"your token may not write to {repo_id} (403)",
+            f"use one that may, or a namespace other than {namespace}",
+        )
+    if status == 404:
+        return PublishError(f"the Hub knows no {repo_id} (404)", f"check the name and who {namespace} is")
+    if status in (409, 412):
+        return PublishError(
+            f"{repo_id} was changed by someone else at the same time, or is taken ({status})",
+            "look at it on the Hub, then give the same command again, or choose another name",
+        )
+    if status == 429:
+        when = f"in {wait} s" if wait is not None else "in some minutes"
+        return PublishError("the Hub has had too many calls (429)", f"give the same command again {when}")
+    if status is not None and status >= 500:
+        return PublishError(
+            f"the Hub failed ({status})", "give the same command again later; it goes on from there"
+        )
+    said = getattr(error, "server_message", None) or str(error) or type(error).__name__
+    reason = " ".join(str(said).split())[:200]
+    if status is not None:
+        return PublishError(f"the Hub refuses {repo_id} ({status}: {reason})", "mend that first")
+    cause = error.__cause__ or error
+    reason = " ".join(str(cause).split())[:200] or type(cause).__name__
+    return PublishError(
+        f"the connection to the Hub broke ({reason})", "give the same command again; it goes on from there"
+    )
