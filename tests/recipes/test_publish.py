@@ -1,0 +1,408 @@
+"""Publishing with the real client against a stand-in Hub: there, back, in the middle of every failure, and again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from capszoo.data import dataset_spec
+from capszoo.recipes import publish as module
+from capszoo.recipes.card import public
+from capszoo.recipes.evaluate import create_for
+from capszoo.recipes.publish import PublishError, publish
+from capszoo.recipes.weights import write_weights
+from tests.hub import Fault, Hub
+from tests.hub_client import Client, Done
+
+LABELS = ("cat", "dog", "owl")
+HISTORY = [
+    {"epoch": 1, "step": 3, "lr": 0.1, "train_loss": 1.1, "train_top1": 40.0, "val_top1": 50.0},
+    {"epoch": 2, "step": 6, "lr": 0.0, "train_loss": 0.9, "train_top1": 60.0, "val_top1": 55.0},
+]
+FILES = {
+    "README.md",
+    "config.json",
+    "curves.png",
+    "golden.safetensors",
+    "labels.txt",
+    "metadata.json",
+    "model.safetensors",
+}
+
+
+def write_run(folder: Path, seed: int = 0) -> Path:
+    """What a user's own run leaves: other classes, a folder as data set, no paper's figure."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in HISTORY))
+    torch.manual_seed(seed)
+    spec = replace(dataset_spec("mnist"), label_names=LABELS)
+    args = {"depth": 8}
+    net = create_for("resnet20_routingcaps", len(LABELS), spec.input_size, args)
+    recipe = {"epochs": 2, "seed": seed, "data": {"name": "imagefolder:/home/someone/pets"}}
+    details: dict[str, Any] = {
+        "description": "fine-tuned on pets",
+        "recipe": recipe,
+        "seed": seed,
+        "dataset": {"name": "imagefolder:/home/someone/pets", "title": "pets", "sha256": {"train": "0" * 64}},
+        "hardware": "a processor",
+        "train_seconds": 12,
+        "metrics": {"test": {"top1": 60.0, "errors": 16, "n": 40}},
+    }
+    pixels = torch.randint(0, 256, (4, *spec.input_size), dtype=torch.uint8)
+    write_weights(
+        folder,
+        net,
+        architecture="resnet20_routingcaps",
+        tag="pets",
+        model_args=args,
+        spec=spec,
+        golden_pixels=pixels,
+        details=details,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with Hub() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="module")
+def client(root: Path, hub: Hub, home: Path) -> Iterator[Client]:
+    client = Client(root, hub.url, home)
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "pets")
+
+
+@pytest.fixture(autouse=True)
+def _as_new(hub: Hub) -> Iterator[None]:
+    hub.faults, hub.calls = [], []
+    yield
+    assert not hub.unknown, "the client asks for what the stand-in does not know"
+
+
+def scores(repo_id: str, library: str = "capszoo", name: str = "hf-hub:") -> str:
+    """Code that prints the scores of the golden images as JSON."""
+    return f"""
+import capszoo, timm, json, torch
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file
+golden = load_file(hf_hub_download("{repo_id}", "golden.safetensors"))
+model = {library}.create_model("{name}{repo_id if name == "hf-hub:" else ""}", pretrained=True).eval()
+cfg = model.pretrained_cfg
+images = (golden["pixels"].float() / 255 - cfg["mean"][0]) / cfg["std"][0]
+with torch.no_grad():
+    off = (model(images) - golden["scores"]).abs().max() / golden["scores"].abs().max()
+print(json.dumps({{"off": float(off), "labels": cfg["label_names"], "classes": model.num_classes}}))
+"""
+
+
+def same(done: Done) -> dict[str, Any]:
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["off"] <= 1e-4
+    return found
+
+
+def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: Path, tmp_path: Path) -> None:
+    done = client.capszoo("publish", run, "me/pets", "--json")
+    assert done.code == 0, done.err
+    (result,) = json.loads(done.out)
+    assert result["changed"] and result["url"] == f"{hub.url}/me/pets" and not done.waited
+    repo = hub.repos["me/pets"]
+    assert set(repo.files) == FILES and len(repo.trees) == 2, "one commit"
+    assert hub.sent("POST", "/commit/") == 1
+    stated = json.loads((run / "resnet20_routingcaps.pets.json").read_text())
+    assert json.loads(repo.files["config.json"])["sha256"] == stated["sha256"]
+    assert repo.files["labels.txt"].decode().split() == list(LABELS)
+    assert b"/home/" not in b"".join(repo.files.values()), "paths of the user's machine stay there"
+
+    for library in ("capszoo", "timm"):
+        found = same(client.python(scores("me/pets", library)))
+        assert found["labels"] == list(LABELS) and found["classes"] == 3
+    (card,) = [repo.files["README.md"].decode()]
+    (snippet,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    done = client.python(snippet)
+    assert done.code == 0, done.err
+    assert {line.split()[0] for line in done.out.splitlines()} == set(LABELS)
+    picture = root / "capszoo" / "assets" / "digit_3.png"
+    done = client.capszoo("predict", "hf-hub:me/pets", picture, "--json")
+    assert json.loads(done.out)["results"][0]["predictions"][0]["label"] in LABELS
+
+    puts = hub.sent("PUT", "/lfs/")
+    done = client.capszoo("publish", run, "me/pets")
+    assert done.code == 0 and "nothing had changed" in done.out
+    assert len(repo.trees) == 2 and hub.sent("PUT", "/lfs/") == puts, "nothing is sent twice"
+
+    # Without a network, in a process of its own: out of the cache.
+    offline = Client(root, "http://127.0.0.1:9", home, HF_HUB_OFFLINE="1")
+    try:
+        for library in ("capszoo", "timm"):
+            same(offline.python(scores("me/pets", library)))
+        done = offline.capszoo("predict", "hf-hub:me/never-seen", picture)
+        assert done.code == 1 and "me/never-seen" in done.error
+        code = "from capszoo.models._pretrained import *; download_weights('me/never-seen', local_name='x.safetensors')"
+        done = offline.python(code)
+        assert "no weights of me/never-seen on this machine" in done.error and "weights" in done.error
+        assert "https://huggingface.co/me/never-seen" in done.error
+        done = offline.capszoo("publish", run, "me/pets")
+        assert done.code == 1 and "the connection to the Hub broke" in done.error
+    finally:
+        offline.close()
+
+
+def test_export_from_the_hub(hub: Hub, client: Client, run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'capszoo[export]'")
+    assert client.capszoo("publish", run, "me/exported").code == 0
+    out = tmp_path / "bundle"
+    done = client.capszoo("export", "hf-hub:me/exported", "--out", out, "--quick")
+    assert done.code == 0, done.err
+    assert (out / "labels.txt").read_text().split() == list(LABELS)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["source"]["name"] == "hf-hub:me/exported"
+    assert client.capszoo("export", out, "--check").code == 0
+
+
+def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
+    """As from a wheel without the file: the tag leads to the Hub, and its sha256 is the one of the metadata."""
+    name = "resnet20_routingcaps.mnist"
+    assert client.capszoo("publish", name, f"capszoo/{name}").code == 0
+    absent = "from pathlib import Path; from capszoo.models import _pretrained as p\n"
+    absent += (
+        "p.bundled_tags(); old, p.weights_folders = p.weights_folders, lambda: (Path('/nowhere'),)\ntry:"
+    )
+    absent += (
+        scores(f"capszoo/{name}", name=name).replace("\n", "\n    ") + "\nfinally: p.weights_folders = old"
+    )
+    assert same(client.python(absent))["labels"] == list("0123456789")
+    assert hub.sent("GET", "resolve/.*/model.safetensors") == 1
+    assert same(client.python(absent)) and hub.sent("GET", "resolve/.*/model.safetensors") == 1, (
+        "out of the cache"
+    )
+    hub.repos[f"capszoo/{name}"].files["model.safetensors"] = save({"other": torch.zeros(1)})
+    done = client.python(absent)
+    assert done.code == 1 and "the sha256 of model.safetensors is" in done.error
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Fault("POST", "/repos/create", 401), "or set HF_TOKEN"),
+        (Fault("POST", "/repos/create", 403), "may not write to me/"),
+        (
+            Fault("POST", "/repos/create", 429, {"Retry-After": "3000"}),
+            "give the same command again in 3000 s",
+        ),
+        (Fault("POST", "/preupload/", 429, {"RateLimit": '"api";r=0;t=7'}, times=99), "again in 7 s"),
+        (Fault("POST", "/preupload/", 500, times=99), "the Hub failed (500)"),
+        (Fault("POST", "/validate-yaml", 503), "the Hub failed (503)"),
+        (Fault("PUT", "/lfs/", drop=True, times=99), "the connection to the Hub broke"),
+        (Fault("PUT", "/lfs/", 500, times=99), "the Hub failed (500)"),
+        (Fault("POST", "/commit/", 409), "changed by someone else at the same time"),
+        (Fault("POST", "/commit/", 500), "the Hub failed (500)"),
+        (Fault("POST", "/commit/", drop=True), "the connection to the Hub broke"),
+    ],
+    ids=lambda value: f"{value.path}-{value.status or 'drop'}" if isinstance(value, Fault) else "",
+)
+def test_every_failure_is_one_line_and_a_repeat_finishes(
+    hub: Hub, client: Client, tmp_path: Path, fault: Fault, message: str
+) -> None:
+    name = re.sub(r"\W+", "-", f"{fault.path}{fault.status}").strip("-")
+    run = write_run(tmp_path / "run", seed=hash(name) % 1000)  # weights of its own, which the Hub has not
+    hub.faults = [fault]
+    done = client.capszoo("publish", run, f"me/{name}")
+    assert done.code == 1 and message in done.error, done.err
+    before = hub.repos.get(f"me/{name}")
+    assert before is None or not before.files, "nothing half-published"
+    hub.faults, arrived = [], {path for call, path in hub.calls if call == "PUT" and path[5:] in hub.lfs}
+    hub.calls = []
+    done = client.capszoo("publish", run, f"me/{name}")
+    assert done.code == 0, done.err
+    assert set(hub.repos[f"me/{name}"].files) == FILES
+    again = {path for call, path in hub.calls if call == "PUT"}
+    assert not again & arrived, "a large file that had arrived was sent again"
+    if "commit" in fault.path:
+        assert arrived and not again
+
+
+def test_no_token_and_a_wrong_one(hub: Hub, client: Client, run: Path) -> None:
+    done = client.capszoo("publish", run, "me/nobody", token=None)
+    assert done.code == 1 and "the Hub asks who you are (401)" in done.error and "hf auth login" in done.error
+    done = client.capszoo("publish", run, "me/nobody", token="hf_wrong")
+    assert done.code == 1 and "does not accept the token (401)" in done.error
+    assert "hf_wrong" not in done.err + done.out and "me/nobody" not in hub.repos
+
+
+@pytest.mark.parametrize(
+    ("fault", "waited"),
+    [
+        (Fault("POST", "/repos/create", 429, {"Retry-After": "7"}), 7),
+        (Fault("POST", "/commit/", 429, {"Retry-After": "7"}, times=2), 7),
+        (Fault("PUT", "/lfs/", drop=True, times=2), 1),
+    ],
+    ids=["create", "commit", "upload"],
+)
+def test_what_passes_by_itself_is_waited_for(
+    hub: Hub, client: Client, tmp_path: Path, fault: Fault, waited: int
+) -> None:
+    hub.faults = [fault]
+    name = f"me/passing-{len(hub.repos)}"
+    done = client.capszoo("publish", write_run(tmp_path / "run", seed=len(hub.repos)), name)
+    assert done.code == 0, done.err
+    assert waited in [round(seconds) for seconds in done.waited] and set(hub.repos[name].files) == FILES
+
+
+def test_a_damaged_download_does_not_stay(hub: Hub, client: Client, tmp_path: Path) -> None:
+    assert client.capszoo("publish", write_run(tmp_path / "run", seed=5), "me/damaged").code == 0
+    for library in ("capszoo", "timm"):
+        code = f"import capszoo, timm; {library}.create_model('hf-hub:me/damaged', pretrained=True)"
+        hub.faults = [Fault("GET", "model.safetensors", corrupt=True)]
+        done = client.python(code)
+        assert done.code == 1 and "removed from the cache, so try again" in done.error
+        assert client.python(code).code == 0, "fetched anew"
+        hub.repos["me/damaged"].files["model.safetensors"] += b""
+    hub.faults = [Fault("GET", "model.safetensors", drop=True, times=99)]
+    assert client.capszoo("publish", write_run(tmp_path / "other", seed=6), "me/damaged").code == 0
+    done = client.capszoo("predict", "hf-hub:me/damaged", tmp_path.parent)
+    assert done.code == 1
+    done = client.python("import capszoo; capszoo.create_model('hf-hub:me/damaged', pretrained=True)")
+    assert done.code == 1 and "no weights of me/damaged" in done.error
+    hub.faults = []
+    assert same(client.python(scores("me/damaged")))
+
+
+def test_nothing_but_safetensors_is_loaded(hub: Hub, client: Client, root: Path) -> None:
+    ours = {
+        "architecture": "resnet20_routingcaps",
+        "num_classes": 10,
+        "pretrained_cfg": {"input_size": [1, 28, 28]},
+    }
+    timms = {"architecture": "resnet18", "num_classes": 10, "pretrained_cfg": {"input_size": [3, 32, 32]}}
+    for name, config in (("ours", ours), ("timms", timms)):
+        hub.add(f"else/{name}", config__json=json.dumps(config).encode(), pytorch_model__bin=b"a pickle")
+        done = client.python(f"import capszoo; capszoo.create_model('hf-hub:else/{name}', pretrained=True)")
+        assert done.code == 1 and f"else/{name} has no model.safetensors" in done.error
+        assert "nothing else is loaded" in done.error
+    done = client.python("import capszoo, timm; timm.create_model('hf-hub:else/ours', pretrained=True)")
+    assert done.code == 1 and "else/ours has no model.safetensors" in done.error
+    done = client.capszoo("predict", "hf-hub:else/ours", root / "capszoo" / "assets" / "digit_1.png")
+    assert done.code == 1 and "has no model.safetensors" in done.error
+    assert not hub.sent("GET", "pytorch_model.bin")
+
+
+def test_private(hub: Hub, client: Client, run: Path) -> None:
+    assert client.capszoo("publish", run, "me/secret", "--private").code == 0
+    assert (
+        hub.repos["me/secret"].private
+        and b"as the repository is private" in hub.repos["me/secret"].files["README.md"]
+    )
+    load = "import capszoo; capszoo.create_model('hf-hub:me/secret', pretrained=True)"
+    assert client.python(load).code == 1 and client.python(load, token="hf_right").code == 0
+    hub.add("me/open")
+    done = client.capszoo("publish", run, "me/open", "--private")
+    assert done.code == 1 and "exists and is public" in done.error and not hub.repos["me/open"].files
+
+
+def test_a_dry_run_makes_no_call(hub: Hub, client: Client, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "staged"
+    done = client.capszoo("publish", run, "me/dry", "--dry-run", "--out", out, token=None)
+    assert done.code == 0 and "nothing was sent" in done.out and not hub.calls
+    assert {path.name for path in out.iterdir()} == FILES
+    for name in FILES:
+        assert f"me/dry/{name}" in done.out
+    done = client.capszoo("publish", run, "me/dry", "--dry-run", "--out", out, token=None)
+    assert done.code == 1 and "exists already" in done.error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["staged"], "nothing half-written"
+
+
+def test_the_whole_zoo(hub: Hub, client: Client) -> None:
+    two = "from capszoo.recipes import publish as m; every = m.bundled_tags()\n"
+    two += "names = ['idpa_cnn.mnist', 'resnet20_routingcaps.mnist']\n"
+    two += "m.bundled_tags = lambda: {name: every[name] for name in names}"
+    assert client.python(two).code == 0
+    hub.faults = [Fault("POST", "idpa|routingcaps.mnist/commit/", 500)]
+    done = client.capszoo("publish", "--all", "zoo", "--dry-run")
+    assert done.code == 0 and not hub.calls
+    done = client.capszoo("publish", "--all", "zoo")
+    assert done.code == 1 and "of 2 were done" in done.error
+    done = client.capszoo("publish", "--all", "zoo")
+    assert done.code == 0, done.err
+    for name in ("idpa_cnn.mnist", "resnet20_routingcaps.mnist"):
+        assert set(hub.repos[f"zoo/{name}"].files) == FILES
+    assert client.python("from capszoo.recipes import publish as m; m.bundled_tags = every").code == 1
+    client.python(
+        "from capszoo.recipes import publish as m; from capszoo.models._pretrained import bundled_tags as b; m.bundled_tags = b"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        ((), 2, "publish takes a RUN and a USER/NAME"),
+        (("run",), 2, "publish takes a RUN and a USER/NAME"),
+        (("idpa_cnn.mnist", "me/x", "--all", "zoo"), 2, "--all takes the whole zoo"),
+        (("idpa_cnn.mnist", "no-slash"), 2, "is no name of a repository"),
+        (("idpa_cnn.nothing", "me/x"), 1, "neither the folder of a finished run"),
+        ((".", "me/x"), 1, "is not a finished run"),
+    ],
+)
+def test_wrong_calls(hub: Hub, client: Client, args: tuple[str, ...], code: int, message: str) -> None:
+    done = client.capszoo("publish", *args)
+    assert done.code == code and message in done.error and not hub.calls
+
+
+def test_other_scores_than_the_runs_are_not_sent(run: Path, tmp_path: Path) -> None:
+    copy = write_run(tmp_path / "run")
+    golden = copy / "resnet20_routingcaps.pets.golden.npz"
+    arrays = dict(np.load(golden))
+    arrays["scores"] = arrays["scores"] * 1.01
+    np.savez(golden, **arrays)
+    with pytest.raises(PublishError, match="its scores differ by .* from the golden outputs"):
+        publish(copy, "me/other", dry_run=True)
+    golden.unlink()  # a run without golden outputs gets some
+    assert publish(copy, "me/other", dry_run=True)["files"]
+
+
+def test_no_private_paths() -> None:
+    value = {
+        "a": [
+            "imagefolder:/home/me/pets",
+            "/data/x",
+            "~/pets",
+            "C:\\data\\x",
+            "hf:owner/name",
+            "a/b",
+            3,
+            None,
+        ]
+    }
+    assert public(value) == {"a": ["imagefolder:pets", "x", "pets", "x", "hf:owner/name", "a/b", 3, None]}
+
+
+def test_no_pickle_in_the_sources_of_publishing(root: Path) -> None:
+    text = "".join((root / "recipes" / name).read_text() for name in ("publish.py", "card.py", "curves.py"))
+    assert (
+        "torch.save" not in text
+        and "allow_pickle=True" not in text
+        and module.HUB_FILENAME.endswith(".safetensors")
+    )
