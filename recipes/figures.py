@@ -26,6 +26,7 @@ __all__ = [
     "recipe_differences",
     "sampling_error",
     "settings_unlike_the_papers",
+    "shown",
     "twin_groups",
 ]
 
@@ -135,9 +136,10 @@ def settings_unlike_the_papers(info: WeightsInfo) -> dict[str, tuple[Any, Any]]:
     return recipe_differences(info.raw["recipe"], load_recipe(info.name).model_dump(mode="json"))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A setting's value for people to read."""
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_shown, value))
+        return ", ".join(map(shown, value))
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -161,11 +163,10 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         )
     unlike = settings_unlike_the_papers(info)
     if unlike:
-        shown = "; ".join(
-            f"`{key}` {_shown(ours)} (the paper's: {_shown(theirs)})"
-            for key, (ours, theirs) in unlike.items()
+        listed = "; ".join(
+            f"`{key}` {shown(ours)} (the paper's: {shown(theirs)})" for key, (ours, theirs) in unlike.items()
         )
-        lines.append(f"- Settings unlike the paper's: {shown}.")
+        lines.append(f"- Settings unlike the paper's: {listed}.")
     elif info.name in list_recipes() and paper_figures(info):
         lines.append("- Settings: the recipe's own, which are the paper's.")
     if raw.get("hardware"):

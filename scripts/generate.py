@@ -1,4 +1,5 @@
-"""Writes what is derived: hubconf.py's entry points, the tables of README.md and recipes/README.md (``make docs``).
+"""Writes what is derived (``make docs``): hubconf.py's entry points, the tables of README.md and recipes/README.md,
+docs/results.md with its curves.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
 heads, and the metadata beside the weights. ``--check``
@@ -20,7 +21,10 @@ import capszoo  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
-from capszoo.recipes.config import CONFIGS, list_profiles, list_recipes, load_recipe  # noqa: E402
+from capszoo.recipes.card import paper_link  # noqa: E402
+from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
+from capszoo.recipes.figures import header_line, paper_figures  # noqa: E402
+from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
 
 HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
 
@@ -73,20 +77,6 @@ def replace_block(text: str, block: str, content: str) -> str:
     return f"{before}{start}{content.rstrip()}\n{end}{after}"
 
 
-#: Where a paper's identifier leads.
-PAPER_LINKS = {
-    "arXiv": "https://arxiv.org/abs/{}",
-    "doi": "https://doi.org/{}",
-    "openreview": "https://openreview.net/forum?id={}",
-}
-
-
-def paper_link(paper_id: str) -> str:
-    """``"arXiv:1710.09829"`` as a markdown link."""
-    kind, _, identifier = paper_id.partition(":")
-    return f"[{paper_id}]({PAPER_LINKS[kind].format(identifier)})"
-
-
 def model_table() -> str:
     """The registry as a markdown table."""
     lines = [
@@ -112,7 +102,7 @@ def results_table() -> str:
     for name, info in bundled_tags().items():
         raw = info.raw
         test = raw["metrics"]["test"]
-        same = [str(f) for f in PAPERS[info.architecture] if f.dataset == raw["dataset"]["title"]]
+        same = [str(figure) for figure in paper_figures(info)]
         runs = f"1 (seed {raw['seed']}), {raw['recipe']['epochs']} epochs, the last"
         lines.append(
             f"| `{name}` | {raw['dataset']['name']} | {test['top1']:.2f} | {test['errors']} of {test['n']:,} "
@@ -120,16 +110,6 @@ def results_table() -> str:
             f"| {raw['num_params']:,} | [`{name}.yaml`](recipes/configs/{name}.yaml) |"
         )
     return "\n".join(lines)
-
-
-def header_line(recipe: str, key: str) -> str:
-    """What a recipe file says at its head after ``# <key>:``, in that line; empty where it says nothing."""
-    for line in (CONFIGS / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"# {key}: "):
-            return line.removeprefix(f"# {key}: ").strip()
-        if not line.startswith("#"):
-            break
-    return ""
 
 
 def recipe_table() -> str:
@@ -171,7 +151,8 @@ def outputs() -> dict[Path, str]:
         text = replace_block(text, block, content)
     recipes = ROOT / "recipes" / "README.md"
     recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
-    return {ROOT / "hubconf.py": hubconf(), readme: text, recipes: recipes_text}
+    results = ROOT / "docs" / "results.md"
+    return {ROOT / "hubconf.py": hubconf(), readme: text, recipes: recipes_text, results: results_page()}
 
 
 def main() -> int:
@@ -188,6 +169,10 @@ def main() -> int:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(content, encoding="utf-8")
+    for path in stale_curves(ROOT / "docs"):
+        stale.append(str(path.relative_to(ROOT)))
+        if not check:
+            write_curves(path)
     if stale:
         print(
             f"{'out of date' if check else 'written'}: {', '.join(stale)}"

@@ -1,0 +1,145 @@
+"""The page of results, `docs/results.md`, with a picture of each checkpoint's training (written by `make docs`).
+
+Everything on it comes from the metadata beside the weights, the recipes and the papers' figures. The pictures state
+what they were drawn from; drawn again with another version of matplotlib they may differ, and need not be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+from capszoo.data import dataset_spec
+from capszoo.models._pretrained import WeightsInfo, bundled_tags
+from capszoo.recipes.config import load_recipe
+from capszoo.recipes.curves import draw_curves, records_of
+from capszoo.recipes.figures import (
+    as_accuracy,
+    figures_table,
+    header_line,
+    paper_figures,
+    protocol_lines,
+    recipe_differences,
+    sampling_error,
+    shown,
+    twin_groups,
+)
+
+HEAD = """# Results
+
+Every checkpoint of the zoo: the papers' figures, ours, and how ours came about. Written by `make docs` from the
+metadata beside the weights (`capszoo/weights/*.json`), the recipes and the papers' figures; a test holds the page
+against them.
+
+Accuracies are those of the stored file, in one pass over the whole test set in float32; `make eval-weights` repeats it.
+± is the standard error that the number of test images alone brings; each figure is one run, and how much runs with
+other seeds differ has not been measured. The papers' errors are given as accuracies, too.
+[reproduce.md](reproduce.md) says how to train one again, [publish.md](publish.md) how a model card is made of the same
+metadata."""
+
+TWINS = """## Twins
+
+Recipes that differ in one thing, side by side. A difference within about two standard errors of the test images says
+nothing; neither does any difference between single runs say how it would be on average.
+
+| recipes | what differs | the papers' | ours | difference of ours |
+|---|---|---|---|---|"""
+
+
+def curve_file(docs: Path, name: str) -> Path:
+    """Where the picture of a checkpoint's training lies."""
+    return docs / "curves" / f"{name}.svg"
+
+
+def _source(info: WeightsInfo) -> str:
+    """What a picture is drawn from, as it states it itself."""
+    history = json.dumps(info.raw["history"])
+    return f"training of {info.name}, history {hashlib.sha256(history.encode()).hexdigest()[:16]}"
+
+
+def stale_curves(docs: Path) -> list[Path]:
+    """Pictures that are missing, or drawn from another history, or of a checkpoint that is gone."""
+    infos = {curve_file(docs, name): info for name, info in bundled_tags().items() if info.raw.get("history")}
+    missing = [
+        path
+        for path, info in infos.items()
+        if not path.is_file() or _source(info) not in path.read_text(encoding="utf-8")
+    ]
+    return missing + [path for path in sorted((docs / "curves").glob("*.svg")) if path not in infos]
+
+
+def write_curves(path: Path) -> None:
+    """Draw the picture anew; remove that of a checkpoint that is gone."""
+    info = bundled_tags().get(path.stem)
+    if info is None:
+        path.unlink()
+        return
+    path.parent.mkdir(exist_ok=True)
+    draw_curves(path, info.name, records_of(info.raw["history"]), Description=_source(info))
+
+
+def _section(info: WeightsInfo) -> str:
+    raw = info.raw
+    about = raw.get("description") or info.architecture
+    curves = f"![Training of {info.name}](curves/{info.name}.svg)"
+    papers = paper_figures(info)
+    none = header_line(info.name, "Paper")
+    said = f"\n\nNo paper reports this network on {raw['dataset']['title']}." if not papers else ""
+    said += f" Its recipe notes: {none}" if none and not papers else ""
+    return "\n\n".join(
+        (
+            f"## {info.name}",
+            f"{about[0].upper()}{about[1:].rstrip('.')}; {raw['num_params']:,} parameters, "
+            f"[recipe](../recipes/configs/{info.name}.yaml), commit `{str(raw['commit'])[:12]}`.{said}",
+            curves if raw.get("history") else "The run kept no history: there is no curve.",
+            "\n".join(figures_table(info)),
+            "\n".join(protocol_lines(info)),
+        )
+    )
+
+
+def _figure(name: str) -> tuple[str, tuple[float, int] | None]:
+    info = bundled_tags().get(name)
+    test = info.raw.get("metrics", {}).get("test") if info else None
+    if not test:
+        return "not trained yet", None
+    return f"{test['top1']:.2f} ± {sampling_error(test['top1'], test['n']):.2f}", (test["top1"], test["n"])
+
+
+def _twin_lines(group: list[str]) -> list[str]:
+    base, *others = group
+    lines = []
+    base_text, base_found = _figure(base)
+    for name in others:
+        text, found = _figure(name)
+        # Where both were trained, they must have been trained alike, and not only be meant so.
+        trained = [bundled_tags()[twin].raw["recipe"] for twin in (base, name) if twin in bundled_tags()]
+        meant = [load_recipe(twin).model_dump(mode="json") for twin in (base, name)]
+        changed = recipe_differences(*(trained if len(trained) == 2 else meant))
+        what = "; ".join(f"`{key}`: {shown(one)} / {shown(other)}" for key, (one, other) in changed.items())
+        papers = " / ".join(_papers(recipe) for recipe in (base, name))
+        difference = "–"
+        if base_found and found:
+            error = math.hypot(sampling_error(*base_found), sampling_error(*found))
+            difference = f"{base_found[0] - found[0]:+.2f} ± {error:.2f}"
+        lines.append(f"| `{base}` / `{name}` | {what} | {papers} | {base_text} / {text} | {difference} |")
+    return lines
+
+
+def _papers(name: str) -> str:
+    recipe = load_recipe(name)
+    spec = dataset_spec(recipe.data.name)
+    raw = {"dataset": {"title": spec.title}}
+    info = WeightsInfo(recipe.arch, recipe.tag, "", 0, spec.input_size, (), (), raw=raw)
+    return ", ".join(f"{as_accuracy(figure):.2f}" for figure in paper_figures(info)) or "none"
+
+
+def results_page() -> str:
+    """The whole of `docs/results.md`."""
+    sections = [_section(info) for info in bundled_tags().values()]
+    groups = [group for group in twin_groups() if any(name in bundled_tags() for name in group)]
+    if groups:
+        sections.append("\n".join([TWINS, *(line for group in groups for line in _twin_lines(group))]))
+    return "\n\n".join([HEAD, *sections]) + "\n"
