@@ -19,7 +19,7 @@ help:
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make eval-weights  accuracy of the bundled weights on their test sets (CAPSZOO_DATA names the data)"
-	@echo "make docs          write hubconf.py's entry points and the README's generated tables anew"
+	@echo "make docs          write hubconf.py's entry points, the generated tables and docs/results.md anew"
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup_venv.sh
 	@sh scripts/setup_venv.sh "$(PYTHON)" "$(VENV)"

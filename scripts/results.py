@@ -118,7 +118,10 @@ def _twin_lines(group: list[str]) -> list[str]:
         trained = [bundled_tags()[twin].raw["recipe"] for twin in (base, name) if twin in bundled_tags()]
         meant = [load_recipe(twin).model_dump(mode="json") for twin in (base, name)]
         changed = recipe_differences(*(trained if len(trained) == 2 else meant))
-        what = "; ".join(f"`{key}`: {shown(one)} / {shown(other)}" for key, (one, other) in changed.items())
+        what = "; ".join(
+            f"`{key}`: {' / '.join('default' if v is None else shown(v) for v in pair)}"
+            for key, pair in changed.items()
+        )
         papers = " / ".join(_papers(recipe) for recipe in (base, name))
         difference = "–"
         if base_found and found:
