@@ -6,6 +6,7 @@ The YAML header (licence, tags, data set, model-index) is made and checked by hu
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -30,7 +31,8 @@ __all__ = [
 ]
 
 #: Names of further files of a repository, beside the weights, `config.json` and `README.md`.
-GOLDEN, METADATA, LABELS, CURVES = "golden.safetensors", "metadata.json", "labels.txt", "curves.png"
+GOLDEN, METADATA, LABELS = "golden.safetensors", "metadata.json", "labels.txt"
+CURVES, CONFUSION = "curves.png", "confusion.png"
 
 #: Where a paper's identifier leads.
 PAPER_LINKS = {
@@ -46,6 +48,9 @@ HUB_DATASETS = {
     "cifar10": "uoft-cs/cifar10",
     "cifar100": "uoft-cs/cifar100",
 }
+
+
+PICTURES = {CURVES: "Training curves", CONFUSION: "Confusion matrix"}
 
 
 def paper_link(paper_id: str) -> str:
@@ -150,14 +155,16 @@ for score, index in zip(*scores.topk(min(3, len(scores)))):
     print(label_names(model)[index], f"{{score:.4f}}")"""
 
 
-def model_card(info: WeightsInfo, repo_id: str, private: bool = False, curves: bool = False) -> ModelCard:
+def model_card(
+    info: WeightsInfo, repo_id: str, private: bool = False, pictures: Sequence[str] = ()
+) -> ModelCard:
     """The card of a checkpoint under the name `repo_id`.
 
     Arguments:
         info: its metadata.
         repo_id: `user/repository`.
         private: whether others will need a token to read it.
-        curves: whether the repository has a picture of the training curves.
+        pictures: which of `CURVES` and `CONFUSION` the repository has.
     """
     raw = public(info.raw)
     name, title, source = _dataset(info)
@@ -166,6 +173,8 @@ def model_card(info: WeightsInfo, repo_id: str, private: bool = False, curves: b
     size = "×".join(map(str, info.input_size))
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
     about = raw.get("description") or f"{info.architecture} trained on {title}"
+    start = (raw.get("recipe", {}).get("init") or {}).get("weights")
+    trained = f"Fine-tuned from `{start}` on" if start else "Trained on"
     shown = ", ".join(labels[:20]) + (
         f" and {len(labels) - 20} more (`{LABELS}`)" if len(labels) > 20 else ""
     )
@@ -194,7 +203,7 @@ def model_card(info: WeightsInfo, repo_id: str, private: bool = False, curves: b
         "\n".join(figures_table(info)),
         "\n".join(protocol_lines(info)),
         "## Training",
-        *([f"![Training curves]({CURVES})"] if curves else []),
+        *(f"![{alt}]({file})" for file, alt in PICTURES.items() if file in pictures),
         *(_recipe_parts(raw.get("recipe"))),
         _provenance(info, raw),
         "## Limits",

@@ -149,13 +149,16 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
     recipe: Mapping[str, Any] = raw.get("recipe", {})
     lines = []
     if recipe:
+        kept = f"epoch {raw['epoch']} of" if raw.get("epoch") else "the last of"
         lines.append(
-            f"- One run, seed {raw.get('seed', recipe.get('seed'))}; the last of {recipe['epochs']} epochs."
+            f"- One run, seed {raw.get('seed', recipe.get('seed'))}; {kept} {recipe['epochs']} epochs."
         )
+        if raw.get("epoch"):
+            lines[-1] += " It was chosen by the validation images, whose figure is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
             lines[-1] += " The paper's figure is what its note says (a mean of runs, or the best test epoch)."
     if "test" in raw.get("metrics", {}):
-        lines.append("- The test set was looked at once, after the last epoch; nothing was chosen by it.")
+        lines.append("- The test set was looked at once, at the end; nothing was chosen by it.")
     validation = raw.get("metrics", {}).get("validation")
     if validation:
         lines.append(

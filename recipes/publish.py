@@ -37,7 +37,7 @@ from capszoo.models._pretrained import (
     sha256_of,
 )
 
-from .card import CURVES, GOLDEN, LABELS, METADATA, model_card, public
+from .card import CONFUSION, CURVES, GOLDEN, LABELS, METADATA, model_card, public
 from .checkpoints import write_atomically, write_safetensors
 from .curves import draw_curves, history_of, read_records, records_of
 from .evaluate import model_from_file
@@ -153,7 +153,11 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
     history = info.raw.get("history")
     if history:
         draw_curves(folder / CURVES, info.name, records_of(history))
-    card = model_card(info, repo_id, private, curves=bool(history))
+    confusion = found.weights.with_name(CONFUSION)  # as fine-tuning draws it
+    if confusion.is_file():
+        shutil.copyfile(confusion, folder / CONFUSION)
+    pictures = [file for file in (CURVES, CONFUSION) if (folder / file).is_file()]
+    card = model_card(info, repo_id, private, pictures)
     write_atomically(folder / "README.md", card.content)
     _check(folder, found)
     return info
@@ -290,8 +294,8 @@ def _with_patience(call: Callable[[], ResultT], repo_id: str, say: Callable[[str
             if status == 429 and left and wait is not None and wait <= LONGEST_WAIT:
                 say(f"the Hub asks for a pause of {wait} s")
                 time.sleep(wait)
-            elif status is None and not is_hub_error(error):
-                raise
+            elif status is None and not is_hub_error(error) and not isinstance(error, ValueError):
+                raise  # a mistake of ours; what the Hub answers to no purpose is a ValueError
             else:
                 raise _explained(error, status, wait, repo_id) from error
     raise AssertionError("the last round returns or raises")

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,14 +80,22 @@ def test_every_package_has_an_init(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built from a copy of the sources (a build writes into its source folder)."""
+def source(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources (a build writes into its source folder), with large weights in their folder."""
     source = tmp_path_factory.mktemp("source")
     junk = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in PACKAGE_ROOTS:
         shutil.copytree(root / folder, source / folder, ignore=junk)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, source / name)
+    (source / "weights-large").mkdir()
+    (source / "weights-large" / "large.net.safetensors").write_bytes(b"too large for a wheel")
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel."""
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run(
@@ -117,6 +126,26 @@ def test_wheel_holds_everything_inside_the_package(root: Path, wheel: Path) -> N
         if path.is_file():
             assert f"capszoo/recipes/{path.relative_to(root / 'recipes').as_posix()}" in names
     assert any(name.endswith(".safetensors") for name in names), "the wheel carries no weights"
+
+
+def test_source_archive_holds_the_weights_but_for_large_ones(
+    root: Path, source: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """After the wheel, as both are built in the same folder."""
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("capszoo-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    for path in (root / "capszoo" / "weights").glob("*"):
+        assert f"capszoo/weights/{path.name}" in names
+    assert {"pyproject.toml", "recipes/publish.py", "export/bundle.py"} <= names
+    with zipfile.ZipFile(wheel) as built:
+        names |= set(built.namelist())
+    assert not any("weights-large" in name or "large.net" in name for name in names)
 
 
 def test_wheel_states_version_and_command(wheel: Path) -> None:

@@ -13,8 +13,9 @@ import torch
 
 import capszoo
 from capszoo.data import DataError, dataset_spec, load_dataset, normalize
-from capszoo.models._pretrained import bundled_tags, locate_weights
+from capszoo.models._pretrained import bundled_tags
 from capszoo.recipes.evaluate import evaluate, main
+from capszoo.recipes.weights import golden_file
 from tests.support import PACKED, packed
 
 TAGS = sorted(bundled_tags())
@@ -53,8 +54,7 @@ def test_packed_images_are_the_first_of_the_test_set(name: str, root: Path) -> N
 @pytest.mark.parametrize("tag", TAGS)
 def test_golden_outputs(tag: str) -> None:
     info = bundled_tags()[tag]
-    path = locate_weights(info)
-    golden = np.load(path.with_suffix("").with_suffix("").with_name(f"{tag}.golden.npz"))
+    golden = np.load(golden_file(info))
     model = capszoo.create_model(tag, pretrained=True).eval()
     with torch.no_grad():
         scores = model(normalize(torch.from_numpy(golden["pixels"]), info.mean, info.std))

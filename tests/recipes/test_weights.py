@@ -1,0 +1,183 @@
+"""How weights ship: limits over the repository, half precision where large, two folders, a history."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from capszoo.data import ImageSet, dataset_spec
+from capszoo.models import _pretrained
+from capszoo.models._pretrained import WeightsError, bundled_tags
+from capszoo.recipes import weights as module
+from capszoo.recipes.curves import draw_curves, history_of, read_records, records_of
+from capszoo.recipes.evaluate import create_for, evaluate, model_from_file
+from capszoo.recipes.weights import (
+    FILE_LIMIT,
+    FOLDER_LIMIT,
+    LARGE_FILE_LIMIT,
+    LARGE_FOLDER_LIMIT,
+    bundle,
+    golden_file,
+    write_weights,
+)
+
+from .test_publish import HISTORY
+
+NAME = "resnet20_routingcaps.mnist"
+
+
+def run_of(folder: Path, net: nn.Module | None = None) -> Path:
+    """A run's folder with a net of the zoo that was trained for nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in HISTORY) + '{"cut": '
+    )
+    spec = dataset_spec("mnist")
+    args = {"depth": 8}
+    write_weights(
+        folder,
+        net or create_for("resnet20_routingcaps", 10, spec.input_size, args),
+        architecture="resnet20_routingcaps",
+        tag="mnist",
+        model_args=args,
+        spec=spec,
+        golden_pixels=torch.randint(0, 256, (4, *spec.input_size), dtype=torch.uint8),
+        details={"metrics": {"test": {"top1": 10.0, "errors": 9, "n": 10}}, "dataset": {"name": "mnist"}},
+    )
+    return folder
+
+
+def test_the_repository_keeps_its_limits(root: Path) -> None:
+    for folder, largest, total in (
+        (root / "capszoo" / "weights", FILE_LIMIT, FOLDER_LIMIT),
+        (root / "weights-large", LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT),
+    ):
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*")}
+        assert sum(sizes.values()) <= total and max(sizes.values(), default=0) <= largest
+    assert (FILE_LIMIT, FOLDER_LIMIT, LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT) == (20e6, 60e6, 80e6, 160e6)
+    for path in (root / "weights-large").glob("*"):
+        assert path.suffix == ".safetensors", "metadata lies in the package, where a wheel has it, too"
+        assert (root / "capszoo" / "weights" / f"{path.stem}.json").is_file()
+
+
+@pytest.mark.parametrize("name", sorted(bundled_tags()))
+def test_every_checkpoint_has_its_history_and_golden_outputs(name: str) -> None:
+    info = bundled_tags()[name]
+    assert golden_file(info).is_file()
+    records = records_of(info.raw["history"])
+    assert [record["epoch"] for record in records] == list(range(1, info.raw["recipe"]["epochs"] + 1))
+    validation = info.raw["metrics"].get("validation")
+    if validation:
+        assert records[-1]["val_top1"] == validation["top1"], "the history of this very run"
+
+
+def test_history_travels_in_the_metadata(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    history = json.loads((run / f"{NAME}.json").read_text())["history"]
+    assert records_of(history) == [{k: v for k, v in r.items() if k != "step"} for r in HISTORY]
+    assert history_of([{"epoch": 1, "lr": None}, {"epoch": 2, "lr": None}]) == {"epoch": [1, 2]}
+    assert read_records(run / "absent.jsonl") == [] and history_of([]) == {}
+    lines = (run / f"{NAME}.json").read_text().splitlines()
+    assert sum('"history"' in line for line in lines) == 1 and len(lines) < 100
+
+    # A run of an earlier version has it in metrics.jsonl alone.
+    metadata = json.loads((run / f"{NAME}.json").read_text())
+    del metadata["history"]
+    (run / f"{NAME}.json").write_text(json.dumps(metadata))
+    bundle(run, tmp_path / "bundled")
+    assert json.loads((tmp_path / "bundled" / f"{NAME}.json").read_text())["history"] == history
+
+
+def test_large_weights_are_stored_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FILE_LIMIT", 50_000)
+    spec = dataset_spec("mnist")
+    net = create_for("resnet20_routingcaps", 10, spec.input_size, {"depth": 8}).eval()
+    with torch.no_grad():
+        first = next(p for p in net.parameters() if p.dim() > 1)
+        first[0] = 7e4  # beyond half precision's largest number: this tensor must stay as it is
+    stored = load_file(run_of(tmp_path / "run", net) / f"{NAME}.safetensors")
+    halves = {key for key, tensor in stored.items() if tensor.dtype == torch.float16}
+    for key, tensor in net.state_dict().items():
+        expected = tensor.dtype == torch.float32 and tensor.dim() > 1 and tensor is not first
+        expected = expected and float(tensor.abs().max()) < 7e4
+        assert (key in halves) == expected, key
+        assert torch.equal(stored[key], tensor.half() if key in halves else tensor)
+    assert halves and first.dtype == torch.float32
+    reread, info = model_from_file(tmp_path / "run" / f"{NAME}.safetensors")
+    assert info.raw["storage"] == "float16" and all(p.dtype == torch.float32 for p in reread.parameters())
+    images = ImageSet(
+        spec, "test", torch.randint(0, 256, (20, 1, 28, 28), dtype=torch.uint8), torch.arange(20) % 10
+    )
+    assert evaluate(tmp_path / "run" / f"{NAME}.safetensors", images)["n"] == 20
+
+
+def test_small_weights_stay_as_they_are(tmp_path: Path) -> None:
+    stored = load_file(run_of(tmp_path / "run") / f"{NAME}.safetensors")
+    assert not any(tensor.dtype == torch.float16 for tensor in stored.values())
+    assert json.loads((tmp_path / "run" / f"{NAME}.json").read_text())["storage"] == "float32"
+
+
+def test_large_weights_lie_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path / "run")
+    small, large = tmp_path / "weights", tmp_path / "weights-large"
+    for where in (module, _pretrained):
+        monkeypatch.setattr(where, "weights_folders", lambda: (small, large))
+    size = (run / f"{NAME}.safetensors").stat().st_size
+    monkeypatch.setattr(module, "FILE_LIMIT", size - 1)
+    bundle(run)
+    assert {path.name for path in small.iterdir()} == {f"{NAME}.json", f"{NAME}.golden.npz"}
+    assert [path.name for path in large.iterdir()] == [f"{NAME}.safetensors"]
+    bundled_tags.cache_clear()
+    try:
+        info = bundled_tags()[NAME]
+        assert _pretrained.locate_weights(info) == large / f"{NAME}.safetensors"
+        assert golden_file(info) == small / f"{NAME}.golden.npz"
+        monkeypatch.setattr(module, "FILE_LIMIT", size)  # it fits now: one place, not two
+        bundle(run)
+        assert not list(large.iterdir())
+        assert _pretrained.locate_weights(info) == small / f"{NAME}.safetensors"
+        (large / f"{NAME}.safetensors").write_bytes(b"another file")
+        assert _pretrained.locate_weights(info).parent == small, "the bundled one comes first"
+
+        monkeypatch.setattr(module, "FILE_LIMIT", size - 1)
+        monkeypatch.setattr(module, "LARGE_FILE_LIMIT", size - 1)
+        with pytest.raises(WeightsError, match="neither weights/ nor weights-large/ has room"):
+            bundle(run)
+        monkeypatch.setattr(module, "LARGE_FILE_LIMIT", size)
+        monkeypatch.setattr(module, "LARGE_FOLDER_LIMIT", size + 5)
+        (large / "other.safetensors").write_bytes(b"so full")
+        with pytest.raises(WeightsError, match="has room"):
+            bundle(run)
+    finally:
+        bundled_tags.cache_clear()
+
+
+def test_an_unfinished_run_is_not_bundled(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    metadata = json.loads((run / f"{NAME}.json").read_text())
+    for metrics, message in (
+        ({}, "not a finished run"),
+        ({"validation": {"top1": 1.0, "n": 2}}, "no figure on a test"),
+    ):
+        (run / f"{NAME}.json").write_text(json.dumps({**metadata, "metrics": metrics}))
+        with pytest.raises(WeightsError, match=message):
+            bundle(run, tmp_path / "bundled")
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_the_same_curves_give_the_same_picture(tmp_path: Path, kind: str) -> None:
+    pictures = []
+    for name in ("one", "two"):
+        about: dict[str, Any] = {"Description": "what it is"}
+        draw_curves(tmp_path / f"{name}.{kind}", "a run", HISTORY, **about)
+        pictures.append((tmp_path / f"{name}.{kind}").read_bytes())
+    assert pictures[0] == pictures[1] and b"what it is" in pictures[0]
+    draw_curves(tmp_path / f"one.{kind}", "a run", [{**r, "train_loss": math.pi} for r in HISTORY])
+    assert (tmp_path / f"one.{kind}").read_bytes() != pictures[0]
