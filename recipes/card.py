@@ -183,7 +183,7 @@ def model_card(
         f"{about[0].upper()}{about[1:].rstrip('.')}: `{info.architecture}` of "
         f"[timm](https://github.com/huggingface/pytorch-image-models)'s registry once capszoo is imported, "
         f"{raw.get('num_params', 0):,} parameters, for images of {size} (channels, height, width).{from_paper}",
-        f"Trained on {title}"
+        f"{trained} {title}"
         + (f" ({source})." if source else ".")
         + (f" Classes: {shown}." if labels else ""),
         "## Use",

@@ -73,7 +73,8 @@ class Client:
     def close(self) -> None:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.kill()  # it has nothing to put away, and PyTorch takes its time
+        self.process.wait()
         self.process.stdout.close()
 
 
