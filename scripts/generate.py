@@ -1,5 +1,5 @@
 """Writes what is derived (``make docs``): hubconf.py's entry points, the tables of README.md and recipes/README.md,
-docs/results.md with its curves.
+docs/results.md with its curves, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
 heads, and the metadata beside the weights. ``--check``
@@ -21,7 +21,7 @@ import capszoo  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
-from capszoo.recipes.card import paper_link  # noqa: E402
+from capszoo.recipes.card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
 from capszoo.recipes.figures import header_line, paper_figures  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
@@ -143,6 +143,13 @@ def recipe_table() -> str:
     return "\n".join(lines)
 
 
+def card_header() -> str:
+    """The head of a model card, as an example: of a checkpoint for which there is a paper's figure."""
+    infos = list(bundled_tags().values())
+    info = next((info for info in infos if paper_figures(info)), infos[0])
+    return f"```yaml\n{card_data(info).to_yaml()}\n```"
+
+
 def outputs() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     readme = ROOT / "README.md"
@@ -151,8 +158,14 @@ def outputs() -> dict[Path, str]:
         text = replace_block(text, block, content)
     recipes = ROOT / "recipes" / "README.md"
     recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
-    results = ROOT / "docs" / "results.md"
-    return {ROOT / "hubconf.py": hubconf(), readme: text, recipes: recipes_text, results: results_page()}
+    publish = ROOT / "docs" / "publish.md"
+    return {
+        ROOT / "hubconf.py": hubconf(),
+        readme: text,
+        recipes: recipes_text,
+        ROOT / "docs" / "results.md": results_page(),
+        publish: replace_block(publish.read_text(encoding="utf-8"), "card", card_header()),
+    }
 
 
 def main() -> int:
