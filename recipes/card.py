@@ -14,6 +14,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.models import get_pretrained_cfg
 
+from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import HUB_FILENAME, WeightsInfo
 
 from .figures import as_accuracy, figures_table, paper_figures, protocol_lines
@@ -77,8 +78,8 @@ def public(value: Any) -> Any:
 
 
 def paper_ids(info: WeightsInfo) -> list[str]:
-    """Identifiers of the papers behind an architecture of the zoo; none for others'."""
-    cfg = get_pretrained_cfg(info.architecture, allow_unregistered=True)
+    """Identifiers of the papers behind an architecture of the zoo; none for timm's, which names its weights' papers."""
+    cfg = get_pretrained_cfg(info.architecture) if info.architecture in PAPERS else None
     found = getattr(cfg, "paper_ids", None) or ()
     ids = (found,) if isinstance(found, str) else tuple(found)
     return [paper_id for paper_id in ids if paper_id.partition(":")[0] in PAPER_LINKS]
@@ -94,7 +95,7 @@ def _dataset(info: WeightsInfo) -> tuple[str, str, str]:
 def _results(info: WeightsInfo) -> list[EvalResult]:
     """Our figure, and the papers' marked as theirs."""
     name, title, _ = _dataset(info)
-    where = dict(
+    where: dict[str, Any] = dict(
         task_type="image-classification",
         task_name="Image Classification",
         dataset_type=HUB_DATASETS.get(name, name),
