@@ -47,18 +47,21 @@ def _corner(n, positions, width, image, row, column):
 
 @triton.jit
 def _child_columns(
-    first, KB: tl.constexpr, PP: tl.constexpr, QP: tl.constexpr, P: tl.constexpr, Q: tl.constexpr
+    first, end, KB: tl.constexpr, PP: tl.constexpr, QP: tl.constexpr, P: tl.constexpr, Q: tl.constexpr
 ):
     """Of the numbers ``(i p q)`` of a step's children: child, place in its pose, whether there is such a place."""
     column = tl.arange(0, KB * PP)
     inside = column % (PP * QP)
     p = inside // QP
     q = inside % QP
+    child = first + column // (PP * QP)
+    there = child < end
     if P == PP and Q == QP:
-        place = inside  # the compiler sees a run of P * Q numbers
+        place = inside  # a run of numbers, and a mask that does not change within it: loads of 16 bytes
     else:
         place = p * Q + q
-    return first + column // (PP * QP), place, (p < P) & (q < Q)
+        there = there & (p < P) & (q < Q)
+    return child, place, there
 
 
 @triton.jit
@@ -68,12 +71,12 @@ def _load_children(
     PP: tl.constexpr, QP: tl.constexpr, BN: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """Poses of the children ``first ...`` of each routing, ``[(n p), (i q)]``, rows in the order of a tile."""
-    child, place, there = _child_columns(first, KB, PP, QP, P, Q)
+    child, place, there = _child_columns(first, end, KB, PP, QP, P, Q)
     cell = child // TYPES
     offset = (
         (cell // KERNEL) * grid_row + (cell % KERNEL) * (TYPES * P * Q) + (child % TYPES) * (P * Q) + place
     )
-    mask = known[:, None] & (there & (child < end))[None, :]
+    mask = known[:, None] & there[None, :]
     x = tl.load(x_ptr + corner[:, None] + offset[None, :], mask=mask, other=0.0)
     NL: tl.constexpr = 16 // PP
     PH: tl.constexpr = 2 if PP > 1 else 1
@@ -83,18 +86,23 @@ def _load_children(
 
 @triton.jit
 def _weight_offsets(
-    first, J: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
+    first, end, J: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
     JP: tl.constexpr, QP: tl.constexpr, RP: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    """Offsets ``[(i q), r, j]`` of a step's weights in ``[i, q, j, r]``, their children, and which of them exist."""
+    """Offsets ``[(i q), (j r)]`` of a step's weights in ``[i, q, j, r]``, and which of them exist."""
     k = tl.arange(0, KB)
-    r = tl.arange(0, RP)
-    j = tl.arange(0, JP)
+    column = tl.arange(0, JP * RP)
     child = first + k // QP
     q = k % QP
-    offset = (child * Q + q)[:, None, None] * (J * R) + r[None, :, None] + j[None, None, :] * R
-    there = (q < Q)[:, None, None] & (r < R)[None, :, None] & (j < J)[None, None, :]
-    return offset, child, there
+    there = ((child < end) & (q < Q))[:, None]
+    if R == RP:
+        place = column
+        if J != JP:
+            there = there & (column < J * R)[None, :]
+    else:
+        place = column // RP * R + column % RP
+        there = there & ((column // RP < J) & (column % RP < R))[None, :]
+    return (child * Q + q)[:, None] * (J * R) + place[None, :], there
 
 
 @triton.jit
@@ -103,9 +111,9 @@ def _load_weight(
     JP: tl.constexpr, QP: tl.constexpr, RP: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """Weights of a step's children, ``[(i q), r*j]``."""
-    offset, child, there = _weight_offsets(first, J, Q, R, JP, QP, RP, KB)
-    w = tl.load(w_ptr + offset, mask=there & (child < end)[:, None, None], other=0.0)
-    return tl.reshape(w, (KB, RP * JP))
+    offset, there = _weight_offsets(first, end, J, Q, R, JP, QP, RP, KB)
+    w = tl.load(w_ptr + offset, mask=there, other=0.0)
+    return tl.reshape(tl.permute(tl.reshape(w, (KB, JP, RP)), (0, 2, 1)), (KB, RP * JP))
 
 
 @triton.jit
@@ -122,12 +130,15 @@ def _pose_offsets(
     j = tl.reshape(tl.arange(0, JP), (1, 1, 1, 1, JP))
     p = e // RP
     r = e % RP
-    if R == RP:
-        place = e  # the compiler sees a run of numbers
+    there = n < routings
+    if J != JP:
+        there = there & (j < J)
+    if P == PP and R == RP:
+        place = e
     else:
         place = p * R + r
-    offset = n.to(tl.int64) * (J * P * R) + (place + j * (P * R))
-    return offset, (n < routings) & ((p < P) & (r < R) & (j < J))
+        there = there & ((p < P) & (r < R))
+    return n.to(tl.int64) * (J * P * R) + (place + j * (P * R)), there
 
 
 @triton.jit
@@ -313,17 +324,17 @@ def grad_children_kernel(
             grad_v = tl.reshape(grad_v, (BN * PP, RP * JP)).to(w.dtype)
             grad_x += _only(_dot(grad_v, turned, PRECISION), i, KB, QP)
             grad_w += _dot(tl.trans(own), grad_v, PRECISION)
-        child, place, there = _child_columns(first, KB, PP, QP, P, Q)
+        child, place, there = _child_columns(first, children, KB, PP, QP, P, Q)
         at = n.to(tl.int64)[:, None] * (children * P * Q) + (child * (P * Q) + place)[None, :]
         NL: tl.constexpr = 16 // PP
         PH: tl.constexpr = 2 if PP > 1 else 1
         grad_x = tl.reshape(grad_x, (BN // NL, PH, NL, PP // PH, KB // QP, QP))
         grad_x = tl.reshape(tl.permute(grad_x, (0, 2, 4, 1, 3, 5)), (BN, KB * PP)).to(gx_ptr.dtype.element_ty)
-        tl.store(gx_ptr + at, grad_x, mask=known[:, None] & (there & (child < children))[None, :])
-    offset, child, there = _weight_offsets(first, J, Q, R, JP, QP, RP, KB)
+        tl.store(gx_ptr + at, grad_x, mask=known[:, None] & there[None, :])
+    offset, there = _weight_offsets(first, children, J, Q, R, JP, QP, RP, KB)
     gw_ptr += tl.program_id(1).to(tl.int64) * children * (Q * J * R)
-    there = there & (child < children)[:, None, None]
-    tl.store(gw_ptr + offset, tl.reshape(grad_w, (KB, RP, JP)), mask=there)
+    grad_w = tl.permute(tl.reshape(grad_w, (KB, RP, JP)), (0, 2, 1))
+    tl.store(gw_ptr + offset, tl.reshape(grad_w, (KB, JP * RP)), mask=there)
 
 
 @triton.jit

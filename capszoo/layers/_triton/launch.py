@@ -12,11 +12,16 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from . import kernels, padded
 
-#: Numbers of votes in one tile that are tried, each with its warps: 32 or 64 numbers of the tile in a thread.
-TILES = ((2048, 2), (4096, 4), (4096, 2), (8192, 8), (8192, 4), (16384, 8))
+#: Of each kernel, the tiles that are tried: numbers of votes, and warps. A thread holds 32 or 64 numbers of three tiles
+#: (votes, parents, sums) or four. With more of them registers spill, as the compiler's report says.
+TILES = {
+    "pass_kernel": ((4096, 4), (8192, 4), (8192, 8)),
+    "grad_parents_kernel": ((4096, 4), (8192, 8)),
+    "grad_children_kernel": ((4096, 4), (8192, 8)),
+}
 
-#: The depth of a step's products that are tried: with 4x4 poses, 4 or 8 children.
-DEPTHS = (16, 32)
+#: Depth of the products of a step, one instruction's: four children with 4x4 poses.
+DEPTH = 16
 
 INTERPRETED = isinstance(kernels.pass_kernel, InterpretedFunction)
 
@@ -27,36 +32,30 @@ _USUAL = 8192
 _RESIDENT = 2
 
 
-def configs(j: int, p: int, q: int, r: int) -> list[dict[str, int]]:
-    """Tiles for padded sizes: ``BN`` routings, ``KB`` deep, ``num_warps``; the first is the smallest."""
-    found = []
-    for numbers, warps in TILES:
-        routings = numbers // (j * p * r)
-        if routings < 1 or routings * p < 16:
-            continue
-        for depth in DEPTHS:
-            # a step's weights and the gradient of its votes lie in shared memory
-            if depth >= q and depth * j * r <= 16384:
-                found.append({"BN": routings, "KB": depth, "num_warps": warps})
-    return found
+def configs(name: str, j: int, p: int, q: int, r: int) -> list[dict[str, int]]:
+    """Tiles of a kernel for padded sizes: ``BN`` routings, ``KB`` deep, ``num_warps``."""
+    least = 16 // p  # rows of a product
+    found = [
+        {"BN": max(least, numbers // (j * p * r)), "KB": max(DEPTH, q), "num_warps": warps}
+        for numbers, warps in TILES[name]
+    ]
+    return [tile for place, tile in enumerate(found) if tile not in found[:place]]
 
 
 @functools.cache
 def _tuned(name: str, sizes: tuple[int, ...], bucket: int) -> Any:
     """The kernel with tiles for these (padded) sizes; ``bucket`` tells works of very different extent apart."""
     kernel = getattr(kernels, name)
-    found = configs(*sizes)
+    found = configs(name, *sizes)
     if INTERPRETED:
         first = {key: value for key, value in found[0].items() if key != "num_warps"}
         return lambda grid: functools.partial(kernel[grid(first)], **first)
     choices = [
-        triton.Config({"BN": c["BN"], "KB": c["KB"]}, num_warps=c["num_warps"], num_stages=stages)
-        for c in found
-        for stages in (1, 3)
+        triton.Config({"BN": c["BN"], "KB": c["KB"]}, num_warps=c["num_warps"], num_stages=2) for c in found
     ]
-    return triton.autotune(choices, key=["J", "P", "Q", "R", "TYPES", "KERNEL", "COUPLINGS"])(
-        kernel
-    ).__getitem__
+    tuned = triton.autotune(choices, key=["J", "P", "Q", "R", "TYPES", "KERNEL", "COUPLINGS"])(kernel)
+    # multiplications and additions as one instruction, whatever this version's default
+    return lambda grid: functools.partial(tuned[grid], enable_fp_fusion=True)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -130,9 +129,7 @@ class Pass:
     ) -> Tensor:
         """A kernel whose programs own routings: what it sums up over the children, ``[n, j, e]``."""
         # a part ends where a step does, whatever the depth of the step
-        parts, part = self._parts(
-            -(-self.routings // self.tile), self.count, max(DEPTHS) // min(self.sizes[2], max(DEPTHS))
-        )
+        parts, part = self._parts(-(-self.routings // self.tile), self.count, max(1, DEPTH // self.sizes[2]))
         out = self.parents.new_empty(
             (parts, *self.parents.shape), dtype=dtype if parts == 1 else torch.float32
         )
@@ -166,7 +163,7 @@ class Pass:
         if self.routings == 0:
             return torch.zeros_like(self.children), torch.zeros_like(self.weight)
         depth = self.sizes[2]
-        parts, part = self._parts(-(-self.count * depth // max(16, depth)), self.routings, 64)
+        parts, part = self._parts(-(-self.count * depth // max(DEPTH, depth)), self.routings, 64)
         windows = self.children.new_empty(self.routings, self.count, self.children.shape[4])
         grad_weight = self.weight.new_empty((parts, *self.weight.shape), dtype=torch.float32)
 
