@@ -347,7 +347,10 @@ class Result:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        content = asdict(self)
+        for entry, row in zip(content["layers"], self.layers, strict=True):
+            entry["of_floor"] = row.of_floor
+        part.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(part, path)
 
 

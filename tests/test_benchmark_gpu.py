@@ -76,7 +76,8 @@ def test_rows_table_and_file(bench: ModuleType, small: object, tmp_path: Path) -
     row = dataclasses.replace(rows[0], fused_ms=2.0, tensor_floor_ms=0.5, bytes_floor_ms=1.0)
     assert row.of_floor == 0.5
     result.write(tmp_path / "gpu.json")
-    assert json.loads((tmp_path / "gpu.json").read_text())["training_steps_ms"]["backbone"] == 2.0
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["training_steps_ms"]["backbone"] == 2.0 and written["layers"][0]["of_floor"] > 0
     assert [p.name for p in tmp_path.iterdir()] == ["gpu.json"]
 
 
