@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -245,7 +245,7 @@ class Row:
 
 
 def runs_of(
-    layer: Callable[[Tensor], Tensor], parameters: list[Tensor], inputs: list[Tensor], backward: bool
+    layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], inputs: list[Tensor], backward: bool
 ) -> list[Callable[[], object]]:
     def run(x: Tensor) -> object:
         if not backward:
@@ -299,7 +299,7 @@ def measure(
 def step_of(spec: str, batch: int, device: torch.device, compiled: bool) -> Callable[[], object]:
     """A training step under autocast, images and filters channels-last."""
     model, size = build(spec)
-    model.train().to(device, memory_format=torch.channels_last)
+    model.train().to(device).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     x = torch.rand(batch, *size, device=device).contiguous(memory_format=torch.channels_last)
     y = torch.zeros(batch, dtype=torch.long, device=device)

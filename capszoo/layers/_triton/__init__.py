@@ -18,8 +18,8 @@ _enabled = os.environ.get("CAPSZOO_TRITON", "1") != "0"
 #: Tests set this, under TRITON_INTERPRET=1: tensors of a CPU go through the kernels too, in Triton's interpreter.
 _on_cpu = False
 
-#: Numbers of one routing's parents, padded, beyond which a tile of 16 rows would not fit the registers.
-_MAX_WIDTH = 1024
+#: Numbers j*r of a row of parents, padded, beyond which a tile of 16 rows does not fit registers and shared memory.
+_MAX_WIDTH = {torch.float32: 256, torch.bfloat16: 512, torch.float16: 512}
 
 #: The deepest vote (q). Deeper ones are mostly matrix product: keeping them costs less than making them three times.
 _MAX_DEPTH = 16
@@ -49,7 +49,7 @@ def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, in
 
 
 def fused(x: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
-    """Whether the kernels are chosen: on CUDA (compute capability 8 or later), float32 or a half type, sizes that fit.
+    """Whether the kernels are chosen: on CUDA (compute capability 8 or later), float32 or half types, sizes that fit.
 
     Never where the code is traced, scripted or exported: what leaves Python is the plain form.
 
@@ -61,10 +61,8 @@ def fused(x: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
         return False
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return False
     j, p, q, r = padded(parents, rows, inner, cols)
-    if q > _MAX_DEPTH or j * r > _MAX_WIDTH or j * p * r > 8 * _MAX_WIDTH:
+    if p > _MAX_DEPTH or q > _MAX_DEPTH or j * r > _MAX_WIDTH.get(working_type(x), 0):
         return False
     if x.device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_properties(x.device).major >= 8

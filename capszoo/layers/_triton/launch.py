@@ -13,7 +13,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from . import kernels, padded
 
 #: Of each kernel, the tiles that are tried: numbers of votes, and warps. A thread holds 32 or 64 numbers of three tiles
-#: (votes, parents, sums) or four. With more of them registers spill, as the compiler's report says.
+#: (votes, parents, sums) or four. With more of them registers spill, as the compiler's report says; float32, whose
+#: products are three, takes half of it.
 TILES = {
     "pass_kernel": ((4096, 4), (8192, 4), (8192, 8)),
     "grad_parents_kernel": ((4096, 4), (8192, 8)),
@@ -32,21 +33,23 @@ _USUAL = 8192
 _RESIDENT = 2
 
 
-def configs(name: str, j: int, p: int, q: int, r: int) -> list[dict[str, int]]:
-    """Tiles of a kernel for padded sizes: ``BN`` routings, ``KB`` deep, ``num_warps``."""
+def configs(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> list[dict[str, int]]:
+    """Tiles of a kernel for padded j, p, q and r: ``BN`` routings, ``KB`` deep, ``num_warps``."""
+    j, p, q, r = sizes
     least = 16 // p  # rows of a product
+    share = 2 if dtype == torch.float32 else 1
     found = [
-        {"BN": max(least, numbers // (j * p * r)), "KB": max(DEPTH, q), "num_warps": warps}
+        {"BN": max(least, numbers // (share * j * p * r)), "KB": max(DEPTH, q), "num_warps": warps}
         for numbers, warps in TILES[name]
     ]
     return [tile for place, tile in enumerate(found) if tile not in found[:place]]
 
 
 @functools.cache
-def _tuned(name: str, sizes: tuple[int, ...], bucket: int) -> Any:
+def _tuned(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], bucket: int) -> Any:
     """The kernel with tiles for these (padded) sizes; ``bucket`` tells works of very different extent apart."""
     kernel = getattr(kernels, name)
-    found = configs(name, *sizes)
+    found = configs(name, dtype, sizes)
     if INTERPRETED:
         first = {key: value for key, value in found[0].items() if key != "num_warps"}
         return lambda grid: functools.partial(kernel[grid(first)], **first)
@@ -112,7 +115,7 @@ class Pass:
         self.tile = max(1, _USUAL // (j_padded * p_padded * r_padded))
 
     def _launch(self, name: str, grid: Any, part: int, couplings: bool, tensors: tuple[Any, ...]) -> None:
-        kernel = _tuned(name, self.sizes, self.routings.bit_length())
+        kernel = _tuned(name, self.children.dtype, self.sizes, self.routings.bit_length())
         with torch.cuda.device_of(self.children):
             launch = kernel(grid)
             launch(*tensors, part=part, COUPLINGS=couplings, **self.arguments)
