@@ -36,8 +36,9 @@ def use_triton(on: bool = True) -> None:
 
 def working_type(x: Tensor) -> torch.dtype:
     """The type in which a kernel computes with ``x``: its own, or, under autocast, that of matrix products."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-        return torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    if x.dtype == torch.float32 and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     return x.dtype
 
 

@@ -26,6 +26,9 @@ DEPTH = 16
 
 INTERPRETED = isinstance(kernels.pass_kernel, InterpretedFunction)
 
+#: Multiplication and addition as one instruction, whatever this version's default; the interpreter takes no options.
+OPTIONS = {} if INTERPRETED else {"enable_fp_fusion": True}
+
 #: The tile by which loops are split.
 _USUAL = 8192
 
@@ -57,8 +60,7 @@ def _tuned(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], buck
         triton.Config({"BN": c["BN"], "KB": c["KB"]}, num_warps=c["num_warps"], num_stages=2) for c in found
     ]
     tuned = triton.autotune(choices, key=["J", "P", "Q", "R", "TYPES", "KERNEL", "COUPLINGS"])(kernel)
-    # multiplications and additions as one instruction, whatever this version's default
-    return lambda grid: functools.partial(tuned[grid], enable_fp_fusion=True)
+    return lambda grid: functools.partial(tuned[grid], **OPTIONS)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -196,6 +198,7 @@ class Pass:
                 KERNEL=self.kernel,
                 STRIDE=self.stride,
                 BLOCK=1024,
+                **OPTIONS,
             )
         return grid
 
