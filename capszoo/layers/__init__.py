@@ -1,5 +1,6 @@
 """Capsule layers: one routing per file, each a pure function and a module. Imports torch alone."""
 
+from ._triton import use_triton
 from .capconv import (
     CapConv,
     CapFC,
@@ -61,4 +62,5 @@ __all__ = [
     "squash",
     "squash_groups",
     "upcast_half",
+    "use_triton",
 ]

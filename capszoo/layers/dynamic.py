@@ -29,6 +29,9 @@ How it is computed, without changing the result:
 * The logits are not updated after the last round (Procedure 1 does, and drops the result).
 * Where transforms are shared over the grid (:class:`SharedDynamicRouting`), ``sum_p c W u_p = W sum_p c u_p`` and
   ``<W u_p, v> = <u_p, Wᵀ v>``: the votes, ``e`` times as many numbers as there are couplings, are never made.
+* On CUDA, a round of :class:`DynamicRouting` after the first is one ``capszoo::fused_pass``
+  (:mod:`capszoo.layers._triton`), with votes in registers; where the softmax runs over the children, or the first
+  logits are not zero, the plain form remains.
 
 Deviations: logits and softmax are float32 for half-precision votes.
 """
@@ -39,6 +42,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._triton import fused, working_type
+from ._triton.ops import fused_pass
 from .squash import squash, upcast_half
 
 __all__ = [
@@ -182,6 +187,32 @@ class DynamicRouting(_Routing):
         votes = votes.reshape(self.in_caps, -1, self.out_caps, self.out_dim)
         return votes.permute(1, 2, 0, 3)
 
+    @torch.jit.unused
+    def _is_fused(self, x: Tensor) -> bool:
+        if isinstance(x, torch.fx.Proxy) or self.softmax_over != "parents" or self.start is not None:
+            return False
+        if self.num_iters == 1 or working_type(x) != working_type(self.weight):
+            return False
+        return fused(x, self.out_caps, 1, self.in_dim, self.out_dim)
+
+    @torch.jit.unused
+    def _fused_rounds(self, x: Tensor, want_couplings: bool) -> Tuple[Tensor, Tensor]:
+        """:func:`dynamic_routing` of ``[b, i, d]``, no vote being kept; couplings ``[b, j, i]`` where wanted."""
+        dtype = working_type(x)
+        poses = self._single_pass(x)
+        pose_sum = poses
+        couplings = poses
+        children = x.reshape(-1, 1, 1, self.in_caps, self.in_dim).to(dtype)
+        weight = self.weight.reshape(self.in_caps, self.in_dim, self.out_caps, self.out_dim).to(dtype)
+        for t in range(1, self.num_iters):
+            last = t == self.num_iters - 1
+            total, couplings = fused_pass(
+                children, weight, pose_sum.to(dtype), 1.0, 1, 1, want_couplings and last
+            )
+            poses = squash(total)
+            pose_sum = pose_sum + poses
+        return poses, couplings.transpose(1, 2) if want_couplings else couplings
+
     def _single_pass(self, x: Tensor) -> Tensor:
         """One round without votes: the weighted sum over children is a matrix product."""
         weight: Tensor = self.weight
@@ -201,10 +232,16 @@ class DynamicRouting(_Routing):
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         if self.num_iters == 1:
             return self._single_pass(x)
+        if not torch.jit.is_scripting():
+            if self._is_fused(x):
+                return self._fused_rounds(x, False)[0]
         return dynamic_routing(self.votes(x), self.num_iters, self.softmax_over, self.start)[0]
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` of the last round."""
+        if not torch.jit.is_scripting():
+            if self._is_fused(x):
+                return self._fused_rounds(x, True)
         return dynamic_routing(self.votes(x), self.num_iters, self.softmax_over, self.start)
 
     def extra_repr(self) -> str:

@@ -48,11 +48,14 @@ Speed
     on one thread, one pass over 800 children, 10 parents, 4x4 poses, batch 32, forward and backward: 52 ms, against
     91 ms with votes transposed to ``[n, j, i, e]`` and 80 ms with block-diagonal weights.
 
-    That is the plain form, for what is traced, scripted or exported, for GPUs and for few votes. Where votes are many
+    That is the plain form, for what is traced, scripted or exported, and for few votes. Where votes are many
     (:data:`_MANY`), an eager or compiled pass on a CPU is the operator ``capszoo::idpa_pass``, which keeps no vote: it
     takes some routings and some children at a time, computes their votes into a buffer that stays in the cache,
     routes them there with plain multiplications and sums, and adds up; its backward pass computes them again.
     (Children are independent of each other up to the sum, so that any block of them will do.)
+
+    On CUDA a pass is ``capszoo::fused_pass`` (:mod:`capszoo.layers._triton`), eager or compiled, wherever its kernels
+    take the sizes: votes in registers, windows read from the grid itself. Elsewhere, the plain form.
 
 Deviations and our choices: the agreement is scaled by 1/sqrt(e), as in the release (the text omits it; an argument).
 Random starts are drawn once, at construction, and shared by all positions. What "activations as in EM routing"
@@ -67,6 +70,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._triton import fused, working_type
+from ._triton.ops import fused_pass
 from .squash import upcast_half
 
 torch.fx.wrap("upcast_half")
@@ -376,6 +381,8 @@ class _IDPALayer(nn.Module):
     weight: nn.Parameter
     start: Tensor
     mask: Tensor
+    kernel_size: int
+    stride: int
 
     def __init__(
         self,
@@ -504,6 +511,20 @@ class _IDPALayer(nn.Module):
         """``[i, q, j, r]``"""
         raise NotImplementedError
 
+    def _child_grid(self, children: Tensor) -> Tensor:
+        """Children as :func:`.fused_pass` reads them, ``[b, h, w, i, d]``, padded."""
+        raise NotImplementedError
+
+    @torch.jit.unused
+    def _is_fused(self, children: List[Tensor], num_iters: int) -> bool:
+        """Whether the passes go through :func:`.fused_pass`: on CUDA, in eager mode or compiled."""
+        if self.activations or num_iters == int(self.folds):
+            return False
+        x = children[0]
+        if isinstance(x, torch.fx.Proxy) or working_type(x) != working_type(self.weight):
+            return False
+        return fused(x, self.out_caps, self.rows, self.inner, self.cols)
+
     @torch.jit.unused
     def _many_votes(self, children: List[Tensor], num_iters: int) -> bool:
         """Whether the passes go through :func:`_idpa_pass`: on a CPU, in eager mode or compiled, with many votes."""
@@ -529,6 +550,7 @@ class _IDPALayer(nn.Module):
         """:meth:`_passes`, no votes being kept."""
         poses: List[Tensor] = []
         couplings: Optional[Tensor] = None
+        on_gpu = self._is_fused(children, num_iters)
         weight = self._child_weight()
         read = -1
         for s in range(num_iters):  # from 0
@@ -536,11 +558,25 @@ class _IDPALayer(nn.Module):
                 sums = self._sum_of_votes(children[0]) / self.out_caps
             else:
                 wanted = min(max(s - 1, 0), len(children) - 1)
-                if wanted != read:
-                    read, kids = wanted, self._child_poses(children[wanted])
-                parents = poses[s - 1] if s > 0 else self.start.expand(kids.shape[0], -1, -1)
                 last = want_couplings and s == num_iters - 1
-                sums, couplings = _idpa_pass(kids, weight, parents * self.scale, last)
+                if wanted != read and on_gpu:
+                    read, kids = wanted, self._child_grid(children[wanted])
+                elif wanted != read:
+                    read, kids = wanted, self._child_poses(children[wanted])
+                parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
+                if on_gpu:
+                    dtype = working_type(kids)
+                    sums, couplings = fused_pass(
+                        kids.to(dtype),
+                        weight.to(dtype),
+                        parents.to(dtype),
+                        self.scale,
+                        self.kernel_size,
+                        self.stride,
+                        last,
+                    )
+                else:
+                    sums, couplings = _idpa_pass(kids, weight, parents * self.scale, last)
             poses.append(self._normalise(sums))
         return poses, [], couplings if want_couplings else None
 
@@ -552,7 +588,7 @@ class _IDPALayer(nn.Module):
         Pass s reads its children's iteration s-1 (Procedure 2, line 8), the first pass iteration 1 (line 6).
         """
         if not torch.jit.is_scripting():
-            if self._many_votes(children, num_iters):
+            if self._is_fused(children, num_iters) or self._many_votes(children, num_iters):
                 return self._passes_in_blocks(children, num_iters, want_couplings)
         poses: List[Tensor] = []
         active: List[Tensor] = []
@@ -728,6 +764,10 @@ class ConvIDPA(_IDPALayer):
     def _child_weight(self) -> Tensor:
         return self.weight.permute(4, 5, 2, 3, 0, 1).flatten(0, 2)
 
+    def _child_grid(self, children: Tensor) -> Tensor:
+        edge = self.padding
+        return F.pad(children, [0, 0, 0, 0, edge, edge, edge, edge]) if edge > 0 else children
+
     @torch.jit.unused
     def _routings(self, children: Tensor) -> int:
         b, h, w = children.shape[:3]
@@ -780,6 +820,7 @@ class FCIDPA(_IDPALayer):
     def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
         super().__init__(in_caps, out_caps, *args, **options)
         self.in_caps = in_caps
+        self.kernel_size = self.stride = 1
         self.weight = self._new_weight(in_caps, self.inner, out_caps, self.cols)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -829,6 +870,9 @@ class FCIDPA(_IDPALayer):
 
     def _child_weight(self) -> Tensor:
         return self.weight
+
+    def _child_grid(self, children: Tensor) -> Tensor:
+        return children.reshape(-1, 1, 1, self.in_caps, self.in_dim)
 
     @torch.jit.unused
     def _routings(self, children: Tensor) -> int:

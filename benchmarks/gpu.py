@@ -1,0 +1,423 @@
+"""The Triton kernels on a GPU: time, share of the floor and memory, against the plain form and the backbone alone.
+
+    python benchmarks/gpu.py --out gpu.json        # everything, at most ten minutes on an H200
+
+First, correctness: each layer at a small batch, in every type, on fresh random inputs and in memory filled with NaN,
+values and gradients against the plain form in float64. Nothing is timed that fails there. Then, in bfloat16:
+
+* forward, and forward with backward, of the fused layer, the plain form (``use_triton(False)``) and the plain form
+  under torch.compile: medians of CUDA events over inputs that take turns, so that no cache holds them;
+* the floors: operations at the rate of a large matrix product, bytes at that of a large copy (both measured first),
+  and the products with parents and couplings, which no tensor core can take, at the data sheet's float32 rate;
+* peak memory above the inputs;
+* a training step (autocast, SGD) of `idpa_resnet` at batch 128 against that of its backbone without capsules.
+
+What does not fit `--limit` seconds is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from benchmarks.models import build  # noqa: E402
+from capszoo import layers  # noqa: E402
+
+#: ``||found - expected|| / ||expected||`` that a type's rounding explains.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+#: Multiply-adds a second outside of the tensor cores: H100 and H200 (SXM) have 132 x 128 lanes at 1.98 GHz, data sheet.
+CORE_RATE = 33.5e12
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and what a batch costs at the least.
+
+    Multiply-adds and bytes are those of the task, not of a way to do it: votes made once, input, weights and result
+    moved once. ``passes`` counts the passes that need votes.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    size: tuple[int, ...]
+    batch: int
+    routings: int
+    """Of an image."""
+    children: int
+    parents: int
+    depth: int
+    """Multiply-adds of one number of a vote."""
+    pose: int
+    """Numbers in a parent's pose."""
+    passes: int
+
+    def numbers(self) -> int:
+        """Of all votes of a batch."""
+        return self.batch * self.routings * self.children * self.parents * self.pose
+
+    def macs(self, backward: bool) -> int:
+        """Votes, agreements and sums; with backward three times as many."""
+        return self.numbers() * (self.depth + 2 * self.passes) * (3 if backward else 1)
+
+    def core_macs(self, backward: bool) -> int:
+        """Multiply-adds of votes with numbers of their own parent or coupling, recomputation included.
+
+        Forward: agreement and sum. Backward: agreement, gradients of couplings and parents; and, where the children's
+        and weights' gradients are made, agreement, gradient of couplings, and two for the votes' gradient.
+        """
+        return self.numbers() * self.passes * (2 + (7 if backward else 0))
+
+    def moved(self, weights: int, backward: bool, item: int = 2) -> int:
+        """Bytes: input, weights, result; backward those again with the gradients of input and weights."""
+        inputs = self.batch * torch.Size(self.size).numel()
+        results = self.batch * self.routings * self.parents * self.pose
+        forward = inputs + weights + results
+        return item * (forward + (2 * (inputs + weights) + results if backward else 0))
+
+
+def cases() -> list[Case]:
+    return [
+        Case(
+            "IDPA conv, 32x4x4, 16x16 to 7x7, 2 it.",
+            lambda: layers.ConvIDPA(32, 32, 16, kernel_size=3, stride=2, num_iters=2),
+            (512, 16, 16),
+            128,
+            49,
+            288,
+            32,
+            4,
+            16,
+            1,
+        ),
+        Case(
+            "IDPA classes, 800 to 10, 4x4, 2 it.",
+            lambda: layers.FCIDPA(800, 10, 16, num_iters=2),
+            (800, 16),
+            128,
+            1,
+            800,
+            10,
+            4,
+            16,
+            1,
+        ),
+        Case(
+            "dynamic, 1152x8 to 10x16, 3 it.",
+            lambda: layers.DynamicRouting(1152, 8, 10, 16, 3),
+            (1152, 8),
+            512,
+            1,
+            1152,
+            10,
+            8,
+            16,
+            2,
+        ),
+    ]
+
+
+@contextmanager
+def plain_form() -> Iterator[None]:
+    layers.use_triton(False)
+    try:
+        yield
+    finally:
+        layers.use_triton(True)
+
+
+def poison(device: torch.device) -> None:
+    """Fill the memory that the next tensors will get with NaN."""
+    if device.type == "cuda":
+        blocks = [torch.full((n,), float("nan"), device=device) for n in (2**28, 2**24, 2**22, 2**18)]
+        del blocks
+
+
+def gradients(layer: nn.Module, x: Tensor, seed: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], seed)]
+
+
+def check(case: Case, dtype: torch.dtype, batch: int, device: torch.device) -> float:
+    """Largest relative error of the result and of every gradient, against the plain form in float64."""
+    layer = case.build().to(device, dtype)
+    x = torch.randn(batch, *case.size, device=device).to(dtype)
+    with plain_form():
+        seed = torch.randn_like(layer(x))
+    poison(device)
+    found = gradients(layer, x, seed)
+    with plain_form():
+        expected = gradients(layer.double(), x.double(), seed.double())
+    errors = [
+        float((f.double() - e).norm() / e.norm()) if bool(torch.isfinite(f).all()) else float("inf")
+        for f, e in zip(found, expected, strict=True)
+    ]
+    return max(errors)
+
+
+def timed(runs: list[Callable[[], object]], device: torch.device, seconds: float = 1.0) -> float:
+    """Median milliseconds of one run; the runs (the same work on inputs of their own) take turns."""
+    for run in runs[:2] * 2:
+        run()
+    if device.type != "cuda":
+        start = time.perf_counter()
+        runs[0]()
+        return (time.perf_counter() - start) * 1e3
+    torch.cuda.synchronize(device)
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < 20 or (time.perf_counter() - begin < seconds and len(times) < 500):
+        pairs = []
+        for run in runs:
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            run()
+            pair[1].record()
+            pairs.append(pair)
+        torch.cuda.synchronize(device)
+        times += [start.elapsed_time(end) for start, end in pairs]
+    return statistics.median(times)
+
+
+def peak_mib(run: Callable[[], object], device: torch.device) -> float:
+    """Memory above what was allocated before."""
+    if device.type != "cuda":
+        return float("nan")
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Multiply-adds a second of a large bfloat16 product, bytes (read and written) a second of a large copy."""
+
+    macs: float
+    bytes: float
+
+
+def measure_machine(device: torch.device, n: int = 8192) -> Machine:
+    a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
+    source = torch.randn(4 * n * n, device=device)
+    target = torch.empty_like(source)
+    product = timed([lambda: torch.mm(a, b)], device) / 1e3
+    copy = timed([lambda: target.copy_(source)], device) / 1e3
+    return Machine(n**3 / product, 2 * source.numel() * 4 / copy)
+
+
+@dataclass
+class Row:
+    """Milliseconds, milliseconds of the floors, MiB; of a layer, forward or with backward."""
+
+    name: str
+    what: str
+    fused_ms: float
+    plain_ms: float
+    compiled_ms: float | None
+    tensor_floor_ms: float
+    bytes_floor_ms: float
+    core_floor_ms: float
+    fused_mib: float
+    plain_mib: float
+
+    @property
+    def of_floor(self) -> float:
+        return max(self.tensor_floor_ms, self.bytes_floor_ms) / self.fused_ms
+
+
+def runs_of(
+    layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], inputs: list[Tensor], backward: bool
+) -> list[Callable[[], object]]:
+    def run(x: Tensor) -> object:
+        if not backward:
+            with torch.no_grad():
+                return layer(x)
+        y = layer(x)
+        return torch.autograd.grad(y, [x, *parameters], torch.ones_like(y))
+
+    return [lambda x=x: run(x) for x in inputs]  # type: ignore[misc]
+
+
+def measure(
+    case: Case, machine: Machine, device: torch.device, with_compile: bool, copies: int = 4
+) -> list[Row]:
+    layer = case.build().to(device, torch.bfloat16)
+    parameters = list(layer.parameters())
+    weights = sum(p.numel() for p in parameters)
+    inputs = [
+        torch.randn(case.batch, *case.size, device=device, dtype=torch.bfloat16).requires_grad_()
+        for _ in range(copies)
+    ]
+    rows = []
+    for backward in (False, True):
+        fused = runs_of(layer, parameters, inputs, backward)
+        fused_ms, fused_mib = timed(fused, device), peak_mib(fused[0], device)
+        compiled_ms = None
+        with plain_form():
+            plain_ms, plain_mib = timed(fused, device), peak_mib(fused[0], device)
+            if with_compile:
+                torch._dynamo.reset()
+                compiled = runs_of(torch.compile(layer), parameters, inputs, backward)
+                compiled_ms = timed(compiled, device)
+        torch._dynamo.reset()
+        rows.append(
+            Row(
+                case.name,
+                "forward and backward" if backward else "forward",
+                fused_ms,
+                plain_ms,
+                compiled_ms,
+                case.macs(backward) / machine.macs * 1e3,
+                case.moved(weights, backward) / machine.bytes * 1e3,
+                case.core_macs(backward) / CORE_RATE * 1e3,
+                fused_mib,
+                plain_mib,
+            )
+        )
+    return rows
+
+
+def step_of(spec: str, batch: int, device: torch.device, compiled: bool) -> Callable[[], object]:
+    """A training step under autocast, images and filters channels-last."""
+    model, size = build(spec)
+    model.train().to(device).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    x = torch.rand(batch, *size, device=device).contiguous(memory_format=torch.channels_last)
+    y = torch.zeros(batch, dtype=torch.long, device=device)
+    network = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            scores = network(x)
+        F.cross_entropy(scores.float(), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def measure_models(device: torch.device, batch: int, left: Callable[[], float]) -> dict[str, float]:
+    """Milliseconds of training steps: backbone, whole model, whole model in the plain form; each compiled too."""
+    times: dict[str, float] = {}
+    for compiled in (False, True):
+        suffix = ", compiled" if compiled else ""
+        for name, spec in (("backbone", "idpa_resnet@norm"), ("idpa_resnet", "idpa_resnet")):
+            if left() < (90 if compiled else 30):
+                print(f"left out, no time: {name}{suffix}", file=sys.stderr)
+                continue
+            torch._dynamo.reset()
+            times[name + suffix] = timed([step_of(spec, batch, device, compiled)], device)
+        if not compiled and left() > 30:
+            with plain_form():
+                times["idpa_resnet, plain form"] = timed(
+                    [step_of("idpa_resnet", batch, device, False)], device
+                )
+    return times
+
+
+@dataclass
+class Result:
+    settings: dict[str, Any]
+    machine: Machine | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    layers: list[Row] = field(default_factory=list)
+    training_steps_ms: dict[str, float] = field(default_factory=dict)
+
+    def write(self, path: Path | None) -> None:
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        content = asdict(self)
+        for entry, row in zip(content["layers"], self.layers, strict=True):
+            entry["of_floor"] = row.of_floor
+        part.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(part, path)
+
+
+def table(result: Result) -> str:
+    """Markdown."""
+    lines = [
+        "| layer | | fused, ms | of the larger floor | plain / fused | compiled plain / fused | floors: tensor cores; "
+        "bytes; other cores, ms | memory, MiB (plain) |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result.layers:
+        compiled = "" if row.compiled_ms is None else f"{row.compiled_ms / row.fused_ms:.1f}"
+        lines.append(
+            f"| {row.name} | {row.what} | {row.fused_ms:.3f} | {row.of_floor:.0%} | {row.plain_ms / row.fused_ms:.1f} "
+            f"| {compiled} | {row.tensor_floor_ms:.3f}; {row.bytes_floor_ms:.3f}; {row.core_floor_ms:.3f} "
+            f"| {row.fused_mib:.0f} ({row.plain_mib:.0f}) |"
+        )
+    steps = result.training_steps_ms
+    if steps:
+        lines += ["", "| training step | ms | x backbone |", "|---|---:|---:|"]
+        for name, ms in steps.items():
+            backbone = steps.get("backbone, compiled" if name.endswith("compiled") else "backbone")
+            lines.append(f"| {name} | {ms:.2f} | {'' if backbone is None else f'{ms / backbone:.2f}'} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write FILE.json, again after each step")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for everything (default: 600)")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this needs a CUDA device, and torch.cuda.is_available() is False")
+    begin = time.monotonic()
+
+    def left() -> float:
+        return args.limit - (time.monotonic() - begin)
+
+    device = torch.device("cuda")
+    result = Result(
+        {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "limit": args.limit}
+    )
+    result.machine = measure_machine(device)
+    print(f"{result.settings['device']}: {2 * result.machine.macs / 1e12:.0f} TFLOP/s, ", end="")
+    print(f"{result.machine.bytes / 1e12:.2f} TB/s", flush=True)
+    for case in cases():
+        for dtype, tolerance in TOLERANCE.items():
+            name = f"{case.name}, {dtype}"
+            error = result.errors[name] = check(case, dtype, 8, device)
+            print(f"error {error:.1e} (at most {tolerance:.0e}): {name}", flush=True)
+            result.write(args.out)
+            if not error <= tolerance:
+                raise SystemExit(f"error: {name} is wrong by {error:.1e}: nothing was timed")
+    # the plain forms are compiled for the first two alone where time is short
+    for case in cases():
+        if left() < 60:
+            print(f"left out, no time: {case.name}", file=sys.stderr)
+            continue
+        result.layers += measure(case, result.machine, device, not args.no_compile and left() > 200)
+        result.write(args.out)
+    result.training_steps_ms = measure_models(device, 128, left)
+    result.write(args.out)
+    print("\n" + table(result))
+
+
+if __name__ == "__main__":
+    main()

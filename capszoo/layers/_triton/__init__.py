@@ -1,0 +1,70 @@
+"""Fused routing for GPUs, in Triton: which tensors go there, the operators (``ops``), their kernels (``kernels``).
+
+Triton itself is imported when a kernel is about to run, no earlier: a machine without it works, in the plain form.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+__all__ = ["fused", "use_triton", "working_type"]
+
+_FOUND = importlib.util.find_spec("triton") is not None
+
+_enabled = os.environ.get("CAPSZOO_TRITON", "1") != "0"
+
+#: Tests set this, under TRITON_INTERPRET=1: tensors of a CPU go through the kernels too, in Triton's interpreter.
+_on_cpu = False
+
+#: Numbers j*r of a row of parents, padded, beyond which a tile of 16 rows does not fit registers and shared memory.
+_MAX_WIDTH = {torch.float32: 256, torch.bfloat16: 512, torch.float16: 512}
+
+#: The deepest vote (q). Deeper ones are mostly matrix product: keeping them costs less than making them three times.
+_MAX_DEPTH = 16
+
+
+def use_triton(on: bool = True) -> None:
+    """Whether CUDA tensors are routed by the Triton kernels; False chooses the plain form everywhere.
+
+    The environment variable ``CAPSZOO_TRITON=0`` does the same from the start. What was compiled before stays as it is.
+    """
+    global _enabled
+    _enabled = on
+
+
+def working_type(x: Tensor) -> torch.dtype:
+    """The type in which a kernel computes with ``x``: its own, or, under autocast, that of matrix products."""
+    device = x.device.type
+    if x.dtype == torch.float32 and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, int, int]:
+    """j, p, q and r as powers of two, a row of parents having 16 numbers at least."""
+    p, q, r = (1 << (size - 1).bit_length() for size in (rows, inner, cols))
+    j = max(1 << (parents - 1).bit_length(), 16 // r, 2)
+    return j, p, q, r
+
+
+def fused(x: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
+    """Whether the kernels are chosen: on CUDA (compute capability 8 or later), float32 or half types, sizes that fit.
+
+    Never where the code is traced, scripted or exported: what leaves Python is the plain form.
+
+    Args:
+        x: children.
+        parents, rows, inner, cols: j, p, q and r.
+    """
+    if not _enabled or not _FOUND or isinstance(x, torch.fx.Proxy):
+        return False
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return False
+    j, p, q, r = padded(parents, rows, inner, cols)
+    if p > _MAX_DEPTH or q > _MAX_DEPTH or j * r > _MAX_WIDTH.get(working_type(x), 0):
+        return False
+    if x.device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_properties(x.device).major >= 8
+    return _on_cpu and x.device.type == "cpu"

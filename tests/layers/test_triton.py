@@ -1,0 +1,284 @@
+"""The Triton kernels: in the interpreter, compiled for Hopper without a GPU, on a GPU, and where there is no Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capszoo import layers
+from capszoo.layers import _triton
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="needs Triton: PyTorch's wheel has none for this system",
+)
+
+
+def python(root: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=280
+    )
+
+
+@needs_triton
+def test_kernels_in_the_interpreter(root: Path) -> None:
+    """All of triton_cases.py; the report below names the case that failed."""
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "tests/layers/triton_cases.py",
+    ]
+    done = python(root, *command, TRITON_INTERPRET="1")
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert re.search(r"\d\d+ passed", done.stdout) and "skipped" not in done.stdout
+
+
+def test_a_machine_without_triton_works(root: Path) -> None:
+    """Not found when the package looks for it: everything imports, and the plain form is chosen."""
+    code = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] == "triton" else find(name, *rest)
+sys.modules["triton"] = None  # an import raises ModuleNotFoundError
+import torch
+from capszoo import layers
+from capszoo.layers import _triton
+_triton._on_cpu = True
+assert not _triton.fused(torch.zeros(1), 10, 4, 4, 4)
+assert layers.FCIDPA(6, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
+assert layers.DynamicRouting(6, 4, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
+"""
+    done = python(root, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_triton_is_imported_late(root: Path) -> None:
+    code = """
+import sys
+had = "triton" in sys.modules
+import capszoo, torch
+from capszoo import layers
+layers.FCIDPA(6, 3, 4)(torch.randn(2, 6, 4))
+assert "capszoo.layers._triton.kernels" not in sys.modules
+"""
+    done = python(root, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_switches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "_on_cpu", True)
+    monkeypatch.setattr(_triton, "_FOUND", True)
+    x = torch.zeros(1)
+    monkeypatch.setattr(_triton, "_enabled", True)
+    assert _triton.fused(x, 10, 4, 4, 4)
+    layers.use_triton(False)
+    assert not _triton.fused(x, 10, 4, 4, 4)
+    layers.use_triton()
+    assert _triton.fused(x, 10, 4, 4, 4)
+    code = "from capszoo.layers import _triton; print(_triton._enabled)"
+    assert python(root, "-c", code, CAPSZOO_TRITON="0").stdout.strip() == "False"
+
+
+def test_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 classes are for half types alone, 1000 for none."""
+    monkeypatch.setattr(_triton, "_on_cpu", True)
+    monkeypatch.setattr(_triton, "_FOUND", True)
+    half, single = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+    assert _triton.fused(half, 100, 4, 4, 4) and not _triton.fused(single, 100, 4, 4, 4)
+    assert _triton.fused(single, 32, 6, 6, 6) and not _triton.fused(half, 1000, 4, 4, 4)
+
+
+# Compiled for compute capability 9.0, which needs Triton and its own ptxas, but no GPU.
+
+#: j, p, q, r, child types, kernel: the layers that benchmarks/gpu.py times, padded ones, and wide ones.
+LAYERS = {
+    "conv 6x6": (32, 6, 6, 6, 32, 3),
+    "100 classes": (100, 4, 4, 4, 800, 1),
+    "conv": (32, 4, 4, 4, 32, 3),
+    "classes": (10, 4, 4, 4, 800, 1),
+    "dynamic": (10, 1, 8, 16, 1152, 1),
+}
+KERNELS = ("pass_kernel", "grad_parents_kernel", "grad_children_kernel")
+
+
+def compiled(
+    name: str, layer: tuple[int, ...], dtype: str, tile: dict[str, int], couplings: bool = False
+) -> Any:
+    """A kernel's code for sm_90, specialised as a launch would."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from capszoo.layers._triton import kernels
+
+    j, p, q, r, types, window = layer
+    sizes = dict(zip(("JP", "PP", "QP", "RP"), _triton.padded(j, p, q, r), strict=True))
+    constants = {
+        **sizes,
+        **dict(J=j, P=p, Q=q, R=r, TYPES=types, KERNEL=window, COUPLINGS=couplings),
+        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
+        "BN": tile["BN"],
+        "KB": tile["KB"],
+    }
+    kernel = getattr(kernels, name)
+    signature, attributes = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_ptr"):
+            signature[argument] = "*fp32" if argument == "gw_ptr" else f"*{dtype}"
+        else:
+            signature[argument] = "fp32" if argument == "scale" else "i32"
+        if argument.endswith("_ptr") or argument in ("image", "row", "column", "grid_row"):
+            attributes[(place,)] = [["tt.divisibility", 16]]  # what a launch finds out by itself
+    return triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tile["num_warps"], "num_stages": 2, "enable_fp_fusion": True},
+    )
+
+
+def tiles_of(name: str, layer: str, dtype: str) -> list[dict[str, int]]:
+    from capszoo.layers._triton import launch
+
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    return launch.configs(name, kind, _triton.padded(*LAYERS[layer][:4]))
+
+
+def resources(code: Any) -> dict[str, int]:
+    """Registers, bytes of stack (spilled registers) and of shared memory."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    return {**found, "SHARED": code.metadata.shared}
+
+
+def check_code(name: str, layer: str, dtype: str, tile: dict[str, int], couplings: bool = False) -> None:
+    code = compiled(name, LAYERS[layer], dtype, tile, couplings)
+    used = resources(code)
+    products = len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", code.asm["ptx"]))
+    print(f"{name}, {layer}, {dtype}, {tile}: {used}, {products} tensor core products")
+    assert products > 0, "no tensor core is used"
+    assert used["SHARED"] <= 227 * 1024  # of a block on Hopper
+
+
+@needs_triton
+def test_a_kernel_compiles_for_hopper() -> None:
+    check_code("pass_kernel", "dynamic", "bf16", tiles_of("pass_kernel", "dynamic", "bf16")[0])
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_compiles_for_hopper(name: str, layer: str, dtype: str) -> None:
+    """The smallest and the largest tile, the larger one with couplings."""
+    if dtype == "fp32" and layer == "100 classes":
+        pytest.skip("too wide for float32: the plain form is chosen (test_widths)")
+    tiles = tiles_of(name, layer, dtype)
+    check_code(name, layer, dtype, tiles[0])
+    check_code(name, layer, dtype, tiles[-1], couplings=True)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_fold_compiles_for_hopper() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from capszoo.layers._triton import kernels
+
+    constants = {"CHANNELS": 512, "KERNEL": 3, "STRIDE": 2, "BLOCK": 1024}
+    names = kernels.fold_kernel.arg_names
+    types = {n: "constexpr" if n in constants else "*bf16" if n.endswith("_ptr") else "i32" for n in names}
+    attributes = {(place,): [["tt.divisibility", 16]] for place in range(3)}
+    code = triton.compile(
+        ASTSource(kernels.fold_kernel, types, constants, attributes), target=GPUTarget("cuda", 90, 32)
+    )
+    assert resources(code)["STACK"] == 0
+
+
+# On a GPU.
+
+#: As far as a half type's rounding of values and gradients takes it; ||found - expected|| / ||expected||.
+GPU_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def gpu_layers() -> dict[str, tuple[torch.nn.Module, tuple[int, ...]]]:
+    return {
+        "conv": (layers.ConvIDPA(32, 32, 16, stride=2), (16, 512, 16, 16)),
+        "conv, odd": (layers.ConvIDPA(3, 5, 16, stride=1, padding=1), (1, 48, 7, 5)),
+        "classes": (layers.FCIDPA(800, 10), (32, 800, 16)),
+        "dynamic": (layers.DynamicRouting(1152, 8, 10, 16), (64, 1152, 8)),
+        "dynamic, batch 1": (layers.DynamicRouting(1152, 8, 10, 16), (1, 1152, 8)),
+    }
+
+
+def poison() -> None:
+    """Fill the memory that the next tensors will get with NaN, so that what is never written shows."""
+    for size in (2**28, 2**24, 2**20, 2**16):
+        torch.full((size // 4,), float("nan"), device="cuda")
+
+
+def outcome(
+    layer: torch.nn.Module, x: torch.Tensor, seed: torch.Tensor, run: Any = None
+) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    poison()
+    y = (run or layer)(x)
+    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], seed)]
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("dtype", GPU_TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", gpu_layers())
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """Values and gradients against the plain form in float64, on fresh inputs, in poisoned memory; compiled too."""
+    layer, size = gpu_layers()[name]
+    layer = layer.to("cuda", dtype)
+    x = torch.randn(size, device="cuda").to(dtype)
+    seed = torch.randn_like(layer(x))
+    found = outcome(layer, x, seed)
+    compiled = outcome(layer, x, seed, torch.compile(layer, fullgraph=True))
+    expected = outcome(layer.double(), x.double(), seed.double())
+    for values in (found, compiled):
+        for f, e in zip(values, expected, strict=True):
+            assert torch.isfinite(f).all()
+            assert float((f.double() - e).norm() / e.norm().clamp(min=1e-9)) < GPU_TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_on_a_gpu_the_kernels_are_chosen() -> None:
+    layer, x = layers.FCIDPA(800, 10).cuda(), torch.randn(4, 800, 16, device="cuda")
+    with torch.profiler.profile() as used:
+        layer(x)
+    assert any("fused_pass" in event.key for event in used.key_averages())
+    with torch.autocast("cuda", torch.bfloat16):
+        layer(x).float().square().sum().backward()
+    assert layer.weight.grad is not None and torch.isfinite(layer.weight.grad).all()

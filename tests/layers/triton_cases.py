@@ -1,0 +1,308 @@
+"""The Triton kernels on a CPU, in Triton's interpreter: run by test_triton.py, in a process of its own.
+
+The interpreter is chosen when Triton is imported, by TRITON_INTERPRET=1, for the whole process. It runs the kernels
+that a GPU would, with their masks, loops and reductions, on NumPy arrays; only the rounding inside a product differs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+
+from capszoo import layers
+from capszoo.layers import _triton
+from capszoo.layers import dynamic as dynamic_module
+from capszoo.layers import idpa as idpa_module
+from capszoo.layers._triton import launch
+from capszoo.layers._triton.ops import fused_pass, fused_pass_backward
+from tests.reference import dynamic as naive_dynamic
+from tests.reference import idpa as naive_idpa
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before Triton is imported"
+
+F64 = torch.float64
+
+#: ``|found - expected| / |expected|`` over a whole tensor, against float64 on the same (rounded) inputs.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+#: b, h, w, types, kernel, stride, parents, p, q, r: matrix and vector poses, odd sizes, one of everything.
+SHAPES = {
+    "conv 4x4": (2, 5, 6, 3, 3, 2, 5, 4, 4, 4),
+    "conv 3x3, overlapping": (1, 4, 5, 2, 2, 1, 3, 3, 3, 3),
+    "conv 6x6": (1, 3, 3, 1, 3, 1, 2, 6, 6, 6),
+    "connected 4x4": (3, 1, 1, 11, 1, 1, 10, 4, 4, 4),
+    "connected vectors": (5, 1, 1, 7, 1, 1, 10, 1, 8, 16),
+    "single": (1, 1, 1, 1, 1, 1, 1, 2, 2, 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.manual_seed(0)
+    monkeypatch.setattr(_triton, "_on_cpu", True)
+    yield
+
+
+def problem(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], tuple[float, int, int]]:
+    """Children, weights and parents; scale, kernel and stride."""
+    b, h, w, i, k, stride, j, p, q, r = shape
+    routings = b * ((h - k) // stride + 1) * ((w - k) // stride + 1)
+    children = torch.randn(b, h, w, i, p * q)
+    weight = torch.randn(k * k * i, q, j, r) * q**-0.5
+    parents = torch.randn(routings, j, p * r)
+    return [t.to(dtype).requires_grad_() for t in (children, weight, parents)], ((p * r) ** -0.5, k, stride)
+
+
+def plainly(children: Tensor, weight: Tensor, parents: Tensor, scale: float, k: int, stride: int) -> Any:
+    """The pass with its votes formed, ``[n, i, j, e]``."""
+    c, q, j, r = weight.shape
+    windows = children.unfold(1, k, stride).unfold(2, k, stride)  # [b, h', w', i, d, k, l]
+    windows = windows.permute(0, 1, 2, 5, 6, 3, 4).reshape(parents.shape[0], c, -1, q)
+    votes = torch.einsum("nipq,iqjr->nijpr", windows, weight).flatten(3)
+    couplings = (torch.einsum("nije,nje->nij", votes, parents) * scale).softmax(dim=-1)
+    return torch.einsum("nij,nije->nje", couplings, votes), couplings
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """NaN and what was never written do not pass."""
+    distance = float((found.detach().to(F64) - expected.detach()).norm() / expected.norm().clamp(min=1e-12))
+    return distance if torch.isfinite(found).all() else float("inf")
+
+
+def check(tensors: list[Tensor], options: tuple[float, int, int], couplings: bool) -> None:
+    dtype = tensors[0].dtype
+    exact = [t.detach().to(F64).requires_grad_() for t in tensors]
+    expected = plainly(*exact, *options)[: 1 + couplings]
+    found = fused_pass(*tensors, *options, couplings)[: 1 + couplings]
+    for f, e in zip(found, expected, strict=True):
+        assert f.dtype == dtype and f.shape == e.shape
+        assert error(f, e) < TOLERANCE[dtype]
+    seeds = [torch.randn_like(f) for f in found]
+    gradients = torch.autograd.grad(found, tensors, seeds)
+    for f, e in zip(gradients, torch.autograd.grad(expected, exact, [s.to(F64) for s in seeds]), strict=True):
+        assert f.dtype == dtype and f.shape == e.shape
+        if e.norm() > 1e-9:  # with one parent, couplings are constant and so is what follows from them
+            assert error(f, e) < TOLERANCE[dtype]
+        else:
+            assert f.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(*problem(shape, dtype), couplings=True)
+
+
+def test_without_couplings() -> None:
+    tensors, options = problem(SHAPES["connected 4x4"], torch.float32)
+    assert fused_pass(*tensors, *options, False)[1].shape == (0,)
+    check(tensors, options, couplings=False)
+
+
+def test_loops_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many multiprocessors and little work: loops are split, and their parts added up."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    for name in ("connected vectors", "conv 4x4"):
+        shape = SHAPES[name] if name == "conv 4x4" else (70, 1, 1, 19, 1, 1, 10, 1, 8, 16)
+        check(*problem(shape, torch.float32), couplings=True)
+
+
+def test_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tiles that are tried on a GPU give the same numbers."""
+    tensors, options = problem((1, 3, 3, 5, 2, 1, 9, 4, 4, 4), torch.float32)
+    real = launch.configs
+    for place in range(3):
+        monkeypatch.setattr(
+            launch, "configs", lambda *sizes, place=place: real(*sizes)[place:] or real(*sizes)
+        )
+        launch._tuned.cache_clear()
+        check(tensors, options, couplings=False)
+    launch._tuned.cache_clear()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e4])
+def test_extremes(scale: float) -> None:
+    """Children that are all zero, and agreements whose exponentials would overflow."""
+    tensors, options = problem(SHAPES["connected 4x4"], torch.float32)
+    x = (tensors[0].detach() * scale).requires_grad_()
+    sums, couplings = fused_pass(x, *tensors[1:], *options, True)
+    assert torch.isfinite(sums).all()
+    torch.testing.assert_close(couplings.sum(dim=-1), torch.ones_like(couplings[..., 0]))
+    for grad in torch.autograd.grad(sums.square().sum(), [x, *tensors[1:]]):
+        assert torch.isfinite(grad).all()
+
+
+def test_no_routings() -> None:
+    tensors, options = problem((0, 1, 1, 3, 1, 1, 4, 2, 2, 2), torch.float32)
+    sums, _ = fused_pass(*tensors, *options, False)
+    assert sums.shape == (0, 4, 4)
+    grads = torch.autograd.grad(sums.sum(), tensors)
+    assert [g.shape for g in grads] == [t.shape for t in tensors] and not grads[1].any()
+
+
+def test_strides_and_mismatches() -> None:
+    tensors, options = problem(SHAPES["conv 4x4"], torch.float32)
+    expected, _ = fused_pass(*tensors, *options, False)
+    turned = [t.detach().transpose(0, -1).contiguous().transpose(0, -1) for t in tensors]
+    torch.testing.assert_close(fused_pass(*turned, *options, False)[0], expected)
+    with pytest.raises(ValueError, match="do not belong together"):
+        fused_pass(tensors[0], tensors[1][1:], tensors[2], *options, False)
+    with pytest.raises(ValueError, match="cast one of them"):
+        fused_pass(tensors[0], tensors[1].half(), tensors[2], *options, False)
+
+
+def test_the_operators_are_sound() -> None:
+    """Schema, fake kernels, autograd registration and AOT tracing, as torch.library checks them."""
+    tensors, options = problem((2, 3, 3, 2, 2, 1, 3, 2, 2, 2), torch.float32)
+    for couplings in (True, False):
+        torch.library.opcheck(fused_pass, (*tensors, *options, couplings))
+    given = [t.detach() for t in tensors]
+    torch.library.opcheck(fused_pass_backward, (*given, torch.randn_like(given[2]), None, *options))
+
+
+def use_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every pass that goes through the kernels."""
+    used: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        used.append(1)
+        return fused_pass(*arguments)
+
+    monkeypatch.setattr(idpa_module, "fused_pass", counted)
+    monkeypatch.setattr(dynamic_module, "fused_pass", counted)
+    return used
+
+
+def naive_layer(layer: Any) -> naive_idpa.Layer:
+    conv = isinstance(layer, layers.ConvIDPA)
+    return naive_idpa.Layer(
+        layer.weight.detach().to(F64),
+        layer.rows,
+        layer.kernel_size if conv else 0,
+        layer.stride if conv else 1,
+        layer.padding if conv else 0,
+        norm_weight=layer.norm.weight.detach().to(F64),
+        norm_bias=layer.norm.bias.detach().to(F64),
+    )
+
+
+@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
+def test_idpa_stack_against_the_naive_reference(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both layers, padding, three iterations; the passes that Procedure 2 needs go through the kernels."""
+    conv = layers.ConvIDPA(2, 3, 4, stride=2, padding=1)
+    stack = layers.IDPAStack(OrderedDict(conv=conv, classes=layers.FCIDPA(12, 4, 4)), 3, routing)
+    x = torch.randn(1, 3, 4, 2, 4, requires_grad=True)
+    used = use_of(monkeypatch)
+    found = stack(x)
+    assert len(used) == (3 if routing == "concurrent" else 4)
+    exact = x.detach().to(F64).requires_grad_()
+    specs = [naive_layer(conv), naive_layer(stack.classes)]
+    poses, _, _ = naive_idpa.inference(naive_idpa.grid(exact[0]), specs, 3, routing)
+    expected = naive_idpa.stack(poses[-1])[None]
+    torch.testing.assert_close(found, expected.float(), rtol=2e-4, atol=2e-5)
+    seed = torch.randn_like(found)
+    (grad,) = torch.autograd.grad(found, x, seed, retain_graph=True)
+    (exact_grad,) = torch.autograd.grad(expected, exact, seed.to(F64))
+    assert error(grad, exact_grad) < 1e-4
+
+    weights = torch.autograd.grad(found, list(stack.parameters()), seed)
+    layers.use_triton(False)
+    try:
+        plain = stack(x)
+        assert len(used) == (3 if routing == "concurrent" else 4)
+        for f, e in zip(weights, torch.autograd.grad(plain, list(stack.parameters()), seed), strict=True):
+            assert error(f, e.to(F64)) < 1e-4
+    finally:
+        layers.use_triton(True)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_dynamic_routing_against_the_naive_reference(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layers.DynamicRouting(9, 3, 4, 5, rounds, weight_std=0.5)
+    x = torch.randn(2, 9, 3, requires_grad=True)
+    used = use_of(monkeypatch)
+    found = layer(x)
+    assert len(used) == rounds - 1
+    exact, weight = x.detach().to(F64).requires_grad_(), layer.weight.detach().to(F64).requires_grad_()
+    votes = naive_dynamic.dense_votes(exact, weight.reshape(9, 3, 4, 5).permute(0, 2, 3, 1))
+    expected, couplings = naive_dynamic.route(votes, rounds)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-6)
+    seed = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, [x, layer.weight], seed)
+    for f, e in zip(gradients, torch.autograd.grad(expected, [exact, weight], seed.to(F64)), strict=True):
+        assert error(f, e) < 1e-5
+    if rounds > 1:
+        torch.testing.assert_close(layer.route(x)[1], couplings.transpose(1, 2).float(), rtol=1e-4, atol=1e-6)
+
+
+def test_autocast_computes_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layers.FCIDPA(6, 3, 4), torch.randn(2, 6, 4)
+    used = use_of(monkeypatch)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert len(used) == 2
+    difference = (found.float() - expected).abs().max()
+    assert 0 < difference < 0.1  # poses are LayerNorm's, of size 1; not equal: it was bfloat16
+    found.float().square().sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+
+
+def test_what_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float64, deep votes, too many parents, the softmax over children, first logits, activations: the plain form."""
+    used = use_of(monkeypatch)
+    x = torch.randn(2, 6, 4)
+    layers.FCIDPA(6, 3, 4).double()(x.double())
+    layers.FCIDPA(6, 3, 25, 25, pose="vector")(torch.randn(2, 6, 25))
+    layers.FCIDPA(6, 600, 4)(x)
+    layers.DynamicRouting(6, 4, 3, 4, softmax_over="children")(x)
+    layers.DynamicRouting(6, 4, 3, 4, init="learned")(x)
+    layers.FCIDPA(6, 3, 4, activations=True).route([x], [torch.rand(2, 6)], 2)
+    assert not used
+    layers.FCIDPA(6, 3, 4)(x)
+    assert used
+
+
+def test_what_leaves_python_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer, x in (
+        (layers.FCIDPA(6, 3, 4), torch.randn(2, 6, 4)),
+        (layers.DynamicRouting(6, 4, 3, 4), torch.randn(2, 6, 4)),
+    ):
+        expected = layer(x)
+        used = use_of(monkeypatch)
+        for module in (
+            torch.fx.symbolic_trace(layer),
+            torch.export.export(layer, (x,)).module(),
+            torch.jit.script(layer),
+            torch.jit.trace(layer, x, check_trace=False),
+        ):
+            torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-5)
+        assert not used
+
+
+@pytest.mark.parametrize("build", [lambda: layers.FCIDPA(6, 3, 4), lambda: layers.DynamicRouting(6, 4, 3, 4)])
+def test_compiles_as_one_graph(build: Any) -> None:
+    """torch.compile sees one operator a pass, forward and backward."""
+    layer, x = build(), torch.randn(2, 6, 4)
+    expected = layer(x)
+    expected.square().sum().backward()
+    grad = layer.weight.grad
+    layer.weight.grad = None
+    nodes: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return aot_eager(graph, inputs)
+
+    found = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    assert any("fused_pass" in node for node in nodes)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, grad)
