@@ -371,10 +371,11 @@ def test_the_stand_in_is_a_step_of_the_gate(toy: Toy, monkeypatch: pytest.Monkey
 
 needs_rtx = pytest.mark.skipif(
     to_tensorrt.find_rtx() is None,
-    reason="needs TensorRT-RTX: tensorrt_rtx_cu13_bindings and its libraries on the library path (docs/export.md)",
+    reason="needs TensorRT-RTX: make test-trt-rtx brings and runs it",
 )
 
 
+@pytest.mark.rtx
 @needs_rtx
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", ["resnet20_routingcaps.mnist", "idpa_cnn.mnist"])
@@ -388,6 +389,7 @@ def test_tensorrt_rtx_builds_our_graphs(name: str, precision: str, tmp_path: Pat
     assert step.passed and "for SM89" in step.detail
 
 
+@pytest.mark.rtx
 @needs_rtx
 def test_tensorrt_rtx_takes_uint8_and_refuses_nonsense(tmp_path: Path) -> None:
     job = to_onnx.prepare(ToyCaps(), uint8_input=True, outputs=("scores", "couplings"))
