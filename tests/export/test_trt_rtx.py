@@ -51,7 +51,8 @@ def note(name: str, precision: str, passed: bool, detail: str, seconds: float) -
 
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
+    lock = os.open(path.parent, os.O_RDONLY)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = json.loads(path.read_text()) if path.is_file() else {}
         entry = {"passed": passed, "detail": detail, "seconds": round(seconds, 1)}
@@ -59,6 +60,8 @@ def note(name: str, precision: str, passed: bool, detail: str, seconds: float) -
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         os.replace(temporary, path)
+    finally:
+        os.close(lock)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
