@@ -1,15 +1,17 @@
-"""Writes what is derived: hubconf.py's entry points, the tables of README.md and recipes/README.md (``make docs``).
+"""Writes what is derived: hubconf.py's entry points, the tables of the READMEs and docs/export.md (``make docs``).
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
-heads, and the metadata beside the weights. ``--check``
-writes nothing and fails where a file is out of date; a test does the same.
+heads, the metadata beside the weights, and what benchmarks/export.py and ``make test-trt-rtx`` left in
+benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
@@ -163,6 +165,53 @@ def recipe_table() -> str:
     return "\n".join(lines)
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def stored(name: str) -> dict[str, Any]:
+    """A file of results; empty where nothing has been measured."""
+    file = RESULTS / name
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def rtx_cell(built: dict[str, Any]) -> str:
+    """What TensorRT-RTX made of a model in each precision."""
+    words = {True: "built", False: "refused", None: "not run"}
+    found = {key: words[built.get(key, {}).get("passed")] for key in ("fp32", "fp16")}
+    if len(set(found.values())) == 1:
+        return found["fp32"]
+    return ", ".join(f"{key} {word}" for key, word in found.items())
+
+
+def export_table() -> str:
+    """Every model as ONNX: size, difference, ONNX Runtime against eager, TensorRT-RTX."""
+    measured, rtx = stored("export.json"), stored("trt_rtx.json")
+    rows = {row["model"]: row for row in measured.get("rows", [])}
+    lines = [
+        "| model | nodes | file, MB | largest difference | batch 1: ms | eager ÷ it | it ÷ ResNet-18 "
+        "| batch 16: ms | eager ÷ it | it ÷ ResNet-18 | TensorRT-RTX |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name in capszoo.list_models():
+        cells = [f"`{name}`"]
+        row = rows.get(name)
+        if row is None:
+            cells += ["–"] * 9
+        else:
+            cells += [str(row["nodes"]), f"{row['file_bytes'] / 1e6:.1f}", f"{row['max_rel_diff']:.0e}"]
+            for batch in ("1", "16"):
+                at = row["times"].get(batch)
+                times = (
+                    (f"{at['ms']:.1f}", f"{at['eager']:.2f}", f"{1 / at['resnet18']:.2f}")
+                    if at
+                    else ("–",) * 3
+                )
+                cells += times
+        lines.append("| " + " | ".join([*cells, rtx_cell(rtx.get(name, {}))]) + " |")
+    settings = ", ".join(f"{key} {value}" for key, value in measured.get("settings", {}).items())
+    return "\n".join([*lines, "", f"Measured with {settings or 'nothing yet'}."])
+
+
 def outputs() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     readme = ROOT / "README.md"
@@ -171,7 +220,9 @@ def outputs() -> dict[Path, str]:
         text = replace_block(text, block, content)
     recipes = ROOT / "recipes" / "README.md"
     recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
-    return {ROOT / "hubconf.py": hubconf(), readme: text, recipes: recipes_text}
+    export = ROOT / "docs" / "export.md"
+    export_text = replace_block(export.read_text(encoding="utf-8"), "models", export_table())
+    return {ROOT / "hubconf.py": hubconf(), readme: text, recipes: recipes_text, export: export_text}
 
 
 def main() -> int:
