@@ -17,6 +17,7 @@ import capszoo
 from capszoo.errors import UsageError
 from capszoo.export import to_onnx, unroll
 from capszoo.export.compare import OnnxRunner
+from capszoo.export.images import RealImages
 from capszoo.export.to_onnx import ExportError, ExportReport, export, inspect_graph
 from tests.export.toys import ToyCaps
 
@@ -193,13 +194,14 @@ def test_too_many_other_answers_are_refused(exported: tuple[ToyCaps, Path, Expor
             self.left -= wrong
             return [np.concatenate([self.values[:wrong], flat[wrong : len(x)]])]
 
+    real = RealImages(images, None, "given")
     job.precision = "fp16"
-    assert "99.50%" in gate._same_answers(Fixed(flat, 0), Fixed(turned, 1), images, [])
+    assert "99.50%" in gate._same_answers(Fixed(flat, 0), Fixed(turned, 1), real, [])
     with pytest.raises(ExportError, match="top-1 agrees on 99.00%"):
-        gate._same_answers(Fixed(flat, 0), Fixed(turned, 2), images, [])
+        gate._same_answers(Fixed(flat, 0), Fixed(turned, 2), real, [])
     job.precision = "fp32"
     with pytest.raises(ExportError, match="top-1 agrees on 99.50%; the limit is 100.0%"):
-        gate._same_answers(Fixed(flat, 0), Fixed(turned, 1), images, [])
+        gate._same_answers(Fixed(flat, 0), Fixed(turned, 1), real, [])
 
 
 def test_uint8_input(tmp_path: Path) -> None:
