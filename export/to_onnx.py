@@ -95,6 +95,9 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "int8": 0.25}
 #: Share of real images whose top-1 half precision must keep; float32 keeps all.
 MIN_AGREEMENT = 0.995
 
+#: From so many nodes on the exporter's optimisation is kept from quadratic time.
+_MANY_NODES = 2000
+
 #: Operators that do the arithmetic.
 _HEAVY = ("Conv", "Gemm", "MatMul")
 
@@ -463,7 +466,9 @@ def write(
     proto = _stripped(program.model_proto)  # plain: before the exporter's optimisation
     plain = proto
     if optimize:
-        program.optimize()
+        say("optimising")
+        with _linear_rewriting(len(plain.graph.node)):
+            program.optimize()
         proto = _stripped(program.model_proto)
     report = _describe(proto, target, job)
     if report.opset != opset:
@@ -946,6 +951,30 @@ def _to_onnx_program(job: Job, opset: int) -> Any:
     if program is None:
         raise ExportError(f"{job.name}: torch.onnx gave no program")
     return program
+
+
+@contextmanager
+def _linear_rewriting(nodes: int) -> Iterator[None]:
+    """onnxscript's optimisation without what takes quadratic time, for large graphs.
+
+    For a rule whose pattern ends in several nodes it lists the whole graph anew at every node: minutes for the 7,000
+    nodes of a network of a hundred layers. There is one such rule (two slices become a Split), and nothing needs it.
+    """
+    from onnxscript import rewriter
+
+    before = getattr(rewriter, "_DEFAULT_REWRITE_RULES", None)
+    try:
+        quick = tuple(rule for rule in before or () if rule._target_pattern.has_single_output_node)
+    except AttributeError:  # another version: it takes what it takes
+        quick = ()
+    if nodes <= _MANY_NODES or not quick:
+        yield
+        return
+    rewriter._DEFAULT_REWRITE_RULES = quick
+    try:
+        yield
+    finally:
+        rewriter._DEFAULT_REWRITE_RULES = before
 
 
 def _widened(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -445,3 +445,22 @@ def test_importing_export_does_not_import_onnx(root: Path) -> None:
 def test_the_folder_is_no_package_of_its_own(root: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "import export"], cwd=root, capture_output=True, text=True)
     assert done.returncode == 1 and "import capszoo.export" in done.stderr
+
+
+def test_large_graphs_are_optimised_in_linear_time() -> None:
+    """The rules that list the whole graph at every node are left out, and put back; small graphs keep them all."""
+    from onnxscript import rewriter
+
+    before = rewriter._DEFAULT_REWRITE_RULES
+    several = [rule for rule in before if not rule._target_pattern.has_single_output_node]
+    with to_onnx._linear_rewriting(to_onnx._MANY_NODES + 1):
+        assert [rule for rule in before if rule not in rewriter._DEFAULT_REWRITE_RULES] == several
+    assert rewriter._DEFAULT_REWRITE_RULES is before
+    with to_onnx._linear_rewriting(10):
+        assert rewriter._DEFAULT_REWRITE_RULES is before
+
+
+def test_linear_optimisation_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_onnx, "_MANY_NODES", 1)
+    report = export(ToyCaps().eval(), tmp_path / "model.onnx", batch=(1, 2, 5))
+    assert report.passed and "plain and optimised graph agree" in [s.name for s in report.gate if s.passed]
