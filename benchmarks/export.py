@@ -157,7 +157,9 @@ def layer_graph(module: nn.Module, size: tuple[int, ...]) -> bytes:
         file = Path(folder) / "layer.onnx"
         # the older exporter, for the naive graphs: it writes Einsum where torch.einsum stands
         dynamo = not isinstance(module, (plain.EinsumDynamic, plain.EinsumConvIDPA))
-        torch.onnx.export(prepared, (torch.randn(1, *size),), str(file), dynamo=dynamo, verbose=False)
+        torch.onnx.export(
+            prepared, (torch.randn(1, *size),), str(file), dynamo=dynamo, external_data=False, verbose=False
+        )
         return file.read_bytes()
 
 
