@@ -344,7 +344,7 @@ def export_command(
     timing_cache: Annotated[
         Path | None, typer.Option("--timing-cache", help="TensorRT: file of measured tactics.")
     ] = None,
-    workspace: Annotated[int, typer.Option("--workspace", min=1, help="TensorRT: workspace, MiB.")] = 1024,
+    workspace: Annotated[int, typer.Option("--workspace", min=1, help="TensorRT: workspace, MiB.")] = 4096,
     version_compatible: Annotated[
         bool, typer.Option("--version-compatible", help="TensorRT: run on later versions.")
     ] = False,

@@ -77,7 +77,7 @@ def test_a_module_with_a_batch_profile() -> None:
         "max_shape": (4, 1, 10, 10),
     }
     assert given.dtype is torch.float32 and arguments["use_explicit_typing"] is True
-    assert arguments["workspace_size"] == 1024 << 20 and arguments["immutable_weights"] is True
+    assert arguments["workspace_size"] == 4096 << 20 and arguments["immutable_weights"] is True
 
 
 def test_options_a_fixed_batch_and_uint8() -> None:
