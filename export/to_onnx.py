@@ -962,7 +962,7 @@ def _linear_rewriting(nodes: int) -> Iterator[None]:
     """
     from onnxscript import rewriter
 
-    before = getattr(rewriter, "_DEFAULT_REWRITE_RULES", None)
+    before: Any = getattr(rewriter, "_DEFAULT_REWRITE_RULES", None)
     try:
         quick = tuple(rule for rule in before or () if rule._target_pattern.has_single_output_node)
     except AttributeError:  # another version: it takes what it takes
