@@ -4,18 +4,21 @@ VENV ?= .venv
 # Test processes; each runs on one thread.
 JOBS ?= 2
 PY := $(VENV)/bin/python
+# NVIDIA's TensorRT-RTX, for test-trt-rtx alone: a folder of its own, never in $(VENV).
+RTX ?= .trt-rtx
 STAMP := $(VENV)/.installed
 
 # One thread a process: two pytest workers with two threads each are slower than two with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-slow test-timm lint format bench eval-weights docs clean
+.PHONY: help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean
 
 help:
 	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
 	@echo "make test          lint, types and the quick tests (at most 15 minutes on 2 cores)"
 	@echo "make test-slow     the exhaustive sweeps"
 	@echo "make test-timm     timm's own model tests, unmodified, on our models"
+	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make eval-weights  accuracy of the bundled weights on their test sets (CAPSZOO_DATA names the data)"
@@ -45,6 +48,15 @@ test-slow: $(STAMP)
 
 test-timm: $(STAMP)
 	$(TEST_ENV) $(PY) scripts/test_timm.py -n $(JOBS)
+
+$(RTX)/.installed: scripts/setup_rtx.sh $(STAMP)
+	@sh scripts/setup_rtx.sh "$(PY)" "$(RTX)"
+	@touch $@
+
+# ARGS narrows it down: make test-trt-rtx ARGS="-k idpa"
+test-trt-rtx: $(RTX)/.installed
+	$(TEST_ENV) LD_LIBRARY_PATH=$(RTX)/lib PYTHONPATH=$(RTX) CAPSZOO_RTX_RESULTS=benchmarks/results/trt_rtx.json \
+		$(PY) -m pytest tests/export -m rtx -n $(JOBS) --dist worksteal --timeout 3600 $(ARGS)
 
 bench: $(STAMP)
 	$(PY) benchmarks/models.py $(ARGS)

@@ -315,7 +315,19 @@ def export_command(
     formats: Annotated[
         str, typer.Option("--format", help="onnx, tensorrt, aoti; several with commas. ONNX always comes.")
     ] = "onnx",
-    precision: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
+    int8: Annotated[
+        bool, typer.Option("--int8", help="INT8 by Q/DQ (needs --calibrate and --verify-data).")
+    ] = False,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FOLDER|DATA SET",
+            help="Real images that give INT8 its ranges.",
+            show_default=False,
+        ),
+    ] = None,
     opset: Annotated[
         int | None, typer.Option(help="ONNX opset (20; for bf16 22).", show_default=False)
     ] = None,
@@ -332,7 +344,7 @@ def export_command(
     timing_cache: Annotated[
         Path | None, typer.Option("--timing-cache", help="TensorRT: file of measured tactics.")
     ] = None,
-    workspace: Annotated[int, typer.Option("--workspace", min=1, help="TensorRT: workspace, MiB.")] = 1024,
+    workspace: Annotated[int, typer.Option("--workspace", min=1, help="TensorRT: workspace, MiB.")] = 4096,
     version_compatible: Annotated[
         bool, typer.Option("--version-compatible", help="TensorRT: run on later versions.")
     ] = False,
@@ -344,7 +356,16 @@ def export_command(
         bool, typer.Option("--pretrained/--no-pretrained", help="Load weights, or export untrained ones.")
     ] = True,
     images: Annotated[
-        Path | None, typer.Option("--verify-data", help="Image file or folder whose top-1 must agree, too.")
+        str | None,
+        typer.Option(
+            "--verify-data",
+            metavar="PATH|DATA SET",
+            help="Images whose top-1 must agree, too; INT8: whose accuracy must last.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Folder of the data sets (default: $CAPSZOO_DATA).", show_default=False),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer probes: random and zero input only.")] = False,
     check: Annotated[
@@ -365,11 +386,20 @@ def export_command(
     if out.suffix and not alone and out.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
         raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx, or a folder")
     from .export import bundle, to_onnx, to_tensorrt
+    from .export.images import CALIBRATION_IMAGES, VERIFY_IMAGES, open_images
     from .inference import NoWeights, load_model
-    from .preprocess import find_images
 
+    if int8 and precision not in ("fp32", "int8"):
+        raise UsageError(f"--int8 and --precision {precision} exclude each other", "give one of them")
+    precision = "int8" if int8 else precision
     if precision not in to_onnx.PRECISIONS:
         raise UsageError(f"unknown precision '{precision}'", f"use {', '.join(to_onnx.PRECISIONS)}")
+    if precision == "int8" and calibrate is None:
+        raise UsageError("int8 needs --calibrate", "give a folder of real images, or the name of a data set")
+    if precision == "int8" and images is None:
+        raise UsageError("int8 needs --verify-data", "give labelled images that measure what it costs")
+    if precision != "int8" and calibrate is not None:
+        raise UsageError(f"--calibrate does nothing for {precision}", "add --int8")
     engine = to_tensorrt.BuildOptions(
         workspace_mib=workspace,
         timing_cache=None if timing_cache is None else str(timing_cache),
@@ -381,7 +411,12 @@ def export_command(
         net = load_model(model, pretrained, "cpu", **_given(img_size=_size(img_size)))
     except NoWeights as error:
         raise CapszooError(error.message, "--no-pretrained exports the untrained architecture") from None
-    verify = None if images is None else bundle.load_images(net, find_images([images]), uint8_input)
+    real = None if images is None else open_images(net, images, "test", VERIFY_IMAGES, uint8_input, data)
+    ranges = (
+        None
+        if calibrate is None
+        else open_images(net, calibrate, "train", CALIBRATION_IMAGES, uint8_input, data)
+    )
     options: dict[str, Any] = dict(
         name=Path(model).name,
         routing_iters=routing_iters,
@@ -391,7 +426,8 @@ def export_command(
         precision=precision,
         uint8_input=uint8_input,
         gate="quick" if quick else "full",
-        images=verify,
+        images=real,
+        calibration=ranges,
     )
     console = _stderr()
     with console.status("exporting") as status:

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -42,6 +42,8 @@ from capszoo.preprocess import ImageTransform, load_image, model_input_size, mod
 from capszoo.summary import ITERATION_ATTRIBUTES
 
 from . import compare, infer, to_aoti, to_onnx, to_tensorrt
+from ._workplace import old_name, workplace
+from .images import RealImages, load_images
 from .to_onnx import ExportReport, GateStep, Job
 
 __all__ = [
@@ -81,7 +83,8 @@ def export_bundle(
     precision: str = "fp32",
     uint8_input: bool = False,
     gate: str = "full",
-    images: torch.Tensor | None = None,
+    images: torch.Tensor | RealImages | None = None,
+    calibration: torch.Tensor | RealImages | None = None,
     triton: bool = False,
     engine: to_tensorrt.BuildOptions | None = None,
     progress: Callable[[str], None] | None = None,
@@ -94,7 +97,7 @@ def export_bundle(
         name: name of the model in the bundle; its class where empty.
         source: the name under which ``capszoo.inference.load_model`` finds the model again.
         formats: any of :data:`FORMATS`. The ONNX file is always written: the gate runs on it.
-        routing_iters, outputs, opset, batch, precision, uint8_input, gate, images: see
+        routing_iters, outputs, opset, batch, precision, uint8_input, gate, images, calibration: see
             :func:`capszoo.export.to_onnx.export`. The outputs must include the scores.
         triton: add a model repository for Triton Inference Server.
         engine: how a TensorRT engine is built.
@@ -112,6 +115,8 @@ def export_bundle(
         raise UsageError(f"unknown format '{unknown[0] if unknown else ''}'", f"use {', '.join(FORMATS)}")
     if "scores" not in outputs:
         raise UsageError("a bundle needs the output scores", "add it to the outputs")
+    if precision == "int8" and "aoti" in formats:
+        raise UsageError("AOTInductor takes no int8", "leave the format aoti out")
     target = Path(out)
     _check_target(target)
     transform = model_transform(model)
@@ -129,13 +134,15 @@ def export_bundle(
         progress=progress,
     )
     safe = re.sub(r"[^\w.-]+", "_", job.name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
+    with workplace(target, folder=True) as work:
         report = to_onnx.write(
-            job, work / "model.onnx", opset=opset, gate=gate, images=images, progress=progress
+            job,
+            work / "model.onnx",
+            opset=opset,
+            gate=gate,
+            images=images,
+            calibration=calibration,
+            progress=progress,
         )
         report.gate.append(to_tensorrt.rtx_step(work / "model.onnx", report))
         notes: list[str] = []
@@ -157,7 +164,7 @@ def export_bundle(
         _write_json(work / "preprocess.json", spec)
         (work / "labels.txt").write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
-        _write_reference(job, work / "reference.npz", images)
+        _write_reference(job, work / "reference.npz")
         if triton:
             _write_triton(work, safe, report, len(labels), "tensorrt" in formats)
         manifest: dict[str, Any] = {
@@ -200,19 +207,7 @@ def export_bundle(
         }
         _write_json(work / "manifest.json", manifest)
         _put_in_place(work, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return manifest
-
-
-def load_images(model: nn.Module, files: Iterable[str | Path], uint8_input: bool = False) -> torch.Tensor:
-    """Image files as the exported graph takes them: ``[b, c, h, w]``, normalised float32, or uint8."""
-    transform = model_transform(model)
-    if not uint8_input:
-        return torch.stack([transform(load_image(file)) for file in files])
-    views = [np.asarray(transform.view(load_image(file)), dtype=np.uint8) for file in files]
-    pixels = np.stack(views).reshape(len(views), *transform.size, transform.channels)
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -461,7 +456,7 @@ def _check_target(target: Path) -> None:
 
 def _put_in_place(work: Path, target: Path) -> None:
     """Rename; an older bundle stays until the new one is complete."""
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    old = old_name(work)
     if target.exists():
         os.replace(target, old)
     try:
@@ -555,12 +550,15 @@ def _state_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _write_reference(job: Job, path: Path, images: torch.Tensor | None) -> None:
-    """Inputs, and the scores that the original gives for them: the probes, and up to four real images."""
+def _write_reference(job: Job, path: Path) -> None:
+    """Inputs, and the scores that the original gives for them: the probes, and up to four real images.
+
+    int8 is made for values such as real images have: those alone, up to eight.
+    """
     shape, dtype = (1, *job.size), job.input_dtype
     inputs = [compare.probe_input(probe, shape, 0, dtype) for probe in compare.PROBES]
-    if images is not None:
-        inputs.append(images[:4].numpy())
+    if job.samples is not None:
+        inputs = [job.samples[:8]] if job.precision == "int8" else [*inputs, job.samples[:4]]
     stacked = np.concatenate(inputs)
     smallest, _, largest = job.batch
     # a fixed or large batch takes as many as it must, a small one no more than it can
@@ -583,7 +581,11 @@ def _figures(report: ExportReport) -> dict[str, Any]:
             "top1_agreement": sum(d.top1_agreement * d.batch for d in real) / count if count else None,
         }
 
-    figures = {"onnxruntime against eager": summary(report.comparisons)}
+    figures: dict[str, Any] = {"onnxruntime against eager": summary(report.comparisons)}
+    if report.float_comparisons:
+        figures["onnxruntime before quantisation against eager"] = summary(report.float_comparisons)
+    if report.accuracy:
+        figures["accuracy on real images, points"] = report.accuracy
     if report.half_comparisons:
         figures[f"eager {report.precision} against eager fp32"] = summary(report.half_comparisons)
     return figures

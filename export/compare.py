@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "Timing",
     "compare_on_probes",
     "compare_outputs",
+    "compare_probes",
     "compare_runners",
     "probe_input",
     "time_runners",
@@ -222,6 +223,32 @@ def compare_runners(reference: Runner, candidate: Runner, images: np.ndarray, pr
     return compare_outputs(reference(images), candidate(images), probe, names)
 
 
+def compare_probes(
+    reference: Runner,
+    candidate: Runner,
+    count: int,
+    size: Sequence[int],
+    dtype: str = "float32",
+    probes: Sequence[str] = PROBES,
+) -> list[Difference]:
+    """One comparison per probe, at a batch of ``count`` images of ``size`` (channels, height, width).
+
+    A batch with room for all probes is run once, with the probes in turns: what a graph gives for an image must not
+    depend on its neighbours, and a large batch of a large network takes long.
+    """
+    inputs = {probe: probe_input(probe, (count, *size), count, dtype) for probe in probes}
+    if count < len(probes):
+        return [compare_runners(reference, candidate, images, probe) for probe, images in inputs.items()]
+    mixed = np.stack([inputs[probes[i % len(probes)]][i] for i in range(count)])
+    outputs = reference(mixed), candidate(mixed)
+    names, found = (reference.name, candidate.name), []
+    compare_outputs(*outputs, names=names)  # shapes, before they are cut
+    for i, probe in enumerate(probes):
+        own = [[output[i :: len(probes)] for output in side] for side in outputs]
+        found.append(replace(compare_outputs(own[0], own[1], probe, names), batch=count))
+    return found
+
+
 def compare_on_probes(
     reference: Runner,
     candidate: Runner,
@@ -231,9 +258,9 @@ def compare_on_probes(
 ) -> list[Difference]:
     """Every probe at the smallest, usual and largest batch; ``size`` is channels, height and width."""
     return [
-        compare_runners(reference, candidate, probe_input(probe, (count, *size), count, dtype), probe)
+        difference
         for count in sorted(set(batch))
-        for probe in PROBES
+        for difference in compare_probes(reference, candidate, count, size, dtype)
     ]
 
 

@@ -59,7 +59,7 @@ class BuildOptions:
         compute_capability: build for that GPU (such as ``"SM89"``) without having it; TensorRT-RTX only.
     """
 
-    workspace_mib: int = 1024
+    workspace_mib: int = 4096
     optimization_level: int = 3
     timing_cache: str | None = None
     version_compatible: bool = False
@@ -120,8 +120,8 @@ def rtx_step(onnx: Path, report: ExportReport, rtx: Any = None) -> GateStep:
         return GateStep(name, None, "not run: TensorRT-RTX is not installed")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        # for a GPU that need not be here
-        options = BuildOptions(compute_capability="SM89", detailed=False)
+        # for a GPU that need not be here, nor its memory: EM's votes of 32 images alone take more than a GiB
+        options = BuildOptions(compute_capability="SM89", detailed=False, workspace_mib=16384)
         built = build_engine(onnx, Path(folder) / "rtx.plan", report, options, rtx)
     detail = f"{built.api} for SM89, {built.layers} layers; built, not run, and not TensorRT itself"
     return GateStep(name, True, detail, time.perf_counter() - start)
@@ -198,7 +198,12 @@ def build_engine(
     _add_profile(builder, network, config, report)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise ExportError(f"{api} builds no engine: {log.last or 'no reason given'}")
+        remedy = (
+            "allow more memory (--workspace MIB), or a smaller largest batch"
+            if "OutOfMemory" in log.last
+            else ""
+        )
+        raise ExportError(f"{api} builds no engine: {log.last or 'no reason given'}", remedy)
     data = bytes(plan)
     Path(engine).write_bytes(data)
     if options.timing_cache and cache is not None:

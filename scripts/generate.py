@@ -1,16 +1,18 @@
-"""Writes what is derived (``make docs``): hubconf.py's entry points, the tables of README.md and recipes/README.md,
-docs/results.md with its curves, the example in docs/publish.md.
+"""Writes what is derived (``make docs``): hubconf.py's entry points, the tables of README.md, recipes/README.md and
+docs/export.md, docs/results.md with its curves, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
-heads, and the metadata beside the weights. ``--check``
-writes nothing and fails where a file is out of date; a test does the same.
+heads, the metadata beside the weights, and what benchmarks/export.py and ``make test-trt-rtx`` left in
+benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
@@ -150,6 +152,53 @@ def card_header() -> str:
     return f"```yaml\n{card_data(info).to_yaml()}\n```"
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def stored(name: str) -> dict[str, Any]:
+    """A file of results; empty where nothing has been measured."""
+    file = RESULTS / name
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def rtx_cell(built: dict[str, Any]) -> str:
+    """What TensorRT-RTX made of a model in each precision."""
+    words = {True: "built", False: "refused", None: "not run"}
+    found = {key: words[built.get(key, {}).get("passed")] for key in ("fp32", "fp16")}
+    if len(set(found.values())) == 1:
+        return found["fp32"]
+    return ", ".join(f"{key} {word}" for key, word in found.items())
+
+
+def export_table() -> str:
+    """Every model as ONNX: size, difference, ONNX Runtime against eager, TensorRT-RTX."""
+    measured, rtx = stored("export.json"), stored("trt_rtx.json")
+    rows = {row["model"]: row for row in measured.get("rows", [])}
+    lines = [
+        "| model | nodes | file, MB | largest difference | batch 1: ms | eager ÷ it | it ÷ ResNet-18 "
+        "| batch 16: ms | eager ÷ it | it ÷ ResNet-18 | TensorRT-RTX |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name in capszoo.list_models():
+        cells = [f"`{name}`"]
+        row = rows.get(name)
+        if row is None:
+            cells += ["–"] * 9
+        else:
+            cells += [str(row["nodes"]), f"{row['file_bytes'] / 1e6:.1f}", f"{row['max_rel_diff']:.0e}"]
+            for batch in ("1", "16"):
+                at = row["times"].get(batch)
+                times = (
+                    (f"{at['ms']:.1f}", f"{at['eager']:.2f}", f"{1 / at['resnet18']:.2f}")
+                    if at
+                    else ("–",) * 3
+                )
+                cells += times
+        lines.append("| " + " | ".join([*cells, rtx_cell(rtx.get(name, {}))]) + " |")
+    settings = ", ".join(f"{key} {value}" for key, value in measured.get("settings", {}).items())
+    return "\n".join([*lines, "", f"Measured with {settings or 'nothing yet'}."])
+
+
 def outputs() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     readme = ROOT / "README.md"
@@ -159,10 +208,12 @@ def outputs() -> dict[Path, str]:
     recipes = ROOT / "recipes" / "README.md"
     recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
     publish = ROOT / "docs" / "publish.md"
+    export = ROOT / "docs" / "export.md"
     return {
         ROOT / "hubconf.py": hubconf(),
         readme: text,
         recipes: recipes_text,
+        export: replace_block(export.read_text(encoding="utf-8"), "models", export_table()),
         ROOT / "docs" / "results.md": results_page(),
         publish: replace_block(publish.read_text(encoding="utf-8"), "card", card_header()),
     }

@@ -121,3 +121,52 @@ def test_peak_of_step_counts_what_is_alive_at_once(routing: ModuleType) -> None:
 
     assert routing.peak_of_step(step) == 4 * 2**20
     assert routing.peak_of_step(hoard) == 16 * 2**20
+
+
+@pytest.fixture(scope="module")
+def exports(root: Path) -> ModuleType:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    return load_script(root / "benchmarks" / "export.py")
+
+
+def test_einsum_graphs_are_the_same_function(exports: ModuleType) -> None:
+    torch = exports.torch
+    for name, (layer, naive, size) in exports.layer_cases().items():
+        x = torch.randn(2, *size)
+        with torch.no_grad():
+            ours, theirs = layer.eval()(x), naive(x)
+        assert torch.allclose(ours, theirs, atol=1e-4), name
+
+
+def test_export_targets_are_told_reached_or_missed(exports: ModuleType) -> None:
+    def row(model: str, eager: float, resnet18: float) -> object:
+        return exports.Row(model, 1, 1, 0.0, {"1": {"ms": 1.0, "eager": eager, "resnet18": resnet18}})
+
+    rows = [row("idpa_resnet", 1.2, 0.4), row("capsnet_dynamic", 0.9, 2.0), row("idpa_cnn", 2.0, 1.0)]
+    assert exports.verdicts(rows) == [
+        "missed: idpa_resnet at 2.50 × ResNet-18, target 2",
+        "missed: capsnet_dynamic at batch 1 is slower than eager (0.90)",
+        "reached: capsnet_dynamic at 0.50 × ResNet-18, target 0.6",
+    ]
+    assert "| `idpa_cnn` | 1 | 0.0 | 0e+00 | 1.0 | 2.00 | – | 1.00 |" in exports.table(rows)
+
+
+def test_export_results_of_other_settings_are_not_mixed(exports: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    row = exports.Row("idpa_cnn", 1, 2, 0.0, {"1": {"ms": 1.0, "eager": 2.0, "resnet18": 3.0}})
+    exports.write(file, {"idpa_cnn": row}, {"threads": 2})
+    assert exports.read(file, {"threads": 2}) == {"idpa_cnn": row}
+    with pytest.raises(SystemExit, match="figures of other settings"):
+        exports.read(file, {"threads": 1})
+    assert exports.read(tmp_path / "none.json", {}) == {}
+
+
+def test_one_exported_model_is_timed(
+    exports: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exports, "FOLDER", tmp_path)
+    assert exports.row_of("resnet20_routingpool").max_rel_diff <= 1e-4
+    times = exports.time_model("resnet20_routingpool", 1, 1, False)
+    assert set(times) == {"ms", "eager", "resnet18"} and min(times.values()) > 0
+    assert "Conv" in "\n".join(exports.profile("resnet20_routingpool", 1, 1))

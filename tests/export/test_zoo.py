@@ -6,32 +6,59 @@ from pathlib import Path
 
 import pytest
 
-from capszoo.export.to_onnx import export
+from capszoo.errors import UsageError
+from capszoo.export.to_onnx import ExportReport, export
 from tests.models import zoo_cases as zoo
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-PER_ROUTING = ("capsnet_dynamic", "capsnet_em_norb_small", "encapnet6", "idpa_resnet")
+PER_ROUTING = ("capsnet_dynamic", "capsnet_em_norb_small", "encapnet6", "idpa_resnet", "resnet20_routingpool")
+
+#: Smallest, usual and largest batch: fixed at 1, or free.
+BATCHES = {"batch1": (1, 1, 1), "dynamic": (1, 2, 3)}
 
 
-def through_the_gate(name: str, precision: str, folder: Path) -> None:
+def through_the_gate(
+    name: str, precision: str, folder: Path, batch: str = "dynamic", couplings: bool = False
+) -> ExportReport | None:
+    """Export, gate and compare; None where the couplings of a model without any are refused, as they must be."""
     model = zoo.small(name)
     zoo.calibrate(model)
-    report = export(model.eval(), folder / "model.onnx", precision=precision, gate="quick", batch=(1, 2, 3))
+    outputs = ("scores", "couplings") if couplings else ("scores",)
+    refused = couplings and not zoo.has_couplings(model)
+    path = folder / "model.onnx"
+    options = dict(precision=precision, gate="quick", batch=BATCHES[batch], outputs=outputs)
+    if refused:
+        with pytest.raises(UsageError, match="has no (capsules|couplings)"):
+            export(model.eval(), path, **options)  # type: ignore[arg-type]
+        assert list(folder.iterdir()) == []
+        return None
+    report = export(model.eval(), path, **options)  # type: ignore[arg-type]
     assert report.passed and report.max_rel_diff <= report.tolerance
+    assert report.input_shape[0] == (1 if batch == "batch1" else "batch")
+    assert any(output.startswith("couplings") for output in report.outputs) is couplings
     if precision == "fp16":
         assert report.precision_map["weights"]["float16"] > report.precision_map["weights"].get("float32", 0)
+    return report
 
 
+@pytest.mark.parametrize(
+    ("precision", "batch", "couplings"),
+    [("fp32", "dynamic", True), ("fp16", "batch1", False)],
+    ids=["fp32-dynamic-couplings", "fp16-batch1"],
+)
 @pytest.mark.parametrize("name", PER_ROUTING)
-def test_float16_per_routing(name: str, tmp_path: Path) -> None:
-    through_the_gate(name, "fp16", tmp_path)
+def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool, tmp_path: Path) -> None:
+    report = through_the_gate(name, precision, tmp_path, batch, couplings)
+    assert (report is None) == (couplings and name == "encapnet6")  # the one without couplings
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("couplings", [False, True], ids=["scores", "couplings"])
+@pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", zoo.names())
-def test_every_model(name: str, precision: str, tmp_path: Path) -> None:
-    through_the_gate(name, precision, tmp_path)
+def test_every_model(name: str, precision: str, batch: str, couplings: bool, tmp_path: Path) -> None:
+    through_the_gate(name, precision, tmp_path, batch, couplings)

@@ -54,6 +54,15 @@ def has_capsules(name: str) -> bool:
     return not any(fnmatch.fnmatch(name, pattern) for pattern in WITHOUT_CAPSULES)
 
 
+def has_couplings(model: CapsuleNet) -> bool:
+    """Whether a model routes: EncapNets have capsules, but nothing that is shared out among parents."""
+    with torch.inference_mode():
+        try:
+            return len(model.eval().forward_capsules(images(model, 1)).couplings) > 0
+        except NotImplementedError:
+            return False
+
+
 def small_arguments(name: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {"img_size": 32} if max(native(name)[1:]) > MAX_SIZE else {}
     for pattern, smaller in SMALLER.items():

@@ -1,0 +1,348 @@
+"""Exported models in ONNX Runtime on the CPU: against eager, torch.compile and ResNet-18 exported the same way.
+
+    python benchmarks/export.py --models 'idpa_*' capsnet_dynamic
+    python benchmarks/export.py --prepare --out benchmarks/results/export.json    # export and check only, time nothing
+    python benchmarks/export.py --compile --out benchmarks/results/export.json    # docs/export.md's table: make docs
+    python benchmarks/export.py --layers            # routing layers against naive einsum graphs of the same function
+    python benchmarks/export.py --profile idpa_resnet                             # where ONNX Runtime spends its time
+
+All that is compared is measured in turns in one run, and the medians of the paired ratios are what is printed; numpy
+arrays go in and come out. Exported files stay in ``bench/onnx`` and are made once: remove them after a change. Models
+are untrained (BatchNorm has seen noise), named as in ``benchmarks/models.py``, at their own size; the yardstick is that
+script's CIFAR ResNet-18.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from benchmarks import models, plain  # noqa: E402
+from capszoo import layers  # noqa: E402
+from capszoo.errors import CapszooError  # noqa: E402
+from capszoo.export import compare, to_onnx  # noqa: E402
+
+BATCHES = (1, 16)
+
+#: What a model should reach in ONNX Runtime, in multiples of ResNet-18's time at batch 1.
+TARGETS = {"idpa_resnet": 2.0, "capsnet_dynamic": 0.6}
+
+#: What a layer should reach against its einsum graph at batch 1.
+LAYER_TARGETS = {"IDPA conv": 14.0, "dynamic": 3.5}
+
+FOLDER = ROOT / "bench" / "onnx"
+
+
+@dataclass
+class Row:
+    """One exported model. Ratios are other runtimes' times over ONNX Runtime's: above 1 ONNX Runtime is faster.
+
+    Attributes:
+        max_rel_diff: largest difference from eager, as a share of the largest output (quick gate).
+        times: batch → ``ms``, ``eager``, ``compiled`` (where measured) and ``resnet18``.
+    """
+
+    model: str
+    nodes: int
+    file_bytes: int
+    max_rel_diff: float
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+class Fed:
+    """A runner with an input of its own: what is timed in turns need not take the same images."""
+
+    def __init__(self, runner: compare.Runner, shape: Sequence[int], name: str) -> None:
+        self.runner, self.name = runner, name
+        self.images = compare.probe_input("random", shape)
+
+    def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+        return self.runner(self.images)
+
+
+def exported(spec: str) -> tuple[Path, dict[str, Any]]:
+    """The ONNX file of a model, made and gated where it is not there yet, and its report."""
+    file = FOLDER / f"{spec.replace(':', '.').replace(',', '.')}.onnx"
+    described = file.with_suffix(".json")
+    if not described.is_file():
+        torch.manual_seed(0)
+        model, size = models.build(spec)
+        warm(model, size)
+        largest = min(16, models.batch_of(spec, 16))
+        report = to_onnx.export(
+            model.eval(),
+            file,
+            name=spec,
+            input_size=(size[0], size[1], size[2]),
+            gate="quick",
+            batch=(1, min(8, largest), largest),
+        )
+        described.write_text(json.dumps(report.to_dict()))
+    return file, json.loads(described.read_text())
+
+
+#: With variances as the noise gives them an untrained EncapNet of a hundred layers is chaotic: its scores in float32
+#: and float64 have nothing in common. With variances five times as large it gives zeros. This lies between.
+DAMPING = 2.5
+
+
+def warm(model: nn.Module, size: tuple[int, ...]) -> None:
+    """BatchNorm statistics of noise: with the initial ones a deep EncapNet's scores are all but zero, and equal."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+    if norms:
+        with torch.no_grad():
+            model.train()(torch.randn(4, *size))
+    for norm in norms:
+        if norm.running_var is not None:
+            norm.running_var *= DAMPING
+    model.eval()
+
+
+def row_of(spec: str) -> Row:
+    _, report = exported(spec)
+    return Row(spec, report["num_nodes"], report["file_bytes"], report["max_rel_diff"])
+
+
+def time_model(spec: str, batch: int, iters: int, compiled: bool) -> dict[str, float]:
+    """Milliseconds in ONNX Runtime at a batch size, and the ratios of the others to it."""
+    model, size = models.build(spec)
+    model.eval()
+    _, yard_size = models.build(models.YARDSTICK)
+    shape, yard = (batch, *size), (batch, *yard_size)
+    runners = [
+        Fed(compare.OnnxRunner(str(exported(spec)[0])), shape, "ms"),
+        Fed(compare.EagerRunner(model), shape, "eager"),
+        Fed(compare.OnnxRunner(str(exported(models.YARDSTICK)[0])), yard, "resnet18"),
+    ]
+    if compiled:
+        runners.append(Fed(compare.EagerRunner(compiled_of(model)), shape, "compiled"))
+    found = compare.time_runners(runners, runners[0].images, iters)
+    return {"ms": found[0].milliseconds} | {t.runner: t.ratio for t in found[1:]}
+
+
+def compiled_of(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    wrapped: Any = torch.compile(model)
+    return wrapped
+
+
+# -- layers against einsum graphs ---------------------------------------------------------------------------------
+
+
+def layer_cases() -> dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]]:
+    """Name → layer, the same function as a naive einsum graph on its weights, input without the batch."""
+    dynamic = layers.DynamicRouting(1152, 8, 10, 16)
+    idpa = layers.ConvIDPA(32, 32, 16, 16, kernel_size=3, stride=2, num_iters=2)
+    return {
+        "dynamic": (dynamic, plain.EinsumDynamic(dynamic), (1152, 8)),
+        "IDPA conv": (idpa, plain.EinsumConvIDPA(idpa), (32 * 16, 16, 16)),
+    }
+
+
+def layer_graph(module: nn.Module, size: tuple[int, ...]) -> bytes:
+    """A layer as ONNX at batch 1, prepared for export where it defines that."""
+    prepared = to_onnx.unroll.prepare_for_export(module)
+    with tempfile.TemporaryDirectory() as folder, to_onnx._quiet():
+        file = Path(folder) / "layer.onnx"
+        # the older exporter, for the naive graphs: it writes Einsum where torch.einsum stands
+        dynamo = not isinstance(module, (plain.EinsumDynamic, plain.EinsumConvIDPA))
+        torch.onnx.export(
+            prepared, (torch.randn(1, *size),), str(file), dynamo=dynamo, external_data=False, verbose=False
+        )
+        return file.read_bytes()
+
+
+def time_layers(iters: int) -> list[str]:
+    import onnx
+
+    lines = ["| layer | ms | einsum graph, ms | times faster | target |", "|---|---:|---:|---:|---:|"]
+    for name, (layer, naive, size) in layer_cases().items():
+        graphs = [layer_graph(module, size) for module in (layer, naive)]
+        if not any(node.op_type == "Einsum" for node in onnx.load_from_string(graphs[1]).graph.node):
+            raise CapszooError(f"the naive graph of {name} holds no Einsum")
+        ours, theirs = (compare.OnnxRunner(graph) for graph in graphs)
+        x = compare.probe_input("random", (1, *size))
+        difference = compare.compare_runners(theirs, ours, x)
+        if not difference.passed(1e-3):
+            raise CapszooError(f"{name} and its naive graph differ by {difference.relative:.1e}")
+        first, second = compare.time_runners([ours, theirs], x, iters)
+        lines.append(
+            f"| {name} | {first.milliseconds:.2f} | {second.milliseconds:.2f} | {second.ratio:.1f} "
+            f"| {LAYER_TARGETS[name]:g} |"
+        )
+    return lines
+
+
+# -- where the time goes ------------------------------------------------------------------------------------------
+
+
+def profile(spec: str, batch: int, iters: int = 20) -> list[str]:
+    """Share of ONNX Runtime's time by operator."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.enable_profiling = torch.get_num_threads(), True
+    with tempfile.TemporaryDirectory() as folder:
+        options.profile_file_prefix = str(Path(folder) / "ort")
+        session = onnxruntime.InferenceSession(
+            str(exported(spec)[0]), options, providers=["CPUExecutionProvider"]
+        )
+        size = models.build(spec)[1]
+        x = compare.probe_input("random", (batch, *size))
+        for _ in range(iters):
+            session.run(None, {session.get_inputs()[0].name: x})
+        events = json.loads(Path(session.end_profiling()).read_text())
+    spent: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            spent[event["args"]["op_name"]] += event["dur"]
+            count[event["args"]["op_name"]] += 1
+    total = sum(spent.values())
+    lines = ["| operator | nodes | µs a call | share |", "|---|---:|---:|---:|"]
+    for op, micro in spent.most_common(15):
+        lines.append(f"| {op} | {count[op] // iters} | {micro / iters:.0f} | {micro / total:.0%} |")
+    return lines
+
+
+# -- output -------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as markdown; what was not measured is a dash."""
+    head = ["model", "nodes", "MB", "max difference"]
+    for batch in BATCHES:
+        head += [f"b={batch}: ms", "eager", "compiled", "÷ ResNet-18"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for row in rows:
+        cells = [f"`{row.model}`", str(row.nodes), f"{row.file_bytes / 1e6:.1f}", f"{row.max_rel_diff:.0e}"]
+        for batch in BATCHES:
+            at = row.times.get(str(batch), {})
+            shows: dict[str, Callable[[float], str]] = {
+                "ms": lambda v: f"{v:.1f}",
+                "eager": lambda v: f"{v:.2f}",
+                "compiled": lambda v: f"{v:.2f}",
+                "resnet18": lambda v: f"{1 / v:.2f}",
+            }
+            cells += [show(at[key]) if key in at else "–" for key, show in shows.items()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """The targets that were measured: reached or missed."""
+    lines = []
+    for row in rows:
+        for batch, at in row.times.items():
+            if at["eager"] <= 1:
+                lines.append(f"missed: {row.model} at batch {batch} is slower than eager ({at['eager']:.2f})")
+        limit, at = TARGETS.get(row.model), row.times.get("1", {})
+        if limit and at:
+            share = 1 / at["resnet18"]
+            word = "reached" if share <= limit else "missed"
+            lines.append(f"{word}: {row.model} at {share:.2f} × ResNet-18, target {limit:g}")
+    return lines
+
+
+def read(path: Path, settings: dict[str, Any]) -> dict[str, Row]:
+    """Rows that an earlier run left, by model; one with other settings is refused.
+
+    Raises:
+        SystemExit: the file holds figures of another machine or other versions.
+    """
+    if not path.is_file():
+        return {}
+    stored = json.loads(path.read_text())
+    if stored["settings"] != settings:
+        raise SystemExit(f"error: {path} holds figures of other settings {stored['settings']}: name another")
+    return {row["model"]: Row(**row) for row in stored["rows"]}
+
+
+def write(path: Path, rows: dict[str, Row], settings: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"settings": settings, "rows": [asdict(rows[name]) for name in sorted(rows)]}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="*", default=[], help="names or patterns (default: all)")
+    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
+    parser.add_argument("--iters", type=int, default=15, help="measurements in turns")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--compile", action="store_true", help="torch.compile too (takes minutes)")
+    parser.add_argument("--prepare", action="store_true", help="export and check, time nothing")
+    parser.add_argument("--missing", action="store_true", help="only what --out does not hold yet")
+    parser.add_argument("--layers", action="store_true", help="routing layers against einsum graphs")
+    parser.add_argument("--profile", metavar="MODEL", help="share of each operator, at the first batch")
+    parser.add_argument("--out", type=Path, help="JSON to add the rows to")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # untrained deep EncapNets shrink to denormal numbers in eval mode
+    torch.manual_seed(0)
+    if args.layers:
+        print("\n".join(time_layers(args.iters)))
+        return
+    if args.profile:
+        print("\n".join(profile(args.profile, args.batches[0])))
+        return
+    import onnxruntime
+
+    settings = {
+        "torch": torch.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "threads": args.threads,
+    }
+    rows = read(args.out, settings) if args.out else {}
+    names = [spec for spec in models.chosen(args.models) if args.models or spec not in models.VARIANTS]
+    for number, spec in enumerate(names, 1):
+        print(f"[{number}/{len(names)}] {spec}", file=sys.stderr, flush=True)
+        known = rows.get(spec)
+        row = known if args.missing and known else row_of(spec)
+        if known:
+            row.times = known.times
+        rows[spec] = row
+        for batch in [] if args.prepare else args.batches:
+            heavy = any(fnmatch.fnmatch(spec, pattern) for pattern in models.SMALL_BATCH)
+            done = row.times.get(str(batch), {})
+            if (heavy and batch > 1) or (args.missing and ("compiled" in done or done and not args.compile)):
+                continue
+            row.times[str(batch)] = time_model(spec, batch, args.iters, args.compile)
+            if args.out:  # after each, so that a run cut short leaves what it measured
+                write(args.out, rows, settings)
+        if args.out:
+            write(args.out, rows, settings)
+    shown = [rows[name] for name in names]
+    print(table(shown))
+    print("\n" + ", ".join(f"{key} {value}" for key, value in settings.items()))
+    print("eager, compiled: their time over ONNX Runtime's; medians of ratios measured in turns")
+    print("\n".join(verdicts(shown)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A temporary name beside a target, and what an export that was killed left under such names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["old_name", "remove_stale", "workplace"]
+
+_MARK = "capszoo-export"
+
+#: Between making a name and locking it lies an instant; what is younger than this, in seconds, is left alone.
+_YOUNG = 60.0
+
+
+@contextmanager
+def workplace(target: Path, folder: bool) -> Iterator[Path]:
+    """An empty file or folder under a hidden name beside ``target``; what is there at the end is removed.
+
+    It is locked while it is in use: the system drops the lock with the process, however that ends, so that
+    :func:`remove_stale`, which is called first, can tell what is left over from what is at work.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(target)
+    place = target.with_name(f".{target.name}.{_MARK}.{os.getpid()}.tmp")
+    _remove(place)
+    if folder:
+        place.mkdir()
+    else:
+        place.touch()
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        _lock(handle)
+        yield place
+    finally:
+        os.close(handle)
+        _remove(place)
+
+
+def old_name(work: Path) -> Path:
+    """Where an older target waits while the new one, at ``work``, takes its name."""
+    return work.with_suffix(".old")
+
+
+def remove_stale(target: Path) -> list[Path]:
+    """Remove what killed exports to the same target left beside it; returns what was removed.
+
+    Only names that :func:`workplace` gives, that nobody has locked and nobody made a moment ago. An older target
+    that was waiting under such a name when its export was killed gets its name back, where that is free.
+    """
+    # where nothing can be locked (no fcntl: Windows) nothing is known to be left over
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.{_MARK}\.\d+\.(tmp|old)")
+    with suppress(OSError):
+        found = sorted(p for p in target.parent.iterdir() if pattern.fullmatch(p.name))
+        stale = [p for p in found if not _in_use(p.with_suffix(".tmp")) and not _in_use(p)]
+        for path in stale:
+            if path.suffix == ".old" and not target.exists():
+                os.replace(path, target)
+            else:
+                _remove(path)
+        return stale
+    return []
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file or folder for this process; False where another has it, or where there are no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        if path.suffix == ".tmp" and time.time() - path.stat().st_mtime < _YOUNG:
+            return True
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        return not _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

@@ -1,0 +1,128 @@
+"""Real images for an export: to hold the answers together, and to calibrate int8; with their classes where known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+from PIL import Image
+from torch import Tensor
+
+from capszoo.data import DATASETS, PREFIXES, check_name, load_dataset
+from capszoo.errors import CapszooError
+from capszoo.inference import label_names
+from capszoo.preprocess import find_images, load_image, model_transform
+
+__all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "load_images", "open_images", "transformed"]
+
+#: Images that the command takes of what it is given, evenly spread: to calibrate int8, and to verify an export.
+CALIBRATION_IMAGES, VERIFY_IMAGES = 512, 2000
+
+
+@dataclass(frozen=True)
+class RealImages:
+    """Images as the exported graph takes them.
+
+    Attributes:
+        images: ``[b, c, h, w]``, normalised float32, or uint8.
+        labels: ``[b]``, the classes; None where they are not known.
+        source: where they come from, in words.
+    """
+
+    images: Tensor
+    labels: Tensor | None
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+def open_images(
+    model: nn.Module,
+    where: str,
+    split: str = "test",
+    limit: int | None = None,
+    uint8_input: bool = False,
+    data: str | Path | None = None,
+) -> RealImages:
+    """Images of a data set, a file or a folder.
+
+    Args:
+        model: whose transform they go through.
+        where: a data set that :func:`capszoo.data.load_dataset` knows by name, or a path. Where every file lies in a
+            folder that bears a class's name, or its number, the classes are known.
+        split: of a data set.
+        limit: take no more, evenly spread.
+        uint8_input: leave them as uint8.
+        data: folder of the data sets; None asks ``CAPSZOO_DATA``.
+
+    Raises:
+        CapszooError: there is no such data set or path, it has other classes than the model, or several in an image.
+    """
+    if where in DATASETS or where.startswith(tuple(PREFIXES)):
+        return _of_data_set(model, where, split, limit, uint8_input, data)
+    if not Path(where).exists():
+        try:
+            check_name(where)
+        except CapszooError as e:
+            raise CapszooError(f"{where} is no file, no folder and no data set: {e}") from None
+    files = find_images([where])
+    files = [files[i] for i in _spread(len(files), limit)]
+    return RealImages(load_images(model, files, uint8_input), _classes(model, files), where)
+
+
+def _of_data_set(
+    model: nn.Module, name: str, split: str, limit: int | None, uint8_input: bool, data: str | Path | None
+) -> RealImages:
+    found = load_dataset(name, split, data)
+    classes = int(getattr(model, "num_classes", 0))
+    if found.spec.multi_label:
+        raise CapszooError(f"{name} has several classes in an image", "name a data set with one")
+    if found.spec.num_classes != classes:
+        raise CapszooError(
+            f"{name} has {found.spec.num_classes} classes, the model {classes}",
+            "name the model's own data set",
+        )
+    if not hasattr(found, "images"):
+        raise CapszooError(
+            f"{name} is too large to be held in memory", "give a folder with some of its images"
+        )
+    picked = _spread(len(found), limit)
+    pictures = (Image.fromarray(found.images[i].permute(1, 2, 0).numpy().squeeze()) for i in picked)
+    return RealImages(
+        transformed(model, pictures, uint8_input), found.labels[picked].long(), f"{name} ({split})"
+    )
+
+
+def load_images(model: nn.Module, files: Iterable[str | Path], uint8_input: bool = False) -> Tensor:
+    """Image files as the exported graph takes them: ``[b, c, h, w]``, normalised float32, or uint8."""
+    return transformed(model, map(load_image, files), uint8_input)
+
+
+def transformed(model: nn.Module, pictures: Iterable[Image.Image], uint8_input: bool = False) -> Tensor:
+    """Images through the model's transform: ``[b, c, h, w]``, normalised float32, or uint8."""
+    transform = model_transform(model)
+    if not uint8_input:
+        return torch.stack([transform(picture) for picture in pictures])
+    views = [np.asarray(transform.view(picture), dtype=np.uint8) for picture in pictures]
+    pixels = np.stack(views).reshape(len(views), *transform.size, transform.channels)
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)))
+
+
+def _classes(model: nn.Module, files: Sequence[Path]) -> Tensor | None:
+    """Class of each file by the name of its folder; None unless all of them have one."""
+    names = label_names(model)
+    index = {str(i): i for i in range(len(names))} | {name: i for i, name in enumerate(names)}
+    found = [index.get(file.parent.name) for file in files]
+    known = [label for label in found if label is not None]
+    return torch.tensor(known) if len(known) == len(files) else None
+
+
+def _spread(count: int, limit: int | None) -> list[int]:
+    """Indices of at most ``limit`` of ``count`` things, evenly spread."""
+    taken = count if limit is None else min(limit, count)
+    return [i * count // taken for i in range(taken)]

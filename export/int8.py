@@ -1,0 +1,142 @@
+"""INT8 by explicit QuantizeLinear and DequantizeLinear around convolutions and large matrix products.
+
+ONNX Runtime's static quantisation does the work, with the settings that TensorRT asks for: symmetric, zero point 0,
+weights stored as int8 with a scale per output channel, biases and results left in float32. Only plain layers are
+quantised, that is convolutions and linear layers outside of the routing modules; votes, agreement, softmax, norms and
+squash stay in float32.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from capszoo.summary import ITERATION_ATTRIBUTES
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["MAX_LOSS", "MIN_CALIBRATION", "MIN_WEIGHTS", "plain_layers", "quantisable", "quantise"]
+
+#: Accuracy that int8 may cost, in points.
+MAX_LOSS = 0.5
+
+#: Fewer images say too little about the ranges of activations.
+MIN_CALIBRATION = 16
+
+#: A linear layer with fewer weights than this gains nothing.
+MIN_WEIGHTS = 2**14
+
+_OPERATORS = ("Conv", "Gemm", "MatMul")
+
+
+def plain_layers(model: nn.Module) -> set[str]:
+    """Names of the weights of convolutions and large linear layers that are no part of a routing."""
+    routings = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("capszoo.layers")
+        and any(type(getattr(module, attribute, None)) is int for attribute in ITERATION_ATTRIBUTES)
+    ]
+    inside = tuple(f"{name}." for name in routings)
+    found = set()
+    for name, module in model.named_modules():
+        if f"{name}.".startswith(inside):
+            continue
+        large = isinstance(module, nn.Linear) and module.weight.numel() >= MIN_WEIGHTS
+        if isinstance(module, (nn.Conv1d, nn.Conv2d)) or large:
+            found.add(f"{name}.weight")
+    return found
+
+
+def quantisable(proto: onnx.ModelProto, weights: set[str]) -> list[str]:
+    """Names of the nodes whose second input is one of the weights."""
+    return [
+        node.name
+        for node in proto.graph.node
+        if node.op_type in _OPERATORS and len(node.input) > 1 and node.input[1] in weights
+    ]
+
+
+def quantise(
+    proto: onnx.ModelProto, weights: set[str], images: torch.Tensor, batch: tuple[int, int, int]
+) -> onnx.ModelProto:
+    """The same graph with Q/DQ pairs around the nodes that use these weights.
+
+    Args:
+        proto: float32 graph; left as it is.
+        weights: names of initialisers, see :func:`plain_layers`.
+        images: calibration images ``[b, c, h, w]``, as the graph takes them.
+        batch: smallest, usual and largest batch that the graph takes.
+    """
+    import onnx
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+
+    with tempfile.TemporaryDirectory() as folder, _silent():
+        source, target = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
+        onnx.save(proto, source)
+        quantize_static(
+            source,
+            target,
+            _Images(proto.graph.input[0].name, images, batch),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=list(_OPERATORS),
+            nodes_to_quantize=quantisable(proto, weights),
+            per_channel=True,
+            activation_type=QuantType.QInt8,
+            weight_type=QuantType.QInt8,
+            calibrate_method=CalibrationMethod.MinMax,
+            extra_options=dict(
+                ActivationSymmetric=True,
+                WeightSymmetric=True,
+                QuantizeBias=False,  # TensorRT takes biases in float alone
+                OpTypesToExcludeOutputQuantization=list(_OPERATORS),  # the next layer's input is quantised
+            ),
+        )
+        quantised = onnx.load(target)
+    quantised.producer_name, quantised.producer_version = proto.producer_name, proto.producer_version
+    return quantised
+
+
+class _Images:
+    """Calibration images in batches, as ONNX Runtime's calibrator asks for them."""
+
+    def __init__(self, name: str, images: torch.Tensor, batch: tuple[int, int, int]) -> None:
+        self._batches = self._read(name, images, batch)
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self._batches, None)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self._batches
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._batches)
+
+    @staticmethod
+    def _read(
+        name: str, images: torch.Tensor, batch: tuple[int, int, int]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        smallest, usual, _ = batch
+        for chunk in images.cpu().split(usual):
+            repeats = -(-smallest // len(chunk))  # a graph of fixed batch takes no smaller last one
+            yield {name: torch.cat([chunk] * repeats)[: max(len(chunk), smallest)].numpy()}
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The quantiser logs advice (to preprocess a graph that is optimised already) through the root logger."""
+    root, before = logging.getLogger(), logging.getLogger().level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(before)

@@ -1,0 +1,143 @@
+"""A PyTorch module that runs on TensorRT, by Torch-TensorRT, for who wants to stay in PyTorch.
+
+>>> from capszoo.export.to_torch_tensorrt import compile_module
+>>> fast = compile_module(model, batch=(1, 8, 32), precision="fp16")
+>>> scores = fast(images.cuda())
+
+What TensorRT does not take runs in PyTorch. The module is held to the original on the gate's probes before it is
+returned. Torch-TensorRT's API is that of its documentation (2.x, ``torch_tensorrt.dynamo.compile``); no model of the
+project has been compiled with it yet, for it needs an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from capszoo.errors import UsageError
+
+from . import to_onnx
+from .to_onnx import ExportError, Job, _first_line, hold_to_eager
+from .to_tensorrt import BuildOptions
+
+__all__ = ["compile_module", "find_torch_tensorrt"]
+
+INSTALL = "pip install torch-tensorrt on a machine with an NVIDIA GPU"
+
+
+def find_torch_tensorrt() -> Any | None:
+    """Torch-TensorRT, or None."""
+    try:
+        return importlib.import_module("torch_tensorrt")
+    except (ImportError, OSError, RuntimeError):  # its libraries are missing, or fit another torch
+        return None
+
+
+def compile_module(
+    model: nn.Module | str,
+    *,
+    batch: tuple[int, int, int] | int = (1, 8, 32),
+    precision: str = "fp32",
+    routing_iters: int | None = None,
+    outputs: Sequence[str] = ("scores",),
+    uint8_input: bool = False,
+    input_size: tuple[int, int, int] | None = None,
+    options: BuildOptions | None = None,
+    device: str = "cuda",
+    torch_tensorrt: Any = None,
+) -> nn.Module:
+    """Compile a classifier with Torch-TensorRT; precision lies in the model, as for the other formats.
+
+    Args:
+        model, batch, precision, routing_iters, outputs, uint8_input, input_size: see
+            :func:`capszoo.export.to_onnx.export`; no int8.
+        options: how engines are built.
+        device: of the result.
+        torch_tensorrt: the API; None imports it.
+
+    Returns:
+        A module that takes and gives float32 (or takes uint8) on ``device``.
+
+    Raises:
+        ExportError: Torch-TensorRT is absent, does not compile the model, or the result differs from the original.
+        UsageError: arguments that make no sense.
+    """
+    if precision == "int8":
+        raise UsageError(
+            "torch_tensorrt takes no int8 here", "export --int8 to ONNX and build with --format tensorrt"
+        )
+    trt = torch_tensorrt or find_torch_tensorrt()
+    if trt is None:
+        raise ExportError("Torch-TensorRT is not installed", INSTALL)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ExportError("Torch-TensorRT needs an NVIDIA GPU", "torch.cuda.is_available() is False")
+    options = options or BuildOptions()
+    job = to_onnx.prepare(
+        model,
+        batch=batch,
+        precision=precision,
+        routing_iters=routing_iters,
+        outputs=outputs,
+        uint8_input=uint8_input,
+        input_size=input_size,
+    )
+    job.served.to(device)
+    program = job.trace()
+    arguments = _arguments(trt.dynamo.compile, options)
+    try:
+        compiled: nn.Module = trt.dynamo.compile(program, inputs=[_input(trt, job)], **arguments)
+    except Exception as e:  # the library raises many kinds, without a common base
+        raise ExportError(f"{job.name}: Torch-TensorRT cannot compile it: {_first_line(e)}") from e
+    hold_to_eager(job, _Runner(compiled, device))
+    return compiled
+
+
+def _input(trt: Any, job: Job) -> Any:
+    """The input with its batch profile."""
+    smallest, usual, largest = job.batch
+    dtype = torch.uint8 if job.input_dtype == "uint8" else torch.float32
+    if smallest == largest:
+        return trt.Input(shape=(usual, *job.size), dtype=dtype)
+    shapes = {f"{key}_shape": (n, *job.size) for key, n in zip(("min", "opt", "max"), job.batch, strict=True)}
+    return trt.Input(**shapes, dtype=dtype)
+
+
+def _arguments(function: Any, options: BuildOptions) -> dict[str, Any]:
+    """Build options under the library's names."""
+    arguments: dict[str, Any] = dict(
+        workspace_size=options.workspace_mib << 20,
+        optimization_level=options.optimization_level,
+        version_compatible=options.version_compatible,
+        hardware_compatible=options.hardware_compatible,
+        immutable_weights=not options.refit,
+    )
+    if options.timing_cache:
+        arguments["timing_cache_path"] = options.timing_cache
+    known = inspect.signature(function).parameters
+    # a release that types networks strongly in any case, or refits always, may have dropped these two
+    if "immutable_weights" not in known:
+        del arguments["immutable_weights"]
+    if "use_explicit_typing" in known:
+        arguments["use_explicit_typing"] = True
+    return arguments
+
+
+class _Runner:
+    """The compiled module with numpy arrays."""
+
+    name = "torch_tensorrt"
+
+    def __init__(self, module: nn.Module, device: str) -> None:
+        self.module, self.device = module, device
+
+    def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+        with torch.inference_mode():
+            outputs = self.module(torch.from_numpy(images).to(self.device))
+        flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        return [output.float().cpu().numpy() for output in flat]
