@@ -24,6 +24,7 @@ __all__ = [
     "AugmentConfig",
     "DataConfig",
     "FeedbackConfig",
+    "InitConfig",
     "LossConfig",
     "OptimizerConfig",
     "Recipe",
@@ -98,6 +99,18 @@ class DataConfig(_Section):
     limit: Positive | None = None
     """Train on the first so many images only (after the validation split): for trials."""
     augment: AugmentConfig = AugmentConfig()
+    validation: Literal["carved", "stratified", "own"] = "carved"
+    """Where validation images come from: val_size of the training set; of each class its share of those; or the data
+    set's own validation split."""
+    test: bool = True
+    """Measure on the test split at the end; false where the data set has none."""
+    balance: bool = False
+    """Show each class equally often in training, however many images it has."""
+    skip_bad: bool = False
+    """Leave images that cannot be read out, and say which; otherwise they are an error."""
+    mean: tuple[float, ...] | None = None
+    """Mean per channel of images in 0..1, to normalise them; the data set's where it is left out."""
+    std: tuple[Rate, ...] | None = None
 
     @field_validator("name")
     @classmethod
@@ -115,6 +128,8 @@ class OptimizerConfig(_Section):
     lr: Rate = 1e-3
     weight_decay: NonNegativeRate = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Factor of the learning rate from each layer to the one before it; the head has the full rate."""
     options: dict[str, Any] = {}
 
 
@@ -154,6 +169,17 @@ class FeedbackConfig(_Section):
     """Further arguments: generator, critic, metric, num_iters, epsilon, cost, bias_fix, backprop_plan, layout, …"""
 
 
+class InitConfig(_Section):
+    """Weights to start from; without this section a net starts from random ones."""
+
+    weights: str
+    """What `capszoo predict` takes: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file."""
+    new_classes: bool = True
+    """Fresh class capsules; false where the classes are those of the weights."""
+    freeze: tuple[str, ...] = ()
+    """What stays as it is: "body" (the feature stages), "all" (all but the class capsules), or modules by name."""
+
+
 class Recipe(_Section):
     """One recipe: one checkpoint, one tag."""
 
@@ -174,8 +200,11 @@ class Recipe(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
     feedback: FeedbackConfig | None = None
+    init: InitConfig | None = None
     clip_grad: Rate | None = None
     """Largest norm of the gradient."""
+    early_stop: Positive | None = None
+    """Stop after so many epochs without a better validation accuracy; the best epoch's weights are kept."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential average of the weights; it is what is evaluated and exported."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -113,10 +113,12 @@ def test_imagefolder_mistakes(pictures: Path) -> None:
     with pytest.raises(DataError, match="has the class cow, which .*train lacks"):
         load_dataset(name, "test")
     (pictures / "train" / "ant").mkdir()
-    with pytest.raises(DataError, match="no valid file for the classes ant"):
+    with pytest.raises(DataError, match="train: the class ant has no images: add some, or remove its folder"):
         load_dataset(name, "train")
+    with pytest.raises(DataError, match="has no sub-folder test or val"):
+        load_dataset(f"imagefolder:{pictures / 'train'}", "test")
     with pytest.raises(DataError, match="has no sub-folder train"):
-        load_dataset(f"imagefolder:{pictures / 'train'}", "train")
+        load_dataset(f"imagefolder:{pictures / 'train' / 'dog'}", "train")
 
 
 def test_grey_images_keep_one_channel(tmp_path: Path) -> None:
