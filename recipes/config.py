@@ -6,6 +6,7 @@ A file may hold `profiles: {short: {epochs: 20, ...}}`: other settings for the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -353,20 +354,24 @@ def list_profiles(recipe: str | Path) -> list[str]:
 
 
 def load_recipe(
-    recipe: str | Path | Recipe, overrides: list[str] | None = None, profile: str | None = None
+    recipe: str | Path | Recipe | dict[str, Any],
+    overrides: Sequence[str] | None = None,
+    profile: str | None = None,
 ) -> Recipe:
     """Read and check a recipe.
 
     Arguments:
-        recipe: path, name of a recipe of the package, or a `Recipe`.
+        recipe: path, name of a recipe of the package, a `Recipe`, or the tree of one.
         overrides: `key=value` lines with dotted keys; values are YAML. They come after the profile.
         profile: name of one of the recipe's profiles; None takes its own settings.
 
     Raises `RecipeError`, one line that names the key and the nearest valid one.
     """
+    profiles: dict[str, dict[str, Any]] = {}
     if isinstance(recipe, Recipe):
         where, tree = recipe.name, recipe.model_dump()
-        profiles: dict[str, dict[str, Any]] = {}
+    elif isinstance(recipe, dict):
+        where, tree = f"{recipe['arch']}.{recipe['tag']}", recipe
     else:
         tree, where = _read(recipe)
         profiles = _profiles(tree, where)

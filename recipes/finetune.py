@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from capszoo.data import DATASETS, PREFIXES, DataError, load_dataset
+import torch
+
+from capszoo._api import default_device
+from capszoo.data import DATASETS, PREFIXES, DataError, load_dataset, split_validation
 from capszoo.data.folders import find_splits
 from capszoo.errors import UsageError
 from capszoo.inference import load_model, run_weights
@@ -159,12 +162,19 @@ def finetune_recipe(
     # Loaded as training will load them: what is wrong with the folder is said before anything is written.
     images = load_dataset(name, "train", root, size=size, resize=size, skipped=[] if skip_bad else None)
     splits = {"train", "test"} if name in DATASETS else find_splits(name, root)
-    channels, classes, count = images.spec.input_size[0], images.spec.num_classes, len(images)
-    validation = 0
+    if images.spec.multi_label:
+        raise UsageError(
+            f"{name} has several labels an image", "write a recipe with an init section, and train it"
+        )
+    channels, count, validation = images.spec.input_size[0], len(images), 0
     if "val" not in splits:
-        validation = min(max(classes, round(VALIDATION_SHARE * count)), VALIDATION_MOST, max(count - 2, 0))
-    batch = max(2, min(BATCH, count - validation))
-    steps = max(1, (count - validation) // batch)
+        if images.labels.bincount().max() < 2:
+            raise DataError(f"{name}: no class has two images: one is needed to learn from, one to look at")
+        wanted = max(images.spec.num_classes, round(VALIDATION_SHARE * count))
+        validation = min(wanted, VALIDATION_MOST, count - 1)
+        count = len(split_validation(images, validation, stratified=True)[0])
+    batch = min(BATCH, count)
+    steps = count // batch
     epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
     tree: dict[str, Any] = {
         "arch": source.architecture,
@@ -178,7 +188,7 @@ def finetune_recipe(
             "validation": "own" if "val" in splits else "stratified",
             "val_size": validation,
             "test": "test" in splits,
-            "balance": not images.spec.multi_label,
+            "balance": True,
             "skip_bad": skip_bad,
             # The weights know images normalised in this way.
             "mean": per_channel(source.mean, channels),
@@ -199,7 +209,7 @@ def finetune_recipe(
         tree["init"] = {"weights": model, "new_classes": not same, "freeze": tuple(freeze)}
     elif freeze:
         raise UsageError("random weights are not worth freezing", "leave out --freeze or --from-scratch")
-    return load_recipe(Recipe.model_validate(tree), list(overrides))
+    return load_recipe(tree, overrides)
 
 
 def finetune(
@@ -258,16 +268,17 @@ def finetune(
     )
     result = train(recipe, out=out, data=root, cpu=cpu, stop_after=stop_after)
     if result["finished"] and os.environ.get("RANK", "0") == "0":
-        result |= _finish(recipe, Path(result["weights"]), root)
+        device = torch.device("cpu") if cpu else default_device()
+        result |= _finish(recipe, Path(result["weights"]), root, device)
     return result
 
 
-def _finish(recipe: Recipe, weights: Path, root: str | Path | None) -> dict[str, Any]:
+def _finish(recipe: Recipe, weights: Path, root: str | Path | None, device: torch.device) -> dict[str, Any]:
     """Write what people look at: names of the classes, confusion matrix, model card."""
     net, info = model_from_file(weights)
     found = load_data(recipe, root).measured
     labels = info.label_names or ()
-    matrix = confusion_matrix(net, found)
+    matrix = confusion_matrix(net.to(device), found)
     paths = {"labels": weights.with_name("labels.txt"), "confusion": weights.with_name("confusion.png")}
     paths["labels"].write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
     write_confusion(paths["confusion"], matrix, labels, f"{info.name}, {len(found)} images of {found.split}")

@@ -251,7 +251,7 @@ def _hold_or_stream(
 
 def _mode_of(modes: Callable[[int], str], count: int) -> str:
     """ "RGB" where any of the images (a thousand of them, evenly spaced) has colour, else "L"."""
-    for index in range(0, count, -(-count // _MODE_SAMPLE)):
+    for index in range(0, count, -(-count // _MODE_SAMPLE) or 1):
         with suppress(DataError):  # what cannot be read is said when it is decoded
             if modes(index) == "RGB":
                 return "RGB"

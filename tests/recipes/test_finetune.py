@@ -356,7 +356,8 @@ def test_broken_folders_are_one_line_each(photos: Path, tmp_path: Path) -> None:
     assert "val has no images of eight, three: add some, or take the class out" in line(split)
     assert "random weights are not worth freezing" in line(split, 2, "--from-scratch", "--freeze", "body")
     assert "did you mean" in fails(2, "resnet20_routingcap.mnist", "--data", split, "--out", out)
-    assert "did you mean 'optimizer.lr'" not in line(split, 2, "--set", "epoch=3")
+    assert "unknown key 'epoch': did you mean 'epochs'" in line(split, 2, "--set", "epoch=3")
+    assert "a tag is a short name" in line(split, 2, "--tag", "a.b")
 
 
 def test_unreadable_images_are_listed_or_skipped(photos: Path, tmp_path: Path) -> None:
