@@ -26,6 +26,7 @@ from .evaluate import create_for
 
 __all__ = [
     "RunData",
+    "check_classes",
     "create_feedback",
     "create_net",
     "create_optimizer",
@@ -85,14 +86,14 @@ def load_data(recipe: Recipe, data: str | Path | None) -> RunData:
         stratified = settings.validation == "stratified"
         training, validation = split_validation(whole, settings.val_size, settings.val_seed, stratified)
     own = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
-    _check_classes({split: part for split, part in own.items() if part is not None})
+    check_classes({split: part for split, part in own.items() if part is not None})
     if settings.limit:
         training = training.subset(torch.arange(min(settings.limit, len(training))))
     fingerprints = {split: part.fingerprint() for split, part in own.items() if part is not None}
     return RunData(training, validation, test, fingerprints, tuple(skipped or ()))
 
 
-def _check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
+def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
     """Refuse splits with other classes than the training split, a single class, or a class without images."""
     spec = parts["train"].spec
     if spec.num_classes < 2:

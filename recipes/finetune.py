@@ -26,7 +26,7 @@ from capszoo.inference import load_model, run_weights
 from capszoo.models._pretrained import bundled_tags
 from capszoo.preprocess import per_channel
 
-from .build import load_data
+from .build import check_classes, load_data
 from .config import Recipe, list_recipes, load_recipe
 from .evaluate import model_from_file
 from .report import confusion_matrix, write_card, write_confusion
@@ -166,6 +166,7 @@ def finetune_recipe(
         raise UsageError(
             f"{name} has several labels an image", "write a recipe with an init section, and train it"
         )
+    check_classes({"train": images})
     channels, count, validation = images.spec.input_size[0], len(images), 0
     if "val" not in splits:
         if images.labels.bincount().max() < 2:

@@ -46,7 +46,7 @@ def write_confusion(path: Path, matrix: Tensor, labels: Sequence[str], title: st
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     shares = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
-    picture = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
+    picture = axes.imshow(shares.numpy(), vmin=0, vmax=1, cmap="Blues")
     if count <= 100:
         axes.set_xticks(range(count), labels, rotation=90)
         axes.set_yticks(range(count), labels)
