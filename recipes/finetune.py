@@ -37,7 +37,7 @@ __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
 # Settings for small sets, by `python benchmarks/finetune.py --search` (docs/fine-tune.md has the table).
 LEARNING_RATE = 0.003
 LAYER_DECAY = 0.8
-UPDATES = 400
+UPDATES = 240
 """Updates in all, as far as `EPOCHS` allows: a small set is shown more often than a large one."""
 EPOCHS = (5, 60)
 BATCH = 32
