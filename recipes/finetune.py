@@ -29,7 +29,7 @@ from capszoo.preprocess import per_channel
 from .build import check_classes, load_data
 from .config import Recipe, list_recipes, load_recipe
 from .evaluate import model_from_file
-from .report import confusion_matrix, write_card, write_confusion
+from .outcome import confusion_matrix, write_card, write_confusion
 from .train import train
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]

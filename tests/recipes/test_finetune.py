@@ -25,7 +25,7 @@ from capszoo.recipes.build import create_optimizer
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.early_stop import BestEpoch
 from capszoo.recipes.finetune import find_source, finetune, finetune_recipe
-from capszoo.recipes.report import confusion_matrix
+from capszoo.recipes.outcome import confusion_matrix
 from tests.models.zoo_cases import names, small
 from tests.support import packed
 
