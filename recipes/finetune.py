@@ -34,7 +34,7 @@ from .train import train
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
 
-# Settings for small sets, by `python benchmarks/finetune.py --search` (docs/fine-tune.md has the table).
+# Settings for small sets; docs/fine-tune.md has what was tried by `python benchmarks/finetune.py --search`.
 LEARNING_RATE = 0.003
 LAYER_DECAY = 0.8
 UPDATES = 240
