@@ -550,12 +550,7 @@ def train(
 
     Ctrl-C and SIGTERM save first. Several processes: accelerate launch -m capszoo.recipes.train RECIPE.
     """
-    import importlib.util
-
-    needed = ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CapszooError(f"training needs {', '.join(missing)}", "pip install 'capszoo[train]'")
+    _check_training()
     if together:
         from .recipes.together import train_together
 
@@ -565,13 +560,91 @@ def train(
         raise UsageError(f"{len(recipes)} recipes were given", "--together trains them side by side")
     from .recipes.train import train
 
-    result = train(recipes[0], overrides or [], out=out, data=data, cpu=cpu, profile=profile)
-    console = _stdout()
-    if "test" in result:
-        figures = ", ".join(f"{key} {value}" for key, value in result["test"].items())
-        console.print(f"test: {escape(figures)}", soft_wrap=True)
-    if "weights" in result:
-        console.print(f"weights: {escape(str(result['weights']))}", soft_wrap=True)
+    _print_run(train(recipes[0], overrides or [], out=out, data=data, cpu=cpu, profile=profile))
+
+
+@app.command()
+def finetune(
+    model: ModelArgument,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            help="Folder with a sub-folder of images per class, or hf:OWNER/NAME.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Folder of the run (default: runs/<model>.<data>).", show_default=False
+        ),
+    ] = None,
+    img_size: Annotated[
+        int | None,
+        typer.Option("--img-size", min=1, metavar="N", help="Side of the images, if not the weights'."),
+    ] = None,
+    freeze: Annotated[
+        str, typer.Option(help="body, all (but the class capsules), or modules by name, with commas.")
+    ] = "",
+    layer_decay: Annotated[
+        float | None,
+        typer.Option(
+            "--layer-decay",
+            help="Learning rate's factor from layer to layer below (1: none).",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="At most so many (default: by the images).")
+    ] = None,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Start from random weights, to compare.")
+    ] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out images that cannot be read.")
+    ] = False,
+    tag: Annotated[
+        str | None, typer.Option(help="Name of the new weights (default: the folder's).", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change any setting of the recipe; repeatable."),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+) -> None:
+    """Fine-tune a model to classes of your own, or go on where an earlier run of it stopped.
+
+    A fifth of each class is held out for early stopping, unless the folder has train/ and val/; test/ is measured once.
+    """
+    _check_training()
+    from .recipes.finetune import finetune
+
+    result = finetune(
+        model,
+        data,
+        out,
+        tag=tag,
+        img_size=img_size,
+        freeze=[part.strip() for part in freeze.split(",") if part.strip()],
+        layer_decay=layer_decay,
+        epochs=epochs,
+        from_scratch=from_scratch,
+        skip_bad=skip_bad,
+        overrides=overrides or (),
+        cpu=cpu,
+    )
+    _print_run(result)
+
+
+def _check_training() -> None:
+    """Say what is not installed that training needs."""
+    import importlib.util
+
+    needed = ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CapszooError(f"training needs {', '.join(missing)}", "pip install 'capszoo[train]'")
 
 
 @app.command()
@@ -669,6 +742,18 @@ def _print_report(report: ExportReport) -> None:
         f"batch {report.batch[0]} to {report.batch[2]}{iterations}",
         soft_wrap=True,
     )
+
+
+def _print_run(result: dict[str, Any]) -> None:
+    """Figures and files of a finished run."""
+    console = _stdout()
+    for split in ("test",) if "test" in result else ("validation",):
+        if split in result:
+            figures = ", ".join(f"{key} {value}" for key, value in result[split].items())
+            console.print(f"{split}: {escape(figures)}", soft_wrap=True)
+    for file in ("weights", "labels", "confusion", "card"):
+        if file in result:
+            console.print(f"{file}: {escape(str(result[file]))}", soft_wrap=True)
 
 
 def _print_gate(steps: Sequence[tuple[str, bool | None, str]]) -> None:

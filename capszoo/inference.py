@@ -18,7 +18,15 @@ from .errors import CapszooError, UsageError
 from .models._pretrained import WeightsError, WeightsInfo, is_hub_error, sha256_of
 from .preprocess import ImageTransform, load_image, model_transform
 
-__all__ = ["ImagePrediction", "NoWeights", "ScoredClass", "label_names", "load_model", "predict"]
+__all__ = [
+    "ImagePrediction",
+    "NoWeights",
+    "ScoredClass",
+    "label_names",
+    "load_model",
+    "predict",
+    "run_weights",
+]
 
 
 class NoWeights(CapszooError):
@@ -75,7 +83,7 @@ def _from_hub(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
 def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if path.is_dir() and (path / "config.json").is_file():
         return create_model(f"local-dir:{path}", pretrained=pretrained, **kwargs)
-    weights = _run_weights(path) if path.is_dir() else path
+    weights = run_weights(path) if path.is_dir() else path
     metadata = weights.with_suffix(".json")
     for file in (weights, metadata):
         if not file.is_file():
@@ -104,7 +112,7 @@ def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Modul
     )
 
 
-def _run_weights(folder: Path) -> Path:
+def run_weights(folder: Path) -> Path:
     """The weights that a finished run left in its folder, as ``<architecture>.<tag>.safetensors``."""
     found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
     if len(found) != 1:

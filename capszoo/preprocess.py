@@ -25,6 +25,8 @@ __all__ = [
     "load_image",
     "model_input_size",
     "model_transform",
+    "per_channel",
+    "to_mode",
 ]
 
 #: What is taken for an image in a folder; a file named on its own may have any suffix.
@@ -109,7 +111,7 @@ class ImageTransform:
 
     def view(self, image: Image.Image) -> Image.Image:
         """The part of the image that the model sees, at the model's size, in grey or RGB."""
-        image = _to_mode(image, self.channels)
+        image = to_mode(image, self.channels)
         height, width = self.size
         scale = max(height / image.height, width / image.width) / self.crop_pct
         resized = (max(height, round(image.height * scale)), max(width, round(image.width * scale)))
@@ -134,7 +136,8 @@ class ImageTransform:
         return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
 
 
-def _to_mode(image: Image.Image, channels: int) -> Image.Image:
+def to_mode(image: Image.Image, channels: int) -> Image.Image:
+    """An image of any mode in grey (1 channel) or RGB (3), 16 and 32 bits scaled down to 8."""
     if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits: Pillow's own conversion would clip
         values = np.asarray(image, dtype=np.float64)
         top = 65535.0 if image.mode.startswith("I") and values.max(initial=0) > 255 else 255.0
@@ -174,14 +177,14 @@ def model_transform(model: nn.Module) -> ImageTransform:
     return ImageTransform(
         channels=channels,
         size=(height, width),
-        mean=_per_channel(cfg.get("mean") or (0.0,), channels),
-        std=_per_channel(cfg.get("std") or (1.0,), channels),
+        mean=per_channel(cfg.get("mean") or (0.0,), channels),
+        std=per_channel(cfg.get("std") or (1.0,), channels),
         interpolation=str(cfg.get("interpolation") or "bilinear"),
         crop_pct=float(cfg.get("crop_pct") or 1.0),
     )
 
 
-def _per_channel(values: Iterable[float], channels: int) -> tuple[float, ...]:
+def per_channel(values: Iterable[float], channels: int) -> tuple[float, ...]:
     """As many values as channels: repeated from one, averaged to one."""
     given = tuple(float(value) for value in values)
     return given if len(given) == channels else (sum(given) / len(given),) * channels

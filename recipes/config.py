@@ -6,6 +6,7 @@ A file may hold `profiles: {short: {epochs: 20, ...}}`: other settings for the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -24,6 +25,7 @@ __all__ = [
     "AugmentConfig",
     "DataConfig",
     "FeedbackConfig",
+    "InitConfig",
     "LossConfig",
     "OptimizerConfig",
     "Recipe",
@@ -98,6 +100,18 @@ class DataConfig(_Section):
     limit: Positive | None = None
     """Train on the first so many images only (after the validation split): for trials."""
     augment: AugmentConfig = AugmentConfig()
+    validation: Literal["carved", "stratified", "own"] = "carved"
+    """Where validation images come from: val_size of the training set; of each class its share of those; or the data
+    set's own validation split."""
+    test: bool = True
+    """Measure on the test split at the end; false where the data set has none."""
+    balance: bool = False
+    """Show each class equally often in training, however many images it has."""
+    skip_bad: bool = False
+    """Leave images that cannot be read out, and say which; otherwise they are an error."""
+    mean: tuple[float, ...] | None = None
+    """Mean per channel of images in 0..1, to normalise them; the data set's where it is left out."""
+    std: tuple[Rate, ...] | None = None
 
     @field_validator("name")
     @classmethod
@@ -115,6 +129,8 @@ class OptimizerConfig(_Section):
     lr: Rate = 1e-3
     weight_decay: NonNegativeRate = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Factor of the learning rate from each layer to the one before it; the head has the full rate."""
     options: dict[str, Any] = {}
 
 
@@ -154,6 +170,17 @@ class FeedbackConfig(_Section):
     """Further arguments: generator, critic, metric, num_iters, epsilon, cost, bias_fix, backprop_plan, layout, …"""
 
 
+class InitConfig(_Section):
+    """Weights to start from; without this section a net starts from random ones."""
+
+    weights: str
+    """What `capszoo predict` takes: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file."""
+    new_classes: bool = True
+    """Fresh class capsules; false where the classes are those of the weights."""
+    freeze: tuple[str, ...] = ()
+    """What stays as it is: "body" (the feature stages), "all" (all but the class capsules), or modules by name."""
+
+
 class Recipe(_Section):
     """One recipe: one checkpoint, one tag."""
 
@@ -174,8 +201,11 @@ class Recipe(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
     feedback: FeedbackConfig | None = None
+    init: InitConfig | None = None
     clip_grad: Rate | None = None
     """Largest norm of the gradient."""
+    early_stop: Positive | None = None
+    """Stop after so many epochs without a better validation accuracy; the best epoch's weights are kept."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential average of the weights; it is what is evaluated and exported."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -324,20 +354,24 @@ def list_profiles(recipe: str | Path) -> list[str]:
 
 
 def load_recipe(
-    recipe: str | Path | Recipe, overrides: list[str] | None = None, profile: str | None = None
+    recipe: str | Path | Recipe | dict[str, Any],
+    overrides: Sequence[str] | None = None,
+    profile: str | None = None,
 ) -> Recipe:
     """Read and check a recipe.
 
     Arguments:
-        recipe: path, name of a recipe of the package, or a `Recipe`.
+        recipe: path, name of a recipe of the package, a `Recipe`, or the tree of one.
         overrides: `key=value` lines with dotted keys; values are YAML. They come after the profile.
         profile: name of one of the recipe's profiles; None takes its own settings.
 
     Raises `RecipeError`, one line that names the key and the nearest valid one.
     """
+    profiles: dict[str, dict[str, Any]] = {}
     if isinstance(recipe, Recipe):
         where, tree = recipe.name, recipe.model_dump()
-        profiles: dict[str, dict[str, Any]] = {}
+    elif isinstance(recipe, dict):
+        where, tree = f"{recipe['arch']}.{recipe['tag']}", recipe
     else:
         tree, where = _read(recipe)
         profiles = _profiles(tree, where)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,21 @@ def count_correct(
 
 
 def create_for(
-    architecture: str, num_classes: int, input_size: tuple[int, int, int], model_args: Mapping[str, Any]
+    architecture: str,
+    num_classes: int,
+    input_size: tuple[int, int, int],
+    model_args: Mapping[str, Any],
+    create: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
-    """Create a net for a data set; timm's own architectures work too (those that take no `img_size` get none)."""
+    """Create a net for a data set; timm's own architectures work too (those that take no `img_size` get none).
+
+    `create` is called with the arguments alone; None creates the architecture with random weights.
+    """
     args: dict[str, Any] = {"num_classes": num_classes, "in_chans": input_size[0]}
     if architecture in capszoo.list_models():
         args["img_size"] = input_size[1:]
-    return capszoo.create_model(architecture, **{**args, **model_args})
+    create = create or partial(capszoo.create_model, architecture)
+    return create(**{**args, **model_args})
 
 
 def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:

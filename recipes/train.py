@@ -15,45 +15,34 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-import yaml
 from timm.layers import convert_sync_batchnorm
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-import capszoo
-from capszoo.data import Batch, Batches, DatasetSpec, ImageSet, StreamedSet, load_dataset, split_validation
+from capszoo.data import Batch, Batches, ImageSet
 from capszoo.errors import CapszooError, UsageError
 from capszoo.losses import create_loss, reconstruction_loss
-from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
+from capszoo.models._feedback import FeedbackAgreement
 from capszoo.models._pretrained import WeightsError
 
-from .checkpoints import (
-    Checkpoint,
-    clear_leftovers,
-    latest_checkpoint,
-    room_missing,
-    save_checkpoint,
-    write_atomically,
-)
+from .build import create_feedback, create_net, create_optimizer, create_scheduler, hold_frozen, load_data
+from .checkpoints import Checkpoint, latest_checkpoint, save_checkpoint
 from .config import Recipe, RecipeError, load_recipe
-from .evaluate import all_right, count_correct, create_for, evaluate, score_threshold
+from .early_stop import BestEpoch
+from .evaluate import all_right, count_correct, evaluate, score_threshold
 from .processes import PeerLost, Stopped, StopRequest, TrainingError, agree, one_fate
+from .rundir import check_room, check_run, note_session, open_run, versions
 from .runlog import RunLog
 from .watch import Watch
 from .weights import hardware, source_commit, write_weights
@@ -124,156 +113,6 @@ class Task(nn.Module):
         return reconstruction_loss(rebuilt, pixels.float() / 255, self.reconstruction)
 
 
-def _check_run(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Refuse a folder that holds another recipe's run; nothing is written."""
-    for before in (out / "recipe.yaml", out / "recipe.json"):  # older runs have the latter
-        if before.is_file():
-            break
-    else:
-        return
-    if not resume:
-        raise TrainingError(f"{out} already holds a run: choose another --out, or resume it")
-    try:
-        old = yaml.safe_load(before.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise TrainingError(
-            f"cannot read {before}: {getattr(error, 'strerror', None) or 'damaged'}"
-        ) from error
-    with suppress(ValueError):  # a run of an earlier version lacks the keys that are new
-        old = Recipe.model_validate(old).model_dump(mode="json")
-    key, was, wanted = _first_difference(old, recipe.model_dump(mode="json"))
-    if key:
-        raise TrainingError(
-            f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
-            f"or go on with the run's own: {before}"
-        )
-
-
-def _open_run(recipe: Recipe, out: Path) -> None:
-    """Make the run's folder; the first thing that is written."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        write_atomically(out / "recipe.yaml", f"# The recipe of this run, every key resolved.\n{text}")
-        clear_leftovers(out)
-    except OSError as error:
-        raise TrainingError(f"cannot write to {out}: {error.strerror or error}") from error
-
-
-def _first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any]:
-    """The first dotted key in which two trees differ, and both values; an empty key where they are equal."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return ("", None, None) if old == new else (prefix, old, new)
-    for key in sorted(old.keys() | new.keys()):
-        found = _first_difference(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
-        if found[0]:
-            return found
-    return "", None, None
-
-
-def _note_session(out: Path, session: dict[str, Any]) -> None:
-    """Add what this start of the run works with to the run's `sessions.json`."""
-    path = out / "sessions.json"
-    before: list[Any] = []
-    with suppress(OSError, ValueError):
-        before = json.loads(path.read_text(encoding="utf-8"))
-    write_atomically(path, json.dumps([*before, session], indent=1) + "\n")
-
-
-def _check_room(out: Path, recipe: Recipe, net: nn.Module) -> None:
-    """Raise `TrainingError` where the disk has no room for the run's checkpoints."""
-    weights = sum(t.numel() * t.element_size() for t in net.state_dict().values())
-    moments = 2 * sum(p.numel() * p.element_size() for p in net.parameters())  # the most that optimisers keep
-    needed = weights * (2 if recipe.ema_decay else 1) + moments
-    if missing := room_missing(out, needed):
-        raise TrainingError(
-            f"no room for checkpoints of about {needed / 1e6:,.2f} MB in {out}: "
-            f"{missing / 1e6:,.2f} MB more must be free; make room or choose another --out"
-        )
-
-
-def _load_data(
-    recipe: Recipe, data: str | Path | None
-) -> tuple[ImageSet | StreamedSet, ImageSet | StreamedSet, ImageSet | StreamedSet, dict[str, str]]:
-    settings = recipe.data
-    whole, test = (
-        load_dataset(settings.name, split, data, size=settings.size, resize=settings.augment.resize)
-        for split in ("train", "test")
-    )
-    fingerprints = {"train": whole.fingerprint(), "test": test.fingerprint()}
-    training, validation = split_validation(whole, settings.val_size, settings.val_seed)
-    if settings.limit:
-        training = training.subset(torch.arange(min(settings.limit, len(training))))
-    return training, validation, test, fingerprints
-
-
-def _create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
-    try:
-        return create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{recipe.name}: {error}") from error
-
-
-class _Trained(nn.Module):
-    """All that the optimiser updates, the net's own wishes about weight decay kept."""
-
-    def __init__(self, net: nn.Module, feedback: nn.Module) -> None:
-        super().__init__()
-        self.net: Any = net
-        self.feedback = feedback
-
-    def no_weight_decay(self) -> set[str]:
-        return {f"net.{name}" for name in getattr(self.net, "no_weight_decay", set)()}
-
-
-def _create_feedback(recipe: Recipe, net: nn.Module) -> FeedbackAgreement | None:
-    settings = recipe.feedback
-    if settings is None:
-        return None
-    if recipe.compile:
-        raise RecipeError(f"{recipe.name}: feedback listens inside the net, so compile must be false")
-    options = {"weight": settings.weight, **settings.options}
-    try:
-        if settings.pairs == "encapnet":
-            return encapnet_feedback(net, settings.units, **options)
-        return FeedbackAgreement(net, settings.pairs, **options)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{recipe.name}: feedback: {error}") from error
-
-
-def _create_optimizer(recipe: Recipe, net: nn.Module) -> torch.optim.Optimizer:
-    settings = recipe.optimizer
-    try:
-        return create_optimizer_v2(
-            net,
-            opt=settings.name,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            momentum=settings.momentum,
-            **settings.options,
-        )
-    except (AssertionError, TypeError, ValueError) as error:
-        raise RecipeError(f"{recipe.name}: optimizer {settings.name}: {error}") from error
-
-
-def _create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler | None:
-    settings = recipe.schedule
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched=settings.name,
-        num_epochs=recipe.epochs,
-        warmup_epochs=settings.warmup_epochs,  # type: ignore[arg-type]  # timm multiplies it by the updates
-        warmup_lr=settings.warmup_lr,
-        min_lr=settings.min_lr,
-        decay_milestones=list(settings.milestones),  # type: ignore[arg-type]
-        decay_epochs=settings.decay_epochs,
-        decay_rate=settings.decay_rate,
-        step_on_epochs=False,
-        updates_per_epoch=steps,
-    )
-    return scheduler
-
-
 def _seed_update(seed: int, step: int, rank: int) -> None:
     """Seed the net's random numbers (dropout) for one update, so that they need no place in the checkpoint."""
     digest = hashlib.sha256(f"update/{seed}/{step}/{rank}".encode()).digest()
@@ -320,7 +159,8 @@ def train(
         stop_after: checkpoint and stop after so many updates of this call (for trials and tests).
         profile: name of one of the recipe's profiles; None takes its own settings.
 
-    Returns `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and `"test"` (metrics).
+    Returns `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
+    `"validation"` and `"test"`, as far as there are such images.
 
     Raises `RecipeError`, `DataError` or `TrainingError`, each one line with a remedy; of several processes the first
     one does, the others exit.
@@ -349,10 +189,11 @@ def _train(
     commit = source_commit()  # now, not at the end: the files may have moved on by then
     with one_fate(accelerator):
         if main_process:
-            _check_run(recipe, out, resume)
+            check_run(recipe, out, resume)
 
         # Data: uint8 tensors on the device.
-        training, validation, test, fingerprints = _load_data(recipe, data)
+        found = load_data(recipe, data)
+        training, validation = found.training, found.validation
         spec = training.spec
         batches = Batches(
             training.to(device),
@@ -362,31 +203,35 @@ def _train(
             seed=recipe.seed,
             rank=rank,
             world=world,
+            balance=recipe.data.balance,
         )
         held_out = Batches(validation.to(device), 500, rank=rank, world=world) if len(validation) else None
+        if recipe.early_stop and not held_out:
+            raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")
         steps = len(batches)
         total = steps * recipe.epochs
 
         # Model, optimiser, schedule.
         accelerate.utils.set_seed(recipe.seed)
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        net = _create_net(recipe, spec).to(device).to(memory_format=layout)
+        net = create_net(recipe, spec).to(device).to(memory_format=layout)
         normalises = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.modules())
         if normalises and world > 1 and device.type == "cuda":
             net = convert_sync_batchnorm(net)  # the statistics of the whole batch, as on one GPU
         ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
-        feedback = _create_feedback(recipe, net)
-        optimizer = _create_optimizer(recipe, _Trained(net, feedback) if feedback else net)
+        feedback = create_feedback(recipe, net)
+        optimizer = create_optimizer(recipe, net, feedback)
+        best = BestEpoch(recipe.early_stop) if recipe.early_stop else None
         try:
             goal = Task(torch.compile(net) if recipe.compile else net, recipe, feedback)
         except (TypeError, ValueError) as error:
             raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
-        schedule = _create_scheduler(recipe, optimizer, steps)
+        schedule = create_scheduler(recipe, optimizer, steps)
 
         # Only now, when nothing is wrong with the recipe or the data, the run's folder.
         if main_process:
-            _open_run(recipe, out)
-            _check_room(out, recipe, net)
+            open_run(recipe, out)
+            check_room(out, recipe, net)
     task, wrapped = accelerator.prepare(goal, optimizer)
 
     # Where an earlier run stopped.
@@ -400,6 +245,8 @@ def _train(
             feedback.load_state_dict(checkpoint.weights["feedback"])
         if ema:
             ema.module.load_state_dict(checkpoint.weights["ema"])
+        if best:
+            best.restore(checkpoint.state["best"], checkpoint.weights.get("best", {}))
         optimizer.load_state_dict(checkpoint.optimizer["optimizer"])
         if accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
@@ -409,12 +256,16 @@ def _train(
     def keep() -> None:
         """Write a checkpoint of the present state."""
         nonlocal kept_step
-        state = {"epoch": step // steps, "seconds": seconds, "sums": sums.tolist(), "recipe": recipe.name}
+        state: dict[str, Any] = {"epoch": step // steps, "seconds": seconds, "sums": sums.tolist()}
+        state["recipe"] = recipe.name
         tensors: dict[str, Any] = {"optimizer": optimizer.state_dict()}
         if accelerator.scaler is not None:
             tensors["scaler"] = accelerator.scaler.state_dict()
         kept = {"model": net, "ema": ema.module if ema else None, "feedback": feedback}
         weights = {name: module.state_dict() for name, module in kept.items() if module is not None}
+        if best:
+            state["best"] = best.state()
+            weights |= {"best": best.weights} if best.weights else {}
         with one_fate(accelerator):
             try:
                 if main_process:
@@ -438,10 +289,10 @@ def _train(
         if main_process:
             session = {"from_update": step, "seed": recipe.seed, "processes": world, "commit": commit}
             started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            _note_session(
-                out, {"started": started, **session, "hardware": hardware(device), "versions": _versions()}
+            note_session(
+                out, {"started": started, **session, "hardware": hardware(device), "versions": versions()}
             )
-    for line in skipped:
+    for line in (*skipped, *(f"left out: {line}" for line in found.skipped)):
         log.say(line)
     parameters = sum(p.numel() for p in net.parameters())
     log.say(
@@ -485,7 +336,7 @@ def _train(
         if bad:
             explain(int(-bad))
         if losses:
-            lr = optimizer.param_groups[0]["lr"]
+            lr = _rate(optimizer)
             log.look(step, mean.item(), lr, recipe.batch_size / pace, f"epoch {epoch + 1}/{recipe.epochs}")
         losses.clear()
         return int(number)
@@ -496,16 +347,16 @@ def _train(
             f"the loss is not finite at update {bad}: making updates {kept_step + 1} to {bad} anew to see where"
         )
         checkpoint, _ = latest_checkpoint(out)
-        found = ""
+        place = ""
         if checkpoint:
             restore(checkpoint)
             goal.net = net  # hooks see nothing inside a compiled net
-            found = replay(bad)
-        found = next((text for text in gather_object([found]) if text), "which did not happen again there")
+            place = replay(bad)
+        place = next((text for text in gather_object([place]) if text), "which did not happen again there")
         agree(
             accelerator,
             TrainingError(
-                f"the loss is not finite at update {bad} (epoch {(bad - 1) // steps + 1}), {found}; "
+                f"the loss is not finite at update {bad} (epoch {(bad - 1) // steps + 1}), {place}; "
                 f"the state of update {kept_step} is kept: lower optimizer.lr or set clip_grad"
             ),
         )
@@ -537,9 +388,10 @@ def _train(
     try:
         log.progress.start()
         with StopRequest() as stop:
-            while step < total:
+            while step < total and not (best and step % steps == 0 and best.over(step // steps)):
                 epoch, start = divmod(step, steps)
                 task.train()
+                hold_frozen(net)
                 epoch_began, epoch_first = time.monotonic(), step
                 for batch in batches.epoch(epoch, start):
                     losses.append(advance(batch))
@@ -568,6 +420,8 @@ def _train(
                         count_correct(evaluated, held_out, accelerator.autocast(), threshold)
                     ).tolist()
                     record["val_top1"] = round(100 * right / n, 4)
+                    if best:
+                        best.see(epoch + 1, record["val_top1"], evaluated)
                 seconds = earlier + time.monotonic() - began
                 record["seconds"] = round(seconds, 1)
                 sums.zero_()
@@ -593,7 +447,11 @@ def _train(
         log.close()
 
     # The test set, once, from the file that is kept.
-    result: dict[str, Any] = {"out": out, "finished": True, "step": step, "epoch": recipe.epochs}
+    result: dict[str, Any] = {"out": out, "finished": True, "step": step, "epoch": step // steps}
+    if best:
+        evaluated.load_state_dict(best.weights)
+        ended = "the last" if step == total else f"none was better in {recipe.early_stop} more"
+        log.say(f"kept: epoch {best.epoch}, validation top-1 {best.top1:.2f}% ({ended})")
     with one_fate(accelerator):
         if main_process:
             details: dict[str, Any] = {
@@ -605,15 +463,22 @@ def _train(
                     "name": spec.name,
                     "title": spec.title,
                     "source": spec.source,
-                    "sha256": fingerprints,
+                    "sha256": found.fingerprints,
+                    **({"left_out": list(found.skipped)} if found.skipped else {}),
                 },
                 "hardware": hardware(device),
                 "train_seconds": round(seconds),
-                "versions": _versions(),
+                "versions": versions(),
                 "metrics": {},
             }
+            if best:
+                details["epoch"] = best.epoch
+            if not (isinstance(training, ImageSet) and training.composer) and batches.margin[0]:
+                details["crop_pct"] = (
+                    spec.input_size[1] / training.size[0]
+                )  # as evaluation crops, so does predict
             if held_out:
-                top1 = log.records()[-1]["val_top1"]
+                top1 = best.top1 if best else log.records()[-1]["val_top1"]
                 details["metrics"]["validation"] = {"top1": top1, "n": len(validation)}
 
             def write() -> Path:
@@ -624,23 +489,24 @@ def _train(
                     tag=recipe.tag,
                     model_args=recipe.model_args,
                     spec=spec,
-                    golden_pixels=next(Batches(test, GOLDEN_IMAGES).epoch()).pixels,
+                    golden_pixels=next(Batches(found.measured, GOLDEN_IMAGES).epoch()).pixels,
                     details=details,
                 )
 
-            figures = evaluate(write(), test, device=device)
-            details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
-            result["weights"], result["test"] = write(), details["metrics"]["test"]
-            log.say(
-                f"test: top-1 {figures['top1']:.2f}% of {figures['n']} images; weights in {result['weights']}"
-            )
+            result["weights"] = write()
+            if found.test is not None:
+                figures = evaluate(result["weights"], found.test, device=device)
+                details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
+                write()
+                log.say(f"test: top-1 {figures['top1']:.2f}% of {figures['n']} images")
+            result |= details["metrics"]
+            log.say(f"weights in {result['weights']}")
     return result
 
 
-def _versions() -> dict[str, str]:
-    python = ".".join(map(str, sys.version_info[:3]))
-    modules = {"torch": torch, "timm": timm, "accelerate": accelerate, "capszoo": capszoo}
-    return {"python": python, **{name: module.__version__ for name, module in modules.items()}}
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate; where layers have their own, the highest."""
+    return max(group["lr"] for group in optimizer.param_groups)
 
 
 def _lost_peer(error: RuntimeError) -> bool:
@@ -702,7 +568,7 @@ def _epoch_record(
     return {
         "epoch": epoch + 1,
         "step": step,
-        "lr": float(f"{optimizer.param_groups[0]['lr']:.4g}"),
+        "lr": float(f"{_rate(optimizer):.4g}"),
         "train_loss": float(f"{loss / n:.5g}") if math.isfinite(loss) else None,
         "train_top1": round(100 * right / n, 3),
         "images_per_s": round(rate),

@@ -355,7 +355,7 @@ def test_train_errors() -> None:
 
 def test_version_and_help() -> None:
     assert succeeds("--version") == f"capszoo {capszoo.__version__}\n"
-    for command in ("list", "info", "predict", "explain", "export", "train"):
+    for command in ("list", "info", "predict", "explain", "export", "train", "finetune"):
         assert command in succeeds("--help")
         assert "Usage: capszoo" in succeeds(command, "--help").replace("root", "capszoo")
 

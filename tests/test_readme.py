@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 import capszoo
+from tests.support import packed
 
 
 def _documents(root: Path) -> list[Path]:
@@ -26,7 +31,17 @@ def test_every_model_and_checkpoint_is_listed(root: Path) -> None:
         assert f"| `{name}` |" in text
 
 
+def _write_photos(root: Path, folder: Path) -> None:
+    """What the fine-tuning example expects: a folder with a sub-folder of images per class."""
+    digits = packed(root, "mnist")
+    for kind in (1, 3):
+        (folder / f"digit {kind}").mkdir(parents=True)
+        for index in (digits.labels == kind).nonzero().flatten()[:10].tolist():
+            Image.fromarray(digits.images[index, 0].numpy()).save(folder / f"digit {kind}" / f"{index}.png")
+
+
 def test_python_examples_run(root: Path, tmp_path: Path) -> None:
+    _write_photos(root, tmp_path / "photos")
     texts = [(root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/fine-tune.md")]
     blocks = [block for text in texts for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
     assert len(blocks) >= 3
@@ -36,6 +51,70 @@ def test_python_examples_run(root: Path, tmp_path: Path) -> None:
             [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, f"{block}\n{done.stderr}"
+    assert (tmp_path / "runs" / "photos" / "labels.txt").read_text() == "digit 1\ndigit 3\n"
+
+
+def test_the_fine_tuning_example_has_ten_lines(root: Path) -> None:
+    text = (root / "docs" / "fine-tune.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (example,) = [block for block in blocks if "finetune(" in block]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 10
+
+
+def test_the_launch_line_of_timm_s_train_script(root: Path, tmp_path: Path) -> None:
+    """The documented command, with a script in the place of timm's `train.py` that makes its calls by our names."""
+    text = (root / "docs" / "fine-tune.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python -c \"import capszoo.*?(?=```)", text, flags=re.DOTALL | re.MULTILINE)
+    _, _, code, *arguments = shlex.split(command.replace("\\\n", " "))
+    (tmp_path / "train.py").write_text(_STAND_IN)
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode == 0 and done.stdout.split() == ["(3,", "32,", "32)", "(2,", "4)"], done.stderr
+
+
+_STAND_IN = """
+import argparse, ast
+import torch
+from timm.data import resolve_data_config
+from timm.models import create_model
+from timm.optim import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ParseKwargs
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name in ("--data-dir", "--model", "--opt", "--sched", "--device"):
+        parser.add_argument(name)
+    parser.add_argument("--pretrained", action="store_true")
+    for name in ("--num-classes", "--img-size", "--epochs", "--in-chans"):
+        parser.add_argument(name, type=int)
+    for name in ("--lr", "--layer-decay"):
+        parser.add_argument(name, type=float)
+    parser.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs)
+    args = parser.parse_args()
+    args.weight_decay, args.momentum = 2e-5, 0.9
+    model = create_model(
+        args.model, pretrained=args.pretrained, in_chans=args.in_chans or 3, num_classes=args.num_classes,
+        drop_rate=0.0, drop_path_rate=None, drop_block_rate=None, global_pool=None, bn_momentum=None, bn_eps=None,
+        scriptable=False, checkpoint_path="", **args.model_kwargs,
+    )
+    config = resolve_data_config(vars(args), model=model)
+    optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=args))
+    scheduler, _ = create_scheduler_v2(optimizer, sched=args.sched, num_epochs=args.epochs)
+    scheduler.step(1)
+    images = torch.rand(2, *config["input_size"])
+    loss = torch.nn.functional.cross_entropy(model(images), torch.tensor([0, 3]))
+    loss.backward()
+    optimizer.step()
+    print(config["input_size"], tuple(model(images).shape))
+"""
 
 
 def _commands(root: Path) -> set[str]:
@@ -54,7 +133,7 @@ def test_commands_of_the_documents_exist(root: Path) -> None:
     from capszoo.cli import app
 
     used = _commands(root)
-    assert {"list", "info", "predict", "explain", "export", "train"} <= used
+    assert {"list", "info", "predict", "explain", "export", "train", "finetune"} <= used
     assert used <= set(get_command(app).commands)
 
 

@@ -18,7 +18,29 @@ from .errors import DataError
 from .generate import ByClass, Composed
 from .sets import ImageSet, StreamedSet, keyed_generator
 
-__all__ = ["Batch", "Batches"]
+__all__ = ["Batch", "Batches", "balanced_order"]
+
+
+def balanced_order(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """As many indices as there are images, in random order, with each class equally often (or one less).
+
+    The images of a small class come several times, all of them before any of them again; of a large class, each epoch
+    shows others. Where all classes are of one size, this is a permutation.
+
+    Arguments:
+        labels: int64 [n].
+        generator: its random numbers.
+    """
+    classes = labels.unique()
+    share, extra = divmod(len(labels), len(classes))
+    lucky = torch.randperm(len(classes), generator=generator)[:extra].tolist()
+    picked = []
+    for number, kind in enumerate(classes):
+        mine = (labels == kind).nonzero().flatten()
+        wanted = share + (number in lucky)
+        rounds = [torch.randperm(len(mine), generator=generator) for _ in range(-(-wanted // len(mine)))]
+        picked += [mine[torch.cat(rounds)[:wanted]]] if rounds else []
+    return torch.cat(picked)[torch.randperm(len(labels), generator=generator)]
 
 
 class Batch(NamedTuple):
@@ -55,6 +77,7 @@ class Batches:
         seed: of order, composition and augmentation.
         rank, world: this process takes images rank, rank + world, … of each global batch.
         mean, std: normalisation; None takes the data set's.
+        balance: in training, show each class equally often (see `balanced_order`).
     """
 
     def __init__(
@@ -69,9 +92,13 @@ class Batches:
         world: int = 1,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
+        balance: bool = False,
     ) -> None:
         if train and len(data) < batch_size:
             raise DataError(f"{len(data)} training images do not fill one batch of {batch_size}")
+        if balance and (data.spec.multi_label or (isinstance(data, ImageSet) and data.composer)):
+            raise DataError(f"{data.spec.title}: classes can be balanced where each image has one label only")
+        self.balance = balance and train
         self.data = data if train else data.fixed()
         self.batch_size, self.train, self.seed = batch_size, train, seed
         self.augment = (augment or Augment()) if train else Augment()
@@ -105,9 +132,11 @@ class Batches:
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch, from batch number `start` on."""
         n = len(self.data)
-        order = (
-            torch.randperm(n, generator=keyed_generator(self.seed, epoch)) if self.train else torch.arange(n)
-        )
+        order = torch.arange(n)
+        if self.balance:
+            order = balanced_order(self.data.labels.cpu(), keyed_generator(self.seed, epoch))
+        elif self.train:
+            order = torch.randperm(n, generator=keyed_generator(self.seed, epoch))
         steps = range(start, len(self))
         globally = [order[step * self.batch_size : (step + 1) * self.batch_size] for step in steps]
         mine = [picked[self.rank :: self.world] for picked in globally]

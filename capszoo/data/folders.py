@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "FileDecoder",
     "available_workers",
     "fetch_repository",
+    "find_splits",
     "open_h_imagenet",
     "open_set",
 ]
@@ -36,7 +38,11 @@ MEMORY_LIMIT = 2 * 2**30
 """Bytes as uint8 up to which a set is held in memory."""
 
 DEFAULT_SIZE = 224
-_TEST_NAMES = ("test", "val", "validation", "valid")
+_VAL_NAMES = ("val", "validation", "valid")
+_SPLITS = {"train": ("train",), "val": _VAL_NAMES, "test": ("test", *_VAL_NAMES)}
+"""Names in use for each split; a set that has no test split is tested on its validation split."""
+_MODE_SAMPLE = 1000
+"""So many images, evenly spaced, tell whether a set has colour."""
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -48,6 +54,7 @@ def open_set(
     size: int | None,
     resize: int | None,
     download: str | Path | None,
+    skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
     """Open `imagefolder:PATH`, `parquet:PATH`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
 
@@ -55,13 +62,13 @@ def open_set(
     is 224 unless given. Images of idx and parquet files keep their size unless one is given.
     """
     kind, _, where = name.partition(":")
-    if split not in ("train", "test"):
-        raise DataError(f"unknown split '{split}' of {name}: there are train, test")
+    if split not in _SPLITS:
+        raise DataError(f"unknown split '{split}' of {name}: there are train, val, test")
     if kind == "hf":
-        return _open_hub(name, where, split, data, size, resize, download)
+        return _open_hub(name, where, split, data, size, resize, download, skipped)
     folder = _locate(name, where, data)
     if kind == "imagefolder":
-        return _open_images(name, folder, split, size, resize)
+        return _open_images(name, folder, split, size, resize, skipped=skipped)
     images, labels, label_names = (_read_parquet if kind == "parquet" else _read_idx)(
         folder, split, size, resize
     )
@@ -111,7 +118,7 @@ def _spec(
 def _read_idx(
     folder: Path, split: str, size: int | None, resize: int | None
 ) -> tuple[Tensor, Tensor, Sequence[str]]:
-    pair = idx_pair(folder, "train" if split == "train" else "t10k")
+    pair = idx_pair(folder, "train" if split == "train" else "t10k") if split != "val" else None
     if pair is None:
         raise DataError(
             f"{folder} has no idx files of a {split} split (…-images-idx3-ubyte, …-labels-idx1-ubyte)"
@@ -128,8 +135,8 @@ def _read_idx(
 def _read_parquet(
     folder: Path, split: str, size: int | None, resize: int | None
 ) -> tuple[Tensor, Tensor, Sequence[str]]:
-    names = ("train",) if split == "train" else _TEST_NAMES
-    shards = next((found for name in names if (found := sorted(folder.glob(f"{name}[-.]*parquet")))), [])
+    names = _SPLITS[split]
+    shards = _shards(folder, names)
     if not shards:
         raise DataError(
             f"{folder} has no parquet files of a {split} split ({'-*.parquet, '.join(names)}-*.parquet)"
@@ -141,6 +148,10 @@ def _read_parquet(
     images, labels = read_parquet(shards, None, (resize or size) if size else None)
     label_names = parquet_label_names(shards[0]) or [str(k) for k in range(int(labels.max()) + 1)]
     return images, labels, label_names
+
+
+def _shards(folder: Path, names: Sequence[str]) -> list[Path]:
+    return next((found for name in names if (found := sorted(folder.glob(f"{name}[-.]*parquet")))), [])
 
 
 # Folders and repositories of encoded images.
@@ -194,20 +205,57 @@ def available_workers() -> int:
 
 
 def _hold_or_stream(
-    spec: DatasetSpec, split: str, decoder: Decoder, labels: Tensor, side: int
+    spec: DatasetSpec,
+    split: str,
+    decoder: Decoder,
+    labels: Tensor,
+    side: int,
+    skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
-    """In memory where it fits, else streamed."""
+    """In memory where it fits, else streamed.
+
+    Images that cannot be read are all named in one error, or left out and added to `skipped` where that is a list
+    (a streamed set is then decoded once to find them).
+    """
     n = len(labels)
-    if n * spec.input_size[0] * side * side > MEMORY_LIMIT:
-        return StreamedSet(spec, split, decoder, torch.arange(n), labels, side, available_workers())
-    images = torch.empty((n, spec.input_size[0], side, side), dtype=torch.uint8)
+    held = n * spec.input_size[0] * side * side <= MEMORY_LIMIT
+    images = torch.empty((n if held else 0, spec.input_size[0], side, side), dtype=torch.uint8)
 
-    def fill(index: int) -> None:
-        images[index] = decoder.decode(index)
+    def fill(index: int) -> str:
+        try:
+            image = decoder.decode(index)
+        except DataError as error:
+            return str(error)
+        if held:
+            images[index] = image
+        return ""
 
-    with ThreadPoolExecutor(available_workers()) as pool:  # Pillow decodes outside of Python's lock
-        list(pool.map(fill, range(n)))
-    return ImageSet(spec, split, images, labels)
+    sound = torch.arange(n)
+    if held or skipped is not None:
+        with ThreadPoolExecutor(available_workers()) as pool:  # Pillow decodes outside of Python's lock
+            failures = list(pool.map(fill, range(n)))
+        bad = [failure for failure in failures if failure]
+        if bad and skipped is None:
+            more = "" if len(bad) == 1 else f", and {len(bad) - 1} more: {'; '.join(bad[1:4])}"
+            more += "; …" if len(bad) > 4 else ""
+            raise DataError(f"{bad[0]}{more}: mend or remove what cannot be read, or leave it out (skip_bad)")
+        if bad:
+            skipped.extend(bad)  # type: ignore[union-attr]
+            sound = torch.tensor([k for k, failure in enumerate(failures) if not failure], dtype=torch.int64)
+    if not len(sound):
+        raise DataError(f"{spec.name}: none of the {n} images of {split} can be read")
+    if held:
+        return ImageSet(spec, split, images[sound], labels[sound])
+    return StreamedSet(spec, split, decoder, sound, labels[sound], side, available_workers())
+
+
+def _mode_of(modes: Callable[[int], str], count: int) -> str:
+    """ "RGB" where any of the images (a thousand of them, evenly spaced) has colour, else "L"."""
+    for index in range(0, count, -(-count // _MODE_SAMPLE) or 1):
+        with suppress(DataError):  # what cannot be read is said when it is decoded
+            if modes(index) == "RGB":
+                return "RGB"
+    return "L"
 
 
 def _sides(size: int | None, resize: int | None) -> tuple[int, int]:
@@ -220,35 +268,64 @@ def _sides(size: int | None, resize: int | None) -> tuple[int, int]:
 
 
 def _open_images(
-    name: str, folder: Path, split: str, size: int | None, resize: int | None, spec: DatasetSpec | None = None
+    name: str,
+    folder: Path,
+    split: str,
+    size: int | None,
+    resize: int | None,
+    spec: DatasetSpec | None = None,
+    skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
-    """A folder with a sub-folder per class, below one per split."""
+    """A folder with a sub-folder per class, below one per split; without those, all of it is the training split."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-    names = ("train",) if split == "train" else _TEST_NAMES
-    root = next((folder / sub for sub in names if (folder / sub).is_dir()), None)
-    if root is None:
-        raise DataError(f"{name}: {folder} has no sub-folder {' or '.join(names)}")
+    root = _split_folder(folder, _SPLITS[split])
+    training = _split_folder(folder, _SPLITS["train"])
+    if root is None or training is None:
+        missing = _SPLITS["train" if training is None else split]
+        raise DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
     try:
-        classes, numbers = find_classes(str(folder / "train"))
-        samples = make_dataset(str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=split != "train")
+        classes, numbers = find_classes(str(training))
+        samples = make_dataset(str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=True)
     except FileNotFoundError as error:
         raise DataError(f"{name}: {str(error).splitlines()[0]}") from error
     strangers = sorted(sub.name for sub in root.iterdir() if sub.is_dir() and sub.name not in numbers)
     if strangers:
-        raise DataError(f"{name}: {root} has the class {strangers[0]}, which {folder / 'train'} lacks")
+        raise DataError(f"{name}: {root} has the class {strangers[0]}, which {training} lacks")
     if not samples:
         raise DataError(f"{name}: {root} holds no images")
+    filled = {label for _, label in samples}
+    empty = [kind for kind, label in numbers.items() if label not in filled]
+    if empty and split == "train":
+        which = f"class {empty[0]} has" if len(empty) == 1 else f"classes {', '.join(empty)} have"
+        raise DataError(f"{name}: {training}: the {which} no images: add some, or remove its folder")
     paths = tuple(os.path.relpath(path, root) for path, _ in samples)
     labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
     if spec is None:
         size, side = _sides(size, resize)
-        mode = image_mode(root / paths[0], root / paths[0])
+        looked = paths if split == "train" else _relative(training, numbers)  # one mode for all splits
+        mode = _mode_of(lambda k: image_mode(training / looked[k], training / looked[k]), len(looked))
         spec = _spec(name, classes, (3 if mode == "RGB" else 1, size, size), len(paths), split)
     else:
         spec, side = sized(replace(spec, label_names=tuple(classes)), size, resize)
         mode = "RGB"
-    return _hold_or_stream(spec, split, FileDecoder(root, paths, mode, side), labels, side)
+    return _hold_or_stream(spec, split, FileDecoder(root, paths, mode, side), labels, side, skipped)
+
+
+def _split_folder(folder: Path, names: Sequence[str]) -> Path | None:
+    """The sub-folder of a split; for the training split the folder itself, where it has classes but no splits."""
+    found = next((folder / name for name in names if (folder / name).is_dir()), None)
+    if found is None and "train" in names and not any((folder / name).is_dir() for name in _SPLITS["test"]):
+        return folder if any(sub.is_dir() for sub in folder.iterdir()) else None
+    return found
+
+
+def _relative(root: Path, numbers: dict[str, int]) -> tuple[str, ...]:
+    """Images of a folder with a sub-folder per class, relative to it."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    samples = make_dataset(str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=True)
+    return tuple(os.path.relpath(path, root) for path, _ in samples)
 
 
 def open_h_imagenet(
@@ -292,8 +369,40 @@ def _open_hub(
     size: int | None,
     resize: int | None,
     download: str | Path | None,
+    skipped: list[str] | None,
 ) -> ImageSet | StreamedSet:
-    """A repository of the Hub, fetched before or now, through the library datasets; its cache lies beside the files."""
+    """A split of a repository of the Hub, fetched before or now."""
+    import datasets
+
+    found = _hub_splits(name, repository, data, download)
+    names = _SPLITS[split]
+    part = next((part for part in names if part in found), None)
+    if part is None:
+        raise DataError(f"{name} has the splits {', '.join(found)}, none of {', '.join(names)}")
+    rows = found[part]
+    image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
+    label = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)), None)
+    if image is None or label is None:
+        raise DataError(
+            f"{name} has the columns {', '.join(rows.features)}: no image or no class label among them"
+        )
+    label_names = rows.features[label].names
+    labels = torch.tensor(rows[label][:], dtype=torch.int64)
+    rows = rows.cast_column(image, datasets.Image(decode=False))
+    looked = (found["train"] if "train" in found else rows).cast_column(image, datasets.Image(decode=False))
+
+    def mode_at(index: int) -> str:
+        cell = looked[index][image]
+        return image_mode(cell["bytes"] or Path(cell["path"]), name)
+
+    mode = _mode_of(mode_at, len(looked))
+    size, side = _sides(size, resize)
+    spec = _spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(labels), split)
+    return _hold_or_stream(spec, split, _Rows(rows, image, mode, side), labels, side, skipped)
+
+
+def _hub_splits(name: str, repository: str, data: str | Path | None, download: str | Path | None) -> Any:
+    """All splits of a repository by name, through the library datasets; its cache lies beside the files."""
     configuration = None
     if not Path(repository).expanduser().is_dir():
         repository, _, configuration = repository.partition(":")
@@ -315,22 +424,18 @@ def _open_hub(
         found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
     except Exception as error:  # the library's errors are of many kinds
         raise DataError(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
-    names = ("train",) if split == "train" else _TEST_NAMES
-    part = next((part for part in names if part in found), None)
-    if part is None:
-        raise DataError(f"{name} has the splits {', '.join(found)}, none of {', '.join(names)}")
-    rows = found[part]
-    image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
-    label = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)), None)
-    if image is None or label is None:
-        raise DataError(
-            f"{name} has the columns {', '.join(rows.features)}: no image or no class label among them"
-        )
-    label_names = rows.features[label].names
-    labels = torch.tensor(rows[label][:], dtype=torch.int64)
-    rows = rows.cast_column(image, datasets.Image(decode=False))
-    first = rows[0][image]
-    mode = image_mode(first["bytes"] or Path(first["path"]), name)
-    size, side = _sides(size, resize)
-    spec = _spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(labels), split)
-    return _hold_or_stream(spec, split, _Rows(rows, image, mode, side), labels, side)
+    return found
+
+
+def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:
+    """Which of train, val and test a set named by a path or repository has, each under a name of its own."""
+    kind, _, where = name.partition(":")
+    own: dict[str, tuple[str, ...]] = {**_SPLITS, "test": ("test",)}
+    if kind == "hf":
+        found = _hub_splits(name, where, data, download)
+        return {split for split, names in own.items() if any(name in found for name in names)}
+    folder = _locate(name, where, data)
+    if kind == "idx":
+        return {split for split, stem in (("train", "train"), ("test", "t10k")) if idx_pair(folder, stem)}
+    look: Callable[[Path, Sequence[str]], Any] = _shards if kind == "parquet" else _split_folder
+    return {split for split, names in own.items() if look(folder, names)}

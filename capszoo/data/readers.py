@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 _IDX_UBYTE = 0x08
+_UNREADABLE = (OSError, ValueError, SyntaxError)
+"""What Pillow's decoders raise for broken files."""
 _CIFAR_PIXELS = 3 * 32 * 32
 _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 
@@ -92,17 +94,20 @@ def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int
 
     Returns uint8 [h, w] or [h, w, 3].
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
+
+    from capszoo.preprocess import to_mode
 
     try:
         with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
             if side is not None:
                 image.draft(mode, (side, side))  # lets a JPEG be decoded at a smaller scale
-            result = image if image.mode == mode else image.convert(mode)
+            upright = ImageOps.exif_transpose(image)  # as `capszoo predict` reads a file
+            result = upright if upright.mode == mode else to_mode(upright, 1 if mode == "L" else 3)
             if side is not None and result.size != (side, side):
                 result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)
             return np.asarray(result)
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+    except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise DataError(f"{source} holds a damaged image: {error}") from error
 
 
@@ -120,12 +125,12 @@ def parquet_label_names(file: str | Path) -> tuple[str, ...]:
 
 def image_mode(encoded: bytes | Path, source: Path | str) -> str:
     """ "L" for a grey image, "RGB" for any other."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
-            return "L" if image.mode in ("1", "L", "I", "I;16") else "RGB"
-    except (UnidentifiedImageError, OSError) as error:
+            return "L" if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I") else "RGB"
+    except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise DataError(f"{source} holds a damaged image: {error}") from error
 
 

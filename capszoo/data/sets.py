@@ -246,15 +246,29 @@ class StreamedSet:
 
 
 def split_validation(
-    data: ImageSet | StreamedSet, size: int, seed: int = 0
+    data: ImageSet | StreamedSet, size: int, seed: int = 0, stratified: bool = False
 ) -> tuple[ImageSet | StreamedSet, ImageSet | StreamedSet]:
     """Carve `size` images out of a training set by a fixed seed: (the rest, the validation set).
+
+    `stratified`: of each class its share of `size`, rounded, but at least one image where the class has two, and never
+    all of them; so that the number of images may differ a little from `size`.
 
     Composed images of the validation set are made from held-out digits alone, once.
     """
     if not 0 <= size < len(data):
         raise DataError(f"a validation split of {size} images cannot be carved out of {len(data)}")
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-    held_out, rest = order[:size].sort().values, order[size:].sort().values
+    chosen = torch.zeros(len(data), dtype=torch.bool)
+    if stratified and size:
+        if data.spec.multi_label:
+            raise DataError(f"{data.spec.title}: images with several labels cannot be split class by class")
+        labels = data.labels.cpu()[order]
+        for kind in labels.unique():
+            mine = order[labels == kind]
+            share = min(max(round(size * len(mine) / len(data)), 1), len(mine) - 1)
+            chosen[mine[:share]] = True
+    else:
+        chosen[order[:size]] = True
+    held_out, rest = chosen.nonzero().flatten(), (~chosen).nonzero().flatten()
     validation = data.subset(held_out, split="validation")
     return data.subset(rest), validation.fixed() if size else validation

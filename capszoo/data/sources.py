@@ -174,6 +174,7 @@ def load_dataset(
     size: int | None = None,
     resize: int | None = None,
     download: str | Path | None = None,
+    skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
     """Load a split of a data set: into memory, or, where that would take more than 2 GB, as a set to be streamed.
 
@@ -185,13 +186,15 @@ def load_dataset(
         size: side of the images that the model is to see; None takes the data set's.
         resize: side of the images before they are cropped to `size`; None takes the data set's.
         download: fetch what is not there to this folder; None: nothing is ever fetched.
+        skipped: of folders and repositories of images, leave out those that cannot be read, and add a line about
+            each to this list; None: they are an error.
 
     Raises `DataError` (one line, with a remedy) for a missing, truncated or wrong file.
     """
     if any(name.startswith(prefix) for prefix in PREFIXES):
         from .folders import open_set
 
-        return open_set(name, split, data, size=size, resize=resize, download=download)
+        return open_set(name, split, data, size=size, resize=resize, download=download, skipped=skipped)
     spec = dataset_spec(name)
     if split not in spec.counts:
         raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")

@@ -278,6 +278,7 @@ class RoutingCapsResNet(CapsuleNet):
         routing_iters: routing iterations.
         global_pool: ``"avg"``, or ``""`` to return the feature map where there are no class capsules.
         decoder: add the decoder (see :meth:`reconstruct`).
+        drop_rate: dropout of the class layer's children.
     """
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
@@ -295,6 +296,7 @@ class RoutingCapsResNet(CapsuleNet):
         routing_iters: int = 3,
         global_pool: str = "avg",
         decoder: bool = False,
+        drop_rate: float = 0.0,
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, decoder=decoder)
         self.num_features = self.head_hidden_size = 64
@@ -305,6 +307,7 @@ class RoutingCapsResNet(CapsuleNet):
         self.stages = nn.Sequential(stages)
         self.feature_info = feature_levels(zip(stages, (16, 16, 32, 64), (1, 1, 2, 4), strict=True))
         init_conv_weights(self.stages)
+        self.head_drop = nn.Dropout(drop_rate)
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
@@ -319,12 +322,12 @@ class RoutingCapsResNet(CapsuleNet):
         """``[b, 64, h, w]`` to capsule lengths ``[b, n]``; to ``[b, 64]``, the mean over the grid, without them."""
         if pre_logits or self.num_classes == 0:
             return x if self.global_pool == "" and self.num_classes == 0 else x.mean(dim=(2, 3))
-        poses = self.class_caps(x)  # [b, n, e]
+        poses = self.class_caps(self.head_drop(x))  # [b, n, e]
         return _lengths(poses)
 
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         self._require_classes()
-        return self.class_caps.route(self.forward_features(x))
+        return self.class_caps.route(self.head_drop(self.forward_features(x)))
 
     @torch.jit.ignore
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:

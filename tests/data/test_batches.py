@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from capszoo.data import Augment, Batch, Batches, DataError, ImageSet, dataset_spec
+from capszoo.data import Augment, Batch, Batches, DataError, ImageSet, dataset_spec, split_validation
+from capszoo.data.batches import balanced_order
 from tests.data.test_augment import STRONG
 
 
@@ -117,3 +118,40 @@ def test_mistakes_are_one_line(numbered: ImageSet, colour: ImageSet) -> None:
     small = ImageSet(colour.spec, "train", colour.images[:, :, :30, :30], colour.labels)
     with pytest.raises(DataError, match=r"\(30, 30\) pixels are smaller than the input \(32, 32\)"):
         Batches(small, 8)
+
+
+def test_balanced_order_by_hand() -> None:
+    """8, 3 and 1 images: each class comes four times; the small one again and again, of the large one half."""
+    labels = torch.tensor([0] * 8 + [1] * 3 + [2])
+    seen = torch.zeros(12, dtype=torch.int64)
+    for seed in range(40):
+        order = balanced_order(labels, torch.Generator().manual_seed(seed))
+        assert torch.bincount(labels[order]).tolist() == [4, 4, 4]
+        assert order[labels[order] == 0].unique().numel() == 4, "no image of the large class twice"
+        assert sorted(torch.bincount(order, minlength=12)[8:11].tolist()) == [1, 1, 2]
+        seen += torch.bincount(order, minlength=12)
+    assert seen[:8].min() > 0 and seen[11] == 160, "other epochs show the others"
+    assert not torch.equal(order, order.sort().values)
+    uneven = torch.tensor([0] * 9 + [1] * 2)
+    assert sorted(torch.bincount(uneven[balanced_order(uneven, torch.Generator())]).tolist()) == [5, 6]
+
+
+def test_balance_of_equal_classes_is_a_permutation(numbered: ImageSet) -> None:
+    batches = Batches(numbered, 10, train=True, balance=True, seed=3)
+    seen = torch.cat([batch.pixels[:, 0, 0, 0] for batch in batches.epoch(0)])
+    assert sorted(seen.tolist()) == list(range(1, 51)) and seen.tolist() != list(range(1, 51))
+    rest = list(batches.epoch(0, start=3))
+    assert torch.equal(torch.cat([batch.pixels[:, 0, 0, 0] for batch in rest]), seen[30:])
+
+
+def test_stratified_validation_by_hand(numbered: ImageSet) -> None:
+    """12, 5, 2 and 1 images, a quarter of 20: 3, 1, 1 (of two, one) and none (of one)."""
+    labels = torch.tensor([0] * 12 + [1] * 5 + [2] * 2 + [3])
+    data = ImageSet(numbered.spec, "train", numbered.images[:20], labels)
+    rest, held_out = split_validation(data, 5, 0, stratified=True)
+    assert torch.bincount(held_out.labels, minlength=4).tolist() == [3, 1, 1, 0]
+    pixels = torch.cat([part.images[:, 0, 0, 0] for part in (rest, held_out)])  # type: ignore[union-attr]
+    assert sorted(pixels.tolist()) == list(range(1, 21))
+    again, _ = split_validation(data, 5, 0, stratified=True)
+    other, _ = split_validation(data, 5, 1, stratified=True)
+    assert torch.equal(again.images, rest.images) and not torch.equal(other.images, rest.images)  # type: ignore[union-attr]

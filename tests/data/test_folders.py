@@ -113,10 +113,12 @@ def test_imagefolder_mistakes(pictures: Path) -> None:
     with pytest.raises(DataError, match="has the class cow, which .*train lacks"):
         load_dataset(name, "test")
     (pictures / "train" / "ant").mkdir()
-    with pytest.raises(DataError, match="no valid file for the classes ant"):
+    with pytest.raises(DataError, match="train: the class ant has no images: add some, or remove its folder"):
         load_dataset(name, "train")
+    with pytest.raises(DataError, match="has no sub-folder test or val"):
+        load_dataset(f"imagefolder:{pictures / 'train'}", "test")
     with pytest.raises(DataError, match="has no sub-folder train"):
-        load_dataset(f"imagefolder:{pictures / 'train'}", "train")
+        load_dataset(f"imagefolder:{pictures / 'train' / 'dog'}", "train")
 
 
 def test_grey_images_keep_one_channel(tmp_path: Path) -> None:
@@ -227,3 +229,88 @@ def test_a_repository_is_fetched_only_to_a_folder(monkeypatch: pytest.MonkeyPatc
         load_dataset("hf:some/thing", "train")
     with pytest.raises(DataError, match="cannot fetch hf:some/thing: no route to the Hub$"):
         load_dataset("hf:some/thing", "train", download=tmp_path)
+
+
+def test_images_of_any_mode_and_size_become_one(tmp_path: Path) -> None:
+    """Each file is a mid-grey picture in another mode; all come out mid-grey, in colour as one of them has some."""
+    from PIL import Image
+
+    grey = Image.fromarray(np.full((20, 20), 128, np.uint8))
+    wide = Image.fromarray(np.full((12, 30), 128, np.uint8))
+    deep = Image.fromarray(np.full((16, 16), 128 * 257, np.uint16))
+    made = {
+        "l.png": grey,
+        "la.png": grey.convert("LA"),
+        "palette.png": grey.convert("P"),
+        "rgba.png": grey.convert("RGBA"),
+        "wide.bmp": wide,
+        "cmyk.tiff": Image.merge("CMYK", [Image.new("L", (18, 22), value) for value in (0, 0, 0, 127)]),
+        "deep.png": deep,
+    }
+    for name, image in made.items():
+        for kind in ("a", "b"):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            image.save(tmp_path / kind / name)
+    found = load_dataset(f"imagefolder:{tmp_path}", "train", size=14, resize=14)
+    assert isinstance(found, ImageSet) and found.images.shape == (14, 3, 14, 14)
+    assert (found.images.int() - 128).abs().max() <= 2
+    for kind in ("a", "b"):
+        for name in ("palette.png", "rgba.png", "cmyk.tiff"):
+            (tmp_path / kind / name).unlink()
+    assert load_dataset(f"imagefolder:{tmp_path}", "train", size=14).spec.input_size == (1, 14, 14)
+
+
+def test_a_photo_is_turned_upright_as_predict_does(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from capszoo.preprocess import load_image
+
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[:4] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    for kind in ("a", "b"):
+        (tmp_path / kind).mkdir()
+        Image.fromarray(pixels).save(tmp_path / kind / "0.png", exif=exif)
+    found = load_dataset(f"imagefolder:{tmp_path}", "train", size=8, resize=8)
+    assert isinstance(found, ImageSet)
+    upright = np.asarray(load_image(tmp_path / "a" / "0.png"))
+    np.testing.assert_array_equal(found.images[0].permute(1, 2, 0).numpy(), upright)
+    assert upright[0, 0, 0] != upright[0, -1, 0]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_unreadable_images_are_left_out(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
+    name = f"imagefolder:{pictures}"
+    whole = load_dataset(name, "train", size=14)
+    assert isinstance(whole, ImageSet)
+    for number, path in ((1, "cat/1.jpg"), (6, "dog/0.png")):
+        (pictures / "train" / path).write_bytes(b"nothing")
+        assert whole.labels[number] == (0 if path.startswith("cat") else 1)
+    with pytest.raises(DataError, match="1.jpg holds .*, and 1 more: .*0.png.*skip_bad"):
+        load_dataset(name, "train", size=14)
+    if not in_memory:
+        streamed(monkeypatch)
+    skipped: list[str] = []
+    found = load_dataset(name, "train", size=14, skipped=skipped)
+    assert len(skipped) == 2 and "cat/1.jpg" in skipped[0] and "dog/0.png" in skipped[1]
+    rest = torch.tensor([k for k in range(12) if k not in (1, 6)])
+    assert torch.equal(found.labels, whole.labels[rest])
+    for batch, expected in zip(
+        Batches(found, 5).epoch(), Batches(whole.subset(rest), 5).epoch(), strict=True
+    ):
+        assert torch.equal(batch.pixels, expected.pixels)
+
+
+def test_splits_by_name(pictures: Path) -> None:
+    assert folders_module.find_splits(f"imagefolder:{pictures}") == {"train", "val"}
+    assert len(load_dataset(f"imagefolder:{pictures}", "val", size=14)) == 4
+    (pictures / "val").rename(pictures / "test")
+    assert folders_module.find_splits(f"imagefolder:{pictures}") == {"train", "test"}
+    with pytest.raises(DataError, match="has no sub-folder val or validation"):
+        load_dataset(f"imagefolder:{pictures}", "val", size=14)
+    flat = pictures / "train"
+    assert folders_module.find_splits(f"imagefolder:{flat}") == {"train"}
+    assert len(load_dataset(f"imagefolder:{flat}", "train", size=14)) == 12

@@ -208,3 +208,14 @@ def test_names_do_not_collide_with_timm() -> None:
     theirs = {path.stem for path in Path(timm.models.__file__).parent.glob("*.py")}
     assert not theirs & set(MODULES)
     assert set(NAMES) == {name for module in MODULES for name in timm.list_models(module=module)}
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_timm_s_train_script_passes_is_taken(name: str) -> None:
+    """The arguments of its call of `create_model`, with the defaults of its command line."""
+    untouched = dict(
+        drop_path_rate=None, drop_block_rate=None, global_pool=None, bn_momentum=None, bn_eps=None
+    )
+    given = dict(in_chans=3, num_classes=4, drop_rate=0.0, scriptable=False, checkpoint_path="", **untouched)
+    model = timm.create_model(name, **{**small_arguments(name), **given}, device="meta")
+    assert model.num_classes == 4 and model.in_chans == 3

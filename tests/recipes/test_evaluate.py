@@ -17,7 +17,8 @@ from capszoo.losses import margin_loss
 from capszoo.models._base import CapsuleOutput
 from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
 from capszoo.recipes.evaluate import all_right, count_correct, evaluate, score_threshold
-from capszoo.recipes.train import Task, TrainingError, _check_run, train
+from capszoo.recipes.rundir import check_run
+from capszoo.recipes.train import Task, TrainingError, train
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 LABELS = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1]])
@@ -152,8 +153,8 @@ def test_a_run_from_before_a_key_was_new_goes_on(tmp_path: Path) -> None:
     del old["data"]["size"]
     old["data"]["augment"] = {"shift": 0, "flip": False}
     (tmp_path / "recipe.json").write_text(json.dumps(old))
-    _check_run(recipe, tmp_path, True)
+    check_run(recipe, tmp_path, True)
     old["data"]["augment"] = {"shift": 2, "flip": False}
     (tmp_path / "recipe.json").write_text(json.dumps(old))
     with pytest.raises(TrainingError, match="holds a run with data.*shift.*2"):
-        _check_run(recipe, tmp_path, True)
+        check_run(recipe, tmp_path, True)

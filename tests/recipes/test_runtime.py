@@ -91,7 +91,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtypes: list[torch.dtype] = []
-    original = train_module._create_net
+    original = train_module.create_net
 
     def create(*args: Any) -> Any:
         net = original(*args)
@@ -99,7 +99,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
         layer.register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
         return net
 
-    monkeypatch.setattr(train_module, "_create_net", create)
+    monkeypatch.setattr(train_module, "create_net", create)
     train(recipe(precision="bf16"), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
     assert dtypes == [torch.bfloat16]
     assert {value.dtype for value in weights(tmp_path / "run").values()} == {torch.float32}

@@ -190,7 +190,7 @@ def test_a_non_finite_layer_is_named_and_the_last_state_kept(
 ) -> None:
     """One image of the sixth update's batch makes one layer overflow: that layer and that update are named."""
     recipe = tiny_recipe(data={"name": "mnist", "val_size": 20}, epochs=3)
-    original, poison = train_module._create_net, []
+    original, poison = train_module.create_net, []
 
     def create(*args: Any) -> Any:
         net = original(*args)
@@ -207,7 +207,7 @@ def test_a_non_finite_layer_is_named_and_the_last_state_kept(
         return bool(poison) and abs(float(image.sum()) - poison[0]) < 1e-3
 
     seen: list[bool] = []
-    monkeypatch.setattr(train_module, "_create_net", create)
+    monkeypatch.setattr(train_module, "create_net", create)
     if before:
         train(recipe, out=tmp_path / "run", data=tiny_mnist, stop_after=before)
     spoilt = Batches(

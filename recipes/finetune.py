@@ -1,0 +1,287 @@
+"""Fine-tune a model to classes of your own: `capszoo finetune MODEL --data FOLDER`.
+
+A model with weights and a folder of images become a recipe, and `train` does the rest: one loop, the same run folder,
+exact resume by the same command. What this file decides are the settings that the model and the data leave open; all
+of them stand in the run's `recipe.yaml`, and `overrides` changes any. At the end the folder also holds the names of the
+classes, a confusion matrix and a model card.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from capszoo._api import default_device
+from capszoo.data import DATASETS, PREFIXES, DataError, load_dataset, split_validation
+from capszoo.data.folders import find_splits
+from capszoo.errors import UsageError
+from capszoo.inference import load_model, run_weights
+from capszoo.models._pretrained import bundled_tags
+from capszoo.preprocess import per_channel
+
+from .build import check_classes, load_data
+from .config import Recipe, list_recipes, load_recipe
+from .evaluate import model_from_file
+from .outcome import confusion_matrix, write_card, write_confusion
+from .train import train
+
+__all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
+
+# Settings for small sets; docs/fine-tune.md has what was tried by `python benchmarks/finetune.py --search`.
+LEARNING_RATE = 0.003
+LAYER_DECAY = 0.8
+UPDATES = 240
+"""Updates in all, as far as `EPOCHS` allows: a small set is shown more often than a large one."""
+EPOCHS = (5, 60)
+BATCH = 32
+PATIENCE = 0.34
+"""Share of the epochs that may pass without a better validation accuracy."""
+VALIDATION_SHARE, VALIDATION_MOST = 0.2, 5000
+
+
+@dataclass(frozen=True)
+class Source:
+    """What fine-tuning takes over from a model.
+
+    Attributes:
+        model_args: what `create_model` needs to make the net again, beside classes, channels and size.
+        input_size: channels, height and width.
+        mean, std: per channel, for images in 0..1.
+        loss: as in a recipe.
+        label_names: of the weights; empty where they have none.
+    """
+
+    architecture: str
+    model_args: dict[str, Any]
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    loss: dict[str, Any]
+    label_names: tuple[str, ...]
+
+
+def find_source(model: str, weights: bool = True) -> Source:
+    """Look up what a model is, under any name that `capszoo predict` takes.
+
+    Arguments:
+        weights: False for an architecture that is to start from random weights, and may have none.
+
+    Raises what `capszoo.inference.load_model` raises.
+    """
+    net = load_model(model, pretrained=weights, device="cpu")
+    cfg: dict[str, Any] = net.pretrained_cfg  # type: ignore[assignment]
+    architecture = str(cfg["architecture"])
+    raw = _metadata(model, cfg)
+    args = {key: value for key, value in raw.get("model_args", {}).items() if key not in _DECIDED}
+    loss = raw.get("recipe", {}).get("loss") or _usual_loss(architecture)
+    if not args.get("decoder"):
+        loss = {**loss, "reconstruction": 0.0}
+    size = (int(getattr(net, "in_chans", cfg["input_size"][0])), *tuple(cfg["input_size"])[-2:])
+    names = tuple(cfg.get("label_names") or ())
+    return Source(architecture, args, size, tuple(cfg["mean"]), tuple(cfg["std"]), loss, names)
+
+
+#: Arguments that follow from the data.
+_DECIDED = ("num_classes", "in_chans", "img_size", "pretrained")
+
+
+def _metadata(model: str, cfg: dict[str, Any]) -> dict[str, Any]:
+    """The metadata that lies beside the weights: at least `model_args`, and where it is known `recipe`."""
+    path = Path(model.removeprefix("local-dir:"))
+    if model.startswith("hf-hub:"):
+        from timm.models import load_model_config_from_hf
+
+        return {"model_args": load_model_config_from_hf(model.removeprefix("hf-hub:"))[2] or {}}
+    if (path / "config.json").is_file():
+        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if path.is_dir() or path.suffix == ".safetensors":
+        weights = run_weights(path) if path.is_dir() else path
+        return json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
+    info = bundled_tags().get(f"{cfg['architecture']}.{cfg.get('tag')}")
+    return info.raw if info else {}
+
+
+def _usual_loss(architecture: str) -> dict[str, Any]:
+    """The loss of the architecture's recipes for images with one label; cross-entropy for nets of others."""
+    for name in list_recipes():
+        if name.startswith(f"{architecture}."):
+            loss = load_recipe(name).loss
+            if loss.name != "bce":
+                return loss.model_dump(mode="json")
+    return {"name": "cross_entropy"}
+
+
+def _data_name(data: str | Path) -> str:
+    """A data set's name, prefixed name, or a folder of images."""
+    text = str(data)
+    if text in DATASETS or text.startswith(tuple(PREFIXES)):
+        return text
+    if not Path(text).expanduser().is_dir():
+        known = (
+            "no such folder; --data takes a folder with a sub-folder of images per class, or hf:OWNER/NAME"
+        )
+        raise DataError(f"{text}: {known}")
+    return f"imagefolder:{text}"
+
+
+def _tag(name: str) -> str:
+    """`imagefolder:/home/me/My Pets` → `my_pets`."""
+    last = name.rstrip("/").rsplit(":", 1)[-1].rsplit("/", 1)[-1]
+    return re.sub(r"[^a-z0-9]+", "_", last.lower()).strip("_") or "own"
+
+
+def finetune_recipe(
+    model: str,
+    data: str | Path,
+    *,
+    tag: str | None = None,
+    img_size: int | None = None,
+    freeze: Sequence[str] = (),
+    layer_decay: float | None = None,
+    epochs: int | None = None,
+    from_scratch: bool = False,
+    skip_bad: bool = False,
+    overrides: Sequence[str] = (),
+    root: str | Path | None = None,
+) -> Recipe:
+    """The recipe of a fine-tuning; the arguments are those of `finetune`. Reads the training images."""
+    name = _data_name(data)
+    source = find_source(model, weights=not from_scratch)
+    if img_size is None and source.input_size[1] != source.input_size[2]:
+        raise UsageError(
+            f"{model} takes {source.input_size[1]}x{source.input_size[2]} images", "give --img-size N"
+        )
+    size = img_size or source.input_size[1]
+    # Loaded as training will load them: what is wrong with the folder is said before anything is written.
+    images = load_dataset(name, "train", root, size=size, resize=size, skipped=[] if skip_bad else None)
+    splits = {"train", "test"} if name in DATASETS else find_splits(name, root)
+    if images.spec.multi_label:
+        raise UsageError(
+            f"{name} has several labels an image", "write a recipe with an init section, and train it"
+        )
+    check_classes({"train": images})
+    channels, count, validation = images.spec.input_size[0], len(images), 0
+    if "val" not in splits:
+        if images.labels.bincount().max() < 2:
+            raise DataError(f"{name}: no class has two images: one is needed to learn from, one to look at")
+        wanted = max(images.spec.num_classes, round(VALIDATION_SHARE * count))
+        validation = min(wanted, VALIDATION_MOST, count - 1)
+        count = len(split_validation(images, validation, stratified=True)[0])
+    batch = min(BATCH, count)
+    steps = count // batch
+    epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
+    tree: dict[str, Any] = {
+        "arch": source.architecture,
+        "tag": tag or _tag(name),
+        "description": f"{source.architecture} "
+        + ("from random weights" if from_scratch else f"from {model}"),
+        "model_args": source.model_args,
+        "data": {
+            "name": name,
+            "size": size,
+            "validation": "own" if "val" in splits else "stratified",
+            "val_size": validation,
+            "test": "test" in splits,
+            "balance": True,
+            "skip_bad": skip_bad,
+            # The weights know images normalised in this way.
+            "mean": per_channel(source.mean, channels),
+            "std": per_channel(source.std, channels),
+            "augment": {"resize": size, "shift": max(1, size // 14), "rotation": 10, "scale": [0.9, 1.1]},
+        },
+        "epochs": epochs,
+        "batch_size": batch,
+        "optimizer": {"name": "adamw", "lr": LEARNING_RATE, "weight_decay": 0.02},
+        "schedule": {"name": "cosine", "warmup_epochs": round(0.1 * epochs, 2)},
+        "loss": source.loss,
+        "clip_grad": 1.0,
+        "early_stop": max(5, round(PATIENCE * epochs)),
+    }
+    if not from_scratch:
+        tree["optimizer"]["layer_decay"] = LAYER_DECAY if layer_decay is None else layer_decay
+        same = images.spec.label_names == source.label_names
+        tree["init"] = {"weights": model, "new_classes": not same, "freeze": tuple(freeze)}
+    elif freeze:
+        raise UsageError("random weights are not worth freezing", "leave out --freeze or --from-scratch")
+    return load_recipe(tree, overrides)
+
+
+def finetune(
+    model: str,
+    data: str | Path,
+    out: str | Path | None = None,
+    *,
+    tag: str | None = None,
+    img_size: int | None = None,
+    freeze: Sequence[str] = (),
+    layer_decay: float | None = None,
+    epochs: int | None = None,
+    from_scratch: bool = False,
+    skip_bad: bool = False,
+    overrides: Sequence[str] = (),
+    root: str | Path | None = None,
+    cpu: bool = False,
+    stop_after: int | None = None,
+) -> dict[str, Any]:
+    """Fine-tune a model, or go on where an earlier call with the same arguments stopped.
+
+    Arguments:
+        model: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file; with `from_scratch` also an
+            architecture without weights.
+        data: a folder with a sub-folder of images per class (or those below train/, val/ and test/), `hf:OWNER/NAME`,
+            another prefix of `capszoo.data.PREFIXES`, or the name of a data set.
+        out: folder of the run; None: `runs/<arch>.<tag>`.
+        tag: name of the new weights after the architecture's; None takes the data's.
+        img_size: side of the images; None takes that of the weights.
+        freeze: "body", "all" (but the class capsules), or modules by name.
+        layer_decay: factor of the learning rate from each layer to the one before it; None takes the default, 1 none.
+        epochs: at most so many; None takes as many as give about `UPDATES` updates.
+        from_scratch: start from random weights, for comparison.
+        skip_bad: leave out images that cannot be read.
+        overrides: `key=value` lines that change keys of the recipe, as `capszoo train --set` does.
+        root: folder below which named sets and repositories lie; None asks `CAPSZOO_DATA`.
+        cpu: leave an accelerator unused.
+        stop_after: as for `train`.
+
+    Returns what `train` returns and, once finished, paths: `"labels"`, `"confusion"`, `"card"`.
+
+    Raises `DataError`, `RecipeError`, `TrainingError` or `WeightsError`, each one line with a remedy.
+    """
+    recipe = finetune_recipe(
+        model,
+        data,
+        tag=tag,
+        img_size=img_size,
+        freeze=freeze,
+        layer_decay=layer_decay,
+        epochs=epochs,
+        from_scratch=from_scratch,
+        skip_bad=skip_bad,
+        overrides=overrides,
+        root=root,
+    )
+    result = train(recipe, out=out, data=root, cpu=cpu, stop_after=stop_after)
+    if result["finished"] and os.environ.get("RANK", "0") == "0":
+        device = torch.device("cpu") if cpu else default_device()
+        result |= _finish(recipe, Path(result["weights"]), root, device)
+    return result
+
+
+def _finish(recipe: Recipe, weights: Path, root: str | Path | None, device: torch.device) -> dict[str, Any]:
+    """Write what people look at: names of the classes, confusion matrix, model card."""
+    net, info = model_from_file(weights)
+    found = load_data(recipe, root).measured
+    labels = info.label_names or ()
+    matrix = confusion_matrix(net.to(device), found)
+    paths = {"labels": weights.with_name("labels.txt"), "confusion": weights.with_name("confusion.png")}
+    paths["labels"].write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
+    write_confusion(paths["confusion"], matrix, labels, f"{info.name}, {len(found)} images of {found.split}")
+    paths["card"] = write_card(weights.parent, info, matrix, found.split)
+    return paths

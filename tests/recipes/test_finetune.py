@@ -1,0 +1,378 @@
+"""Fine-tuning on a few real images: what comes out, what stays frozen, when it ends, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+import capszoo
+from capszoo.cli import app
+from capszoo.data import ImageSet
+from capszoo.recipes import train as train_module
+from capszoo.recipes.build import create_optimizer
+from capszoo.recipes.config import Recipe, RecipeError
+from capszoo.recipes.early_stop import BestEpoch
+from capszoo.recipes.finetune import find_source, finetune, finetune_recipe
+from capszoo.recipes.outcome import confusion_matrix
+from tests.models.zoo_cases import names, small
+from tests.support import packed
+
+MODEL = "resnet20_routingcaps.mnist"
+NAMES = ("eight", "one", "three")  # the folders' order, which is not that of the digits
+QUICK = ("capsnet_em", "encapnet_v1", "idpa_cnn", "resnet20_routingcaps", "resnet20_routingpool")
+
+
+def write_digits(images: ImageSet, folder: Path, counts: dict[str, int], start: int = 0) -> Path:
+    """Real digits as PNG files, a folder per class; `counts` images of each from number `start` on."""
+    digits = {"one": 1, "three": 3, "eight": 8}
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        mine = (images.labels == digits[name]).nonzero().flatten()[start : start + count].tolist()
+        for index in mine:
+            Image.fromarray(images.images[index, 0].numpy()).save(folder / name / f"{index:04d}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def digits(root: Path) -> ImageSet:
+    return packed(root, "mnist")
+
+
+@pytest.fixture
+def photos(digits: ImageSet, tmp_path: Path) -> Path:
+    """Three classes of 10, 12 and 8 images, without splits."""
+    return write_digits(digits, tmp_path / "My photos", {"one": 10, "three": 12, "eight": 8})
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": None})
+
+
+def weights_of(result: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return load_file(result["weights"])
+
+
+def metadata(result: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(Path(result["weights"]).with_suffix(".json").read_text())
+
+
+def test_from_the_command_to_predict_and_export(photos: Path, digits: ImageSet, tmp_path: Path) -> None:
+    write_digits(digits, tmp_path / "split" / "train", {"one": 10, "three": 12, "eight": 8})
+    write_digits(digits, tmp_path / "split" / "val", {"one": 4, "three": 4, "eight": 4}, start=20)
+    write_digits(digits, tmp_path / "split" / "test", {"one": 9, "three": 5, "eight": 6}, start=30)
+    out = tmp_path / "run"
+    done = run(
+        "finetune", MODEL, "--data", tmp_path / "split", "--out", out, "--epochs", 4, "--tag", "few", "--cpu"
+    )
+    assert done.exit_code == 0, done.stderr
+    name = "resnet20_routingcaps.few"
+    expected = {f"{name}.{end}" for end in ("safetensors", "json", "golden.npz")}
+    assert expected | {"README.md", "labels.txt", "confusion.png", "recipe.yaml"} <= {
+        p.name for p in out.iterdir()
+    }
+    assert (out / "labels.txt").read_text().split() == list(NAMES)
+
+    raw = json.loads((out / f"{name}.json").read_text())
+    assert raw["label_names"] == list(NAMES) and raw["mean"] == [0.1307] and raw["input_size"] == [1, 28, 28]
+    assert raw["metrics"]["test"]["n"] == 20 and raw["metrics"]["validation"]["n"] == 12
+    assert set(raw["dataset"]["sha256"]) == {"train", "val", "test"}
+    assert raw["metrics"]["test"]["top1"] > 60, "these weights know digits; by chance it would be 33"
+    assert f"test: top1 {raw['metrics']['test']['top1']}" in done.stdout
+    card = (out / "README.md").read_text()
+    assert f"fine-tuned from `{MODEL}`" in card and "| eight | 6 |" in card and "optimistic" in card
+    assert Image.open(out / "confusion.png").size[0] > 300
+
+    image = next((tmp_path / "split" / "test" / "one").iterdir())
+    predicted = run("predict", out, image, "--json")
+    assert predicted.exit_code == 0, predicted.stderr
+    top = json.loads(predicted.stdout)["results"][0]["predictions"]
+    assert {scored["label"] for scored in top} == set(NAMES)
+    exported = run("export", out, "--out", tmp_path / "bundle", "--quick")
+    assert exported.exit_code == 0, exported.stderr
+    assert (tmp_path / "bundle" / "labels.txt").read_text().split() == list(NAMES)
+
+
+def test_defaults_follow_from_the_data(photos: Path) -> None:
+    recipe = finetune_recipe(MODEL, photos)
+    assert recipe.name == "resnet20_routingcaps.my_photos" and recipe.loss.name == "margin"
+    assert recipe.data.validation == "stratified" and recipe.data.val_size == 6 and not recipe.data.test
+    assert recipe.batch_size == 24 and recipe.epochs == 60 and recipe.data.balance
+    assert recipe.init and recipe.init.new_classes and recipe.optimizer.layer_decay
+    assert recipe.data.size == 28 and recipe.data.mean == (0.1307,)
+    scratch = finetune_recipe(MODEL, photos, from_scratch=True)
+    assert scratch.init is None and scratch.optimizer.layer_decay is None
+    same = scratch.model_copy(update={"init": recipe.init, "optimizer": recipe.optimizer})
+    assert same.model_copy(update={"description": recipe.description}) == recipe, "the same budget"
+    assert finetune_recipe(MODEL, photos, overrides=["optimizer.lr=0.5"]).optimizer.lr == 0.5
+    assert find_source("resnet20_routingpool.cifar10").loss["name"] == "cross_entropy"
+    assert find_source("capsnet_em_norb", weights=False).loss["name"] == "spread"
+
+
+def test_classes_of_the_weights_are_kept_where_they_are_the_same(digits: ImageSet, tmp_path: Path) -> None:
+    for kind in range(10):
+        (tmp_path / "data" / str(kind)).mkdir(parents=True)
+        for index in (digits.labels == kind).nonzero().flatten()[:4].tolist():
+            Image.fromarray(digits.images[index, 0].numpy()).save(
+                tmp_path / "data" / str(kind) / f"{index}.png"
+            )
+    recipe = finetune_recipe(MODEL, tmp_path / "data")
+    assert recipe.init and not recipe.init.new_classes
+    result = finetune(MODEL, tmp_path / "data", tmp_path / "run", epochs=1, overrides=["optimizer.lr=1e-9"])
+    assert result["validation"]["top1"] == 100, "the net reads digits from the start"
+
+
+def test_colour_and_another_size(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number, kind in enumerate(("red", "green")):
+        (tmp_path / "data" / kind).mkdir(parents=True)
+        for k in range(6):
+            pixels = rng.integers(0, 60, (20 + 3 * k, 30 - k, 3), dtype=np.uint8)
+            pixels[:, :, number] += 150
+            Image.fromarray(pixels).save(tmp_path / "data" / kind / f"{k}.png")
+    result = finetune(MODEL, tmp_path / "data", tmp_path / "run", img_size=36, epochs=2)
+    raw = metadata(result)
+    assert raw["input_size"] == [3, 36, 36] and raw["mean"] == [0.1307] * 3 and raw["num_classes"] == 2
+    model = capszoo.inference.load_model(str(tmp_path / "run"))
+    assert model(torch.zeros(1, 3, 36, 36)).shape == (1, 2)
+
+
+@pytest.mark.parametrize("freeze", ["body", "all"])
+def test_what_is_frozen_stays_and_the_rest_learns(photos: Path, tmp_path: Path, freeze: str) -> None:
+    result = finetune(MODEL, photos, tmp_path / "run", epochs=2, freeze=[freeze])
+    before, after = capszoo.create_model(MODEL, pretrained=True).state_dict(), weights_of(result)
+    frozen = {
+        key for key in after if key.startswith("stages.") or (freeze == "all" and "class_caps" not in key)
+    }
+    assert any("running_mean" in key for key in frozen)
+    for key in frozen:
+        assert torch.equal(before[key], after[key]), f"{key} changed"
+    torch.manual_seed(0)
+    learnt = [key for key in after if "class_caps" in key]
+    assert learnt and all(before[key].shape != after[key].shape for key in learnt)
+    free = finetune(MODEL, photos, tmp_path / "free", epochs=2)
+    parameters = {name for name, _ in capszoo.create_model(MODEL).named_parameters()}
+    for key, value in weights_of(free).items():
+        if key in parameters and before[key].shape == value.shape:
+            assert not torch.equal(before[key], value), f"{key} did not learn"
+
+
+def test_frozen_modules_by_name_and_mistakes(photos: Path, tmp_path: Path) -> None:
+    result = finetune(MODEL, photos, tmp_path / "run", epochs=1, freeze=["stages.stem"])
+    before, after = capszoo.create_model(MODEL, pretrained=True).state_dict(), weights_of(result)
+    assert all(torch.equal(before[key], after[key]) for key in after if key.startswith("stages.stem."))
+    assert not torch.equal(before["stages.layer1.0.conv1.weight"], after["stages.layer1.0.conv1.weight"])
+    with pytest.raises(RecipeError, match="unknown module 'stages.stam': did you mean 'stages.stem'"):
+        finetune(MODEL, photos, tmp_path / "no", freeze=["stages.stam"])
+    assert not (tmp_path / "no").exists()
+
+
+def check_groups(name: str) -> None:
+    """With layer decay each parameter is in one group; rates rise from the stem to the head, which has the full one."""
+    net = small(name)
+    optimizer = {"lr": 0.1, "layer_decay": 0.5}
+    recipe = Recipe(arch=name, tag="x", data={"name": "mnist"}, epochs=1, optimizer=optimizer)  # type: ignore[arg-type]
+    groups = create_optimizer(recipe, net).param_groups
+    place = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(place) == len(list(net.parameters()))
+    scales = {key: place[id(parameter)] for key, parameter in net.named_parameters()}
+    head = [key for key in scales if not key.startswith("stages.")]
+    first = next(key for key in scales if key.startswith("stages."))
+    assert head and all(scales[key] == 1 for key in head)
+    assert scales[first] == min(scales.values()) < 1
+    body = [scales[key] for key in scales if key.startswith("stages.")]
+    assert body == sorted(body), "deeper is faster"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_layer_decay(name: str) -> None:
+    check_groups(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_layer_decay_of_every_model(name: str) -> None:
+    check_groups(name)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "none"])
+def test_layers_have_their_rates(photos: Path, tmp_path: Path, schedule: str) -> None:
+    """A layer whose rate is scaled to nothing stays where it is, with and without a schedule."""
+    sets = [f"schedule.name={schedule}", "optimizer.weight_decay=0"]
+    result = finetune(MODEL, photos, tmp_path / "run", epochs=1, layer_decay=1e-4, overrides=sets)
+    before, after = capszoo.create_model(MODEL, pretrained=True).state_dict(), weights_of(result)
+    change = {
+        key: float((before[key] - after[key]).abs().max())
+        for key in after
+        if before[key].shape == after[key].shape
+    }
+    assert change["stages.stem.conv.weight"] < 1e-9 < 1e-4 < max(change.values())
+
+
+def test_best_epoch_by_hand() -> None:
+    net = torch.nn.Linear(1, 1)
+    best, seen = BestEpoch(2), []
+    for epoch, top1 in enumerate((50, 80, 80, 70, 75), start=1):
+        torch.nn.init.constant_(net.weight, float(epoch))
+        best.see(epoch, top1, net)
+        seen.append(best.over(epoch))
+    assert seen == [False, False, False, True, True], "two epochs after the last that was better"
+    assert best.epoch == 3 and float(best.weights["weight"]) == 3, "of equally good ones the latest"
+    again = BestEpoch(2)
+    again.restore(best.state(), best.weights)
+    assert again.state() == best.state() and again.over(4) and not BestEpoch(2).over(5)
+
+
+def test_early_stopping_keeps_the_best_weights(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, seen = [2, 5, 4, 3, 6], []
+
+    def scripted(net: torch.nn.Module, *_: Any) -> torch.Tensor:
+        seen.append({key: value.clone() for key, value in net.state_dict().items()})
+        return torch.tensor([right[len(seen) - 1], 6])
+
+    monkeypatch.setattr(train_module, "count_correct", scripted)
+    result = finetune(MODEL, photos, tmp_path / "run", epochs=9, overrides=["early_stop=2"])
+    assert len(seen) == 4 and result["epoch"] == 4 and metadata(result)["epoch"] == 2
+    assert metadata(result)["metrics"]["validation"] == {"top1": 83.3333, "n": 6}
+    kept = weights_of(result)
+    assert all(torch.equal(kept[key], value) for key, value in seen[1].items())
+    assert any(not torch.equal(kept[key], value) for key, value in seen[3].items())
+
+
+def test_resume_is_bit_exact(photos: Path, tmp_path: Path) -> None:
+    """Stopped every third update of two an epoch: between epochs and within, before and after the best one."""
+    options: dict[str, Any] = {"epochs": 4, "freeze": ["stages.stem"]}
+    options["overrides"] = ["early_stop=2", "batch_size=12", "optimizer.lr=0.0001"]
+    whole = finetune(MODEL, photos, tmp_path / "whole", **options)
+    parts: dict[str, Any] = {"finished": False}
+    for _ in range(20):
+        parts = finetune(MODEL, photos, tmp_path / "parts", stop_after=3, **options)
+        if parts["finished"]:
+            break
+    assert parts["finished"] and parts["epoch"] == whole["epoch"]
+    assert metadata(parts)["epoch"] == metadata(whole)["epoch"]
+    assert parts["validation"] == whole["validation"]
+    expected, found = weights_of(whole), weights_of(parts)
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    again = finetune(MODEL, photos, tmp_path / "parts", **options)
+    assert again["step"] == parts["step"] and weights_of(again).keys() == expected.keys(), "it stays finished"
+
+
+def test_killed_and_started_again(root: Path, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--data", str(photos), "--out", str(out), "--epochs", "6", "--cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "capszoo", "finetune", MODEL, *arguments],
+        cwd=root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    checkpoint, since = out / "checkpoints" / "step-00000002", time.monotonic()
+    while not checkpoint.is_dir():
+        assert process.poll() is None and time.monotonic() - since < 200
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it was still under way"
+    done = run("finetune", MODEL, *arguments)
+    assert done.exit_code == 0 and "going on from update" in done.stdout, done.output
+    whole = finetune(MODEL, photos, tmp_path / "whole", epochs=6, cpu=True)
+    expected, found = weights_of(whole), load_file(out / "resnet20_routingcaps.my_photos.safetensors")
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_confusion_matrix_by_hand(digits: ImageSet) -> None:
+    class Reader(torch.nn.Module):
+        """Takes every image for the next class, but the first of all for its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.seen = 0
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            answers = (digits.labels[self.seen : self.seen + len(images)] + 1) % 10
+            if self.seen == 0:
+                answers[0] = digits.labels[0]
+            self.seen += len(images)
+            return torch.nn.functional.one_hot(answers, 10).float()
+
+    matrix = confusion_matrix(Reader(), digits)
+    counts = torch.bincount(digits.labels, minlength=10)
+    assert torch.equal(matrix.sum(1), counts) and matrix.diagonal().sum() == 1
+    first = int(digits.labels[0])
+    assert matrix[first, first] == 1 and matrix[first, (first + 1) % 10] == counts[first] - 1
+
+
+def fails(code: int, *arguments: object) -> str:
+    done = run("finetune", *arguments)
+    assert done.exit_code == code, done.output
+    assert done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
+    return done.stderr
+
+
+def test_broken_folders_are_one_line_each(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def line(folder: Path, code: int = 1, *more: object) -> str:
+        message = fails(code, MODEL, "--data", folder, "--out", out, *more)
+        assert not out.exists()
+        return message
+
+    assert "no such folder; --data takes a folder" in line(tmp_path / "nowhere")
+    (photos / "two").mkdir()
+    assert "the class two has no images: add some, or remove its folder" in line(photos)
+    (photos / "two").rmdir()
+    (tmp_path / "alone" / "cats").mkdir(parents=True)
+    Image.new("L", (28, 28)).save(tmp_path / "alone" / "cats" / "0.png")
+    assert "only one class (cats)" in line(tmp_path / "alone")
+    for kind in ("one", "three"):
+        (tmp_path / "few" / kind).mkdir(parents=True)
+        (tmp_path / "few" / kind / "0.png").write_bytes(b"")
+    assert "0.png holds a damaged image" in line(tmp_path / "few")
+    assert "none of the 2 images of train can be read" in line(tmp_path / "few", 1, "--skip-bad")
+
+    split = tmp_path / "split"
+    (split / "val").mkdir(parents=True)
+    photos.rename(split / "train")
+    (split / "val" / "four").mkdir()
+    Image.new("L", (28, 28)).save(split / "val" / "four" / "0.png")
+    assert "has the class four, which" in line(split)
+    (split / "val" / "four").rename(split / "val" / "one")
+    assert "val has no images of eight, three: add some, or take the class out" in line(split)
+    assert "random weights are not worth freezing" in line(split, 2, "--from-scratch", "--freeze", "body")
+    assert "did you mean" in fails(2, "resnet20_routingcap.mnist", "--data", split, "--out", out)
+    assert "unknown key 'epoch': did you mean 'epochs'" in line(split, 2, "--set", "epoch=3")
+    assert "a tag is a short name" in line(split, 2, "--tag", "a.b")
+
+
+def test_unreadable_images_are_listed_or_skipped(photos: Path, tmp_path: Path) -> None:
+    files = sorted(photos.rglob("*.png"))
+    files[0].write_bytes(files[0].read_bytes()[:60])
+    files[-1].write_bytes(b"no image")
+    text = fails(1, MODEL, "--data", photos, "--out", tmp_path / "run")
+    assert (
+        all(file.name in text for file in (files[0], files[-1])) and "skip_bad" in text and "1 more" in text
+    )
+    done = run(
+        "finetune", MODEL, "--data", photos, "--out", tmp_path / "run", "--skip-bad", "--epochs", 1, "--cpu"
+    )
+    assert done.exit_code == 0, done.stderr
+    listed = [line for line in done.stdout.splitlines() if line.startswith("left out: ")]
+    assert len(listed) == 2 and files[0].name in listed[0] and files[-1].name in listed[1]
+    raw = json.loads((tmp_path / "run" / "resnet20_routingcaps.my_photos.json").read_text())
+    assert len(raw["dataset"]["left_out"]) == 2
