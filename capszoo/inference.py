@@ -18,7 +18,7 @@ from .errors import CapszooError, UsageError
 from .models._pretrained import WeightsError, WeightsInfo, sha256_of
 from .preprocess import ImageTransform, load_image, model_transform
 
-__all__ = ["ImagePrediction", "NoWeights", "ScoredClass", "label_names", "load_model", "predict"]
+__all__ = ["ImagePrediction", "NoWeights", "ScoredClass", "label_names", "load_model", "predict", "run_weights"]
 
 
 class NoWeights(CapszooError):
@@ -73,7 +73,7 @@ def _from_hub(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
 def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if path.is_dir() and (path / "config.json").is_file():
         return create_model(f"local-dir:{path}", pretrained=pretrained, **kwargs)
-    weights = _run_weights(path) if path.is_dir() else path
+    weights = run_weights(path) if path.is_dir() else path
     metadata = weights.with_suffix(".json")
     for file in (weights, metadata):
         if not file.is_file():
@@ -102,7 +102,7 @@ def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Modul
     )
 
 
-def _run_weights(folder: Path) -> Path:
+def run_weights(folder: Path) -> Path:
     """The weights that a finished run left in its folder, as ``<architecture>.<tag>.safetensors``."""
     found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
     if len(found) != 1:
