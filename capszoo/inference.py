@@ -18,7 +18,15 @@ from .errors import CapszooError, UsageError
 from .models._pretrained import WeightsError, WeightsInfo, sha256_of
 from .preprocess import ImageTransform, load_image, model_transform
 
-__all__ = ["ImagePrediction", "NoWeights", "ScoredClass", "label_names", "load_model", "predict", "run_weights"]
+__all__ = [
+    "ImagePrediction",
+    "NoWeights",
+    "ScoredClass",
+    "label_names",
+    "load_model",
+    "predict",
+    "run_weights",
+]
 
 
 class NoWeights(CapszooError):

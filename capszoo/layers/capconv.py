@@ -373,7 +373,7 @@ class CapFC(nn.Module):
 
     @torch.jit.ignore
     def votes(self, x: Tensor) -> Tensor:
-        """Grid capsules ``[b, g*d, h, w]`` to what each adds to the classes, ``[b, n, g*h*w, d]``, before the squash."""
+        """Grid capsules ``[b, g*d, h, w]`` to their parts of the classes before the squash, ``[b, n, g*h*w, d]``."""
         children = x.unflatten(1, (self.groups, self.pose_dim)).transpose(1, 2).flatten(2)  # [b, d, g*h*w]
         return torch.einsum("bdi,din->bnid", children, self.weight)
 

@@ -216,7 +216,9 @@ class DynamicCapsNet(DynamicCapsNetBase):
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         convolutional = sum(isinstance(stage, ConvDynamicRouting) for stage in self.stages)
-        return (CouplingLayout(3, self.softmax_over),) * convolutional + (CouplingLayout(1, self.softmax_over),)
+        return (CouplingLayout(3, self.softmax_over),) * convolutional + (
+            CouplingLayout(1, self.softmax_over),
+        )
 
     def class_votes(self, x: Tensor) -> Votes:
         self._require_classes()
