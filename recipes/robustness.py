@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from capszoo.data import dataset_spec, keyed_generator, load_dataset
+from capszoo.data import DataError, dataset_spec, keyed_generator, load_dataset
 from capszoo.data.augment import affine_matrices, crop, warp
 from capszoo.errors import CapszooError, UsageError
 
@@ -279,7 +279,10 @@ def affnist(
     accuracy = []
     n = 0
     for split in ("test", "expanded"):
-        images = load_dataset("affnist", split, data)
+        try:
+            images = load_dataset("affnist", split, data)
+        except DataError as error:  # what was measured before must not be lost
+            return AffnistResult(0, None, None, trained, str(error))
         n = min(limit or len(images), len(images))
         if n < len(images):
             order = torch.randperm(len(images), generator=keyed_generator(seed))

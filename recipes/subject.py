@@ -227,13 +227,12 @@ def _load(
         size = model_size[0]
     # As in training: the middle of images resized in the same way.
     resize: int | None = augment.get("resize")
-    if folder and resize is None:
+    if folder and not trained:
         cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-        pct = float(cfg.get("crop_pct") or 1.0)
-        resize = round(model_size[0] / pct) if pct < 1 else None
+        resize = round(model_size[0] / float(cfg.get("crop_pct") or 1.0))
     side = resize
-    if multi and side is None:
-        seen = size or (native[0] if native else model_size[0])
+    seen = size or (native[0] if native else model_size[0])
+    if multi and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
     name, part = (dataset, "train") if split in ("val", "validation") else (dataset, split)
