@@ -232,7 +232,8 @@ def _load(
         resize = round(model_size[0] / float(cfg.get("crop_pct") or 1.0))
     side = resize
     seen = size or (native[0] if native else model_size[0])
-    if multi and (side or 0) <= seen:
+    shift = int(augment.get("shift") or 0) if side is None else 0
+    if multi and not shift and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
     name, part = (dataset, "train") if split in ("val", "validation") else (dataset, split)
@@ -245,6 +246,8 @@ def _load(
     if not multi:
         return images, None
     rows, cols = images.spec.input_size[1:]
+    if shift:
+        return images, Crops(rows + 2 * shift, (rows, cols), bool(augment.get("flip")), shift)
     views = Crops(images.size[0], (rows, cols), bool(augment.get("flip")))
     if images.size[0] == rows:
         raise DataError(f"images of {rows} pixels leave nothing to crop: evaluate them with --crops single")

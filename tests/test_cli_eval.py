@@ -54,7 +54,9 @@ def test_eval_json_and_files(tiny_mnist: Path, tmp_path: Path) -> None:
 def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> None:
     options = ("--data", tiny_mnist, "--device", "cpu", "--json")
     found = json.loads(succeeds("eval", MODEL, *options, "--crops", "multi"))
-    assert found["crops"] == "5 of 28x28 out of 30x30: corners, middle" and found["stated"] is None
+    assert (
+        found["crops"] == "5 of 28x28 out of 32x32 (padded by 2): corners, middle" and found["stated"] is None
+    )
     assert "validation split" in fails(1, "eval", MODEL, *options, "--split", "val"), "5,000 of 120 images"
 
 

@@ -13,7 +13,7 @@ from capszoo.data import DataError, ImageSet, dataset_spec
 from capszoo.data.augment import resize
 from capszoo.errors import CapszooError, UsageError
 from capszoo.recipes.crops import Crops, default_side
-from capszoo.recipes.evaluate import Tally, assess, stated_top1
+from capszoo.recipes.evaluate import Tally, assess, scored, stated_top1
 from capszoo.recipes.subject import prepare
 from tests.support import packed
 
@@ -78,6 +78,7 @@ def test_crops_are_corners_and_middle() -> None:
     both = list(Crops(6, (4, 4), True).views(pixels))
     assert len(both) == 10 and torch.equal(both[1], views[0].flip(3)) and torch.equal(both[8], views[4])
     assert default_side(32) == 34 and default_side(28) == 30
+    assert str(Crops(40, (32, 32), False, 4)) == "5 of 32x32 out of 40x40 (padded by 4): corners, middle"
     assert str(Crops(34, (32, 32), True)) == "10 of 32x32 out of 34x34: corners, middle, each mirrored too"
 
 
@@ -90,23 +91,39 @@ class Brightness(nn.Module):
         return x.flatten(1)[:, ::80][:, :10].contiguous()
 
 
+def by_hand(large: Tensor, offsets: tuple[int, ...]) -> Tensor:
+    """Mean scores over the corners and the middle of 28x28, at rows and columns `offsets` (first, last, middle)."""
+    first, last, middle = offsets
+    total = torch.zeros(len(large), 10)
+    for top, left in ((first, first), (first, last), (last, first), (last, last), (middle, middle)):
+        cut = large[:, :, top : top + 28, left : left + 28].float() / 255
+        total += Brightness()((cut - 0.1307) / 0.3081)
+    return total / 5
+
+
 def test_several_crops_are_the_mean_of_crops_made_by_hand(
     tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
-    assert subject.crops == Crops(30, (28, 28), False), "trained without mirroring"
-    subject = replace(subject, net=Brightness())
-    from capszoo.recipes.evaluate import scored
+    from capszoo.models._pretrained import bundled_tags
 
-    ((scores, labels),) = scored(subject, 100)
-    single = prepare(MODEL, data=tiny_mnist, device="cpu")
-    large = resize(single.images.images, (30, 30))  # type: ignore[union-attr]
-    total = torch.zeros(40, 10)
-    for top, left in ((0, 0), (0, 2), (2, 0), (2, 2), (1, 1)):
-        cut = large[:, :, top : top + 28, left : left + 28].float() / 255
-        total += Brightness()((cut - 0.1307) / 0.3081)
-    torch.testing.assert_close(scores, total / 5, rtol=1e-4, atol=1e-4)
-    assert torch.equal(labels, single.images.labels)
+    single = prepare(MODEL, data=tiny_mnist, device="cpu").images
+    subject = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
+    assert subject.crops == Crops(32, (28, 28), False, 2), "trained on shifts of 2, without mirroring"
+    ((scores, labels),) = scored(replace(subject, net=Brightness()), 100)
+    padded = nn.functional.pad(single.images, (2, 2, 2, 2))  # type: ignore[union-attr]
+    torch.testing.assert_close(scores, by_hand(padded, (0, 4, 2)), rtol=1e-4, atol=1e-4)
+    assert torch.equal(labels, single.labels)
+
+    augment = bundled_tags()[MODEL].raw["recipe"]["data"]["augment"]
+    monkeypatch.setitem(augment, "shift", 0)
+    subject = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
+    assert subject.crops == Crops(30, (28, 28), False), "34/32 of the input"
+    ((scores, labels),) = scored(replace(subject, net=Brightness()), 100)
+    large = resize(single.images, (30, 30))  # type: ignore[union-attr]
+    torch.testing.assert_close(scores, by_hand(large, (0, 2, 1)), rtol=1e-4, atol=1e-4)
+    monkeypatch.setitem(augment, "resize", 32)
+    monkeypatch.setitem(augment, "flip", True)
+    assert prepare(MODEL, data=tiny_mnist, crops="multi").crops == Crops(32, (28, 28), True)
 
 
 def test_a_limit_draws_images_by_its_seed(tiny_mnist: Path) -> None:
