@@ -2,9 +2,9 @@
 
 EncapNet's mild and strong settings test so (Li et al. 2018, appendix C), without saying which crops. Ours: the image is
 resized to the side that training crops from (34 for 32 pixels, 156 for 128, 256 for 224 there), and the four corners
-and the middle are cut out of it, mirrored too where the training mirrored. The scores of all views are averaged. A model
-that was trained on shifted images instead sees what it was trained on: the image is padded with black by the largest
-shift, and not resized (resizing alone costs a CIFAR model some per cent).
+and the middle are cut out of it, mirrored too where the training mirrored. The scores of all views are averaged. Where
+the training shifted images instead, they are padded with black by its largest shift and not resized, which a model that
+never saw resized images would take badly.
 """
 
 from __future__ import annotations
