@@ -6,42 +6,39 @@ line that says what to do; ``--debug`` shows the traceback instead.
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
 from . import __version__
+from ._cli_common import (
+    DeviceOption,
+    ImagesArgument,
+    ItersOption,
+    JsonOption,
+    ModelArgument,
+    SizeOption,
+    given,
+    parse_size,
+    print_json,
+    progress_bar,
+    stderr,
+    stdout,
+)
+from ._cli_eval import eval_command
+from ._cli_explain import explain_command
 from .errors import CapszooError, UsageError
 
 if TYPE_CHECKING:
     from .export.to_onnx import ExportReport
 
 __all__ = ["app", "main"]
-
-
-def _stdout() -> Console:
-    return Console(width=_width(sys.stdout), highlight=False)
-
-
-def _stderr() -> Console:
-    return Console(width=_width(sys.stderr), highlight=False, stderr=True)
-
-
-def _width(stream: Any) -> int | None:
-    """A terminal's own width; in a pipe wide enough that tables keep their words."""
-    return None if stream.isatty() or "COLUMNS" in os.environ else 160
 
 
 class _OneLineErrors(TyperGroup):
@@ -59,7 +56,7 @@ class _OneLineErrors(TyperGroup):
                 raise
             line, code = _one_line(error)
             if line:
-                _stderr().print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+                stderr().print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
         except KeyboardInterrupt:
             code = 130
         sys.exit(code if isinstance(code, int) else 0)
@@ -102,27 +99,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Name, name.tag, hf-hub:org/repo, the folder of a training run, or a .safetensors file.",
-        show_default=False,
-    ),
-]
-ImagesArgument = Annotated[
-    list[Path],
-    typer.Argument(metavar="IMAGE...", help="Image files or folders of images.", show_default=False),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cuda where there is one).")]
-SizeOption = Annotated[
-    str | None, typer.Option("--img-size", metavar="N or HxW", help="Input size, if not the model's own.")
-]
-ItersOption = Annotated[
-    int | None, typer.Option("--routing-iters", min=1, help="Routing iterations, if not the model's own.")
-]
-
 
 def _show_version(value: bool) -> None:
     if value:
@@ -159,7 +135,7 @@ def list_command(
 
     rows = list_summaries(filter, pretrained)
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     if not rows:
         kind = "checkpoint" if pretrained else "model"
@@ -169,7 +145,7 @@ def list_command(
     for row in rows:
         second = f"{row['top1']:.2f}" if row.get("top1") is not None else ", ".join(row.get("tags", ()))
         table.add_row(row["name"], second, escape(row["description"]))
-    _stdout().print(table)
+    stdout().print(table)
 
 
 @app.command()
@@ -186,10 +162,10 @@ def info(
     from .summary import summarise
 
     summary = summarise(
-        model, **_given(img_size=_size(img_size), routing_iters=routing_iters, num_classes=num_classes)
+        model, **given(img_size=parse_size(img_size), routing_iters=routing_iters, num_classes=num_classes)
     )
     if as_json:
-        _print_json(summary.to_dict())
+        print_json(summary.to_dict())
         return
     about = summary.info
     facts = Table.grid(padding=(0, 2))
@@ -201,7 +177,7 @@ def info(
     if summary.routing_iters:
         facts.add_row("routing", f"{'/'.join(map(str, summary.routing_iters))} iterations")
     facts.add_row("licence", about.license)
-    out = _stdout()
+    out = stdout()
     out.print(facts)
     if summary.figures:
         papers = Table("papers report", "metric", "%", "setting", "source", box=None, pad_edge=False)
@@ -242,12 +218,14 @@ def predict(
     from .preprocess import find_images, model_input_size
 
     files = find_images(images)
-    net = load_model(model, device=device, **_given(img_size=_size(img_size), routing_iters=routing_iters))
-    with _progress("predicting", len(files)) as advance:
+    net = load_model(
+        model, device=device, **given(img_size=parse_size(img_size), routing_iters=routing_iters)
+    )
+    with progress_bar("predicting", len(files)) as advance:
         results = predict(net, files, topk, advance=advance)
     failed = [result for result in results if result.error]
     if as_json:
-        _print_json({"model": model, "results": [result.to_dict() for result in results]})
+        print_json({"model": model, "results": [result.to_dict() for result in results]})
     else:
         table = Table("image", "class", "score", box=None, pad_edge=False)
         for result in results:
@@ -256,46 +234,19 @@ def predict(
                     escape(result.image) if rank == 0 else "", escape(scored.label), f"{scored.score:.4f}"
                 )
         if table.row_count:
-            _stdout().print(table)
+            stdout().print(table)
     _, height, width = model_input_size(net)
     resized = sum(not result.error and result.size != (width, height) for result in results)
     if resized:
-        _stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
+        stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
     for result in failed:
-        _stderr().print(f"[bold red]error:[/] {escape(result.error)}", soft_wrap=True)
+        stderr().print(f"[bold red]error:[/] {escape(result.error)}", soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
 
-@app.command()
-def explain(
-    model: ModelArgument,
-    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="An image file.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Figure to write (.png, .pdf, .svg).")] = Path(
-        "heat.png"
-    ),
-    target: Annotated[
-        str | None,
-        typer.Option("--class", help="Class to follow (name or number), if not the predicted one."),
-    ] = None,
-    device: DeviceOption = None,
-) -> None:
-    """Draw from where in the image the class capsule was routed."""
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:  # said before the model is loaded and run
-        raise CapszooError("explain needs matplotlib", "pip install 'capszoo[explain]'")
-    from .explain import explain, save_figure
-    from .inference import load_model
-    from .preprocess import load_image
-
-    picture = load_image(image)
-    explanation = explain(load_model(model, device=device), picture, target)
-    written = save_figure(explanation, out)
-    name, score = explanation.labels[explanation.predicted], float(explanation.scores[explanation.predicted])
-    _stdout().print(
-        f"{escape(str(image))}: {escape(name)} ({score:.4f}); written: {escape(str(written))}", soft_wrap=True
-    )
+app.command("explain")(explain_command)
+app.command("eval")(eval_command)
 
 
 @app.command("export")
@@ -408,7 +359,7 @@ def export_command(
         refit=refit,
     )
     try:
-        net = load_model(model, pretrained, "cpu", **_given(img_size=_size(img_size)))
+        net = load_model(model, pretrained, "cpu", **given(img_size=parse_size(img_size)))
     except NoWeights as error:
         raise CapszooError(error.message, "--no-pretrained exports the untrained architecture") from None
     real = None if images is None else open_images(net, images, "test", VERIFY_IMAGES, uint8_input, data)
@@ -429,7 +380,7 @@ def export_command(
         images=real,
         calibration=ranges,
     )
-    console = _stderr()
+    console = stderr()
     with console.status("exporting") as status:
         options["progress"] = lambda line: status.update(escape(line))
         if alone:
@@ -439,11 +390,11 @@ def export_command(
                 net, out, source=model, formats=kinds, triton=triton, engine=engine, **options
             )
     if alone and as_json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
     elif alone:
         _print_report(report)
     elif as_json:
-        _print_json(manifest)
+        print_json(manifest)
     else:
         _print_manifest(out, manifest)
     if not alone:
@@ -456,7 +407,7 @@ def _check_bundle(folder: str, as_json: bool) -> None:
 
     found = check_bundle(folder)
     if as_json:
-        _print_json(found.to_dict())
+        print_json(found.to_dict())
     else:
         _print_gate([(step.name, step.passed, step.detail) for step in found.steps])
     if not found.passed:
@@ -494,7 +445,7 @@ def compare(
     kinds = [word.strip() for word in runners.split(",")]
     result = compare_bundle(bundle, kinds, files, model, sizes, repeats)
     if as_json:
-        _print_json(result)
+        print_json(result)
         return
     columns = ("runner", "max difference", "mean", "of the largest output", "top-1 equal")
     table = Table(*columns, box=None, pad_edge=False)
@@ -502,14 +453,14 @@ def compare(
         shown = f"{row['max_abs']:.1e}", f"{row['mean_abs']:.1e}", f"{row['relative']:.1e}"
         table.add_row(row["runner"], *shown, f"{row['top1_agreement']:.2%}")
     what = f"{result['images']} images" if result["images"] else "random input"
-    _stdout().print(f"against {result['reference']}, {what}")
-    _stdout().print(table)
+    stdout().print(f"against {result['reference']}, {what}")
+    stdout().print(table)
     times = Table("runner", "batch", "ms", "images/s", "times the first", box=None, pad_edge=False)
     for row in result["timings"]:
         shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{row['ratio']:.2f}"
         times.add_row(row["runner"], str(row["batch"]), *shown)
-    _stdout().print()
-    _stdout().print(times)
+    stdout().print()
+    stdout().print(times)
 
 
 @app.command()
@@ -690,17 +641,17 @@ def publish(
     from .recipes.publish import publish, publish_all
 
     def say(line: str) -> None:
-        _stderr().print(escape(line), soft_wrap=True)
+        stderr().print(escape(line), soft_wrap=True)
 
     if everything is not None:
         results = publish_all(everything, private, dry_run, out, say)
     else:
         results = [publish(str(run), str(repo_id), private, dry_run, out, say)]
     if as_json:
-        _print_json(results)
+        print_json(results)
         return
     table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
-    console = _stdout()
+    console = stdout()
     for result in results:
         for file in result["files"]:
             table.add_row(f"{result['repo_id']}/{file['name']}", f"{file['bytes']:,}", file["sha256"][:12])
@@ -718,7 +669,7 @@ def publish(
 
 
 def _print_report(report: ExportReport) -> None:
-    out = _stdout()
+    out = stdout()
     parity = Table(
         "input", "batch", "max difference", "of the largest output", "top-1 equal", box=None, pad_edge=False
     )
@@ -746,7 +697,7 @@ def _print_report(report: ExportReport) -> None:
 
 def _print_run(result: dict[str, Any]) -> None:
     """Figures and files of a finished run."""
-    console = _stdout()
+    console = stdout()
     for split in ("test",) if "test" in result else ("validation",):
         if split in result:
             figures = ", ".join(f"{key} {value}" for key, value in result[split].items())
@@ -761,12 +712,12 @@ def _print_gate(steps: Sequence[tuple[str, bool | None, str]]) -> None:
     words = {True: "[green]passed[/]", False: "[red]failed[/]", None: "[yellow]not run[/]"}
     for name, passed, detail in steps:
         gate.add_row(name, words[passed], escape(detail.removeprefix("not run: ")))
-    _stdout().print(gate)
+    stdout().print(gate)
 
 
 def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     _print_gate([(step["name"], step["passed"], step["detail"]) for step in manifest["gates"]])
-    out = _stdout()
+    out = stdout()
     out.print()
     files = ", ".join(sorted({name.partition("/")[0] for name in [*manifest["files"], "manifest.json"]}))
     batch = manifest["batch"]
@@ -775,46 +726,6 @@ def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         f"{batch['max']}; {files}",
         soft_wrap=True,
     )
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(_plain(value), indent=1, allow_nan=False, ensure_ascii=False))
-
-
-def _plain(value: Any) -> Any:
-    """JSON knows no NaN: it becomes null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr (on a terminal, for more than one batch); gives the function that advances it."""
-    console = _stderr()
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = total <= 32 or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _size(text: str | None) -> tuple[int, int] | None:
-    """``32`` or ``32x48`` to (height, width)."""
-    if text is None:
-        return None
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"--img-size {text} is no size", "give 32 or 32x48 (height x width)")
-    return int(parts[0]), int(parts[-1])
 
 
 def _batch(text: str) -> tuple[int, int, int] | int:

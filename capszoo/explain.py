@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from ._figures import for_display, image_style, new_figure, save
 from .errors import CapszooError, UsageError
 from .inference import label_names
+from .models._base import NoCapsules
 from .preprocess import model_transform
 
-__all__ = ["Explanation", "explain", "save_figure"]
+__all__ = ["Explanation", "class_index", "explain", "save_figure"]
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,13 @@ def explain(model: nn.Module, image: Image.Image | Tensor, target: int | str | N
             output = model.forward_capsules(batch)  # type: ignore[operator]
             scores = output.scores[0].float().cpu()
             predicted = int(scores.argmax())
-            chosen = predicted if target is None else _class_index(target, labels)
+            chosen = predicted if target is None else class_index(target, labels)
             heat = model.coupling_map(batch)[0, chosen].float().cpu()  # type: ignore[operator]
             reconstruction = None
             if getattr(model, "decoder", None) is not None:
                 kept = torch.tensor([chosen], device=like.device)
                 reconstruction = model.reconstruct(output.poses, kept)[0].float().cpu()  # type: ignore[operator]
-    except NotImplementedError:
+    except (NotImplementedError, NoCapsules):
         raise CapszooError(
             f"{type(model).__name__} has no routing, so no couplings to show", "choose a model with routing"
         ) from None
@@ -119,7 +121,8 @@ def explain(model: nn.Module, image: Image.Image | Tensor, target: int | str | N
     )
 
 
-def _class_index(target: int | str, labels: tuple[str, ...]) -> int:
+def class_index(target: int | str, labels: tuple[str, ...]) -> int:
+    """Number of a class given by its name or number; `UsageError` where there is none."""
     if isinstance(target, str) and target in labels:
         return labels.index(target)
     try:
@@ -139,47 +142,32 @@ def save_figure(explanation: Explanation, path: str | Path) -> Path:
         CapszooError: matplotlib is not installed, or the file cannot be written.
         UsageError: a suffix that is no image format.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CapszooError("figures need matplotlib", "pip install 'capszoo[explain]'") from None
-
-    path = Path(path)
-    image = _for_display(explanation.image)
+    image = for_display(explanation.image)
     height, width = explanation.image.shape[-2:]
     heat = explanation.heat_at(height, width).numpy()
     panels: list[tuple[str, list[tuple[Any, dict[str, Any]]]]] = [
-        ("input", [(image, _image_style(image))]),
+        ("input", [(image, image_style(image))]),
         ("couplings", [(explanation.heat.numpy(), {"cmap": "inferno"})]),
         (
             "overlay",
             [
-                (image, _image_style(image)),
+                (image, image_style(image)),
                 (heat, {"cmap": "autumn", "alpha": 0.65 * heat}),  # where nothing was routed, the image alone
             ],
         ),
     ]
     if explanation.reconstruction is not None:
-        rebuilt = _for_display(explanation.reconstruction)
-        panels.append(("reconstruction", [(rebuilt, _image_style(rebuilt))]))
+        rebuilt = for_display(explanation.reconstruction)
+        panels.append(("reconstruction", [(rebuilt, image_style(rebuilt))]))
 
-    figure = Figure(figsize=(2.6 * len(panels), 3.1), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(2.6 * len(panels), 3.1)
     for axis, (title, layers) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for values, style in layers:
             axis.imshow(values, extent=(0, width, height, 0), **style)
         axis.set_title(title, fontsize=10)
         axis.set_axis_off()
     figure.suptitle(_caption(explanation), fontsize=11)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except ValueError:
-        raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg") from None
-    except OSError as e:
-        raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
-    return path
+    return save(figure, path)
 
 
 def _caption(explanation: Explanation) -> str:
@@ -189,12 +177,3 @@ def _caption(explanation: Explanation) -> str:
         asked = explanation.labels[explanation.target]
         text += f"; shown: {asked}, score {float(explanation.scores[explanation.target]):.3f}"
     return text
-
-
-def _for_display(image: Tensor) -> Any:
-    """``[c, h, w]`` as ``[h, w]`` or ``[h, w, 3]``."""
-    return image[0].numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
-
-
-def _image_style(image: Any) -> dict[str, Any]:
-    return {"cmap": "gray", "vmin": 0, "vmax": 1} if image.ndim == 2 else {}

@@ -22,7 +22,7 @@ from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 from capszoo.models._pretrained import WeightsError
 
 from .config import Recipe, RecipeError
-from .evaluate import create_for
+from .subject import create_for
 
 __all__ = [
     "RunData",

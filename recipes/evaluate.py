@@ -1,4 +1,4 @@
-"""Accuracy of a model on a data set: `python -m capszoo.recipes.evaluate resnet20_routingcaps.mnist --data FOLDER`.
+"""Accuracy of a model on a data set: what `capszoo eval` counts, and `python -m capszoo.recipes.evaluate` in short.
 
 For a name with weights the data set is that of its metadata, and the figure is held against the stated one.
 """
@@ -8,28 +8,43 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import capszoo
-from capszoo.data import Batches, DataError, ImageSet, StreamedSet, load_dataset
-from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, load_safetensors, sha256_of
+from capszoo.data import Batches, DataError, ImageSet, StreamedSet
+from capszoo.errors import CapszooError
+from capszoo.models._pretrained import WeightsError
+
+from .subject import Subject, create_for, model_from_file, prepare, score_threshold
 
 __all__ = [
+    "ClassFigures",
+    "EvalResult",
+    "Tally",
     "all_right",
+    "assess",
     "count_correct",
     "create_for",
     "evaluate",
     "main",
     "model_from_file",
     "score_threshold",
+    "scored",
+    "stated_top1",
 ]
+
+
+def answers(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
+    """The classes that the scores name: zeros and ones [b, n], as the labels."""
+    if count:
+        return torch.zeros_like(labels).scatter_(1, scores.topk(count, dim=1).indices, 1.0)
+    return (scores > threshold).to(labels.dtype)
 
 
 def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
@@ -43,16 +58,134 @@ def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshol
     """
     if labels.dim() == 1:
         return scores.argmax(1) == labels
-    if count:
-        answer = torch.zeros_like(labels).scatter_(1, scores.topk(count, dim=1).indices, 1.0)
-    else:
-        answer = (scores > threshold).to(labels.dtype)
-    return (answer == labels).all(1)
+    return (answers(scores, labels, count, threshold) == labels).all(1)
 
 
-def score_threshold(loss: str) -> float:
-    """The score from which a class is there: half a capsule length, or a logit of zero, by the loss trained with."""
-    return 0.5 if loss in ("margin", "spread") else 0.0
+@dataclass(frozen=True)
+class ClassFigures:
+    """One class: images that have it, and in per cent how many of these are found (recall), how many of those taken
+    for it are it (precision), and their harmonic mean; None where there is nothing to divide by."""
+
+    label: str
+    n: int
+    recall: float | None
+    precision: float | None
+    f1: float | None
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What was counted over `n` images; accuracies are per cent.
+
+    Attributes:
+        errors: images that are not recognised (`all_right`).
+        top1, top5: of images with one label; top5 only where there are more than five classes.
+        exact_set: of images with several labels: all of them found, and no other.
+        confusion: int64 [n, n], row the label, column the answer; None with several labels.
+    """
+
+    n: int
+    errors: int
+    top1: float | None
+    top5: float | None
+    exact_set: float | None
+    per_class: tuple[ClassFigures, ...]
+    confusion: Tensor | None
+
+    @property
+    def accuracy(self) -> float:
+        return 100 * (self.n - self.errors) / self.n
+
+
+class Tally:
+    """Counts over batches of scores; holds nothing that grows with the number of images.
+
+    Arguments:
+        num_classes: columns of the scores.
+        count: labels of each image; None where that varies (see `all_right`).
+        threshold: of a score, where several labels are sought.
+        device: of the scores.
+    """
+
+    def __init__(
+        self, num_classes: int, count: int | None, threshold: float, device: torch.device | str = "cpu"
+    ) -> None:
+        self.count, self.threshold, self.num_classes = count, threshold, num_classes
+        self.single = count == 1
+        whole = {"dtype": torch.int64, "device": device}
+        self.totals = torch.zeros(4, **whole)  # type: ignore[call-overload]  # right, in the first five, finite, all
+        rows = num_classes if self.single else 3
+        self.table = torch.zeros(rows, num_classes, **whole)  # type: ignore[call-overload]
+
+    def add(self, scores: Tensor, labels: Tensor) -> None:
+        """Scores [b, n] and labels [b] or [b, n]."""
+        n = self.num_classes
+        self.totals[0] += all_right(scores, labels, self.count, self.threshold).sum()
+        self.totals[2] += torch.isfinite(scores).all(1).sum()
+        self.totals[3] += len(labels)
+        if self.single:
+            self.totals[1] += (scores.topk(min(5, n), dim=1).indices == labels[:, None]).sum()
+            cells = labels * n + scores.argmax(1)
+            self.table += torch.bincount(cells, minlength=n * n).view(n, n)
+        else:  # there and found, there, found
+            found = answers(scores, labels, self.count, self.threshold)
+            self.table += torch.stack([(found * labels).sum(0), labels.sum(0), found.sum(0)]).long()
+
+    def result(self, label_names: Sequence[str]) -> EvalResult:
+        """The figures; `CapszooError` where there were no images, or scores that are not finite."""
+        right, first_five, finite, n = self.totals.tolist()
+        if not n:
+            raise CapszooError("there are no images to evaluate", "give a data set that has some")
+        if finite < n:
+            raise CapszooError(
+                f"the scores of {n - finite} of {n} images are NaN or infinite", "the weights are damaged"
+            )
+        table = self.table.cpu()
+        hits, there, found = (table.diag(), table.sum(1), table.sum(0)) if self.single else table
+        return EvalResult(
+            n=n,
+            errors=n - right,
+            top1=100 * right / n if self.single else None,
+            top5=100 * first_five / n if self.single and self.num_classes > 5 else None,
+            exact_set=None if self.single else 100 * right / n,
+            per_class=tuple(
+                ClassFigures(label, t, _per_cent(h, t), _per_cent(h, f), _per_cent(2 * h, t + f))
+                for label, h, t, f in zip(
+                    label_names, hits.tolist(), there.tolist(), found.tolist(), strict=True
+                )
+            ),
+            confusion=table if self.single else None,
+        )
+
+
+def _per_cent(part: int, whole: int) -> float | None:
+    return 100 * part / whole if whole else None
+
+
+@torch.no_grad()
+def scored(
+    subject: Subject, batch_size: int, progress: Callable[[int], None] | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores [b, n] and labels of every image: those of one view, or the mean over its crops."""
+    for batch in subject.batches(batch_size, progress):
+        if subject.crops is None:
+            yield subject.net(batch.images.contiguous(memory_format=torch.channels_last)), batch.labels
+            continue
+        total: Any = 0
+        for view in subject.crops.views(batch.pixels):
+            total = total + subject.net(subject.normalised(view))
+        yield total / len(subject.crops), batch.labels
+
+
+def assess(
+    subject: Subject, batch_size: int = 500, progress: Callable[[int], None] | None = None
+) -> EvalResult:
+    """Everything that is counted, in float32 and eval mode."""
+    spec = subject.images.spec
+    tally = Tally(spec.num_classes, spec.labels_per_image, subject.threshold, subject.images.device)
+    for scores, labels in scored(subject, batch_size, progress):
+        tally.add(scores, labels)
+    return tally.result(spec.label_names)
 
 
 @torch.no_grad()
@@ -79,55 +212,18 @@ def count_correct(
     return totals
 
 
-def create_for(
-    architecture: str,
-    num_classes: int,
-    input_size: tuple[int, int, int],
-    model_args: Mapping[str, Any],
-    create: Callable[..., nn.Module] | None = None,
-) -> nn.Module:
-    """Create a net for a data set; timm's own architectures work too (those that take no `img_size` get none).
-
-    `create` is called with the arguments alone; None creates the architecture with random weights.
-    """
-    args: dict[str, Any] = {"num_classes": num_classes, "in_chans": input_size[0]}
-    if architecture in capszoo.list_models():
-        args["img_size"] = input_size[1:]
-    create = create or partial(capszoo.create_model, architecture)
-    return create(**{**args, **model_args})
+def stated_top1(subject: Subject) -> float | None:
+    """The accuracy that the weights' metadata state for these images; None where they state none."""
+    info = subject.info
+    if info is None or subject.crops or info.raw.get("dataset", {}).get("name") != subject.images.spec.name:
+        return None
+    stated = info.raw.get("metrics", {}).get(subject.images.split, {})
+    return stated.get("top1") if stated.get("n") == subject.n else None
 
 
-def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
-    """Build a trained model from `<arch>.<tag>.safetensors` (or its `.json`), the two lying side by side.
-
-    Raises `WeightsError` where the sha256 differs from the metadata's.
-    """
-    weights = Path(path).with_suffix(".safetensors")
-    metadata = weights.with_suffix(".json")
-    for file in (weights, metadata):
-        if not file.is_file():
-            raise WeightsError(f"{file}: no such file; weights and their metadata must lie side by side")
-    info = WeightsInfo.from_json(metadata)
-    if sha256_of(weights) != info.sha256:
-        raise WeightsError(
-            f"{weights}: sha256 differs from its metadata's; the file is damaged or another one"
-        )
-    model = create_for(info.architecture, info.num_classes, info.input_size, info.model_args)
-    model.load_state_dict(load_safetensors(weights))
-    return model.eval(), info
-
-
-def _resolve(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | None]:
-    if isinstance(model, nn.Module):
-        return model, None
-    if Path(model).suffix in (".safetensors", ".json"):
-        return model_from_file(model)
-    name = str(model)
-    if name not in bundled_tags():  # an architecture's default weights, or an error that names what exists
-        net = capszoo.create_model(name, pretrained=True)
-        cfg: Any = net.pretrained_cfg
-        return net, bundled_tags().get(f"{cfg['architecture']}.{cfg['tag']}")
-    return capszoo.create_model(name, pretrained=True), bundled_tags()[name]
+def reproduced(stated: float, found: float, n: int) -> bool:
+    """Whether a figure is the stated one: an image may fall on the other side where a processor rounds differently."""
+    return abs(stated - found) <= 100 * 2 / n + 1e-9
 
 
 def evaluate(
@@ -151,34 +247,16 @@ def evaluate(
     Returns `{"model", "dataset", "split", "top1" (per cent), "errors", "n", "stated"}`; `stated` is the metadata's
     top1 for a whole test split, else None.
     """
-    net, info = _resolve(model)
-    if dataset is None:
-        if info is None or "dataset" not in info.raw:
-            raise DataError("name the data set: the model does not say which one it was trained on")
-        dataset = str(info.raw["dataset"]["name"])
-    recipe = info.raw.get("recipe", {}) if info else {}
-    if isinstance(dataset, str):
-        # As in training: the middle of images resized in the same way.
-        trained = recipe.get("data", {}) if recipe.get("data", {}).get("name") == dataset else {}
-        resize = trained.get("augment", {}).get("resize")
-        images = load_dataset(dataset, split, data, size=trained.get("size"), resize=resize)
-    else:
-        images = dataset
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    mean, std = (info.mean, info.std) if info else (None, None)
-    net = net.to(target).to(memory_format=torch.channels_last)
-    batches = Batches(images.to(target), batch_size, mean=mean, std=std)
-    threshold = score_threshold(recipe.get("loss", {}).get("name", "margin"))
-    right, n = count_correct(net, batches, threshold=threshold).tolist()
-    stated = info.raw.get("metrics", {}).get(split, {}) if info else {}
+    subject = prepare(model, dataset, split, data, device=device)
+    result = assess(subject, batch_size)
     return {
-        "model": info.name if info else type(net).__name__,
-        "dataset": images.spec.name,
-        "split": images.split,
-        "top1": round(100 * right / n, 4),
-        "errors": n - right,
-        "n": n,
-        "stated": stated.get("top1") if stated.get("n") == n else None,
+        "model": subject.name,
+        "dataset": subject.images.spec.name,
+        "split": subject.images.split,
+        "top1": round(result.accuracy, 4),
+        "errors": result.errors,
+        "n": result.n,
+        "stated": stated_top1(subject),
     }
 
 
@@ -199,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         result = evaluate(
             args.model, args.dataset, args.split, args.data, batch_size=args.batch_size, device=args.device
         )
-    except (DataError, WeightsError, ValueError, OSError) as error:
+    except (CapszooError, DataError, WeightsError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if args.json:
@@ -211,8 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     if result["stated"] is None:
         return 0
-    # One image may fall on the other side where another processor rounds differently.
-    same = abs(result["stated"] - result["top1"]) <= 100 * 2 / result["n"] + 1e-9
+    same = reproduced(result["stated"], result["top1"], result["n"])
     if not args.json:
         print(f"stated in the metadata: {result['stated']:.2f}%: {'reproduced' if same else 'DIFFERS'}")
     return 0 if same else 1

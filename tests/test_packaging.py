@@ -253,7 +253,7 @@ def _part(module: str) -> str:
     parts = module.split(".")
     if len(parts) < 2:
         return "shared"
-    if parts[1] in ("cli", "__main__"):
+    if parts[1] in ("cli", "__main__") or parts[1].startswith("_cli_"):
         return "cli"
     return parts[1] if parts[1] in ALLOWED else "shared"
 

@@ -372,6 +372,12 @@ class CapFC(nn.Module):
         return cap_fc(x, self.weight)
 
     @torch.jit.ignore
+    def votes(self, x: Tensor) -> Tensor:
+        """Grid capsules ``[b, g*d, h, w]`` to their parts of the classes before the squash, ``[b, n, g*h*w, d]``."""
+        children = x.unflatten(1, (self.groups, self.pose_dim)).transpose(1, 2).flatten(2)  # [b, d, g*h*w]
+        return torch.einsum("bdi,din->bnid", children, self.weight)
+
+    @torch.jit.ignore
     def contributions(self, x: Tensor, poses: Tensor) -> Tensor:
         """How much each grid position adds to each class capsule's length, ``[b, n, h, w]``, summing to 1.
 

@@ -451,6 +451,13 @@ class SharedDynamicRouting(_Routing):
         nn.init.normal_(self.weight, std=self.in_dim**-0.5)
         nn.init.normal_(self.bias)
 
+    def votes(self, x: Tensor) -> Tensor:
+        """Children ``[b, g, d, p]`` to votes ``[b, j, g * p, e]``, which the routing itself never makes."""
+        weight = self.weight.unflatten(2, (self.groups, self.in_dim))  # [j, e, g, d]
+        votes = torch.einsum("bgdp,jegd->bjgpe", x, weight)
+        votes = votes + self.bias.permute(0, 2, 1).unsqueeze(2)  # [j, g, 1, e]
+        return votes.flatten(2, 3)
+
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, g, d, p]`` to parents ``[b, j, e]``."""
         return shared_dynamic_routing(

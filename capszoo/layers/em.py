@@ -862,7 +862,8 @@ class ClassEM(_MatrixEM):
                     return self._route(x)
             return self._route(x)
 
-    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    def votes(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Map to votes ``[b, n, h*w*in_caps, p*p]``, places added, and activations ``[b, h*w*in_caps]``."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
         h, w = x.shape[2], x.shape[3]
         x = upcast_half(x).flatten(2).transpose(1, 2)  # [b, hw, channels]
@@ -874,8 +875,13 @@ class ClassEM(_MatrixEM):
         votes = votes.permute(1, 3, 2, 0, 4) + grid_coordinates(
             x, h, w, self.pose_size
         )  # [b, n, hw, caps, e]
+        return votes.flatten(2, 3), activations
+
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        h, w = x.shape[2], x.shape[3]
+        votes, activations = self.votes(x)
         mu, logits, couplings = em_routing(
-            votes.flatten(2, 3),
+            votes,
             activations,
             upcast_half(self.beta_v),
             upcast_half(self.beta_a),
@@ -1181,6 +1187,11 @@ class SharedEM(nn.Module):
         nn.init.zeros_(self.bias)
         nn.init.constant_(self.beta_v, self.init_beta_v)
         nn.init.zeros_(self.beta_a)
+
+    def votes(self, x: Tensor) -> Tensor:
+        """Children ``[b, g, d, s]`` to votes ``[b, j, g * s, e]``, which the routing itself never makes."""
+        votes = torch.einsum("bgds,jgde->bjgse", upcast_half(x), upcast_half(self.weight))
+        return (votes + upcast_half(self.bias).unsqueeze(2)).flatten(2, 3)
 
     def forward(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, g, d, s]``, activations ``[b, g, s]`` to poses ``[b, j, e]``, activation logits ``[b, j]``."""

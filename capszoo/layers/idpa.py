@@ -851,6 +851,11 @@ class FCIDPA(_IDPALayer):
         poses, active, couplings = self._passes(children, activations, num_iters, want_couplings)
         return poses, active, None if couplings is None else couplings.transpose(1, 2)
 
+    def votes(self, children: Tensor) -> Tensor:
+        """Children ``[b, i, d]`` or ``[b, h, w, types, d]`` to votes ``[b, j, i, e]``."""
+        votes = torch.einsum("bipq,iqjr->bjipr", self._child_poses(children), self.weight)
+        return votes.flatten(3)
+
     def even_couplings(self, poses: Tensor) -> Tensor:
         """The couplings of a pass that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
         return poses.new_full([1], 1.0 / self.out_caps).expand(poses.shape[0], self.out_caps, self.in_caps)

@@ -350,6 +350,11 @@ class RoutingCaps(nn.Module):
         poses, _ = routing_caps(self._children(x), self.weight, self.lam, self.num_iters, self.activation)
         return poses
 
+    def votes(self, x: Tensor) -> Tensor:
+        """Feature map to votes ``[b, out_caps, in_types * h * w, out_dim]``, which the routing itself never keeps."""
+        weight = self.weight.unflatten(1, (self.in_types, self.in_dim))  # [n, g, d, e]
+        return torch.einsum("bgld,ngde->bngle", self._children(x), weight).flatten(2, 3)
+
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """As :meth:`forward`, with the couplings ``[b, out_caps, in_types, h, w]`` (sum over the last three: 1)."""
         poses, c = routing_caps(self._children(x), self.weight, self.lam, self.num_iters, self.activation)

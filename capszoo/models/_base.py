@@ -18,7 +18,15 @@ from torch import Tensor
 
 from ._blocks import Decoder
 
-__all__ = ["CapsuleNet", "CapsuleOutput", "feature_levels", "to_2tuple"]
+__all__ = [
+    "CapsuleNet",
+    "CapsuleOutput",
+    "CouplingLayout",
+    "NoCapsules",
+    "Votes",
+    "feature_levels",
+    "to_2tuple",
+]
 
 
 class CapsuleOutput(NamedTuple):
@@ -35,6 +43,37 @@ class CapsuleOutput(NamedTuple):
     poses: Tensor
     activations: Tensor
     couplings: Tuple[Tensor, ...]
+
+
+class NoCapsules(RuntimeError):
+    """A plain network, one of the papers' baselines, was asked for its capsules."""
+
+
+class CouplingLayout(NamedTuple):
+    """How to read one of the couplings of a network: ``[b, positions…, parents, children…]``.
+
+    Attributes:
+        parents: the axis of the parents; axes before it (but the batch) are places at which the routing is done
+            anew, axes behind it are the children.
+        over: ``"parents"`` or ``"children"``: over which of them the couplings sum to 1.
+    """
+
+    parents: int
+    over: str
+
+
+class Votes(NamedTuple):
+    """What the children of the last capsule layer say, and what came of it.
+
+    Attributes:
+        votes: mapped children ``[b, j, i, e]``.
+        poses: parents ``[b, j, e]``.
+        classes: whether the parents are the classes.
+    """
+
+    votes: Tensor
+    poses: Tensor
+    classes: bool
 
 
 def to_2tuple(size: Union[int, Tuple[int, int], List[int]]) -> Tuple[int, int]:
@@ -143,6 +182,14 @@ class CapsuleNet(nn.Module):
 
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: from which grid positions each class capsule was routed (sums to 1)."""
+        raise NotImplementedError
+
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        """How to read each of the couplings that :meth:`forward_capsules` gives; none without routing."""
+        return ()
+
+    def class_votes(self, x: Tensor) -> Votes:
+        """Images to the votes of the last capsule layer and its parents."""
         raise NotImplementedError
 
     def reconstruct(self, poses: Tensor, target: Optional[Tensor] = None) -> Tensor:

@@ -36,7 +36,7 @@ from capszoo.layers import (
     dynamic_routing,
 )
 
-from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
@@ -214,6 +214,17 @@ class DynamicCapsNet(DynamicCapsNetBase):
         share = couplings * capsule_lengths(votes)  # [b, n, i]; lengths are never quite zero
         return _normalised(share.unflatten(2, (self.grid[0], self.grid[1], -1)).sum(dim=4))
 
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        convolutional = sum(isinstance(stage, ConvDynamicRouting) for stage in self.stages)
+        return (CouplingLayout(3, self.softmax_over),) * convolutional + (
+            CouplingLayout(1, self.softmax_over),
+        )
+
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        children = self._children(self.forward_features(x))
+        return Votes(self.class_caps.votes(children), self.class_caps(children), True)
+
 
 class SixLayerCapsNet(DynamicCapsNetBase):
     """Four convolutions, and two capsule layers whose transforms are shared over the grid: ``capsnet6_dynamic``.
@@ -348,6 +359,14 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         share = torch.bmm(class_couplings * lengths, down)  # [b, n, g*p]
         share = share.unflatten(2, (self.caps_types, features.shape[2], features.shape[3])).sum(dim=2)
         return _normalised(share)
+
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        return (CouplingLayout(1, self.softmax_over),) * 2
+
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        poses, _, _, children = self._route(self.forward_features(x))
+        return Votes(self.class_caps.votes(children), poses, True)
 
     @torch.jit.ignore
     def prune_intermediate_layers(

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM
 
-from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
@@ -265,6 +265,14 @@ class EMCapsNet(EMNetBase):
         activations = x[:, -self.caps[-1] :].permute(0, 2, 3, 1).unsqueeze(1)  # [b, 1, h, w, i]
         return _normalised((couplings * activations).sum(dim=4))
 
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        return (CouplingLayout(3, "parents"),) * (len(self.caps) - 1) + (CouplingLayout(1, "parents"),)
+
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        x = self._children(self.forward_features(x))
+        return Votes(self.class_caps.votes(x)[0], self.class_caps.route(x)[0], True)
+
 
 class SixLayerEMCapsNet(EMNetBase):
     """Four convolutions, and two EM layers whose transforms are shared over the grid: ``capsnet6_em``.
@@ -401,6 +409,16 @@ class SixLayerEMCapsNet(EMNetBase):
         down = down / down.sum(dim=2, keepdim=True)
         share = (class_couplings * activations.unsqueeze(1)).flatten(2)  # [b, n, mid]
         return _normalised(torch.bmm(share, down).unflatten(2, (x.shape[2], x.shape[3])))
+
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        return (CouplingLayout(1, "parents"),) * 2
+
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        poses, logits, _ = self.mid_caps.route(*self._grid_children(self.forward_features(x)))
+        children, activations = self._mid_children(poses, logits)
+        poses, _, _ = self.class_caps.route(children, self.head_drop(activations))
+        return Votes(self.class_caps.votes(children), poses, True)
 
     @torch.jit.ignore
     def prune_intermediate_layers(

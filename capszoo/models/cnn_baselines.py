@@ -20,7 +20,7 @@ import torch.nn as nn
 from timm.models import register_model
 from torch import Tensor
 
-from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._base import CapsuleNet, CapsuleOutput, NoCapsules, feature_levels
 from ._blocks import ConvBnAct, init_conv_weights
 from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 
@@ -138,11 +138,11 @@ class ConvNet(CapsuleNet):
 
     @torch.jit.ignore
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        raise RuntimeError("this is a plain convolutional network: it has no capsules")
+        raise NoCapsules("this is a plain convolutional network: it has no capsules")
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
-        raise RuntimeError("this is a plain convolutional network: it has no capsules to route from")
+        raise NoCapsules("this is a plain convolutional network: it has no capsules to route from")
 
 
 class SabourCNN(ConvNet):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from capszoo.layers.capconv import CapFC, EncapModule
 
-from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._base import CapsuleNet, CapsuleOutput, NoCapsules, Votes, feature_levels
 from ._blocks import BasicBlock, ConvBnAct, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
@@ -210,6 +210,11 @@ class EncapNet(CapsuleNet):
         features = self.forward_features(x)
         return self.head.contributions(features, self.head(features))
 
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        features = self.forward_features(x)
+        return Votes(self.head.votes(features), self.head(features), True)
+
     @torch.jit.ignore
     def feedback_pairs(self, units: int = 1) -> List[Tuple[str, str]]:
         """Modules whose outputs the feedback agreement compares, (lower, higher), for one or two units a module.
@@ -308,10 +313,10 @@ class EncapResNet(CapsuleNet):
         return self.head(F.dropout(x, self.drop_rate, self.training))
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        raise RuntimeError("resnet18_encap is a baseline without capsules: use forward")
+        raise NoCapsules("resnet18_encap is a baseline without capsules: use forward")
 
     def coupling_map(self, x: Tensor) -> Tensor:
-        raise RuntimeError("resnet18_encap is a baseline without capsules: it routes nothing")
+        raise NoCapsules("resnet18_encap is a baseline without capsules: it routes nothing")
 
     @torch.jit.ignore
     def feedback_pairs(self, units: int = 1) -> List[Tuple[str, str]]:

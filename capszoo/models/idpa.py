@@ -27,7 +27,7 @@ from torch import Tensor
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack
 
-from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import idpa_backbone_stages, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
@@ -231,6 +231,18 @@ class IdpaNet(CapsuleNet):
         even = self.capsules.shares(primary[:1], None if activation is None else activation[:1], even=True)
         relative = share / even.sum(dim=-1).clamp(min=1e-12)
         return relative / relative.sum(dim=(2, 3), keepdim=True)
+
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        return tuple(
+            CouplingLayout(3 if isinstance(layer, ConvIDPA) else 1, "parents") for layer in self.capsules
+        )
+
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        primary, activation = self._primary_capsules(self.forward_features(x))
+        children, _ = self.capsules.run(primary, activation, self.hidden)
+        poses, _ = self.capsules.run(primary, activation, self.hidden + 1)
+        return Votes(self.capsules.classes.votes(children), poses, True)  # type: ignore[union-attr, operator]
 
     def get_classifier(self) -> nn.Module:
         """The class capsule layer. (The Linear behind it, ``score``, serves any number of classes.)"""

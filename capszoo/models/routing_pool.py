@@ -21,7 +21,7 @@ from torch import Tensor
 from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
 from capszoo.layers.squash import upcast_half
 
-from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import cifar_resnet_stages, init_conv_weights
 from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 
@@ -189,6 +189,19 @@ class RoutingPoolNet(CapsuleNet):
         share = share / share.sum(-1, keepdim=True)
         return torch.bmm(share, self._couplings(x).float().flatten(2)).unflatten(2, x.shape[2:])
 
+    @torch.jit.ignore
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        return (CouplingLayout(1, "children"),) if self.global_pool == "routing" else ()
+
+    @torch.jit.ignore
+    def class_votes(self, x: Tensor) -> Votes:
+        """The children of each group as they are, for nothing transforms them; their parents are the pooled groups."""
+        if self.global_pool != "routing":
+            raise NotImplementedError
+        x = self.forward_features(x)
+        votes = x.flatten(2).unflatten(1, (-1, self.caps_dim)).transpose(2, 3)  # [b, g, h*w, e]
+        return Votes(votes, self.pool(x).unflatten(1, (-1, self.caps_dim)), False)
+
 
 class RoutingPoolCNN(RoutingPoolNet):
     """Four 5x5 convolutions of 64 channels, a pooling layer, one linear classifier (section 4.1).
@@ -339,6 +352,16 @@ class RoutingCapsResNet(CapsuleNet):
     def coupling_map(self, x: Tensor) -> Tensor:
         """Couplings of each class, added over the types at a position: ``[b, n, h', w']``."""
         return self._route(x)[1].sum(2)
+
+    @torch.jit.ignore
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        return (CouplingLayout(1, "children"),)
+
+    @torch.jit.ignore
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        x = self.forward_features(x)
+        return Votes(self.class_caps.votes(x), self.class_caps(x), True)
 
 
 _cfg = partial(

@@ -1,0 +1,111 @@
+"""What the commands share: where they print, options and arguments, progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .errors import UsageError
+
+__all__ = [
+    "DeviceOption",
+    "ImagesArgument",
+    "ItersOption",
+    "JsonOption",
+    "ModelArgument",
+    "SizeOption",
+    "given",
+    "parse_size",
+    "print_json",
+    "progress_bar",
+    "stderr",
+    "stdout",
+]
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Name, name.tag, hf-hub:org/repo, the folder of a training run, or a .safetensors file.",
+        show_default=False,
+    ),
+]
+ImagesArgument = Annotated[
+    list[Path],
+    typer.Argument(metavar="IMAGE...", help="Image files or folders of images.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cuda where there is one).")]
+SizeOption = Annotated[
+    str | None, typer.Option("--img-size", metavar="N or HxW", help="Input size, if not the model's own.")
+]
+ItersOption = Annotated[
+    int | None, typer.Option("--routing-iters", min=1, help="Routing iterations, if not the model's own.")
+]
+
+
+def stdout() -> Console:
+    """Where results go."""
+    return Console(width=_width(sys.stdout), highlight=False)
+
+
+def stderr() -> Console:
+    """Where errors, notes and progress go."""
+    return Console(width=_width(sys.stderr), highlight=False, stderr=True)
+
+
+def _width(stream: Any) -> int | None:
+    """A terminal's own width; in a pipe wide enough that tables keep their words."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else 160
+
+
+def print_json(value: Any) -> None:
+    """A document, alone on stdout."""
+    typer.echo(json.dumps(_plain(value), indent=1, allow_nan=False, ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN: it becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr (on a terminal, for more than one batch); gives the function that advances it."""
+    console = stderr()
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = total <= 32 or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """``32`` or ``32x48`` to (height, width)."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"--img-size {text} is no size", "give 32 or 32x48 (height x width)")
+    return int(parts[0]), int(parts[-1])

@@ -1,0 +1,208 @@
+"""``capszoo eval``: the figures that model cards state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ._cli_common import DeviceOption, JsonOption, ModelArgument, print_json, progress_bar, stdout
+from .errors import CapszooError
+
+if TYPE_CHECKING:
+    from .recipes.evaluate import EvalResult
+    from .recipes.report import Report
+    from .routing_stats import RoutingStats
+
+MOST_CLASSES = 20
+"""Rows of the per-class table; of more classes those least often recognised are shown."""
+
+
+def eval_command(
+    model: ModelArgument,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="Folder of the data set (default: $CAPSZOO_DATA), or imagefolder:PATH."),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset", help="Data set, if not the one the weights were trained on.", show_default=False
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="test, train, or val: what the recipe held out.")] = "test",
+    crops: Annotated[
+        str, typer.Option(help="single, or multi: the mean over corners and middle of a larger image.")
+    ] = "single",
+    robustness: Annotated[
+        bool, typer.Option("--robustness", help="Sweeps of affine changes, affNIST's protocol, PGD.")
+    ] = False,
+    routing: Annotated[
+        bool, typer.Option("--routing", help="Coupling entropy, dead capsules, agreement of the votes.")
+    ] = False,
+    eps: Annotated[
+        str | None,
+        typer.Option(
+            "--eps",
+            metavar="R,…",
+            help="Radii of PGD on pixels in 0..1, such as 2/255,8/255.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of PGD.")] = 20,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Use so many images, drawn by --seed.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of --limit and of PGD's start.")] = 0,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Images per forward pass.")] = 500,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for eval.json and the figures.", show_default=False),
+    ] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a model on a data set: accuracy, classes, robustness, routing."""
+    from ._figures import require_matplotlib
+    from .errors import UsageError
+    from .recipes.evaluate import reproduced
+    from .recipes.report import measure, write
+    from .recipes.robustness import parse_radii
+    from .recipes.subject import prepare
+
+    radii = None if eps is None else parse_radii(eps)
+    if radii is not None and not robustness:
+        raise UsageError("--eps is of PGD", "add --robustness")
+    if crops == "multi" and (robustness or routing):
+        raise UsageError(
+            "--robustness and --routing are measured on one view of each image", "leave --crops multi out"
+        )
+    if out is not None:
+        require_matplotlib("--out")
+        if out.exists() and not out.is_dir():
+            raise CapszooError(f"{out} is a file", "--out takes a folder")
+    subject = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
+    report = measure(
+        subject,
+        batch_size=batch_size,
+        robustness=robustness,
+        routing=routing,
+        radii=radii,
+        steps=steps,
+        data=data if data and Path(data).is_dir() else None,
+        limit=limit,
+        seed=seed,
+        progress=progress_bar,
+    )
+    files = write(report, out) if out is not None else []
+    if as_json:
+        print_json(report.to_dict() | {"files": [str(file) for file in files]})
+    else:
+        _print(report, files)
+    accuracy = report.result.accuracy
+    if report.stated is not None and not reproduced(report.stated, accuracy, report.result.n):
+        raise CapszooError(
+            f"top-1 is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
+            "look whether the data set is the one they name",
+        )
+
+
+def _print(report: Report, files: list[Path]) -> None:
+    out = stdout()
+    subject, result = report.subject, report.result
+    part = f" of {subject.whole:,}, drawn by seed {report.seed}" if result.n < subject.whole else ""
+    out.print(
+        f"{escape(subject.name)} on {escape(subject.images.spec.name)} ({subject.images.split}), "
+        f"n = {result.n:,}{part}; crops: {subject.crops or 'single'}",
+        soft_wrap=True,
+    )
+    figures = Table.grid(padding=(0, 2))
+    for name, value in (("top-1", result.top1), ("top-5", result.top5), ("exact set", result.exact_set)):
+        if value is not None:
+            figures.add_row(name, f"{value:.2f}%")
+    figures.add_row("wrong", f"{result.errors:,}")
+    if report.stated is not None:
+        figures.add_row("stated", f"{report.stated:.2f}%")
+    out.print(figures)
+    out.print()
+    _print_classes(result)
+    if report.sweeps or report.attacks:
+        out.print()
+        _print_robustness(report)
+    if report.routing:
+        out.print()
+        _print_routing(report.routing, [figures.label for figures in result.per_class])
+    for file in files:
+        out.print(f"written: {escape(str(file))}", soft_wrap=True)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _print_classes(result: EvalResult) -> None:
+    rows = list(result.per_class)
+    if len(rows) > MOST_CLASSES:
+        rows = sorted(rows, key=lambda row: 101 if row.recall is None else row.recall)[:MOST_CLASSES]
+        stdout().print(
+            f"the {MOST_CLASSES} classes of {len(result.per_class)} that are least often recognised"
+        )
+    table = Table("class", "images", "recall %", "precision %", "F1 %", box=None, pad_edge=False)
+    for row in rows:
+        values = (_share(row.recall), _share(row.precision), _share(row.f1))
+        table.add_row(escape(row.label), f"{row.n:,}", *values)
+    stdout().print(table)
+
+
+def _print_robustness(report: Report) -> None:
+    out = stdout()
+    for sweep in report.sweeps:
+        table = Table(sweep.name, *(f"{amount:g}" for amount in sweep.amounts), box=None, pad_edge=False)
+        table.add_row(f"({sweep.unit})", *(f"{accuracy:.1f}" for accuracy in sweep.accuracy))
+        out.print(table)
+    if report.attacks:
+        table = Table("PGD, eps", *(f"{one.eps:.4g}" for one in report.attacks), box=None, pad_edge=False)
+        table.add_row(
+            f"({report.attacks[0].steps} steps)", *(f"{one.accuracy:.1f}" for one in report.attacks)
+        )
+        out.print(table)
+    found = report.affnist
+    if found is None:
+        return
+    if found.regenerated is None:
+        out.print(f"affNIST: not run, {escape(found.reason)}", soft_wrap=True)
+        return
+    trained = "" if found.trained else "; the weights are not of the protocol's training set"
+    both = f"regenerated {found.regenerated:.2f}%, expanded MNIST {found.expanded:.2f}%"
+    out.print(f"affNIST, n = {found.n:,}: {both}{trained}", soft_wrap=True)
+
+
+def _print_routing(stats: RoutingStats, labels: list[str]) -> None:
+    out = stdout()
+    if not stats.layers:
+        out.print("nothing is routed by iterations: no couplings")
+    else:
+        columns = ("routing layer", "places", "parents", "children", "sum over", "entropy", "largest", "dead")
+        table = Table(*columns, box=None, pad_edge=False)
+        for number, layer in enumerate(stats.layers, 1):
+            sizes = (f"{layer.positions}", f"{layer.parents}", f"{layer.children}")
+            entropy = "" if layer.entropy is None else f"{layer.entropy:.4f}"
+            dead = f"{layer.dead} of {layer.competing}"
+            table.add_row(str(number), *sizes, layer.over, entropy, f"{layer.peak:.4f}", dead)
+        out.print(table)
+    if stats.never_predicted:
+        never = ", ".join(labels[k] for k in stats.never_predicted[:MOST_CLASSES])
+        out.print(f"never predicted: {escape(never)}", soft_wrap=True)
+    if stats.curve:
+        out.print()
+        parent = "the class's capsule" if stats.curve.classes else "the pooled capsule"
+        table = Table(f"cosine with {parent}", "votes %", "mean length", box=None, pad_edge=False)
+        for cosine, share, length in zip(
+            stats.curve.cosine, stats.curve.share, stats.curve.length, strict=True
+        ):
+            table.add_row(f"{cosine:+.2f}", f"{share:.2f}", "" if length is None else f"{length:.4f}")
+        out.print(table)

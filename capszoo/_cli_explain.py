@@ -1,0 +1,128 @@
+"""``capszoo explain``: pictures of what a capsule network sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from ._cli_common import DeviceOption, ModelArgument, stdout
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KINDS = ("heat", "perturb", "reconstruct", "multi")
+
+
+def explain_command(
+    model: ModelArgument,
+    image: Annotated[
+        Path | None,
+        typer.Argument(metavar="[IMAGE]", help="An image file, for heat and perturb.", show_default=False),
+    ] = None,
+    what: Annotated[
+        str,
+        typer.Option(
+            help="heat: where the class capsule was routed from; perturb: one capsule dimension changed at a "
+            "time; reconstruct: images of --data, recognised or not; multi: overlapping digits in red and green."
+        ),
+    ] = "heat",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Figure to write, .png, .pdf or .svg (default: WHAT.png).", show_default=False
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--class", help="Class to follow (name or number), if not the predicted one."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="reconstruct, multi: folder of the data set (default: $CAPSZOO_DATA), or imagefolder:PATH.",
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="Data set, if not the one the weights were trained on.")
+    ] = None,
+    count: Annotated[
+        int, typer.Option("--count", min=1, help="reconstruct, multi: images of each kind, right and wrong.")
+    ] = 4,
+    device: DeviceOption = None,
+) -> None:
+    """Draw from where a class capsule was routed, or what a decoder makes of capsules."""
+    from ._figures import require_matplotlib
+
+    if what not in KINDS:
+        from ._suggest import unknown_name
+
+        raise UsageError(unknown_name("picture", what, KINDS))
+    of_data = what in ("reconstruct", "multi")
+    if of_data and (image is not None or target is not None):
+        raise UsageError(f"--what {what} draws images of a data set", "give --data, no IMAGE and no --class")
+    if not of_data and (data is not None or dataset is not None):
+        raise UsageError(f"--what {what} draws one IMAGE", "leave --data and --dataset out")
+    if not of_data and image is None:
+        raise UsageError("Missing argument 'IMAGE'", "give an image file")
+    require_matplotlib("explain")  # said before the model is loaded and run
+    path = out or Path(f"{what}.png")
+    if of_data:
+        _draw_data(what, model, dataset, data, count, device, path)
+    elif image is not None:
+        _draw_image(what, model, image, target, device, path)
+
+
+def _draw_image(
+    what: str, name: str, image: Path, target: str | None, device: str | None, path: Path
+) -> None:
+    from .explain import explain, save_figure
+    from .inference import load_model
+    from .preprocess import load_image
+
+    picture = load_image(image)
+    model = load_model(name, device=device)
+    if what == "perturb":
+        from .reconstructions import perturb, save_perturbation
+
+        changed = perturb(model, picture, target)
+        written = save_perturbation(changed, path)
+        line = f"capsule of {changed.label}, {changed.images.shape[0]} dimensions"
+    else:
+        explanation = explain(model, picture, target)
+        written = save_figure(explanation, path)
+        score = float(explanation.scores[explanation.predicted])
+        line = f"{explanation.labels[explanation.predicted]} ({score:.4f})"
+    stdout().print(f"{escape(str(image))}: {escape(line)}; written: {escape(str(written))}", soft_wrap=True)
+
+
+def _draw_data(
+    what: str, name: str, dataset: str | None, data: str | None, count: int, device: str | None, path: Path
+) -> None:
+    from .recipes.subject import prepare
+    from .reconstructions import answers, overlaps, save_answers, save_overlaps
+
+    subject = prepare(name, dataset, data=data, device=device)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in subject.batches(100):
+            yield batch.images, batch.labels
+
+    if what == "multi":
+        pairs = overlaps(subject.net, batches(), count, count)
+        right, written = sum(one.right for one in pairs), save_overlaps(pairs, path)
+        drawn = len(pairs)
+    else:
+        found = answers(subject.net, batches(), count, count)
+        right, written = sum(one.right for one in found), save_answers(found, path)
+        drawn = len(found)
+    stdout().print(
+        f"{escape(subject.images.spec.name)}: {right} recognised, {drawn - right} not; "
+        f"written: {escape(str(written))}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,69 @@
+"""Figures for files: matplotlib, loaded when the first one is drawn, and written whole or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .errors import CapszooError, UsageError
+
+__all__ = ["for_display", "image_style", "new_figure", "require_matplotlib", "save"]
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise `CapszooError`, before anything is computed, where figures cannot be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CapszooError(f"{what} needs matplotlib", "pip install 'capszoo[explain]'")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches, which needs no display.
+
+    Raises:
+        CapszooError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CapszooError("figures need matplotlib", "pip install 'capszoo[explain]'") from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, path: str | Path) -> Path:
+    """Write a figure as the kind of file that its suffix says.
+
+    Raises:
+        CapszooError: the file cannot be written.
+        UsageError: a suffix that is no image format.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # its suffix says the format
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(temporary, dpi=150)
+        temporary.replace(path)
+    except ValueError:
+        raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg") from None
+    except OSError as e:
+        raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
+    finally:
+        if path.parent.is_dir():
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def for_display(image: Tensor) -> Any:
+    """``[c, h, w]`` as ``[h, w]`` or ``[h, w, 3]``."""
+    return image[0].numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
+
+
+def image_style(image: Any) -> dict[str, Any]:
+    """How ``imshow`` is to show what :func:`for_display` gave."""
+    return {"cmap": "gray", "vmin": 0, "vmax": 1} if image.ndim == 2 else {}

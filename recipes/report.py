@@ -1,0 +1,246 @@
+"""An evaluation whole: what was asked for is measured, kept as one document, and drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from capszoo._figures import new_figure, save
+from capszoo.errors import CapszooError
+from capszoo.routing_stats import DEAD, RoutingStats, routing_stats
+
+from .checkpoints import write_atomically
+from .evaluate import EvalResult, assess, stated_top1
+from .robustness import (
+    STEPS,
+    AffnistResult,
+    AttackResult,
+    SweepResult,
+    affnist,
+    attack,
+    default_eps,
+    sweeps,
+)
+from .subject import Subject
+
+__all__ = ["Report", "draw", "measure", "write"]
+
+Advance = Callable[[int], None]
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""From what is done and how many images it takes, a bar and the function that advances it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured; None or empty where it was not asked for.
+
+    Attributes:
+        seed: of the images drawn by a limit, and of PGD's start.
+        limit: images asked for, None for all.
+        stated: top-1 of the weights' metadata for these images, where it states one.
+    """
+
+    subject: Subject
+    result: EvalResult
+    seed: int
+    limit: int | None
+    stated: float | None
+    sweeps: tuple[SweepResult, ...] = ()
+    attacks: tuple[AttackResult, ...] = ()
+    affnist: AffnistResult | None = None
+    routing: RoutingStats | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: per cent everywhere but in the confusion matrix, whose rows are labels and columns answers."""
+        subject, result = self.subject, self.result
+        found: dict[str, Any] = {
+            "model": subject.name,
+            "dataset": subject.images.spec.name,
+            "split": subject.images.split,
+            "n": result.n,
+            "of": subject.whole,
+            "seed": self.seed,
+            "crops": str(subject.crops) if subject.crops else "single",
+            "threshold": subject.threshold if subject.images.spec.labels_per_image is None else None,
+            "errors": result.errors,
+            "top1": _rounded(result.top1),
+            "top5": _rounded(result.top5),
+            "exact_set": _rounded(result.exact_set),
+            "stated": self.stated,
+            "per_class": [_rounded(asdict(figures)) for figures in result.per_class],
+            "confusion": None if result.confusion is None else result.confusion.tolist(),
+        }
+        if self.sweeps or self.attacks:
+            found["robustness"] = {
+                "sweeps": [_rounded(asdict(sweep)) for sweep in self.sweeps],
+                "pgd": [asdict(one) | {"accuracy": _rounded(one.accuracy)} for one in self.attacks],
+                "affnist": _rounded(asdict(self.affnist)) if self.affnist else None,
+            }
+        if self.routing:
+            found["routing"] = asdict(self.routing) | {"dead_below": DEAD}
+        return found
+
+
+def _rounded(value: Any) -> Any:
+    """Per cents with four decimals."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def measure(
+    subject: Subject,
+    *,
+    batch_size: int = 500,
+    robustness: bool = False,
+    routing: bool = False,
+    radii: tuple[float, ...] | None = None,
+    steps: int = STEPS,
+    data: str | Path | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Report:
+    """Measure what is asked for.
+
+    Arguments:
+        robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
+        routing: routing statistics.
+        data: folder of MNIST, for affNIST's protocol; None asks `CAPSZOO_DATA`.
+        limit: use so many of affNIST's images (the subject's own are limited already).
+        seed: of PGD's start and of that choice.
+        progress: shows how far it is.
+    """
+
+    def bar(what: str) -> AbstractContextManager[Advance]:
+        return progress(what, subject.n) if progress else nullcontext(lambda count: None)
+
+    with bar("evaluating") as advance:
+        result = assess(subject, batch_size, advance)
+    found: dict[str, Any] = {}
+    if robustness:
+        with bar("sweeps") as advance:
+            found["sweeps"] = sweeps(subject, batch_size=batch_size, progress=advance)
+        if not subject.images.spec.multi_label:
+            tried = radii or default_eps(subject.images.spec.input_size[0])
+            with bar("PGD") as advance:
+                found["attacks"] = attack(subject, tried, steps, seed, min(batch_size, 250), advance)
+        found["affnist"] = affnist(subject, data, limit, seed, batch_size)
+    if routing:
+        with bar("routing") as advance:
+            batches = ((b.images, b.labels) for b in subject.batches(min(batch_size, 50), advance))
+            if subject.crops:
+                raise CapszooError("routing statistics are of one view of each image", "leave --crops out")
+            found["routing"] = routing_stats(subject.net, batches)
+    return Report(subject, result, seed, limit, stated_top1(subject), **found)
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """The document and the figures, as files of a folder (made where it is not there)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        document = json.dumps(report.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        write_atomically(folder / "eval.json", document)
+    except OSError as error:
+        raise CapszooError(
+            f"{folder}: cannot be written ({error.strerror})", "choose another folder"
+        ) from None
+    return [folder / "eval.json", *draw(report, folder)]
+
+
+def draw(report: Report, folder: Path) -> list[Path]:
+    """Draw everything there is to draw; returns the files."""
+    title = f"{report.subject.name} on {report.subject.images.spec.name}, n = {report.result.n:,}"
+    written = []
+    if report.result.confusion is not None:
+        written.append(_draw_confusion(report.result, title, folder / "confusion.png"))
+    if report.sweeps or report.attacks:
+        written.append(_draw_robustness(report, title, folder / "robustness.png"))
+    if report.routing:
+        written.append(_draw_routing(report.routing, title, folder / "routing.png"))
+    return written
+
+
+def _draw_confusion(result: EvalResult, title: str, path: Path) -> Path:
+    assert result.confusion is not None
+    table = result.confusion
+    rows = table.sum(1, keepdim=True)
+    share = (table / rows.clamp(min=1)).numpy()
+    labels = [figures.label for figures in result.per_class]
+    few = len(labels) <= 25
+    side = max(4.5, min(14.0, 0.55 * len(labels))) if few else 9.0
+    figure = new_figure(side + 0.8, side)
+    axes = figure.subplots()
+    # By the square root, or a few errors among hundreds of images could not be seen.
+    picture = axes.imshow(share**0.5, cmap="Blues", vmin=0, vmax=1)
+    if few:
+        axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+        axes.set_yticks(range(len(labels)), labels)
+        for row, column in table.nonzero().tolist():
+            colour = "white" if share[row, column] > 0.4 else "black"
+            count = int(table[row, column])
+            axes.text(column, row, str(count), ha="center", va="center", fontsize=8, color=colour)
+    bar = figure.colorbar(picture, ax=axes, label="share of the label's images")
+    shown = (0, 0.01, 0.1, 0.25, 0.5, 1)
+    bar.set_ticks([tick**0.5 for tick in shown], labels=[f"{tick:.0%}" for tick in shown])
+    axes.set(xlabel="answer", ylabel="label")
+    axes.set_title(title, fontsize=10)
+    return save(figure, path)
+
+
+def _draw_robustness(report: Report, title: str, path: Path) -> Path:
+    panels = [(s.name, s.unit, s.amounts, s.accuracy) for s in report.sweeps]
+    if report.attacks:
+        eps = tuple(one.eps for one in report.attacks)
+        steps = report.attacks[0].steps
+        panels.append((f"PGD, {steps} steps", "eps", eps, tuple(one.accuracy for one in report.attacks)))
+    columns = 3
+    rows = -(-len(panels) // columns)
+    figure = new_figure(4 * columns, 2.8 * rows + 0.4)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (name, unit, amounts, accuracy) in zip(grid, panels, strict=False):
+        axes.plot(amounts, accuracy, marker=".")
+        axes.axhline(report.result.accuracy, color="grey", linewidth=0.8, linestyle=":")
+        axes.set(ylim=(-2, 102), xlabel=unit, ylabel="recognised, %")
+        axes.set_title(name, fontsize=10)
+        axes.grid(alpha=0.3)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    figure.suptitle(title, fontsize=11)
+    return save(figure, path)
+
+
+def _draw_routing(stats: RoutingStats, title: str, path: Path) -> Path:
+    figure = new_figure(9, 3.4)
+    left, right = figure.subplots(1, 2)
+    layers = range(1, len(stats.layers) + 1)
+    for shift, label, values in (
+        (-0.2, "entropy, 1 = even", [layer.entropy or 0.0 for layer in stats.layers]),
+        (0.2, "share of dead capsules", [layer.dead / layer.competing for layer in stats.layers]),
+    ):
+        left.bar([layer + shift for layer in layers], values, width=0.4, label=label)
+    left.set(ylim=(0, 1.05), xlabel="routing layer", xticks=list(layers))
+    left.legend(fontsize=8)
+    if stats.curve:
+        cosine, share = stats.curve.cosine, stats.curve.share
+        right.bar(cosine, share, width=1.9 / len(cosine), color="lightgrey")
+        right.set(xlabel="cosine of vote and parent", ylabel="share of the votes, %")
+        lengths = right.twinx()
+        points = [
+            (c, length) for c, length in zip(cosine, stats.curve.length, strict=True) if length is not None
+        ]
+        lengths.plot(*zip(*points, strict=True), color="tab:blue", marker=".")
+        lengths.set_ylabel("mean length of the votes", color="tab:blue")
+        lengths.set_ylim(bottom=0)
+    else:
+        right.set_axis_off()
+    figure.suptitle(title, fontsize=11)
+    return save(figure, path)

@@ -1,0 +1,125 @@
+"""``capszoo eval`` and the pictures of ``capszoo explain``: what they print and write, and how they fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.recipes.conftest import tiny_mnist
+from tests.test_cli import fails, run, succeeds, trained, write_run
+
+__all__ = ["tiny_mnist", "trained"]  # fixtures
+
+MODEL = "resnet20_routingcaps.mnist"
+
+
+def test_eval_prints_tables(tiny_mnist: Path) -> None:
+    text = succeeds("eval", MODEL, "--data", tiny_mnist, "--device", "cpu")
+    assert f"{MODEL} on mnist (test), n = 40; crops: single" in text
+    assert "top-1" in text and "recall %" in text and "stated" not in text
+    limited = succeeds("eval", MODEL, "--data", tiny_mnist, "--device", "cpu", "--limit", 10, "--seed", 3)
+    assert "n = 10 of 40, drawn by seed 3" in limited
+
+
+def test_eval_json_and_files(tiny_mnist: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "out"
+    options = ("--data", tiny_mnist, "--limit", 20, "--device", "cpu", "--batch-size", 20)
+    measured = ("--routing", "--robustness", "--eps", "0,0.1", "--steps", 2)
+    found = json.loads(succeeds("eval", MODEL, *options, *measured, "--out", out, "--json"))
+    assert (found["n"], found["of"], found["dataset"]) == (20, 40, "mnist")
+    assert sum(map(sum, found["confusion"])) == 20 and len(found["per_class"]) == 10
+    assert found["errors"] == 20 - sum(found["confusion"][k][k] for k in range(10))
+    zero, tenth = found["robustness"]["pgd"]
+    assert zero["accuracy"] == found["top1"] >= tenth["accuracy"] and tenth["steps"] == 2
+    for sweep in found["robustness"]["sweeps"]:
+        neutral = sweep["amounts"].index(1 if sweep["name"] == "scale" else 0)
+        assert sweep["accuracy"][neutral] == found["top1"]
+    assert found["robustness"]["affnist"]["n"] == 20
+    (layer,) = found["routing"]["layers"]
+    assert layer["over"] == "children" and 0 < layer["entropy"] < 1
+    assert sum(found["routing"]["curve"]["share"]) == pytest.approx(100)
+    names = {Path(file).name for file in found["files"]}
+    assert names == {"eval.json", "confusion.png", "robustness.png", "routing.png"}
+    assert {file.name for file in out.iterdir()} == names, "nothing else is left"
+    kept = json.loads((out / "eval.json").read_text())
+    assert kept == {key: value for key, value in found.items() if key != "files"}
+    with Image.open(out / "confusion.png") as figure:
+        assert figure.width > 300
+
+
+def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> None:
+    options = ("--data", tiny_mnist, "--device", "cpu", "--json")
+    found = json.loads(succeeds("eval", MODEL, *options, "--crops", "multi"))
+    assert (
+        found["crops"] == "5 of 28x28 out of 32x32 (padded by 2): corners, middle" and found["stated"] is None
+    )
+    assert "validation split" in fails(1, "eval", MODEL, *options, "--split", "val"), "5,000 of 120 images"
+
+
+def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:
+    data = ("--data", tiny_mnist)
+    assert "did you mean" in fails(2, "eval", "resnet20_routingcap", *data)
+    assert "name the data set" in fails(1, "eval", trained, *data)
+    line = fails(1, "eval", trained, *data, "--dataset", "mnist")
+    assert "the model has 3 classes, mnist has 10" in line
+    assert "did you mean 'mnist'" in fails(1, "eval", MODEL, *data, "--dataset", "mnst")
+    assert "does not exist" in fails(1, "eval", MODEL, "--data", tmp_path / "missing")
+    assert "unknown split 'dev'" in fails(1, "eval", MODEL, *data, "--split", "dev")
+    assert "unknown crops 'two'" in fails(2, "eval", MODEL, *data, "--crops", "two")
+    assert "--eps x makes no sense" in fails(2, "eval", MODEL, *data, "--robustness", "--eps", "x")
+    assert "add --robustness" in fails(2, "eval", MODEL, *data, "--eps", "0.1")
+    assert "leave --crops multi out" in fails(2, "eval", MODEL, *data, "--routing", "--crops", "multi")
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is a file" in fails(1, "eval", MODEL, *data, "--out", file)
+    plain = write_run(tmp_path / "run", sha256="0" * 64)
+    assert "sha256 differs" in fails(1, "eval", plain, *data, "--dataset", "mnist")
+
+
+def test_a_figure_that_is_not_the_stated_one_ends_with_1(
+    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capszoo.models._pretrained import bundled_tags
+
+    metrics = bundled_tags()[MODEL].raw["metrics"]
+    monkeypatch.setitem(metrics, "test", {"top1": 50.0, "n": 40})
+    result = run("eval", MODEL, "--data", tiny_mnist, "--device", "cpu", "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout)["stated"] == 50.0
+    assert "the weights' metadata state 50.00%" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_pictures_of_a_data_set(trained: Path, tiny_mnist: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.png"
+    Image.effect_noise((20, 20), 80).save(picture)
+    out = tmp_path / "perturb.png"
+    text = succeeds("explain", trained, picture, "--what", "perturb", "--out", out, "--device", "cpu")
+    assert "16 dimensions" in text and out.is_file()
+    folder = tmp_path / "images"
+    for split in ("train", "test"):
+        for label in ("ant", "bee", "cat"):
+            (folder / split / label).mkdir(parents=True)
+            for n in range(3):
+                Image.effect_noise((20, 20), 60 + n).save(folder / split / label / f"{n}.png")
+    drawn = tmp_path / "answers.png"
+    options = ("--data", f"imagefolder:{folder}", "--count", 2, "--out", drawn, "--device", "cpu")
+    text = succeeds("explain", trained, "--what", "reconstruct", *options)
+    assert "recognised" in text and drawn.is_file()
+
+
+def test_picture_errors(trained: Path, tiny_mnist: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.png"
+    Image.effect_noise((20, 20), 80).save(picture)
+    out = ("--out", tmp_path / "x.png")
+    assert "did you mean 'perturb'" in fails(2, "explain", trained, picture, "--what", "pertub", *out)
+    assert "Missing argument 'IMAGE'" in fails(2, "explain", trained, *out)
+    assert "no IMAGE" in fails(2, "explain", trained, picture, "--what", "multi", *out)
+    assert "leave --data" in fails(2, "explain", trained, picture, "--data", tmp_path, *out)
+    line = fails(1, "explain", MODEL, "--what", "reconstruct", "--data", tiny_mnist, *out)
+    assert "the model has no decoder" in line
+    assert [file.name for file in tmp_path.iterdir() if file.name == "x.png"] == []
