@@ -28,8 +28,10 @@ from capszoo.preprocess import per_channel
 
 from .build import check_classes, load_data
 from .config import Recipe, list_recipes, load_recipe
-from .evaluate import model_from_file
-from .outcome import confusion_matrix, write_card, write_confusion
+from .evaluate import assess
+from .outcome import write_card
+from .report import draw_confusion
+from .subject import prepare
 from .train import train
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
@@ -276,12 +278,13 @@ def finetune(
 
 def _finish(recipe: Recipe, weights: Path, root: str | Path | None, device: torch.device) -> dict[str, Any]:
     """Write what people look at: names of the classes, confusion matrix, model card."""
-    net, info = model_from_file(weights)
-    found = load_data(recipe, root).measured
-    labels = info.label_names or ()
-    matrix = confusion_matrix(net.to(device), found)
+    subject = prepare(weights, load_data(recipe, root).measured, device=device)
+    result = assess(subject)
+    assert subject.info is not None and result.confusion is not None  # a run's own file; one label an image
+    split = subject.images.split
     paths = {"labels": weights.with_name("labels.txt"), "confusion": weights.with_name("confusion.png")}
+    labels = subject.info.label_names or ()
     paths["labels"].write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
-    write_confusion(paths["confusion"], matrix, labels, f"{info.name}, {len(found)} images of {found.split}")
-    paths["card"] = write_card(weights.parent, info, matrix, found.split)
+    draw_confusion(result, f"{subject.name}, {result.n:,} images of {split}", paths["confusion"])
+    paths["card"] = write_card(weights.parent, subject.info, result.confusion, split)
     return paths

@@ -27,7 +27,7 @@ from .robustness import (
 )
 from .subject import Subject
 
-__all__ = ["Report", "draw", "measure", "write"]
+__all__ = ["Report", "draw", "draw_confusion", "measure", "write"]
 
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
@@ -161,7 +161,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
     title = f"{report.subject.name} on {report.subject.images.spec.name}, n = {report.result.n:,}"
     written = []
     if report.result.confusion is not None:
-        written.append(_draw_confusion(report.result, title, folder / "confusion.png"))
+        written.append(draw_confusion(report.result, title, folder / "confusion.png"))
     if report.sweeps or report.attacks:
         written.append(_draw_robustness(report, title, folder / "robustness.png"))
     if report.routing:
@@ -169,7 +169,8 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return written
 
 
-def _draw_confusion(result: EvalResult, title: str, path: Path) -> Path:
+def draw_confusion(result: EvalResult, title: str, path: Path) -> Path:
+    """Draw the confusion matrix of a result that has one; colours are shares of a row's images."""
     assert result.confusion is not None
     table = result.confusion
     rows = table.sum(1, keepdim=True)

@@ -25,7 +25,6 @@ from capszoo.recipes.build import create_optimizer
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.early_stop import BestEpoch
 from capszoo.recipes.finetune import find_source, finetune, finetune_recipe
-from capszoo.recipes.outcome import confusion_matrix
 from tests.models.zoo_cases import names, small
 from tests.support import packed
 
@@ -291,29 +290,6 @@ def test_killed_and_started_again(root: Path, photos: Path, tmp_path: Path) -> N
     whole = finetune(MODEL, photos, tmp_path / "whole", epochs=6, cpu=True)
     expected, found = weights_of(whole), load_file(out / "resnet20_routingcaps.my_photos.safetensors")
     assert all(torch.equal(expected[key], found[key]) for key in expected)
-
-
-def test_confusion_matrix_by_hand(digits: ImageSet) -> None:
-    class Reader(torch.nn.Module):
-        """Takes every image for the next class, but the first of all for its own."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(()))
-            self.seen = 0
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            answers = (digits.labels[self.seen : self.seen + len(images)] + 1) % 10
-            if self.seen == 0:
-                answers[0] = digits.labels[0]
-            self.seen += len(images)
-            return torch.nn.functional.one_hot(answers, 10).float()
-
-    matrix = confusion_matrix(Reader(), digits)
-    counts = torch.bincount(digits.labels, minlength=10)
-    assert torch.equal(matrix.sum(1), counts) and matrix.diagonal().sum() == 1
-    first = int(digits.labels[0])
-    assert matrix[first, first] == 1 and matrix[first, (first + 1) % 10] == counts[first] - 1
 
 
 def fails(code: int, *arguments: object) -> str:
