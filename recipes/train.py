@@ -494,13 +494,13 @@ def _train(
                 )
 
             result["weights"] = write()
+            log.say(f"weights in {result['weights']}")
             if found.test is not None:
                 figures = evaluate(result["weights"], found.test, device=device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
                 write()
                 log.say(f"test: top-1 {figures['top1']:.2f}% of {figures['n']} images")
             result |= details["metrics"]
-            log.say(f"weights in {result['weights']}")
     return result
 
 

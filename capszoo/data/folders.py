@@ -372,9 +372,9 @@ def _open_hub(
     skipped: list[str] | None,
 ) -> ImageSet | StreamedSet:
     """A split of a repository of the Hub, fetched before or now."""
+    found = _hub_splits(name, repository, data, download)  # which says so where the library is missing
     import datasets
 
-    found = _hub_splits(name, repository, data, download)
     names = _SPLITS[split]
     part = next((part for part in names if part in found), None)
     if part is None:
