@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def pytest_configure(config: pytest.Config) -> None:
     # Workers of pytest-xdist share the cores: more than one thread each makes all of them slower.
+    # By the environment too, since processes that a test starts are compared with the test's own, bit for bit.
     if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
 
 
