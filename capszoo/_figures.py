@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from .errors import CapszooError, UsageError
+from .errors import CapszooError, UsageError, require
 
 __all__ = ["for_display", "image_style", "new_figure", "require_matplotlib", "save"]
 
 
 def require_matplotlib(what: str) -> None:
     """Raise `CapszooError`, before anything is computed, where figures cannot be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CapszooError(f"{what} needs matplotlib", "pip install 'capszoo[explain]'")
+    require(what, ["matplotlib"], "explain")
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -33,7 +33,7 @@ from ._cli_common import (
 )
 from ._cli_eval import eval_command
 from ._cli_explain import explain_command
-from .errors import CapszooError, UsageError
+from .errors import CapszooError, UsageError, require
 
 if TYPE_CHECKING:
     from .export.to_onnx import ExportReport
@@ -590,12 +590,7 @@ def finetune(
 
 def _check_training() -> None:
     """Say what is not installed that training needs."""
-    import importlib.util
-
-    needed = ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CapszooError(f"training needs {', '.join(missing)}", "pip install 'capszoo[train]'")
+    require("training", ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib"), "train")
 
 
 @app.command()
@@ -629,15 +624,11 @@ def publish(
 
     `hf auth login` or HF_TOKEN says who you are. The same command goes on after a failure.
     """
-    import importlib.util
-
     if everything is None and (run is None or repo_id is None):
         raise UsageError("publish takes a RUN and a USER/NAME", "or --all ORG for the whole zoo")
     if everything is not None and run is not None:
         raise UsageError(f"--all takes the whole zoo, and {run} was given", "leave one of them out")
-    missing = [name for name in ("pydantic", "yaml", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CapszooError(f"publishing needs {', '.join(missing)}", "pip install 'capszoo[train]'")
+    require("publishing", ("pydantic", "yaml", "matplotlib"), "train")
     from .recipes.publish import publish, publish_all
 
     def say(line: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["CapszooError", "UsageError"]
+import importlib.util
+from collections.abc import Sequence
+
+__all__ = ["CapszooError", "UsageError", "require"]
 
 
 class CapszooError(Exception):
@@ -28,3 +31,16 @@ class UsageError(CapszooError, ValueError):
     """The call itself makes no sense (an impossible batch profile, an unknown gate)."""
 
     exit_code = 2
+
+
+def require(what: str, modules: Sequence[str], extra: str, error: type[CapszooError] = CapszooError) -> None:
+    """Raise ``error``, before anything is done, where modules that ``what`` needs are not installed.
+
+    Args:
+        what: the work, as the subject of the sentence.
+        modules: their names for import; nothing is imported.
+        extra: of this package, which brings them.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise error(f"{what} needs {', '.join(missing)}", f"pip install 'capszoo[{extra}]'")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._api import UnknownModel, create_model, list_models, list_pretrained
+from ._api import UnknownModel, create_model, default_device, list_models, list_pretrained
 from .errors import CapszooError, UsageError
-from .models._pretrained import WeightsError, WeightsInfo, is_hub_error, sha256_of
+from .models._pretrained import WeightsError, checked_pair, is_hub_error
 from .preprocess import ImageTransform, load_image, model_transform
 
 __all__ = [
@@ -63,7 +63,7 @@ def load_model(name: str, pretrained: bool = True, device: str | None = None, **
                 "`capszoo list --pretrained` shows those that do; `capszoo train` makes them",
             )
         model = create_model(name, pretrained=pretrained, **kwargs)
-    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model.eval().to(device or default_device())
 
 
 def _from_hub(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -83,16 +83,7 @@ def _from_hub(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
 def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if path.is_dir() and (path / "config.json").is_file():
         return create_model(f"local-dir:{path}", pretrained=pretrained, **kwargs)
-    weights = run_weights(path) if path.is_dir() else path
-    metadata = weights.with_suffix(".json")
-    for file in (weights, metadata):
-        if not file.is_file():
-            raise CapszooError(f"{file}: no such file", "weights and their metadata must lie side by side")
-    info = WeightsInfo.from_json(metadata)
-    if sha256_of(weights) != info.sha256:
-        raise WeightsError(
-            f"{weights}: sha256 differs from its metadata's: the file is damaged or another one"
-        )
+    weights, info = checked_pair(run_weights(path) if path.is_dir() else path)
     described = dict(
         file=str(weights),
         tag="",

@@ -43,7 +43,7 @@ from capszoo.summary import ITERATION_ATTRIBUTES
 
 from . import compare, infer, to_aoti, to_onnx, to_tensorrt
 from ._workplace import old_name, workplace
-from .images import RealImages, load_images
+from .images import RealImages
 from .to_onnx import ExportReport, GateStep, Job
 
 __all__ = [
@@ -52,7 +52,6 @@ __all__ = [
     "check_bundle",
     "compare_bundle",
     "export_bundle",
-    "load_images",
     "open_runner",
     "read_manifest",
 ]

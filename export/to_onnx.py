@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import CapszooError, UsageError, require
 from capszoo.preprocess import model_input_size, model_transform
 
 from . import compare, int8, unroll
@@ -1123,12 +1123,8 @@ def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
 
 
 def _require_libraries(check: bool) -> None:
-    import importlib.util
-
-    needed = ("onnx", "onnxscript", "onnxruntime") if check else ("onnx", "onnxscript")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ExportError(f"ONNX export needs {', '.join(missing)}", "pip install 'capszoo[export]'")
+    runs = ["onnxruntime"] if check else []
+    require("ONNX export", ["onnx", "onnxscript", *runs], "export", ExportError)
 
 
 def _node_types(proto: onnx.ModelProto) -> Counter[str]:

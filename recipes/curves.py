@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from capszoo._figures import new_figure
+
 from .checkpoints import write_atomically
 
 __all__ = ["draw_curves", "history_of", "read_records", "records_of"]
@@ -54,16 +56,13 @@ def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **
     """
     try:
         import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("curves need matplotlib: pip install 'capszoo[train]'") from error
 
     kind = path.suffix.lstrip(".")
     # Text stays text and nothing depends on the day, so that the same curves give the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure = Figure(figsize=(12, 3.6), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(12, 3.6)
         for axes, (label, keys) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
             drawn = 0
             for key in keys:

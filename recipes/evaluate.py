@@ -21,7 +21,7 @@ from capszoo.data import Batches, DataError, ImageSet, StreamedSet
 from capszoo.errors import CapszooError
 from capszoo.models._pretrained import WeightsError
 
-from .subject import Subject, create_for, model_from_file, prepare, score_threshold
+from .subject import Subject, prepare
 
 __all__ = [
     "ClassFigures",
@@ -30,11 +30,8 @@ __all__ = [
     "all_right",
     "assess",
     "count_correct",
-    "create_for",
     "evaluate",
     "main",
-    "model_from_file",
-    "score_threshold",
     "scored",
     "stated_top1",
 ]

@@ -40,7 +40,7 @@ from capszoo.models._pretrained import (
 from .card import CONFUSION, CURVES, GOLDEN, LABELS, METADATA, model_card, public
 from .checkpoints import write_atomically, write_safetensors
 from .curves import draw_curves, history_of, read_records, records_of
-from .evaluate import model_from_file
+from .subject import model_from_file
 from .weights import finished_run, golden_file, golden_outputs
 
 __all__ = ["PublishError", "publish", "publish_all", "stage"]

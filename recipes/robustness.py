@@ -28,7 +28,7 @@ from capszoo.data.augment import affine_matrices, crop, warp
 from capszoo.errors import CapszooError, UsageError
 
 from .evaluate import all_right, assess
-from .subject import Subject
+from .subject import Subject, drawn
 
 __all__ = [
     "SWEEPS",
@@ -280,13 +280,10 @@ def affnist(
     n = 0
     for split in ("test", "expanded"):
         try:
-            images = load_dataset("affnist", split, data)
+            images = drawn(load_dataset("affnist", split, data), limit, seed)
         except DataError as error:  # what was measured before must not be lost
             return AffnistResult(0, None, None, trained, str(error))
-        n = min(limit or len(images), len(images))
-        if n < len(images):
-            order = torch.randperm(len(images), generator=keyed_generator(seed))
-            images = images.subset(order[:n].sort().values)
+        n = len(images)
         accuracy.append(assess(subject.on(images), batch_size).accuracy)
     return AffnistResult(n, accuracy[0], accuracy[1], trained)
 

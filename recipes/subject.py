@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from capszoo._api import default_device
 from capszoo.data import (
     PREFIXES,
     Batch,
@@ -27,12 +28,12 @@ from capszoo.data import (
 )
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import load_model, run_weights
-from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, load_safetensors, sha256_of
+from capszoo.models._pretrained import WeightsInfo, bundled_tags, checked_pair, load_safetensors
 from capszoo.preprocess import model_input_size
 
 from .crops import Crops, default_side
 
-__all__ = ["Subject", "create_for", "model_from_file", "prepare", "score_threshold"]
+__all__ = ["Subject", "create_for", "drawn", "model_from_file", "prepare", "score_threshold"]
 
 
 def score_threshold(loss: str) -> float:
@@ -63,16 +64,7 @@ def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
 
     Raises `WeightsError` where the sha256 differs from the metadata's.
     """
-    weights = Path(path).with_suffix(".safetensors")
-    metadata = weights.with_suffix(".json")
-    for file in (weights, metadata):
-        if not file.is_file():
-            raise WeightsError(f"{file}: no such file; weights and their metadata must lie side by side")
-    info = WeightsInfo.from_json(metadata)
-    if sha256_of(weights) != info.sha256:
-        raise WeightsError(
-            f"{weights}: sha256 differs from its metadata's; the file is damaged or another one"
-        )
+    weights, info = checked_pair(path)
     model = create_for(info.architecture, info.num_classes, info.input_size, info.model_args)
     model.load_state_dict(load_safetensors(weights))
     return model.eval(), info
@@ -191,10 +183,8 @@ def prepare(
         images = dataset
     _check_fit(net, images, views)
     whole = len(images)
-    if limit is not None and limit < whole:
-        order = torch.randperm(whole, generator=keyed_generator(seed))
-        images = images.fixed().subset(order[:limit].sort().values)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    images = drawn(images, limit, seed)
+    target = torch.device(device or default_device())
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
     channels = images.spec.input_size[0]
     known = info is not None or (cfg.get("tag") and len(cfg.get("mean") or ()) == channels)
@@ -210,6 +200,14 @@ def prepare(
         info=info,
         crops=views,
     )
+
+
+def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:
+    """So many of the images, drawn by a seed; all of them where there are no more, or no limit."""
+    if limit is None or limit >= len(images):
+        return images
+    order = torch.randperm(len(images), generator=keyed_generator(seed))
+    return images.fixed().subset(order[:limit].sort().values)
 
 
 def _load(

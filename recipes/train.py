@@ -40,10 +40,11 @@ from .build import create_feedback, create_net, create_optimizer, create_schedul
 from .checkpoints import Checkpoint, latest_checkpoint, save_checkpoint
 from .config import Recipe, RecipeError, load_recipe
 from .early_stop import BestEpoch
-from .evaluate import all_right, count_correct, evaluate, score_threshold
+from .evaluate import all_right, count_correct, evaluate
 from .processes import PeerLost, Stopped, StopRequest, TrainingError, agree, one_fate
 from .rundir import check_room, check_run, note_session, open_run, versions
 from .runlog import RunLog
+from .subject import score_threshold
 from .watch import Watch
 from .weights import hardware, source_commit, write_weights
 

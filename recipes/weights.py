@@ -29,7 +29,7 @@ from capszoo.models._pretrained import WeightsError, WeightsInfo, sha256_of, wei
 
 from .checkpoints import write_atomically, write_safetensors
 from .curves import history_of, read_records
-from .evaluate import model_from_file
+from .subject import model_from_file
 
 __all__ = [
     "FILE_LIMIT",
@@ -134,13 +134,12 @@ def golden_file(info: WeightsInfo) -> Path:
 def finished_run(run: str | Path) -> Path:
     """The weights that a finished run left in its folder, whose metadata states figures.
 
-    Raises `WeightsError` where there are none, or where they differ from their metadata.
+    Raises `WeightsError` where there are none. Whether the two belong together, `checked_pair` finds out.
     """
     source = Path(run)
     found = [path for path in sorted(source.glob("*.*.json")) if path.with_suffix(".safetensors").is_file()]
     if len(found) != 1 or not json.loads(found[0].read_text(encoding="utf-8")).get("metrics"):
         raise WeightsError(f"{source} is not a finished run: run its recipe to the end first")
-    model_from_file(found[0])  # checks the pair
     return found[0].with_suffix(".safetensors")
 
 
@@ -208,7 +207,8 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
     Raises `WeightsError` where the run is not finished, or where neither has room.
     """
     weights = finished_run(run)
-    if "test" not in WeightsInfo.from_json(weights.with_suffix(".json")).raw["metrics"]:
+    _, info = model_from_file(weights)  # checks the pair, and that a net can be made of it
+    if "test" not in info.raw["metrics"]:
         raise WeightsError(f"{run} has no figure on a test set: run its recipe to the end first")
     small, large = (Path(folder), Path(folder)) if folder else weights_folders()
     size = weights.stat().st_size

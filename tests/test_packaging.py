@@ -204,13 +204,19 @@ for name in {names!r}:
     assert done.returncode == 0, done.stderr
 
 
+def _named_extras(source: str) -> set[str]:
+    """Of the messages, and of the calls of `require`, which writes such a message."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    required = [
+        call.args[2] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "require"
+    ]
+    assert all(isinstance(extra, ast.Constant) for extra in required)
+    return {*re.findall(r"capszoo\[(\w+)\]", source), *(ast.literal_eval(extra) for extra in required)}
+
+
 def test_every_extra_that_a_message_names_exists(root: Path) -> None:
     extras = _project(root)["project"]["optional-dependencies"]
-    named = {
-        extra
-        for _, path in _modules(root)
-        for extra in re.findall(r"capszoo\[(\w+)\]", path.read_text(encoding="utf-8"))
-    }
+    named = {extra for _, path in _modules(root) for extra in _named_extras(path.read_text(encoding="utf-8"))}
     assert {"explain", "export", "train"} <= named <= extras.keys()
 
 

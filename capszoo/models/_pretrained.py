@@ -30,6 +30,7 @@ __all__ = [
     "WeightsInfo",
     "adapt_state_dict",
     "bundled_tags",
+    "checked_pair",
     "download_weights",
     "hub_config",
     "is_hub_error",
@@ -154,6 +155,24 @@ def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Pa
             "the file is damaged or not the right one; delete it and try again"
         )
     return path
+
+
+def checked_pair(path: str | Path) -> tuple[Path, WeightsInfo]:
+    """A weights file and its metadata, which lie side by side under one name; either names both.
+
+    Raises:
+        WeightsError: one is missing, or the sha256 of the weights differs from the metadata's.
+    """
+    weights, metadata = Path(path).with_suffix(".safetensors"), Path(path).with_suffix(".json")
+    for file in (weights, metadata):
+        if not file.is_file():
+            raise WeightsError(f"{file}: no such file: weights and their metadata must lie side by side")
+    info = WeightsInfo.from_json(metadata)
+    if sha256_of(weights) != info.sha256:
+        raise WeightsError(
+            f"{weights}: sha256 differs from its metadata's: the file is damaged or another one"
+        )
+    return weights, info
 
 
 def is_hub_error(error: BaseException) -> bool:

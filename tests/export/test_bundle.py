@@ -20,7 +20,8 @@ import capszoo
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError
 from capszoo.export import bundle, compare, to_onnx
-from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, load_images, read_manifest
+from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, read_manifest
+from capszoo.export.images import load_images
 from capszoo.inference import load_model, predict
 from capszoo.models._pretrained import bundled_tags, sha256_of
 from tests.export.toys import ToyCaps

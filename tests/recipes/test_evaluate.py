@@ -16,8 +16,9 @@ from capszoo.data.sources import compose
 from capszoo.losses import margin_loss
 from capszoo.models._base import CapsuleOutput
 from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
-from capszoo.recipes.evaluate import all_right, count_correct, evaluate, score_threshold
+from capszoo.recipes.evaluate import all_right, count_correct, evaluate
 from capszoo.recipes.rundir import check_run
+from capszoo.recipes.subject import score_threshold
 from capszoo.recipes.train import Task, TrainingError, train
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}

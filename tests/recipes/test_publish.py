@@ -18,8 +18,8 @@ from safetensors.torch import save
 from capszoo.data import dataset_spec
 from capszoo.recipes import publish as module
 from capszoo.recipes.card import public
-from capszoo.recipes.evaluate import create_for
 from capszoo.recipes.publish import PublishError, publish
+from capszoo.recipes.subject import create_for
 from capszoo.recipes.weights import write_weights
 from tests.hub import Fault, Hub
 from tests.hub_client import Client, Done

@@ -22,8 +22,9 @@ from capszoo.recipes import checkpoints
 from capszoo.recipes import train as train_module
 from capszoo.recipes.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.config import Recipe, RecipeError
-from capszoo.recipes.evaluate import evaluate, model_from_file
+from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.processes import StopRequest
+from capszoo.recipes.subject import model_from_file
 from capszoo.recipes.train import TrainingError, main, train
 from capszoo.recipes.weights import bundle
 
