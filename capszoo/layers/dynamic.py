@@ -29,6 +29,8 @@ How it is computed, without changing the result:
 * The logits are not updated after the last round (Procedure 1 does, and drops the result).
 * Where transforms are shared over the grid (:class:`SharedDynamicRouting`), ``sum_p c W u_p = W sum_p c u_p`` and
   ``<W u_p, v> = <u_p, Wᵀ v>``: the votes, ``e`` times as many numbers as there are couplings, are never made.
+* On a CPU, so many votes that no cache holds them are made and routed for some images (or windows) at a time, and in
+  training made again in the backward pass instead of being kept (:mod:`capszoo.layers._blockwise`).
 * On CUDA, a round of :class:`DynamicRouting` after the first is one ``capszoo::fused_pass``
   (:mod:`capszoo.layers._triton`), with votes in registers; where the softmax runs over the children, or the first
   logits are not zero, the plain form remains.
@@ -42,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._blockwise import BLOCK, blockwise
 from ._triton import fused, working_type
 from ._triton.ops import fused_pass
 from .squash import squash, upcast_half
@@ -55,6 +58,11 @@ __all__ = [
 ]
 
 torch.fx.wrap("upcast_half")
+
+#: Votes of one block (numbers in them), and from how many on blocks are made: 8 and 32 MiB in float32. Smaller blocks
+#: pay more for each call than they save, and fewer votes are near enough as they are.
+_BLOCK = 4 * BLOCK
+_MANY = 4 * _BLOCK
 
 
 def dynamic_routing(
@@ -183,7 +191,10 @@ class DynamicRouting(_Routing):
 
         A copy in the order of its axes costs as much time as it saves (measured), and as much memory again.
         """
-        votes = torch.bmm(x.transpose(0, 1), self.weight)  # [i, b, d] @ [i, d, j*e] -> [i, b, j*e]
+        return self._votes_through(x, self.weight)
+
+    def _votes_through(self, x: Tensor, weight: Tensor) -> Tensor:
+        votes = torch.bmm(x.transpose(0, 1), weight)  # [i, b, d] @ [i, d, j*e] -> [i, b, j*e]
         votes = votes.reshape(self.in_caps, -1, self.out_caps, self.out_dim)
         return votes.permute(1, 2, 0, 3)
 
@@ -213,6 +224,33 @@ class DynamicRouting(_Routing):
             pose_sum = pose_sum + poses
         return poses, couplings.transpose(1, 2) if want_couplings else couplings
 
+    @torch.jit.unused
+    def _has_many_votes(self, x: Tensor) -> bool:
+        if isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_compiling():
+            return False
+        return x.device.type == "cpu" and x.shape[0] * self.in_caps * self.weight.shape[2] >= _MANY
+
+    @torch.jit.unused
+    def _rounds_in_blocks(self, x: Tensor) -> Tensor:
+        """:func:`dynamic_routing` of ``[b, i, d]``, some images at a time."""
+        dtype = working_type(x)
+
+        def rounds(x: Tensor, weight: Tensor, start: Optional[Tensor]) -> Tuple[Tensor]:
+            # in the working type already, and no autocast, so that the backward pass computes the same once more
+            with torch.autocast("cpu", enabled=False):
+                return (
+                    dynamic_routing(self._votes_through(x, weight), self.num_iters, self.softmax_over, start)[
+                        0
+                    ],
+                )
+
+        # a block is BLOCK numbers of `work`
+        work = self.in_caps * self.weight.shape[2] * BLOCK // _BLOCK
+        tensors = [x.to(dtype), self.weight.to(dtype)]
+        if self.start is None:
+            return blockwise(lambda x, w: rounds(x, w, None), tensors, (0, None), (0,), work)[0]
+        return blockwise(rounds, [*tensors, self.start], (0, None, None), (0,), work)[0]
+
     def _single_pass(self, x: Tensor) -> Tensor:
         """One round without votes: the weighted sum over children is a matrix product."""
         weight: Tensor = self.weight
@@ -235,6 +273,8 @@ class DynamicRouting(_Routing):
         if not torch.jit.is_scripting():
             if self._is_fused(x):
                 return self._fused_rounds(x, False)[0]
+            if self._has_many_votes(x):
+                return self._rounds_in_blocks(x)
         return dynamic_routing(self.votes(x), self.num_iters, self.softmax_over, self.start)[0]
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from capszoo.layers import (
     ConvDynamicRouting,
     DynamicRouting,
     SharedDynamicRouting,
+    dynamic,
     dynamic_routing,
     squash,
 )
@@ -167,6 +168,47 @@ def test_weights_are_not_expanded_over_the_batch() -> None:
     with LargestTensor() as made:
         layer(x).sum().backward()
     assert made.numel == max(16 * 64 * 10 * 4, layer.weight.numel())  # the votes, not d times as many
+
+
+def in_blocks_of(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few votes there are, let the layer work in blocks of so many images."""
+    monkeypatch.setattr(dynamic, "_BLOCK", images * layer.in_caps * layer.weight.shape[2])
+    monkeypatch.setattr(dynamic, "_MANY", 0)
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("softmax_over", AXES)
+@pytest.mark.parametrize("images", [1, 2, 4])
+def test_blocks_of_images_equal_naive(
+    images: int, softmax_over: str, init: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = DynamicRouting(7, 3, 4, 5, 3, softmax_over, init, weight_std=0.5).double()
+    start = start_of(layer)
+    in_blocks_of(layer, images, monkeypatch)
+    x = torch.randn(5, 7, 3, dtype=F64, requires_grad=True)
+    expected, _ = naive.route(naive.dense_votes(x, dense_transforms(layer)), 3, softmax_over, start)
+    with LargestTensor() as made:
+        poses = layer(x)
+    assert made.numel <= max(images * 7 * 4 * 5, layer.weight.numel(), x.numel())
+    assert_same(poses, expected, [x, *layer.parameters()])
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, atol=1e-11, rtol=1e-10)
+
+
+def test_blocks_of_images_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = DynamicRouting(40, 8, 10, 16)
+    x = torch.randn(6, 40, 8, requires_grad=True)
+
+    def grads() -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            poses = layer(x)
+        return [poses.detach().float(), *torch.autograd.grad(poses.float().square().sum(), [x, layer.weight])]
+
+    whole = grads()
+    in_blocks_of(layer, 2, monkeypatch)
+    for found, expected in zip(grads(), whole, strict=True):
+        assert found.dtype == expected.dtype
+        assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
 def test_batch_equals_one_by_one() -> None:
