@@ -30,7 +30,8 @@ How it is computed, without changing the result:
 * Where transforms are shared over the grid (:class:`SharedDynamicRouting`), ``sum_p c W u_p = W sum_p c u_p`` and
   ``<W u_p, v> = <u_p, Wᵀ v>``: the votes, ``e`` times as many numbers as there are couplings, are never made.
 * On a CPU, so many votes that no cache holds them are made and routed for some images (or windows) at a time, and in
-  training made again in the backward pass instead of being kept (:mod:`capszoo.layers._blockwise`).
+  training made again in the backward pass instead of being kept, unless poses are large
+  (:mod:`capszoo.layers._blockwise`).
 * On CUDA, a round of :class:`DynamicRouting` after the first is one ``capszoo::fused_pass``
   (:mod:`capszoo.layers._triton`), with votes in registers; where the softmax runs over the children, or the first
   logits are not zero, the plain form remains.
@@ -63,6 +64,9 @@ torch.fx.wrap("upcast_half")
 #: pay more for each call than they save, and fewer votes are near enough as they are.
 _BLOCK = 4 * BLOCK
 _MANY = 4 * _BLOCK
+
+#: Numbers in a child's pose from which on votes cost more to make again in the backward pass than to keep.
+_DEEP = 16
 
 
 def dynamic_routing(
@@ -233,23 +237,26 @@ class DynamicRouting(_Routing):
     @torch.jit.unused
     def _rounds_in_blocks(self, x: Tensor) -> Tensor:
         """:func:`dynamic_routing` of ``[b, i, d]``, some images at a time."""
-        dtype = working_type(x)
+        if self.in_dim > _DEEP and torch.is_grad_enabled():
+            parts = self.votes(x).split(max(1, _BLOCK // (self.in_caps * self.weight.shape[2])))
+            return torch.cat([self._rounds(votes, self.start) for votes in parts])
 
         def rounds(x: Tensor, weight: Tensor, start: Optional[Tensor]) -> Tuple[Tensor]:
             # in the working type already, and no autocast, so that the backward pass computes the same once more
             with torch.autocast("cpu", enabled=False):
-                return (
-                    dynamic_routing(self._votes_through(x, weight), self.num_iters, self.softmax_over, start)[
-                        0
-                    ],
-                )
+                return (self._rounds(self._votes_through(x, weight), start),)
 
         # a block is BLOCK numbers of `work`
         work = self.in_caps * self.weight.shape[2] * BLOCK // _BLOCK
+        dtype = working_type(x)
         tensors = [x.to(dtype), self.weight.to(dtype)]
         if self.start is None:
             return blockwise(lambda x, w: rounds(x, w, None), tensors, (0, None), (0,), work)[0]
         return blockwise(rounds, [*tensors, self.start], (0, None, None), (0,), work)[0]
+
+    @torch.jit.unused
+    def _rounds(self, votes: Tensor, start: Optional[Tensor]) -> Tensor:
+        return dynamic_routing(votes, self.num_iters, self.softmax_over, start)[0]
 
     def _single_pass(self, x: Tensor) -> Tensor:
         """One round without votes: the weighted sum over children is a matrix product."""

@@ -179,17 +179,19 @@ def in_blocks_of(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("softmax_over", AXES)
 @pytest.mark.parametrize("images", [1, 2, 4])
+@pytest.mark.parametrize("deep", [False, True])
 def test_blocks_of_images_equal_naive(
-    images: int, softmax_over: str, init: str, monkeypatch: pytest.MonkeyPatch
+    deep: bool, images: int, softmax_over: str, init: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = DynamicRouting(7, 3, 4, 5, 3, softmax_over, init, weight_std=0.5).double()
     start = start_of(layer)
     in_blocks_of(layer, images, monkeypatch)
+    monkeypatch.setattr(dynamic, "_DEEP", 2 if deep else 3)  # whether votes are kept for the backward pass
     x = torch.randn(5, 7, 3, dtype=F64, requires_grad=True)
     expected, _ = naive.route(naive.dense_votes(x, dense_transforms(layer)), 3, softmax_over, start)
     with LargestTensor() as made:
         poses = layer(x)
-    assert made.numel <= max(images * 7 * 4 * 5, layer.weight.numel(), x.numel())
+    assert deep or made.numel <= max(images * 7 * 4 * 5, layer.weight.numel(), x.numel())
     assert_same(poses, expected, [x, *layer.parameters()])
     with torch.no_grad():
         torch.testing.assert_close(layer(x), expected, atol=1e-11, rtol=1e-10)
