@@ -418,7 +418,7 @@ def _hub_splits(name: str, repository: str, data: str | Path | None, download: s
     try:
         import datasets
     except ImportError as error:
-        raise DataError("hf: needs the library datasets: pip install datasets") from error
+        raise DataError("hf: needs the library datasets: pip install 'capszoo[train]'") from error
     read: Callable[..., Any] = datasets.load_dataset
     try:
         found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
