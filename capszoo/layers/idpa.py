@@ -84,6 +84,9 @@ _MAX_GROUP = 16
 #: Numbers in a block of votes, for each thread (two such buffers fill half of a 2 MiB cache).
 _BLOCK = 2**17
 
+#: Numbers in a part of the votes of an image in an exported graph, which has no loop over images or windows.
+_PART = 2**20
+
 #: From so many votes on (numbers in them) a layer works in blocks; fewer fit the caches as they are.
 _MANY = 2**20
 
@@ -381,6 +384,7 @@ class _IDPALayer(nn.Module):
     weight: nn.Parameter
     start: Tensor
     mask: Tensor
+    wide: Optional[Tensor]
     kernel_size: int
     stride: int
 
@@ -441,6 +445,7 @@ class _IDPALayer(nn.Module):
         else:
             self.register_parameter("beta_v", None)
             self.register_parameter("beta_a", None)
+        self.register_buffer("wide", None, persistent=False)
         self.drop = nn.Dropout(drop)
         self.norm = nn.LayerNorm(out_dim, eps=eps) if layer_norm else nn.Identity()
 
@@ -550,8 +555,10 @@ class _IDPALayer(nn.Module):
         """:meth:`_passes`, no votes being kept."""
         poses: List[Tensor] = []
         couplings: Optional[Tensor] = None
-        on_gpu = self._is_fused(children, num_iters)
+        in_parts = self.wide is not None
+        on_gpu = not in_parts and self._is_fused(children, num_iters)
         weight = self._child_weight()
+        votes: List[Tensor] = []
         read = -1
         for s in range(num_iters):  # from 0
             if s == 0 and self.folds:
@@ -559,12 +566,16 @@ class _IDPALayer(nn.Module):
             else:
                 wanted = min(max(s - 1, 0), len(children) - 1)
                 last = want_couplings and s == num_iters - 1
-                if wanted != read and on_gpu:
+                if wanted != read and in_parts:
+                    read, votes = wanted, self._votes_in_parts(children[wanted])
+                elif wanted != read and on_gpu:
                     read, kids = wanted, self._child_grid(children[wanted])
                 elif wanted != read:
                     read, kids = wanted, self._child_poses(children[wanted])
                 parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
-                if on_gpu:
+                if in_parts:
+                    sums, couplings = self._route_parts(votes, parents, last)
+                elif on_gpu:
                     dtype = working_type(kids)
                     sums, couplings = fused_pass(
                         kids.to(dtype),
@@ -580,6 +591,39 @@ class _IDPALayer(nn.Module):
             poses.append(self._normalise(sums))
         return poses, [], couplings if want_couplings else None
 
+    @torch.jit.unused
+    def _votes_in_parts(self, children: Tensor) -> List[Tensor]:
+        """All votes, ``[n, j, i, e]`` for some children at a time: made and moved while they are in the cache."""
+        assert self.wide is not None
+        poses = self._child_poses(children).flatten(2).transpose(0, 1)  # [i, n, d]
+        shape = (self.out_caps, self.out_dim)
+        count = -(-self._positions(children) * self.num_children * self.out_caps * self.out_dim // _PART)
+        parts = zip(poses.chunk(count), self.wide.chunk(count), strict=True)
+        return [torch.bmm(x, w).unflatten(2, shape).permute(1, 2, 0, 3) for x, w in parts]
+
+    @torch.jit.unused
+    def _route_parts(
+        self, votes: List[Tensor], parents: Tensor, want_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """One pass of Procedure 1; couplings sum to 1 over the parents, so parts of the children are independent."""
+        parents = (parents * self.scale).unsqueeze(3)  # [n, j, e, 1]
+        sums: List[Tensor] = []
+        couplings: List[Tensor] = []
+        for part in votes:
+            agreement = torch.matmul(part, parents).squeeze(3).transpose(1, 2)  # line 3: [n, i, j]
+            c = _couplings(agreement, part.dtype)  # line 4
+            sums.append(torch.matmul(c.transpose(1, 2).unsqueeze(2), part).squeeze(2))  # line 5: [n, j, e]
+            couplings.append(c)
+        total = sums[0]
+        for some in sums[1:]:
+            total = total + some
+        return total, torch.cat(couplings, dim=1) if want_couplings else None
+
+    @torch.jit.unused
+    def _positions(self, children: Tensor) -> int:
+        """Independent routings of an image, a plain integer also where the batch is free."""
+        raise NotImplementedError
+
     def _passes(
         self, children: List[Tensor], activations: List[Tensor], num_iters: int, want_couplings: bool
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
@@ -588,7 +632,11 @@ class _IDPALayer(nn.Module):
         Pass s reads its children's iteration s-1 (Procedure 2, line 8), the first pass iteration 1 (line 6).
         """
         if not torch.jit.is_scripting():
-            if self._is_fused(children, num_iters) or self._many_votes(children, num_iters):
+            if (
+                self.wide is not None
+                or self._is_fused(children, num_iters)
+                or self._many_votes(children, num_iters)
+            ):
                 return self._passes_in_blocks(children, num_iters, want_couplings)
         poses: List[Tensor] = []
         active: List[Tensor] = []
@@ -769,9 +817,26 @@ class ConvIDPA(_IDPALayer):
         return F.pad(children, [0, 0, 0, 0, edge, edge, edge, edge]) if edge > 0 else children
 
     @torch.jit.unused
+    def _positions(self, children: Tensor) -> int:
+        return self.out_size(children.shape[1]) * self.out_size(children.shape[2])
+
+    @torch.jit.unused
     def _routings(self, children: Tensor) -> int:
-        b, h, w = children.shape[:3]
-        return b * self.out_size(h) * self.out_size(w)
+        return children.shape[0] * self._positions(children)
+
+    @torch.jit.unused
+    def prepare_for_export(self) -> None:
+        """Lay out the weights for graphs: the votes of a child, for all parents at once, as one product.
+
+        For matrix poses that takes ``rows`` times the multiply-adds (and ``rows**2`` times the memory) of products as
+        narrow as a pose, and far less time; votes come out with the pose last, and only couplings are transposed.
+        """
+        if self.activations:
+            return
+        weight = self._child_weight().detach()  # [i, q, j, r]
+        eye = torch.eye(self.rows, dtype=weight.dtype, device=weight.device)
+        wide = torch.einsum("iqjr,ps->ipqjsr", weight, eye)
+        self.wide = wide.reshape(self.num_children, self.in_dim, self.out_caps * self.out_dim)
 
     def _votes(self, children: Tensor) -> Tensor:
         return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
@@ -878,6 +943,10 @@ class FCIDPA(_IDPALayer):
 
     def _child_grid(self, children: Tensor) -> Tensor:
         return children.reshape(-1, 1, 1, self.in_caps, self.in_dim)
+
+    @torch.jit.unused
+    def _positions(self, children: Tensor) -> int:
+        return 1
 
     @torch.jit.unused
     def _routings(self, children: Tensor) -> int:

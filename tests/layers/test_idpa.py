@@ -474,6 +474,29 @@ def test_activations(num_iters: int, routing: str, parent_init: str) -> None:
         stack.classes(torch.randn(1, 3, 4, dtype=F64))
 
 
+@pytest.mark.parametrize("num_iters", [1, 2, 4])
+@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
+@pytest.mark.parametrize("pose", ["matrix", "vector"])
+@pytest.mark.parametrize("parent_init", ["zero", "learned"])
+def test_prepared_for_export(
+    num_iters: int, routing: str, pose: str, parent_init: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Convolutional layers with their votes in parts: still Procedure 2, couplings too."""
+    monkeypatch.setattr(idpa_module, "_PART", 50)
+    stack = small_stack(num_iters, routing, pose, parent_init=parent_init)
+    x = primary()
+    for layer in stack[:2]:
+        layer.prepare_for_export()
+        monkeypatch.setattr(layer, "_votes", None)  # not in the way of training
+    assert len(stack.conv1._votes_in_parts(x)) > 1
+    expected, couplings, _ = full_reference(stack, x)
+    torch.testing.assert_close(stack(x)[0], naive.stack(expected[-1]), atol=1e-10, rtol=1e-9)
+    for level, given in enumerate(stack.run_full(x)[2]):
+        c = naive.stack(couplings[level]).transpose(-1, -2)
+        torch.testing.assert_close(given[0].reshape(c.shape), c)
+    assert not any("wide" in name for name in stack.state_dict())
+
+
 @pytest.mark.parametrize("num_iters", [1, 3])
 def test_without_layer_norm(num_iters: int) -> None:
     """Ablation A."""
