@@ -232,7 +232,9 @@ class DynamicRouting(_Routing):
     def _has_many_votes(self, x: Tensor) -> bool:
         if isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_compiling():
             return False
-        return x.device.type == "cpu" and x.shape[0] * self.in_caps * self.weight.shape[2] >= _MANY
+        votes = self.in_caps * self.weight.shape[2]  # of an image
+        # blocks of one or two images would read all weights, which are then many, for each
+        return x.device.type == "cpu" and x.shape[0] * votes >= _MANY and votes <= _BLOCK // 4
 
     @torch.jit.unused
     def _rounds_in_blocks(self, x: Tensor) -> Tensor:

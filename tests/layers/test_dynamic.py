@@ -178,7 +178,7 @@ def in_blocks_of(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("softmax_over", AXES)
-@pytest.mark.parametrize("images", [1, 2, 4])
+@pytest.mark.parametrize("images", [4, 6])
 @pytest.mark.parametrize("deep", [False, True])
 def test_blocks_of_images_equal_naive(
     deep: bool, images: int, softmax_over: str, init: str, monkeypatch: pytest.MonkeyPatch
@@ -187,7 +187,7 @@ def test_blocks_of_images_equal_naive(
     start = start_of(layer)
     in_blocks_of(layer, images, monkeypatch)
     monkeypatch.setattr(dynamic, "_DEEP", 2 if deep else 3)  # whether votes are kept for the backward pass
-    x = torch.randn(5, 7, 3, dtype=F64, requires_grad=True)
+    x = torch.randn(9, 7, 3, dtype=F64, requires_grad=True)
     expected, _ = naive.route(naive.dense_votes(x, dense_transforms(layer)), 3, softmax_over, start)
     with LargestTensor() as made:
         poses = layer(x)
@@ -207,10 +207,19 @@ def test_blocks_of_images_under_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
         return [poses.detach().float(), *torch.autograd.grad(poses.float().square().sum(), [x, layer.weight])]
 
     whole = grads()
-    in_blocks_of(layer, 2, monkeypatch)
+    in_blocks_of(layer, 4, monkeypatch)
     for found, expected in zip(grads(), whole, strict=True):
         assert found.dtype == expected.dtype
         assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
+
+
+def test_no_blocks_of_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3)
+    monkeypatch.setattr(layer, "_rounds_in_blocks", lambda x: None)
+    in_blocks_of(layer, 4, monkeypatch)
+    assert layer(x) is None
+    in_blocks_of(layer, 3, monkeypatch)
+    assert layer(x) is not None
 
 
 def test_batch_equals_one_by_one() -> None:
