@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ._figures import for_display, image_style, new_figure, save
-from .errors import CapszooError, UsageError
+from ._figures import new_figure, save, save_columns, show
+from .errors import CapszooError
 from .explain import class_index
 from .inference import label_names
 from .preprocess import model_transform
@@ -238,7 +238,7 @@ def save_perturbation(found: Perturbation, path: str | Path) -> Path:
     grid = figure.subplots(rows, columns, squeeze=False)
     for row in range(rows):
         for column in range(columns):
-            _show(grid[row][column], found.images[row, column])
+            show(grid[row][column], found.images[row, column])
         grid[row][0].set_ylabel(str(row), rotation=0, fontsize=7, labelpad=8, va="center")
     for column, offset in enumerate(found.offsets):
         grid[0][column].set_title(f"{offset:+.2f}", fontsize=7)
@@ -246,16 +246,16 @@ def save_perturbation(found: Perturbation, path: str | Path) -> Path:
     return save(figure, path)
 
 
-def save_answers(found: Sequence[Answer], path: str | Path) -> Path:
+def save_answers(found: Sequence[Answer], path: str | Path, about: str | None = None) -> Path:
     """Input above, reconstructions of the label's and of the predicted capsule below (Fig. 3)."""
     columns = [
         (f"label {one.label}\npredicted {one.predicted}", (one.image, one.by_label, one.by_predicted))
         for one in found
     ]
-    return _save_columns(columns, ("input", "of the label", "of the prediction"), path)
+    return save_columns(columns, ("input", "of the label", "of the prediction"), path, about)
 
 
-def save_overlaps(found: Sequence[Overlap], path: str | Path) -> Path:
+def save_overlaps(found: Sequence[Overlap], path: str | Path, about: str | None = None) -> Path:
     """Input above; below in red and green the reconstructions of both labels, of both predicted digits, and of a label
     with a digit that is neither label nor prediction (Fig. 5)."""
     columns = []
@@ -269,28 +269,4 @@ def save_overlaps(found: Sequence[Overlap], path: str | Path) -> Path:
         )
         columns.append((title, pictures))
     rows = ("input", "of the labels", "of the prediction", "first label (red),\nneither (green)")
-    return _save_columns(columns, rows, path)
-
-
-def _save_columns(
-    columns: Sequence[tuple[str, Sequence[Tensor]]], rows: Sequence[str], path: str | Path
-) -> Path:
-    if not columns:
-        raise UsageError("there is nothing to draw", "give more images")
-    figure = new_figure(1.3 * len(columns) + 1.0, 1.25 * len(rows) + 0.6)
-    grid = figure.subplots(len(rows), len(columns), squeeze=False)
-    for column, (title, pictures) in enumerate(columns):
-        for row, picture in enumerate(pictures):
-            _show(grid[row][column], picture)
-        grid[0][column].set_title(title, fontsize=7)
-    for row, name in enumerate(rows):
-        grid[row][0].set_ylabel(name, fontsize=7)
-    return save(figure, path)
-
-
-def _show(axes: Any, image: Tensor) -> None:
-    picture = for_display(image)
-    axes.imshow(picture, **image_style(picture))
-    axes.set(xticks=[], yticks=[])
-    for side in axes.spines.values():
-        side.set_visible(False)
+    return save_columns(columns, rows, path, about)

@@ -1,5 +1,5 @@
 """Writes what is derived (``make docs``): hubconf.py's entry points, the tables of README.md, recipes/README.md and
-docs/export.md, docs/results.md with its curves, the example in docs/publish.md.
+docs/export.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
 heads, the metadata beside the weights, and what benchmarks/export.py and ``make test-trt-rtx`` left in
@@ -26,6 +26,7 @@ from capszoo.models._pretrained import bundled_tags  # noqa: E402
 from capszoo.recipes.card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
 from capszoo.recipes.figures import header_line, paper_figures  # noqa: E402
+from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
 
 HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
@@ -237,6 +238,10 @@ def main() -> int:
         stale.append(str(path.relative_to(ROOT)))
         if not check:
             write_curves(path)
+    for path in stale_pictures(ROOT / "docs"):
+        stale.append(str(path.relative_to(ROOT)))
+        if not check:
+            write_picture(path)
     if stale:
         print(
             f"{'out of date' if check else 'written'}: {', '.join(stale)}"

@@ -26,6 +26,7 @@ from capszoo.recipes.figures import (
     shown,
     twin_groups,
 )
+from scripts.pictures import KINDS, kinds_of
 
 HEAD = """# Results
 
@@ -94,6 +95,7 @@ def _section(info: WeightsInfo) -> str:
             f"{about[0].upper()}{about[1:].rstrip('.')}; {raw['num_params']:,} parameters, "
             f"[recipe](../recipes/configs/{info.name}.yaml), commit `{str(raw['commit'])[:12]}`.{said}",
             curves if raw.get("history") else "The run kept no history: there is no curve.",
+            *(f"{KINDS[kind]}:\n\n![{kind}](pictures/{info.name}.{kind}.png)" for kind in kinds_of(info)),
             "\n".join(figures_table(info)),
             "\n".join(protocol_lines(info)),
         )

@@ -1,0 +1,122 @@
+"""Pictures of the checkpoints at work, `docs/pictures`, on real test images packed with the tests (by `make docs`).
+
+For each checkpoint with routing, the heat maps of a few images; for each with a decoder, reconstructions of images
+that it gets right and of some that it gets wrong. A picture states which weights drew it, and is drawn again when
+they change; drawn with other versions of PyTorch or matplotlib it may differ in a pixel, and need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from capszoo._figures import save_columns
+from capszoo.data import ImageSet, dataset_spec
+from capszoo.data.sources import compose
+from capszoo.errors import CapszooError
+from capszoo.explain import explain
+from capszoo.models._pretrained import WeightsInfo, bundled_tags
+from capszoo.recipes.subject import prepare
+from capszoo.reconstructions import answers, overlaps, save_answers, save_overlaps
+from tests.support import PACKED, packed
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Images in a picture of heat maps, and right and wrong ones in one of reconstructions.
+COUNT, RIGHT, WRONG = 8, 5, 3
+
+#: The picture's kind → what its caption says.
+KINDS = {
+    "heat": "From where the predicted class was routed: test images, couplings, both",
+    "decoded": "Test images and their reconstructions, first of recognised images, then of others",
+}
+
+
+def picture_file(docs: Path, name: str, kind: str) -> Path:
+    """Where a picture of a checkpoint lies."""
+    return docs / "pictures" / f"{name}.{kind}.png"
+
+
+def kinds_of(info: WeightsInfo) -> list[str]:
+    """The pictures that there are of a checkpoint: none without packed images of its data set."""
+    spec = dataset_spec(str(info.raw["recipe"]["data"]["name"]))
+    if (spec.base or spec.name) not in PACKED:
+        return []
+    heat = ["heat"] if info.model_args.get("pool") not in ("avg", "max") else []
+    return heat + (["decoded"] if info.model_args.get("decoder") else [])
+
+
+def _source(info: WeightsInfo, kind: str) -> str:
+    """What a picture is drawn from, as it states it itself."""
+    return f"{kind} of {info.name}, weights {info.sha256[:16]}"
+
+
+def stale_pictures(docs: Path) -> list[Path]:
+    """Pictures that are missing or drawn from other weights, or of a checkpoint that is gone."""
+    sources = {
+        picture_file(docs, info.name, kind): _source(info, kind)
+        for info in bundled_tags().values()
+        for kind in kinds_of(info)
+    }
+    stale = [path for path, source in sources.items() if not _is_of(path, source)]
+    there = [path for kind in KINDS for path in sorted((docs / "pictures").glob(f"*.{kind}.png"))]
+    return stale + [path for path in there if path not in sources]
+
+
+def _is_of(path: Path, source: str) -> bool:
+    if not path.is_file():
+        return False
+    with Image.open(path) as picture:
+        return picture.info.get("Description") == source
+
+
+def write_picture(path: Path) -> None:
+    """Draw one of :func:`stale_pictures`; remove that of a checkpoint that is gone."""
+    name, _, kind = path.stem.rpartition(".")
+    info = bundled_tags().get(name)
+    if info is None:
+        path.unlink()
+        return
+    images = test_images(info)
+    (_draw_heat if kind == "heat" else _draw_decoded)(info, images, path, _source(info, kind))
+
+
+def test_images(info: WeightsInfo) -> ImageSet:
+    """The first 1,000 test images of a checkpoint's data set, out of the packed ones."""
+    spec = dataset_spec(str(info.raw["recipe"]["data"]["name"]))
+    digits = packed(ROOT, spec.base or spec.name)
+    return compose(spec, "test", digits) if spec.base else digits
+
+
+def _batches(subject_images: ImageSet, name: str) -> tuple[torch.nn.Module, Iterator[tuple[Tensor, Tensor]]]:
+    subject = prepare(name, subject_images, device="cpu")
+    return subject.net, ((batch.images, batch.labels) for batch in subject.batches(100))
+
+
+def _draw_heat(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> None:
+    net, batches = _batches(images, info.name)
+    columns = []
+    for image in next(batches)[0][:COUNT]:
+        found = explain(net, image)
+        height, width = found.image.shape[-2:]
+        heat = found.heat_at(height, width)[None]  # [1, h, w]
+        colour = torch.cat([heat, 0.6 * heat, torch.zeros_like(heat)])
+        both = found.image.expand(3, -1, -1) * (1 - 0.65 * heat) + colour * 0.65
+        title = f"{found.labels[found.predicted]}, {float(found.scores[found.predicted]):.2f}"
+        columns.append((title, (found.image, heat, both.clamp(0, 1))))
+    save_columns(columns, ("image", "couplings", "both"), path, about)
+
+
+def _draw_decoded(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> None:
+    net, batches = _batches(images, info.name)
+    if images.spec.multi_label:
+        save_overlaps(overlaps(net, batches, RIGHT, WRONG), path, about)
+        return
+    found = answers(net, batches, RIGHT, WRONG)
+    if not found:
+        raise CapszooError(f"{info.name} answered nothing", "its weights or the packed images are damaged")
+    save_answers(found, path, about)

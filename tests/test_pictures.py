@@ -1,0 +1,42 @@
+"""The pictures of docs/pictures: drawn from the packed images, by the weights that they state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from capszoo.models._pretrained import bundled_tags
+from scripts.pictures import KINDS, kinds_of, picture_file, stale_pictures, write_picture
+
+DRAWN = [(name, kind) for name, info in bundled_tags().items() for kind in kinds_of(info)]
+
+
+@pytest.mark.parametrize(("name", "kind"), DRAWN)
+def test_a_picture_states_its_weights(name: str, kind: str, tmp_path: Path) -> None:
+    path = picture_file(tmp_path, name, kind)
+    assert path in stale_pictures(tmp_path), "it is missing"
+    write_picture(path)
+    with Image.open(path) as picture:
+        assert picture.info["Description"].startswith(
+            f"{kind} of {name}, weights {bundled_tags()[name].sha256[:16]}"
+        )
+        assert len(set(picture.convert("L").get_flattened_data())) > 50, "next to nothing is drawn"
+    assert path not in stale_pictures(tmp_path)
+
+
+def test_other_weights_and_lost_checkpoints_are_stale(tmp_path: Path) -> None:
+    name, kind = DRAWN[0]
+    path, lost = picture_file(tmp_path, name, kind), picture_file(tmp_path, "no_net.mnist", kind)
+    path.parent.mkdir()
+    for file in (path, lost):
+        Image.new("L", (4, 4)).save(file)
+    assert {path, lost} <= set(stale_pictures(tmp_path))
+    write_picture(lost)
+    assert not lost.exists()
+
+
+def test_average_pooling_routes_nothing() -> None:
+    assert "heat" not in kinds_of(bundled_tags()["resnet20_routingpool.cifar10_avg"])
+    assert {kind for _, kind in DRAWN} <= set(KINDS)
