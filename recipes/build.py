@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = [
     "create_scheduler",
     "hold_frozen",
     "load_data",
+    "read_split",
 ]
 
 
@@ -59,14 +61,33 @@ class RunData:
         )
 
 
-def load_data(recipe: Recipe, data: str | Path | None) -> RunData:
-    """Read the splits that a recipe uses; `DataError` where they do not go together."""
+def read_split(
+    name: str, split: str, root: str | Path | None, size: int | None, resize: int | None, skip_bad: bool
+) -> tuple[ImageSet | StreamedSet, tuple[str, ...]]:
+    """A split of a data set, by `load_dataset`, and a line about each image that was left out of it."""
+    skipped: list[str] | None = [] if skip_bad else None
+    return load_dataset(name, split, root, size=size, resize=resize, skipped=skipped), tuple(skipped or ())
+
+
+def load_data(
+    recipe: Recipe,
+    data: str | Path | None,
+    read: Callable[..., tuple[ImageSet | StreamedSet, tuple[str, ...]]] = read_split,
+) -> RunData:
+    """Read the splits that a recipe uses; `DataError` where they do not go together.
+
+    Arguments:
+        data: folder of the data set; None asks `CAPSZOO_DATA`.
+        read: reads a split; a `read_split` that remembers, for one who has read some of them before.
+    """
     settings = recipe.data
-    skipped: list[str] | None = [] if settings.skip_bad else None
+    skipped: list[str] = []
 
     def load(split: str) -> ImageSet | StreamedSet:
-        resize = settings.augment.resize
-        found = load_dataset(settings.name, split, data, size=settings.size, resize=resize, skipped=skipped)
+        found, left_out = read(
+            settings.name, split, data, settings.size, settings.augment.resize, settings.skip_bad
+        )
+        skipped.extend(left_out)
         channels = found.spec.input_size[0]
         for key, values in (("mean", settings.mean), ("std", settings.std)):
             if values is None:
@@ -90,7 +111,7 @@ def load_data(recipe: Recipe, data: str | Path | None) -> RunData:
     if settings.limit:
         training = training.subset(torch.arange(min(settings.limit, len(training))))
     fingerprints = {split: part.fingerprint() for split, part in own.items() if part is not None}
-    return RunData(training, validation, test, fingerprints, tuple(skipped or ()))
+    return RunData(training, validation, test, fingerprints, tuple(skipped))
 
 
 def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:

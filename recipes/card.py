@@ -6,6 +6,7 @@ The YAML header (licence, tags, data set, model-index) is made and checked by hu
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -50,6 +51,8 @@ HUB_DATASETS = {
     "cifar100": "uoft-cs/cifar100",
 }
 
+#: Classes that a card's table shows at once; more are folded away.
+MOST_ROWS = 25
 
 PICTURES = {CURVES: "Training curves", CONFUSION: "Confusion matrix"}
 
@@ -138,17 +141,16 @@ def card_data(info: WeightsInfo) -> ModelCardData:
     )
 
 
-def snippet(info: WeightsInfo, repo_id: str) -> str:
-    """Python that loads the published model and classifies an image with it; it runs as it stands."""
+def snippet(info: WeightsInfo, name: str) -> str:
+    """Python that loads the model by its name and classifies an image with it; it runs as it stands."""
     channels, height, width = info.input_size
     mode = "L" if channels == 1 else "RGB"
-    return f"""import capszoo
-import torch
-from capszoo.inference import label_names
+    return f"""import torch
+from capszoo.inference import label_names, load_model
 from capszoo.preprocess import model_transform
 from PIL import Image
 
-model = capszoo.create_model("hf-hub:{repo_id}", pretrained=True).eval()
+model = load_model("{name}", device="cpu")
 image = Image.new("{mode}", ({width}, {height}))  # in its place: Image.open("picture.png")
 with torch.no_grad():
     scores = model(model_transform(model)(image).unsqueeze(0))[0]
@@ -157,17 +159,23 @@ for score, index in zip(*scores.topk(min(3, len(scores)))):
 
 
 def model_card(
-    info: WeightsInfo, repo_id: str, private: bool = False, pictures: Sequence[str] = ()
+    info: WeightsInfo,
+    repo_id: str,
+    private: bool = False,
+    pictures: Sequence[str] = (),
+    local: bool = False,
 ) -> ModelCard:
     """The card of a checkpoint under the name `repo_id`.
 
     Arguments:
         info: its metadata.
-        repo_id: `user/repository`.
+        repo_id: `user/repository`, or with `local` the name of the run's folder.
         private: whether others will need a token to read it.
-        pictures: which of `CURVES` and `CONFUSION` the repository has.
+        pictures: which of `CURVES` and `CONFUSION` lie beside the card.
+        local: for the folder of a run, which is on no Hub.
     """
     raw = public(info.raw)
+    known_as = repo_id if local else f"hf-hub:{repo_id}"
     name, title, source = _dataset(info)
     labels = info.label_names or ()
     papers = [paper_link(paper_id) for paper_id in paper_ids(info)]
@@ -189,11 +197,14 @@ def model_card(
         + (f" Classes: {shown}." if labels else ""),
         "## Use",
         "With capszoo installed (`pip install .` in its checkout)"
-        + (", and after `hf auth login`, as the repository is private:" if private else ":"),
-        f"```python\n{snippet(info, repo_id)}\n```",
-        f'`timm.create_model("hf-hub:{repo_id}", pretrained=True)` works after `import capszoo`; on the command line:',
-        f"```sh\ncapszoo predict hf-hub:{repo_id} picture.png\n"
-        f"capszoo export hf-hub:{repo_id} --out {info.name}\n```",
+        + (", and after `hf auth login`, as the repository is private:" if private else "")
+        + (", from the folder above this one:" if local else "" if private else ":"),
+        f"```python\n{snippet(info, known_as)}\n```",
+        "On the command line:"
+        if local
+        else f'`timm.create_model("{known_as}", pretrained=True)` works after `import capszoo`; on the command line:',
+        f"```sh\ncapszoo predict {shlex.quote(known_as)} picture.png\n"
+        f"capszoo export {shlex.quote(known_as)} --out bundle\n```",
         "## Figures",
         "Accuracy of the file in this repository, ± its standard error for that number of images"
         + (
@@ -203,6 +214,7 @@ def model_card(
         ),
         "\n".join(figures_table(info)),
         "\n".join(protocol_lines(info)),
+        _classes(info),
         "## Training",
         *(f"![{alt}]({file})" for file, alt in PICTURES.items() if file in pictures),
         *(_recipe_parts(raw.get("recipe"))),
@@ -210,13 +222,39 @@ def model_card(
         "## Limits",
         _limits(info, title),
         "## Files",
-        f"- `{HUB_FILENAME}`: the weights (sha256 `{info.sha256}`), which loading checks; there is no pickle\n"
-        f"- `config.json`: architecture, input and labels, as timm reads them; `{LABELS}`: the labels, one a line\n"
-        f"- `{METADATA}`: recipe, seed, commit, data set fingerprint, figures, history\n"
-        f"- `{GOLDEN}`: a few images and the scores they must get",
+        _files(info, local),
     ]
     card = ModelCard(f"---\n{card_data(info).to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
     return card
+
+
+def _classes(info: WeightsInfo) -> str:
+    """What is right of each class, where the metadata have it (as `finetune` writes it), as a table."""
+    found = info.raw.get("per_class")
+    if not found:
+        return ""
+    lines = [f"| class | images of {found['split']} | right, % |", "|---|---:|---:|"]
+    for label, n, right in zip(info.label_names or (), found["images"], found["right"], strict=True):
+        lines.append(f"| {label} | {n:,} | {f'{100 * right / n:.1f}' if n else ''} |")
+    table = "\n".join(lines)
+    if len(lines) <= MOST_ROWS + 2:
+        return table
+    return f"<details><summary>By class</summary>\n\n{table}\n\n</details>"
+
+
+def _files(info: WeightsInfo, local: bool) -> str:
+    weights, metadata, golden = (
+        (f"{info.name}.safetensors", f"{info.name}.json", f"{info.name}.golden.npz")
+        if local
+        else (HUB_FILENAME, METADATA, GOLDEN)
+    )
+    config = "recipe.yaml`: every setting" if local else "config.json`: architecture, input, labels, for timm"
+    return (
+        f"- `{weights}`: the weights (sha256 `{info.sha256}`), which loading checks; there is no pickle\n"
+        f"- `{metadata}`: recipe, seed, commit, data set fingerprint, figures, history\n"
+        f"- `{golden}`: a few images and the scores they must get\n"
+        f"- `{config}; `{LABELS}`: the labels, one a line"
+    )
 
 
 def _recipe_parts(recipe: dict[str, Any] | None) -> list[str]:

@@ -8,10 +8,11 @@ classes, a confusion matrix and a model card.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,22 @@ from typing import Any
 import torch
 
 from capszoo._api import default_device
-from capszoo.data import DATASETS, PREFIXES, DataError, load_dataset, split_validation
+from capszoo.data import DATASETS, PREFIXES, DataError, split_validation
 from capszoo.data.folders import find_splits
 from capszoo.errors import UsageError
 from capszoo.inference import load_model, run_weights
-from capszoo.models._pretrained import bundled_tags
+from capszoo.models._pretrained import bundled_tags, hub_config, is_hub_error
 from capszoo.preprocess import per_channel
 
-from .build import check_classes, load_data
+from .build import RunData, check_classes, load_data, read_split
+from .card import CONFUSION, CURVES, LABELS, METADATA, model_card, public
+from .checkpoints import write_atomically
 from .config import Recipe, list_recipes, load_recipe
 from .evaluate import assess
-from .outcome import write_card
 from .report import draw_confusion
 from .subject import prepare
 from .train import train
+from .weights import amend_metadata
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
 
@@ -46,6 +49,10 @@ BATCH = 32
 PATIENCE = 0.34
 """Share of the epochs that may pass without a better validation accuracy."""
 VALIDATION_SHARE, VALIDATION_MOST = 0.2, 5000
+
+
+FINISHED = {"labels": LABELS, "confusion": CONFUSION, "card": "README.md"}
+"""What is written beside the weights at the end."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +105,7 @@ def _metadata(model: str, cfg: dict[str, Any]) -> dict[str, Any]:
     """The metadata that lies beside the weights: at least `model_args`, and where it is known `recipe`."""
     path = Path(model.removeprefix("local-dir:"))
     if model.startswith("hf-hub:"):
-        from timm.models import load_model_config_from_hf
-
-        return {"model_args": load_model_config_from_hf(model.removeprefix("hf-hub:"))[2] or {}}
+        return _hub_metadata(model.removeprefix("hf-hub:"))
     if (path / "config.json").is_file():
         return json.loads((path / "config.json").read_text(encoding="utf-8"))
     if path.is_dir() or path.suffix == ".safetensors":
@@ -108,6 +113,20 @@ def _metadata(model: str, cfg: dict[str, Any]) -> dict[str, Any]:
         return json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
     info = bundled_tags().get(f"{cfg['architecture']}.{cfg.get('tag')}")
     return info.raw if info else {}
+
+
+def _hub_metadata(repo_id: str) -> dict[str, Any]:
+    """That of a repository whose model has been loaded; `model_args` alone where it has none, or does not give it."""
+    from huggingface_hub import hf_hub_download
+
+    name, _, revision = repo_id.partition("@")
+    try:
+        path = Path(hf_hub_download(name, METADATA, revision=revision or None))
+    except Exception as error:
+        if not is_hub_error(error):
+            raise
+        return {"model_args": hub_config(repo_id).get("model_args") or {}}
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _usual_loss(architecture: str) -> dict[str, Any]:
@@ -152,8 +171,12 @@ def finetune_recipe(
     skip_bad: bool = False,
     overrides: Sequence[str] = (),
     root: str | Path | None = None,
+    read: Callable[..., Any] = read_split,
 ) -> Recipe:
-    """The recipe of a fine-tuning; the arguments are those of `finetune`. Reads the training images."""
+    """The recipe of a fine-tuning; the arguments are those of `finetune`, and `read` that of `load_data`.
+
+    It reads the training images, for it follows from their number.
+    """
     name = _data_name(data)
     source = find_source(model, weights=not from_scratch)
     if img_size is None and source.input_size[1] != source.input_size[2]:
@@ -162,7 +185,7 @@ def finetune_recipe(
         )
     size = img_size or source.input_size[1]
     # Loaded as training will load them: what is wrong with the folder is said before anything is written.
-    images = load_dataset(name, "train", root, size=size, resize=size, skipped=[] if skip_bad else None)
+    images, _ = read(name, "train", root, size, size, skip_bad)
     splits = {"train", "test"} if name in DATASETS else find_splits(name, root)
     if images.spec.multi_label:
         raise UsageError(
@@ -183,7 +206,7 @@ def finetune_recipe(
         "arch": source.architecture,
         "tag": tag or _tag(name),
         "description": f"{source.architecture} "
-        + ("from random weights" if from_scratch else f"from {model}"),
+        + ("from random weights" if from_scratch else f"from {public(model)}"),
         "model_args": source.model_args,
         "data": {
             "name": name,
@@ -256,6 +279,9 @@ def finetune(
 
     Raises `DataError`, `RecipeError`, `TrainingError` or `WeightsError`, each one line with a remedy.
     """
+    read = functools.cache(
+        read_split
+    )  # each split once: what the recipe follows from, is trained on, is measured
     recipe = finetune_recipe(
         model,
         data,
@@ -268,23 +294,27 @@ def finetune(
         skip_bad=skip_bad,
         overrides=overrides,
         root=root,
+        read=read,
     )
-    result = train(recipe, out=out, data=root, cpu=cpu, stop_after=stop_after)
+    images = load_data(recipe, root, read)
+    read.cache_clear()
+    result = train(recipe, out=out, data=images, cpu=cpu, stop_after=stop_after)
     if result["finished"] and os.environ.get("RANK", "0") == "0":
-        device = torch.device("cpu") if cpu else default_device()
-        result |= _finish(recipe, Path(result["weights"]), root, device)
+        result |= _finish(images, Path(result["weights"]), "cpu" if cpu else default_device())
     return result
 
 
-def _finish(recipe: Recipe, weights: Path, root: str | Path | None, device: torch.device) -> dict[str, Any]:
+def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[str, Any]:
     """Write what people look at: names of the classes, confusion matrix, model card."""
-    subject = prepare(weights, load_data(recipe, root).measured, device=device)
-    result = assess(subject)
-    assert subject.info is not None and result.confusion is not None  # a run's own file; one label an image
-    split = subject.images.split
-    paths = {"labels": weights.with_name("labels.txt"), "confusion": weights.with_name("confusion.png")}
-    labels = subject.info.label_names or ()
-    paths["labels"].write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
+    subject = prepare(weights, images.measured, device=device)
+    result, split = assess(subject), subject.images.split
+    assert result.confusion is not None  # one label an image
+    counts = {"images": result.confusion.sum(1).tolist(), "right": result.confusion.diagonal().tolist()}
+    info = amend_metadata(weights, per_class={"split": split, **counts})
+    paths = {kind: weights.with_name(name) for kind, name in FINISHED.items()}
+    write_atomically(paths["labels"], "".join(f"{label}\n" for label in info.label_names or ()))
     draw_confusion(result, f"{subject.name}, {result.n:,} images of {split}", paths["confusion"])
-    paths["card"] = write_card(weights.parent, subject.info, result.confusion, split)
+    pictures = [file for file in (CURVES, CONFUSION) if weights.with_name(file).is_file()]
+    card = model_card(info, weights.parent.resolve().name, pictures=pictures, local=True)
+    write_atomically(paths["card"], card.content)
     return paths

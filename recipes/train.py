@@ -36,7 +36,15 @@ from capszoo.losses import create_loss, reconstruction_loss
 from capszoo.models._feedback import FeedbackAgreement
 from capszoo.models._pretrained import WeightsError
 
-from .build import create_feedback, create_net, create_optimizer, create_scheduler, hold_frozen, load_data
+from .build import (
+    RunData,
+    create_feedback,
+    create_net,
+    create_optimizer,
+    create_scheduler,
+    hold_frozen,
+    load_data,
+)
 from .checkpoints import Checkpoint, latest_checkpoint, save_checkpoint
 from .config import Recipe, RecipeError, load_recipe
 from .early_stop import BestEpoch
@@ -142,7 +150,7 @@ def train(
     recipe: str | Path | Recipe,
     overrides: list[str] | None = None,
     out: str | Path | None = None,
-    data: str | Path | None = None,
+    data: str | Path | RunData | None = None,
     resume: bool = True,
     cpu: bool = False,
     stop_after: int | None = None,
@@ -154,7 +162,7 @@ def train(
         recipe: path of a YAML file, name of a recipe that comes with the package, or a `Recipe`.
         overrides: `key=value` lines with dotted keys, e.g. `optimizer.lr=0.001`.
         out: folder of the run; None: `runs/<arch>.<tag>`.
-        data: folder of the data set; None asks `CAPSZOO_DATA`.
+        data: folder of the data set; None asks `CAPSZOO_DATA`. Or what `load_data` has read of it for this recipe.
         resume: False refuses a folder that already holds a run.
         cpu: leave an accelerator unused.
         stop_after: checkpoint and stop after so many updates of this call (for trials and tests).
@@ -175,7 +183,7 @@ def train(
 def _train(
     recipe: Recipe,
     out: Path,
-    data: str | Path | None,
+    data: str | Path | RunData | None,
     resume: bool,
     stop_after: int | None,
     accelerator: Accelerator,
@@ -193,7 +201,7 @@ def _train(
             check_run(recipe, out, resume)
 
         # Data: uint8 tensors on the device.
-        found = load_data(recipe, data)
+        found = data if isinstance(data, RunData) else load_data(recipe, data)
         training, validation = found.training, found.validation
         spec = training.spec
         batches = Batches(

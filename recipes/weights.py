@@ -36,6 +36,7 @@ __all__ = [
     "FOLDER_LIMIT",
     "LARGE_FILE_LIMIT",
     "LARGE_FOLDER_LIMIT",
+    "amend_metadata",
     "bundle",
     "finished_run",
     "golden_file",
@@ -122,6 +123,13 @@ def _metadata_text(metadata: Mapping[str, Any]) -> str:
     if "history" in metadata:
         text = text.removesuffix("\n}") + f',\n "history": {json.dumps(metadata["history"])}\n}}'
     return text + "\n"
+
+
+def amend_metadata(weights: Path, **more: Any) -> WeightsInfo:
+    """Add to the metadata beside a weights file what was found out about it later; returns them anew."""
+    path = weights.with_suffix(".json")
+    write_atomically(path, _metadata_text(json.loads(path.read_text(encoding="utf-8")) | more))
+    return WeightsInfo.from_json(path)
 
 
 def golden_file(info: WeightsInfo) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
@@ -20,6 +23,7 @@ from typer.testing import CliRunner, Result
 import capszoo
 from capszoo.cli import app
 from capszoo.data import ImageSet
+from capszoo.recipes import build
 from capszoo.recipes import train as train_module
 from capszoo.recipes.build import create_optimizer
 from capszoo.recipes.config import Recipe, RecipeError
@@ -59,6 +63,11 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": None})
 
 
+def with_capszoo(root: Path) -> dict[str, str]:
+    """The environment of a process that finds the checkout from anywhere."""
+    return {**os.environ, "PYTHONPATH": str(root)}
+
+
 def weights_of(result: dict[str, Any]) -> dict[str, torch.Tensor]:
     return load_file(result["weights"])
 
@@ -67,7 +76,7 @@ def metadata(result: dict[str, Any]) -> dict[str, Any]:
     return json.loads(Path(result["weights"]).with_suffix(".json").read_text())
 
 
-def test_from_the_command_to_predict_and_export(photos: Path, digits: ImageSet, tmp_path: Path) -> None:
+def test_from_the_command_to_predict_and_export(root: Path, digits: ImageSet, tmp_path: Path) -> None:
     write_digits(digits, tmp_path / "split" / "train", {"one": 10, "three": 12, "eight": 8})
     write_digits(digits, tmp_path / "split" / "val", {"one": 4, "three": 4, "eight": 4}, start=20)
     write_digits(digits, tmp_path / "split" / "test", {"one": 9, "three": 5, "eight": 6}, start=30)
@@ -89,8 +98,21 @@ def test_from_the_command_to_predict_and_export(photos: Path, digits: ImageSet, 
     assert set(raw["dataset"]["sha256"]) == {"train", "val", "test"}
     assert raw["metrics"]["test"]["top1"] > 60, "these weights know digits; by chance it would be 33"
     assert f"test: top1 {raw['metrics']['test']['top1']}" in done.stdout
-    card = (out / "README.md").read_text()
-    assert f"fine-tuned from `{MODEL}`" in card and "| eight | 6 |" in card and "optimistic" in card
+    card = ModelCard((out / "README.md").read_text())
+    assert f"Fine-tuned from `{MODEL}`" in card.text and "optimistic" in card.text
+    per_class = raw["per_class"]
+    assert per_class["split"] == "test" and per_class["images"] == [6, 9, 5]
+    assert sum(per_class["right"]) == 20 - raw["metrics"]["test"]["errors"]
+    assert f"| eight | 6 | {100 * per_class['right'][0] / 6:.1f} |" in card.text
+    assert card.data.eval_results[0].metric_value == raw["metrics"]["test"]["top1"]
+    named = set(re.findall(r"[(`](\S+\.\w+)[)`]", card.text))
+    assert named & {"hf-hub:", "config.json", "metadata.json"} == set(), "what only a repository has"
+    assert {f"{name}.json", "curves.png", "confusion.png", "recipe.yaml"} <= named
+    (snippet,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+    shown = subprocess.run(
+        [sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, env=with_capszoo(root)
+    )
+    assert {line.split()[0] for line in shown.stdout.splitlines()} == set(NAMES), shown.stderr
     assert Image.open(out / "confusion.png").size[0] > 300
 
     image = next((tmp_path / "split" / "test" / "one").iterdir())
@@ -101,6 +123,27 @@ def test_from_the_command_to_predict_and_export(photos: Path, digits: ImageSet, 
     exported = run("export", out, "--out", tmp_path / "bundle", "--quick")
     assert exported.exit_code == 0, exported.stderr
     assert (tmp_path / "bundle" / "labels.txt").read_text().split() == list(NAMES)
+    checked = run("publish", out, "me/few", "--dry-run", "--out", tmp_path / "staged")
+    assert checked.exit_code == 0, checked.stderr
+    published = (tmp_path / "staged" / "README.md").read_text()
+    assert (
+        f"| eight | 6 | {100 * per_class['right'][0] / 6:.1f} |" in published and "hf-hub:me/few" in published
+    )
+    assert str(tmp_path) not in published, "paths of the user's machine stay there"
+
+
+def test_images_are_read_once(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, load = [], build.load_dataset
+
+    def counted(name: str, split: str, *args: Any, **options: Any) -> Any:
+        found.append(split)
+        return load(name, split, *args, **options)
+
+    monkeypatch.setattr(build, "load_dataset", counted)
+    finetune(MODEL, photos, tmp_path / "run", epochs=1)
+    assert found == ["train"]
+    finetune(MODEL, photos, tmp_path / "larger", epochs=1, overrides=["data.augment.resize=32"])
+    assert found[1:] == ["train", "train"], "what the recipe changes afterwards is obeyed"
 
 
 def test_defaults_follow_from_the_data(photos: Path) -> None:

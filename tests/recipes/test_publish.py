@@ -13,16 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save
 
 from capszoo.data import dataset_spec
 from capszoo.recipes import publish as module
 from capszoo.recipes.card import public
+from capszoo.recipes.config import load_recipe
 from capszoo.recipes.publish import PublishError, publish
 from capszoo.recipes.subject import create_for
 from capszoo.recipes.weights import write_weights
-from tests.hub import Fault, Hub
+from tests.hub import Fault, Hub, Repo
 from tests.hub_client import Client, Done
+from tests.support import packed
 
 LABELS = ("cat", "dog", "owl")
 HISTORY = [
@@ -170,6 +173,52 @@ def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: P
         assert done.code == 1 and "the connection to the Hub broke" in done.error
     finally:
         offline.close()
+
+
+def write_photos(root: Path, folder: Path) -> Path:
+    """Real digits of three kinds as images, a folder for each."""
+    digits = packed(root, "mnist")
+    for kind, label in enumerate(LABELS):
+        (folder / label).mkdir(parents=True)
+        for index in (digits.labels == kind).nonzero().flatten()[:8].tolist():
+            Image.fromarray(digits.images[index, 0].numpy()).save(folder / label / f"{index}.png")
+    return folder
+
+
+def test_fine_tuned_from_the_hub_and_published_again(
+    hub: Hub, client: Client, root: Path, tmp_path: Path
+) -> None:
+    assert client.capszoo("publish", "resnet20_routingcaps.mnist", "me/digits").code == 0
+    repo = hub.repos["me/digits"]
+    stated = json.loads(repo.files["metadata.json"])
+    stated["recipe"]["loss"] = {"name": "spread"}  # not what this architecture's recipes say
+    repo.trees["3" * 40] = {**repo.files, "metadata.json": json.dumps(stated).encode()}
+    photos, out = write_photos(root, tmp_path / "photos"), tmp_path / "run"
+    command = ("finetune", "hf-hub:me/digits", "--data", photos, "--out", out, "--epochs", "5", "--cpu")
+    done = client.capszoo(*command)
+    assert done.code == 0, done.err
+    recipe = load_recipe(out / "recipe.yaml")
+    assert recipe.init and recipe.init.weights == "hf-hub:me/digits" and recipe.loss.name == "spread"
+    assert recipe.optimizer.layer_decay and recipe.description.endswith("from hf-hub:me/digits")
+    images = sorted(photos.rglob("*.png"))
+    done = client.capszoo("predict", out, *images, "--json")
+    assert done.code == 0, done.err
+    right = [r["predictions"][0]["label"] in r["image"] for r in json.loads(done.out)["results"]]
+    assert sum(right) >= 18, "of 24 digits that the weights knew before"
+
+    assert client.capszoo("publish", out, "me/photos").code == 0
+    files = hub.repos["me/photos"].files
+    assert set(files) == {*FILES, "confusion.png"} and b"from `hf-hub:me/digits`" in files["README.md"]
+    assert client.capszoo("predict", "hf-hub:me/photos", images[0]).code == 0
+
+    # A repository that capszoo did not publish: no metadata, so the architecture's usual loss.
+    bare = {name: repo.files[name] for name in ("config.json", "model.safetensors")}
+    hub.repos["me/bare"] = Repo(False, {"4" * 40: bare})
+    done = client.capszoo(
+        "finetune", "hf-hub:me/bare", "--data", photos, "--out", tmp_path / "bare", "--epochs", "1", "--cpu"
+    )
+    assert done.code == 0, done.err
+    assert load_recipe(tmp_path / "bare" / "recipe.yaml").loss.name == "margin"
 
 
 def test_export_from_the_hub(hub: Hub, client: Client, run: Path, tmp_path: Path) -> None:
