@@ -199,7 +199,8 @@ def finetune_recipe(
         wanted = max(images.spec.num_classes, round(VALIDATION_SHARE * count))
         validation = min(wanted, VALIDATION_MOST, count - 1)
         count = len(split_validation(images, validation, stratified=True)[0])
-    batch = min(BATCH, count)
+    world = int(os.environ.get("WORLD_SIZE", 1))  # processes, which share a batch evenly
+    batch = max(min(BATCH, count) // world, 1) * world
     steps = count // batch
     epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
     tree: dict[str, Any] = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import math
 import os
 import sys
@@ -190,6 +191,8 @@ def _train(
 ) -> dict[str, Any]:
     device, main_process = accelerator.device, accelerator.is_main_process
     rank, world = accelerator.process_index, accelerator.num_processes
+    if not main_process:  # what is worth a warning is so on all of them: one says it
+        logging.getLogger("capszoo").setLevel(logging.ERROR)
     if recipe.batch_size % (world * recipe.accumulate):
         raise RecipeError(
             f"{recipe.name}: batch_size {recipe.batch_size} cannot be shared by {world} processes "
@@ -424,6 +427,9 @@ def _train(
                 rate = (step - epoch_first) * recipe.batch_size / (time.monotonic() - epoch_began)
                 record = _epoch_record(accelerator, sums, optimizer, step, epoch, rate)
                 if held_out:
+                    if world > 1:  # on CPUs norms have the statistics of each process's share: the first one's count
+                        for buffer in evaluated.buffers():
+                            torch.distributed.broadcast(buffer, 0)
                     threshold = score_threshold(recipe.loss.name)
                     right, n = accelerator.reduce(
                         count_correct(evaluated, held_out, accelerator.autocast(), threshold)

@@ -29,6 +29,7 @@ from capszoo.recipes.build import create_optimizer
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.early_stop import BestEpoch
 from capszoo.recipes.finetune import find_source, finetune, finetune_recipe
+from tests.recipes import test_processes as processes
 from tests.models.zoo_cases import names, small
 from tests.support import packed
 
@@ -333,6 +334,34 @@ def test_killed_and_started_again(root: Path, photos: Path, tmp_path: Path) -> N
     whole = finetune(MODEL, photos, tmp_path / "whole", epochs=6, cpu=True)
     expected, found = weights_of(whole), load_file(out / "resnet20_routingcaps.my_photos.safetensors")
     assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_two_processes_end_with_the_same_weights_and_one_writes(
+    root: Path, photos: Path, tmp_path: Path
+) -> None:
+    """BatchNorm's statistics too, of which each process on a CPU has its own between two updates."""
+    next((photos / "one").iterdir()).unlink()  # an odd number is left to learn from
+    out, notes = tmp_path / "run", tmp_path / "notes"
+    argv = [MODEL, str(photos), str(out), str(notes)]
+    done = processes.run(root, processes.launched("tests.recipes.run_finetune", argv, 2))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("re-initialised") == 1, "what one says the other need not"
+    raw = json.loads((out / "resnet20_routingcaps.my_photos.json").read_text())
+    kept = load_file(out / "resnet20_routingcaps.my_photos.safetensors")
+    assert any("running_mean" in key for key in kept)
+    for epoch in (1, 2, 3):
+        first, second = (load_file(notes / f"{rank}-{epoch}.safetensors") for rank in (0, 1))
+        assert all(torch.equal(first[key], second[key]) for key in first), epoch
+        if epoch == raw["epoch"]:
+            assert all(torch.equal(first[key], kept[key]) for key in kept)
+    wrote = [json.loads((notes / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(wrote[0]) > 10 and wrote[1] == []
+    expected = {"README.md", "labels.txt", "confusion.png", "curves.png", "recipe.yaml", "metrics.jsonl"}
+    assert expected <= {path.name for path in out.iterdir()} and not list(out.rglob("*.tmp"))
+    (session,) = json.loads((out / "sessions.json").read_text())
+    assert session["processes"] == 2 and "per_class" in raw and raw["recipe"]["batch_size"] == 22
+    shown = run("predict", out, *photos.rglob("*.png"), "--json")
+    assert shown.exit_code == 0 and len(json.loads(shown.stdout)["results"]) == 29
 
 
 def fails(code: int, *arguments: object) -> str:

@@ -33,14 +33,18 @@ TINY: dict[str, Any] = {
 
 
 def command(out: Path, data: Path, recipe: dict[str, Any], mode: str = "", processes: int = 1) -> list[str]:
-    run = [str(out), str(data), json.dumps(recipe), mode]
+    return launched("tests.recipes.run_tiny", [str(out), str(data), json.dumps(recipe), mode], processes)
+
+
+def launched(module: str, arguments: list[str], processes: int = 1) -> list[str]:
+    """The command that runs a module of the tests in so many processes side by side."""
     if processes == 1:
-        return [sys.executable, "-m", "tests.recipes.run_tiny", *run]
+        return [sys.executable, "-m", module, *arguments]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(port)]
-    return [sys.executable, *launcher, "-m", "tests.recipes.run_tiny", *run]
+    return [sys.executable, *launcher, "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
