@@ -136,6 +136,7 @@ def _print(report: Report, files: list[Path]) -> None:
     if report.routing:
         out.print()
         _print_routing(report.routing, [figures.label for figures in result.per_class])
+        _print_rounds(report)
     for file in files:
         out.print(f"written: {escape(str(file))}", soft_wrap=True)
 
@@ -206,3 +207,26 @@ def _print_routing(stats: RoutingStats, labels: list[str]) -> None:
         ):
             table.add_row(f"{cosine:+.2f}", f"{share:.2f}", "" if length is None else f"{length:.4f}")
         out.print(table)
+
+
+def _print_rounds(report: Report) -> None:
+    if not report.rounds:
+        return
+    from .recipes.report import ROUND_IMAGES
+
+    out = stdout()
+    out.print()
+    out.print(
+        f"change by round: logits, and couplings as a share of an even one in brackets; "
+        f"n = {min(ROUND_IMAGES, report.result.n)}; * beyond the network's own rounds",
+        soft_wrap=True,
+    )
+    most = len(report.rounds[0].logits)
+    table = Table("routing layer", *(f"round {t}" for t in range(1, most + 1)), box=None, pad_edge=False)
+    for number, layer in enumerate(report.rounds, 1):
+        shown = (
+            f"{logits:.3g} ({couplings:.3g}){'' if t <= layer.own else '*'}"
+            for t, (logits, couplings) in enumerate(zip(layer.logits, layer.couplings, strict=True), 1)
+        )
+        table.add_row(str(number), *shown)
+    out.print(table)

@@ -31,6 +31,7 @@ from ._cli_common import (
     stderr,
     stdout,
 )
+from ._cli_curves import curves_command
 from ._cli_eval import eval_command
 from ._cli_explain import explain_command
 from .errors import CapszooError, UsageError, require
@@ -512,6 +513,9 @@ def train(
     from .recipes.train import train
 
     _print_run(train(recipes[0], overrides or [], out=out, data=data, cpu=cpu, profile=profile))
+
+
+app.command("curves")(curves_command)
 
 
 @app.command()

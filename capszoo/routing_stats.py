@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .errors import CapszooError
 from .models._base import CouplingLayout, NoCapsules
 
-__all__ = ["AgreementCurve", "LayerStats", "RoutingStats", "coupling_entropy", "routing_stats"]
+__all__ = ["AgreementCurve", "LayerStats", "RoutingStats", "canonical", "coupling_entropy", "routing_stats"]
 
 DEAD = 0.1
 """Share of an even share that a living capsule gets at least once."""
@@ -99,8 +99,8 @@ def coupling_entropy(couplings: Tensor, dim: int) -> Tensor:
     return torch.special.entr(couplings).sum(dim) / math.log(count)
 
 
-def _canonical(couplings: Tensor, layout: CouplingLayout) -> Tensor:
-    """``[b, positions, parents, children]``, float32."""
+def canonical(couplings: Tensor, layout: CouplingLayout) -> Tensor:
+    """Couplings of a network as ``[b, positions, parents, children]``, float32."""
     b, parents = couplings.shape[0], couplings.shape[layout.parents]
     positions = math.prod(couplings.shape[1 : layout.parents])
     return couplings.float().reshape(b, positions, parents, -1)
@@ -118,7 +118,7 @@ class _Layer:
         self.most: Tensor | None = None
 
     def add(self, couplings: Tensor) -> None:
-        c = _canonical(couplings, self.layout)
+        c = canonical(couplings, self.layout)
         self.shape = (c.shape[1], c.shape[2], c.shape[3])
         dim = 2 if self.over == "parents" else 3
         total = c.sum(dim)

@@ -213,6 +213,8 @@ class Recipe(_Section):
     compile: bool = False
     checkpoint_every: Positive | None = None
     """Updates between checkpoints, beside the one after each epoch."""
+    routing_images: NonNegative = 0
+    """Validation images whose routing is measured after each epoch, into metrics.jsonl; `capszoo curves` draws it."""
 
     @field_validator("tag")
     @classmethod

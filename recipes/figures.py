@@ -40,6 +40,7 @@ NO_SETTINGS = (
     "channels_last",
     "compile",
     "checkpoint_every",
+    "routing_images",
 )
 
 

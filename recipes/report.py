@@ -9,11 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from capszoo._figures import new_figure, save
 from capszoo.errors import CapszooError
+from capszoo.routing_rounds import RoundChanges, round_changes
 from capszoo.routing_stats import DEAD, RoutingStats, routing_stats
 
 from .checkpoints import write_atomically
+from .dynamics import agreement_panel
 from .evaluate import EvalResult, assess, stated_top1
 from .robustness import (
     STEPS,
@@ -29,6 +33,9 @@ from .subject import Subject
 
 __all__ = ["Report", "draw", "draw_confusion", "measure", "write"]
 
+ROUND_IMAGES = 100
+"""Images on which each round of routing is looked at: the first ones, for it takes a pass for every round."""
+
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """From what is done and how many images it takes, a bar and the function that advances it."""
@@ -42,6 +49,7 @@ class Report:
         seed: of the images drawn by a limit, and of PGD's start.
         limit: images asked for, None for all.
         stated: top-1 of the weights' metadata for these images, where it states one.
+        rounds: of the routing layers, on the first `ROUND_IMAGES`.
     """
 
     subject: Subject
@@ -53,6 +61,7 @@ class Report:
     attacks: tuple[AttackResult, ...] = ()
     affnist: AffnistResult | None = None
     routing: RoutingStats | None = None
+    rounds: tuple[RoundChanges, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: per cent everywhere but in the confusion matrix, whose rows are labels and columns answers."""
@@ -82,6 +91,8 @@ class Report:
             }
         if self.routing:
             found["routing"] = asdict(self.routing) | {"dead_below": DEAD}
+            found["routing"]["rounds"] = [asdict(layer) for layer in self.rounds]
+            found["routing"]["rounds_n"] = min(ROUND_IMAGES, result.n)
         return found
 
 
@@ -140,6 +151,8 @@ def measure(
             if subject.crops:
                 raise CapszooError("routing statistics are of one view of each image", "leave --crops out")
             found["routing"] = routing_stats(subject.net, batches)
+            few = subject.on(subject.images.fixed().subset(torch.arange(min(ROUND_IMAGES, subject.n))))
+            found["rounds"] = round_changes(subject.net, (b.images for b in few.batches(min(batch_size, 50))))
     return Report(subject, result, seed, limit, stated_top1(subject), **found)
 
 
@@ -165,7 +178,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
     if report.sweeps or report.attacks:
         written.append(_draw_robustness(report, title, folder / "robustness.png"))
     if report.routing:
-        written.append(_draw_routing(report.routing, title, folder / "routing.png"))
+        written.append(_draw_routing(report.routing, report.rounds, title, folder / "routing.png"))
     return written
 
 
@@ -219,9 +232,9 @@ def _draw_robustness(report: Report, title: str, path: Path) -> Path:
     return save(figure, path)
 
 
-def _draw_routing(stats: RoutingStats, title: str, path: Path) -> Path:
-    figure = new_figure(9, 3.4)
-    left, right = figure.subplots(1, 2)
+def _draw_routing(stats: RoutingStats, rounds: tuple[RoundChanges, ...], title: str, path: Path) -> Path:
+    figure = new_figure(13, 3.4)
+    left, right, third = figure.subplots(1, 3)
     layers = range(1, len(stats.layers) + 1)
     for shift, label, values in (
         (-0.2, "entropy, 1 = even", [layer.entropy or 0.0 for layer in stats.layers]),
@@ -231,17 +244,32 @@ def _draw_routing(stats: RoutingStats, title: str, path: Path) -> Path:
     left.set(ylim=(0, 1.05), xlabel="routing layer", xticks=list(layers))
     left.legend(fontsize=8)
     if stats.curve:
-        cosine, share = stats.curve.cosine, stats.curve.share
-        right.bar(cosine, share, width=1.9 / len(cosine), color="lightgrey")
-        right.set(xlabel="cosine of vote and parent", ylabel="share of the votes, %")
-        lengths = right.twinx()
-        points = [
-            (c, length) for c, length in zip(cosine, stats.curve.length, strict=True) if length is not None
-        ]
-        lengths.plot(*zip(*points, strict=True), color="tab:blue", marker=".")
-        lengths.set_ylabel("mean length of the votes", color="tab:blue")
-        lengths.set_ylim(bottom=0)
+        agreement_panel(right, stats.curve.share, stats.curve.length)
     else:
         right.set_axis_off()
+    if rounds:
+        _draw_rounds(third, rounds)
+    else:
+        third.set_axis_off()
     figure.suptitle(title, fontsize=11)
     return save(figure, path)
+
+
+def _draw_rounds(axes: Any, layers: tuple[RoundChanges, ...]) -> None:
+    """The logits' change by round, on a logarithmic axis; rounds that the network does not make are hollow."""
+    for number, layer in enumerate(layers, 1):
+        points = [(t, change) for t, change in enumerate(layer.logits, 1) if change > 0]
+        if not points:
+            continue
+        (line,) = axes.plot(*zip(*points, strict=True), label=f"layer {number}")
+        for t, change in points:
+            inside = line.get_color() if t <= layer.own else "white"
+            axes.plot(t, change, marker="o", color=line.get_color(), markerfacecolor=inside)
+    axes.set_yscale("log", subs=(2, 5))
+    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        axis("{x:g}")
+    axes.set(xlabel="round of routing", ylabel="mean change of the logits")
+    axes.set_xticks(range(1, len(layers[0].logits) + 1))
+    axes.grid(alpha=0.3)
+    if len(layers) > 1:
+        axes.legend(fontsize=8)

@@ -48,6 +48,7 @@ from .build import (
 )
 from .checkpoints import Checkpoint, latest_checkpoint, save_checkpoint
 from .config import Recipe, RecipeError, load_recipe
+from .dynamics import RoutingProbe
 from .early_stop import BestEpoch
 from .evaluate import all_right, count_correct, evaluate
 from .processes import PeerLost, Stopped, StopRequest, TrainingError, agree, one_fate
@@ -239,6 +240,9 @@ def _train(
         except (TypeError, ValueError) as error:
             raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
         schedule = create_scheduler(recipe, optimizer, steps)
+        probe = None
+        if recipe.routing_images and main_process:
+            probe = RoutingProbe(recipe, net, validation.to(device))
 
         # Only now, when nothing is wrong with the recipe or the data, the run's folder.
         if main_process:
@@ -390,6 +394,8 @@ def _train(
 
     def write_epoch(record: dict[str, Any]) -> None:
         with one_fate(accelerator):
+            if probe:
+                record["routing"] = probe.measure(evaluated)
             try:
                 log.epoch(record)
             except OSError as error:
@@ -427,7 +433,9 @@ def _train(
                 rate = (step - epoch_first) * recipe.batch_size / (time.monotonic() - epoch_began)
                 record = _epoch_record(accelerator, sums, optimizer, step, epoch, rate)
                 if held_out:
-                    if world > 1:  # on CPUs norms have the statistics of each process's share: the first one's count
+                    if (
+                        world > 1
+                    ):  # on CPUs norms have the statistics of each process's share: the first one's count
                         for buffer in evaluated.buffers():
                             torch.distributed.broadcast(buffer, 0)
                     threshold = score_threshold(recipe.loss.name)
@@ -444,7 +452,8 @@ def _train(
                 write_epoch(record)
                 keep()
                 log.progress.update(log.task, completed=step)
-                log.say("  ".join(f"{key} {value}" for key, value in record.items() if key != "step"))
+                told = (f"{key} {value}" for key, value in record.items() if key not in ("step", "routing"))
+                log.say("  ".join(told))
                 next_look = step + 1
                 if stop_after is not None and step - first >= stop_after and step < total:
                     return {"out": out, "finished": False, "step": step, "epoch": step // steps}

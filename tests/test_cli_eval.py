@@ -42,6 +42,9 @@ def test_eval_json_and_files(tiny_mnist: Path, tmp_path: Path) -> None:
     (layer,) = found["routing"]["layers"]
     assert layer["over"] == "children" and 0 < layer["entropy"] < 1
     assert sum(found["routing"]["curve"]["share"]) == pytest.approx(100)
+    (rounds,) = found["routing"]["rounds"]
+    assert rounds["own"] == 3 and len(rounds["logits"]) == len(rounds["couplings"]) == 5
+    assert min(rounds["logits"]) > 0 and found["routing"]["rounds_n"] == 20
     names = {Path(file).name for file in found["files"]}
     assert names == {"eval.json", "confusion.png", "robustness.png", "routing.png"}
     assert {file.name for file in out.iterdir()} == names, "nothing else is left"
@@ -49,6 +52,14 @@ def test_eval_json_and_files(tiny_mnist: Path, tmp_path: Path) -> None:
     assert kept == {key: value for key, value in found.items() if key != "files"}
     with Image.open(out / "confusion.png") as figure:
         assert figure.width > 300
+
+
+def test_eval_prints_the_rounds(tiny_mnist: Path) -> None:
+    text = succeeds(
+        "eval", "idpa_cnn.mnist", "--data", tiny_mnist, "--limit", 4, "--device", "cpu", "--routing"
+    )
+    row = next(line for line in text.splitlines() if line.startswith("3  ") and "(" in line)
+    assert row.count("*") == 3 and "0 (0)" in row, "two rounds of its own, the first of them even"
 
 
 def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> None:

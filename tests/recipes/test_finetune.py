@@ -29,8 +29,8 @@ from capszoo.recipes.build import create_optimizer
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.early_stop import BestEpoch
 from capszoo.recipes.finetune import find_source, finetune, finetune_recipe
-from tests.recipes import test_processes as processes
 from tests.models.zoo_cases import names, small
+from tests.recipes import test_processes as processes
 from tests.support import packed
 
 MODEL = "resnet20_routingcaps.mnist"
