@@ -193,7 +193,7 @@ def model_card(
         f"[timm](https://github.com/huggingface/pytorch-image-models)'s registry once capszoo is imported, "
         f"{raw.get('num_params', 0):,} parameters, for images of {size} (channels, height, width).{from_paper}",
         f"{trained} {title}"
-        + (f" ({source})." if source else ".")
+        + (f" ({source})." if source not in ("", title) else ".")
         + (f" Classes: {shown}." if labels else ""),
         "## Use",
         "With capszoo installed (`pip install .` in its checkout)"
@@ -206,7 +206,8 @@ def model_card(
         f"```sh\ncapszoo predict {shlex.quote(known_as)} picture.png\n"
         f"capszoo export {shlex.quote(known_as)} --out bundle\n```",
         "## Figures",
-        "Accuracy of the file in this repository, ± its standard error for that number of images"
+        f"Accuracy of the file in this {'folder' if local else 'repository'}, "
+        "± its standard error for that number of images"
         + (
             ", and what the paper reports:"
             if paper_figures(info)

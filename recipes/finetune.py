@@ -206,8 +206,7 @@ def finetune_recipe(
     tree: dict[str, Any] = {
         "arch": source.architecture,
         "tag": tag or _tag(name),
-        "description": f"{source.architecture} "
-        + ("from random weights" if from_scratch else f"from {public(model)}"),
+        "description": "trained from random weights" if from_scratch else f"fine-tuned from {public(model)}",
         "model_args": source.model_args,
         "data": {
             "name": name,
