@@ -33,8 +33,8 @@ How it is computed, without changing the result:
   training made again in the backward pass instead of being kept, unless poses are large
   (:mod:`capszoo.layers._blockwise`).
 * On CUDA, a round of :class:`DynamicRouting` after the first is one ``capszoo::fused_pass``
-  (:mod:`capszoo.layers._triton`), with votes in registers; where the softmax runs over the children, or the first
-  logits are not zero, the plain form remains.
+  (:mod:`capszoo.layers._triton`), with votes in registers, squash and the sum of the poses so far; where the softmax
+  runs over the children, or the first logits are not zero, the plain form remains.
 
 Deviations: logits and softmax are float32 for half-precision votes.
 """
@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from ._blockwise import BLOCK, blockwise
 from ._triton import fused, working_type
-from ._triton.ops import fused_pass
+from ._triton.ops import fused_norm, fused_pass
 from .squash import squash, upcast_half
 
 __all__ = [
@@ -214,18 +214,18 @@ class DynamicRouting(_Routing):
     def _fused_rounds(self, x: Tensor, want_couplings: bool) -> Tuple[Tensor, Tensor]:
         """:func:`dynamic_routing` of ``[b, i, d]``, no vote being kept; couplings ``[b, j, i]`` where wanted."""
         dtype = working_type(x)
-        poses = self._single_pass(x)
-        pose_sum = poses
+        squashed = ("squash", None, None, 0.0)
+        poses = fused_norm(self._single_sum(x), 1.0, *squashed).to(dtype)
         couplings = poses
         children = x.reshape(-1, 1, 1, self.in_caps, self.in_dim).to(dtype)
         weight = self.weight.reshape(self.in_caps, self.in_dim, self.out_caps, self.out_dim).to(dtype)
+        keep = torch.is_grad_enabled()
         for t in range(1, self.num_iters):
             last = t == self.num_iters - 1
-            total, couplings = fused_pass(
-                children, weight, pose_sum.to(dtype), 1.0, 1, 1, want_couplings and last
+            # before the last round, the poses of all rounds so far, added up
+            poses, couplings, _ = fused_pass(
+                children, weight, poses, want_couplings and last, keep, 1.0, 1, 1, not last, *squashed
             )
-            poses = squash(total)
-            pose_sum = pose_sum + poses
         return poses, couplings.transpose(1, 2) if want_couplings else couplings
 
     @torch.jit.unused
@@ -260,8 +260,8 @@ class DynamicRouting(_Routing):
     def _rounds(self, votes: Tensor, start: Optional[Tensor]) -> Tensor:
         return dynamic_routing(votes, self.num_iters, self.softmax_over, start)[0]
 
-    def _single_pass(self, x: Tensor) -> Tensor:
-        """One round without votes: the weighted sum over children is a matrix product."""
+    def _single_sum(self, x: Tensor) -> Tensor:
+        """The first round without votes: the weighted sum over children is a matrix product."""
         weight: Tensor = self.weight
         start = self.start
         scale = 1.0 / (self.out_caps if self.softmax_over == "parents" else self.in_caps)
@@ -272,13 +272,13 @@ class DynamicRouting(_Routing):
             scale = 1.0
         # [b, i*d] @ [i*d, j*e]
         total = torch.matmul(x.flatten(1) * scale, weight.reshape(self.in_caps * self.in_dim, -1))
-        return squash(total.reshape(-1, self.out_caps, self.out_dim))
+        return total.reshape(-1, self.out_caps, self.out_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to parents ``[b, j, e]``; their lengths lie in [0, 1]."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         if self.num_iters == 1:
-            return self._single_pass(x)
+            return squash(self._single_sum(x))
         if not torch.jit.is_scripting():
             if self._is_fused(x):
                 return self._fused_rounds(x, False)[0]

@@ -55,7 +55,7 @@ Speed
     (Children are independent of each other up to the sum, so that any block of them will do.)
 
     On CUDA a pass is ``capszoo::fused_pass`` (:mod:`capszoo.layers._triton`), eager or compiled, wherever its kernels
-    take the sizes: votes in registers, windows read from the grid itself. Elsewhere, the plain form.
+    take the sizes: votes in registers, windows read from the grid itself, LayerNorm included. Elsewhere, the plain form.
 
 Deviations and our choices: the agreement is scaled by 1/sqrt(e), as in the release (the text omits it; an argument).
 Random starts are drawn once, at construction, and shared by all positions. What "activations as in EM routing"
@@ -71,7 +71,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._triton import fused, working_type
-from ._triton.ops import fused_pass
+from ._triton.ops import fused_norm, fused_pass
 from .squash import upcast_half
 
 torch.fx.wrap("upcast_half")
@@ -556,7 +556,6 @@ class _IDPALayer(nn.Module):
         poses: List[Tensor] = []
         couplings: Optional[Tensor] = None
         in_parts = self.wide is not None
-        on_gpu = not in_parts and self._is_fused(children, num_iters)
         weight = self._child_weight()
         votes: List[Tensor] = []
         read = -1
@@ -568,27 +567,43 @@ class _IDPALayer(nn.Module):
                 last = want_couplings and s == num_iters - 1
                 if wanted != read and in_parts:
                     read, votes = wanted, self._votes_in_parts(children[wanted])
-                elif wanted != read and on_gpu:
-                    read, kids = wanted, self._child_grid(children[wanted])
                 elif wanted != read:
                     read, kids = wanted, self._child_poses(children[wanted])
                 parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
                 if in_parts:
                     sums, couplings = self._route_parts(votes, parents, last)
-                elif on_gpu:
-                    dtype = working_type(kids)
-                    sums, couplings = fused_pass(
-                        kids.to(dtype),
-                        weight.to(dtype),
-                        parents.to(dtype),
-                        self.scale,
-                        self.kernel_size,
-                        self.stride,
-                        last,
-                    )
                 else:
                     sums, couplings = _idpa_pass(kids, weight, parents * self.scale, last)
             poses.append(self._normalise(sums))
+        return poses, [], couplings if want_couplings else None
+
+    @torch.jit.unused
+    def _fused_passes(
+        self, children: List[Tensor], num_iters: int, want_couplings: bool
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
+        """:meth:`_passes` on a GPU, no vote leaving the registers; poses in the type the kernels compute with."""
+        poses: List[Tensor] = []
+        couplings: Optional[Tensor] = None
+        dtype = working_type(children[0])
+        weight = self._child_weight().to(dtype)
+        norm: Tuple[str, Optional[Tensor], Optional[Tensor], float] = ("none", None, None, 0.0)
+        dropped = self.training and self.drop.p > 0  # between sums and norm
+        if isinstance(self.norm, nn.LayerNorm) and not dropped:
+            norm = ("layer", self.norm.weight, self.norm.bias, self.norm.eps)
+        keep = torch.is_grad_enabled()
+        read = -1
+        for s in range(num_iters):  # from 0
+            if s == 0 and self.folds:
+                new = fused_norm(self._sum_of_votes(children[0]), 1.0 / self.out_caps, *norm)
+            else:
+                wanted = min(max(s - 1, 0), len(children) - 1)
+                last = want_couplings and s == num_iters - 1
+                if wanted != read:
+                    read, kids = wanted, self._child_grid(children[wanted]).to(dtype)
+                parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
+                options = (last, keep, self.scale, self.kernel_size, self.stride, False)
+                new, couplings, _ = fused_pass(kids, weight, parents.to(dtype), *options, *norm)
+            poses.append(self._normalise(new) if norm[0] == "none" else new)
         return poses, [], couplings if want_couplings else None
 
     @torch.jit.unused
@@ -632,11 +647,9 @@ class _IDPALayer(nn.Module):
         Pass s reads its children's iteration s-1 (Procedure 2, line 8), the first pass iteration 1 (line 6).
         """
         if not torch.jit.is_scripting():
-            if (
-                self.wide is not None
-                or self._is_fused(children, num_iters)
-                or self._many_votes(children, num_iters)
-            ):
+            if self.wide is None and self._is_fused(children, num_iters):
+                return self._fused_passes(children, num_iters, want_couplings)
+            if self.wide is not None or self._many_votes(children, num_iters):
                 return self._passes_in_blocks(children, num_iters, want_couplings)
         poses: List[Tensor] = []
         active: List[Tensor] = []

@@ -117,41 +117,56 @@ LAYERS = {
 KERNELS = ("pass_kernel", "grad_parents_kernel", "grad_children_kernel")
 
 
-def compiled(
-    name: str, layer: tuple[int, ...], dtype: str, tile: dict[str, int], couplings: bool = False
-) -> Any:
-    """A kernel's code for sm_90, specialised as a launch would."""
+def translated(kernel: Any, constants: dict[str, Any], dtype: str, warps: int = 4) -> Any:
+    """A kernel's code for sm_90, specialised as a launch would; ``constants`` may have more names than the kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from capszoo.layers._triton import kernels
-
-    j, p, q, r, types, window = layer
-    sizes = dict(zip(("JP", "PP", "QP", "RP"), _triton.padded(j, p, q, r), strict=True))
-    constants = {
-        **sizes,
-        **dict(J=j, P=p, Q=q, R=r, TYPES=types, KERNEL=window, COUPLINGS=couplings),
-        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
-        "BN": tile["BN"],
-        "KB": tile["KB"],
-    }
-    kernel = getattr(kernels, name)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    single = ("gw_ptr", "ga_ptr", "gamma_ptr", "beta_ptr")  # float32 in training under autocast
     signature, attributes = {}, {}
     for place, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument.endswith("_ptr"):
-            signature[argument] = "*fp32" if argument == "gw_ptr" else f"*{dtype}"
+            signature[argument] = "*fp32" if argument in single else f"*{dtype}"
         else:
-            signature[argument] = "fp32" if argument == "scale" else "i32"
-        if argument.endswith("_ptr") or argument in ("image", "row", "column", "grid_row"):
+            signature[argument] = "fp32" if argument in ("scale", "eps") else "i32"
+        if argument not in constants and (
+            argument.endswith("_ptr") or argument in ("image", "row", "column", "grid_row")
+        ):
             attributes[(place,)] = [["tt.divisibility", 16]]  # what a launch finds out by itself
     return triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": tile["num_warps"], "num_stages": 2, "enable_fp_fusion": True},
+        options={"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True},
     )
+
+
+def end_of(norm: str) -> dict[str, Any]:
+    """Constants for what follows the sums, as in training: dynamic routing (squash) adds up its poses."""
+    absent = {} if norm == "layer" else {"gamma_ptr": None, "beta_ptr": None}
+    return {"NORM": norm, "KEEP": norm != "none", "ADD": norm == "squash", **absent}
+
+
+def compiled(
+    name: str, layer: str, dtype: str, tile: dict[str, int], couplings: bool = False, norm: str | None = None
+) -> Any:
+    """A pass's kernel for sm_90; its norm that of the layer, if not said."""
+    from capszoo.layers._triton import kernels
+
+    j, p, q, r, types, window = LAYERS[layer]
+    sizes = dict(zip(("JP", "PP", "QP", "RP"), _triton.padded(j, p, q, r), strict=True))
+    constants = {
+        **sizes,
+        **end_of(norm or ("squash" if layer == "dynamic" else "layer")),
+        **dict(J=j, P=p, Q=q, R=r, TYPES=types, KERNEL=window, COUPLINGS=couplings),
+        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
+        "BN": tile["BN"],
+        "KB": tile["KB"],
+    }
+    return translated(getattr(kernels, name), constants, dtype, tile["num_warps"])
 
 
 def tiles_of(name: str, layer: str, dtype: str) -> list[dict[str, int]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
@@ -20,10 +21,12 @@ from capszoo import layers
 from capszoo.layers import _triton
 from capszoo.layers import dynamic as dynamic_module
 from capszoo.layers import idpa as idpa_module
+from capszoo.layers import squash
 from capszoo.layers._triton import launch
-from capszoo.layers._triton.ops import fused_pass, fused_pass_backward
+from capszoo.layers._triton.ops import fused_norm, fused_norm_backward, fused_pass, fused_pass_backward
 from tests.reference import dynamic as naive_dynamic
 from tests.reference import idpa as naive_idpa
+from tests.reference import squash as naive_squash
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before Triton is imported"
 
@@ -50,24 +53,60 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def problem(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], tuple[float, int, int]]:
-    """Children, weights and parents; scale, kernel and stride."""
+#: What follows the sums: norm, and whether the poses are added up, as dynamic routing does.
+ENDS = {"none": ("none", False), "layer": ("layer", False), "squash": ("squash", False), "sum": ("squash", True)}
+
+EPS = 1e-5
+
+
+def problem(
+    shape: tuple[int, ...], dtype: torch.dtype, norm: str = "none"
+) -> tuple[list[Tensor], tuple[float, int, int]]:
+    """Children, weights and parents, for LayerNorm its weight and bias (float32); scale, kernel and stride."""
     b, h, w, i, k, stride, j, p, q, r = shape
     routings = b * ((h - k) // stride + 1) * ((w - k) // stride + 1)
     children = torch.randn(b, h, w, i, p * q)
     weight = torch.randn(k * k * i, q, j, r) * q**-0.5
     parents = torch.randn(routings, j, p * r)
-    return [t.to(dtype).requires_grad_() for t in (children, weight, parents)], ((p * r) ** -0.5, k, stride)
+    tensors = [t.to(dtype) for t in (children, weight, parents)]
+    if norm == "layer":
+        tensors += [1 + torch.randn(p * r) / 4, torch.randn(p * r)]
+    return [t.requires_grad_() for t in tensors], ((p * r) ** -0.5, k, stride)
 
 
-def plainly(children: Tensor, weight: Tensor, parents: Tensor, scale: float, k: int, stride: int) -> Any:
+def routed(
+    tensors: list[Tensor],
+    options: tuple[float, int, int],
+    couplings: bool = False,
+    end: tuple[str, bool] = ("none", False),
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    norm, accumulate = end
+    affine = tensors[3:] if norm == "layer" else (None, None)
+    return fused_pass(*tensors[:3], couplings, keep, *options, accumulate, norm, *affine, EPS)
+
+
+def normalised(sums: Tensor, norm: str, *affine: Tensor) -> Tensor:
+    """``[n, j, e]``, capsule by capsule."""
+    if norm == "none" or sums.numel() == 0:
+        return sums
+    if norm == "squash":
+        return naive_squash.squash(sums)
+    rows = [naive_idpa.layer_norm(row, *affine, EPS) for row in sums.flatten(0, 1)]
+    return torch.stack(rows).reshape(sums.shape)
+
+
+def plainly(tensors: list[Tensor], options: tuple[float, int, int], end: tuple[str, bool]) -> Any:
     """The pass with its votes formed, ``[n, i, j, e]``."""
+    children, weight, parents, *affine = tensors
+    scale, k, stride = options
     c, q, j, r = weight.shape
     windows = children.unfold(1, k, stride).unfold(2, k, stride)  # [b, h', w', i, d, k, l]
     windows = windows.permute(0, 1, 2, 5, 6, 3, 4).reshape(parents.shape[0], c, -1, q)
     votes = torch.einsum("nipq,iqjr->nijpr", windows, weight).flatten(3)
     couplings = (torch.einsum("nije,nje->nij", votes, parents) * scale).softmax(dim=-1)
-    return torch.einsum("nij,nije->nje", couplings, votes), couplings
+    poses = normalised(torch.einsum("nij,nije->nje", couplings, votes), end[0], *affine)
+    return poses + parents if end[1] else poses, couplings
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -76,95 +115,160 @@ def error(found: Tensor, expected: Tensor) -> float:
     return distance if torch.isfinite(found).all() else float("inf")
 
 
-def check(tensors: list[Tensor], options: tuple[float, int, int], couplings: bool) -> None:
+def check(
+    tensors: list[Tensor],
+    options: tuple[float, int, int],
+    couplings: bool,
+    end: tuple[str, bool] = ("none", False),
+) -> None:
     dtype = tensors[0].dtype
     exact = [t.detach().to(F64).requires_grad_() for t in tensors]
-    expected = plainly(*exact, *options)[: 1 + couplings]
-    found = fused_pass(*tensors, *options, couplings)[: 1 + couplings]
+    expected = plainly(exact, options, end)[: 1 + couplings]
+    found = routed(tensors, options, couplings, end)[: 1 + couplings]
     for f, e in zip(found, expected, strict=True):
         assert f.dtype == dtype and f.shape == e.shape
         assert error(f, e) < TOLERANCE[dtype]
     seeds = [torch.randn_like(f) for f in found]
     gradients = torch.autograd.grad(found, tensors, seeds)
-    for f, e in zip(gradients, torch.autograd.grad(expected, exact, [s.to(F64) for s in seeds]), strict=True):
-        assert f.dtype == dtype and f.shape == e.shape
+    exact_gradients = torch.autograd.grad(expected, exact, [s.to(F64) for s in seeds])
+    for t, f, e in zip(tensors, gradients, exact_gradients, strict=True):
+        assert f.dtype == t.dtype and f.shape == e.shape
         if e.norm() > 1e-9:  # with one parent, couplings are constant and so is what follows from them
             assert error(f, e) < TOLERANCE[dtype]
         else:
             assert f.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check(*problem(shape, dtype), couplings=True)
+def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, end: tuple[str, bool]) -> None:
+    check(*problem(shape, dtype, end[0]), couplings=True, end=end)
 
 
 def test_without_couplings() -> None:
     tensors, options = problem(SHAPES["connected 4x4"], torch.float32)
-    assert fused_pass(*tensors, *options, False)[1].shape == (0,)
+    assert routed(tensors, options)[1].shape == (0,)
     check(tensors, options, couplings=False)
 
 
-def test_loops_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many multiprocessors and little work: loops are split, and their parts added up."""
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_loops_in_parts(end: tuple[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many multiprocessors and little work: loops are split, and their parts added up, before the norm."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    for name in ("connected vectors", "conv 4x4"):
-        shape = SHAPES[name] if name == "conv 4x4" else (70, 1, 1, 19, 1, 1, 10, 1, 8, 16)
-        check(*problem(shape, torch.float32), couplings=True)
+    for shape in (SHAPES["conv 4x4"], (70, 1, 1, 19, 1, 1, 10, 1, 8, 16)):
+        check(*problem(shape, torch.float32, end[0]), couplings=True, end=end)
 
 
 def test_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiles that are tried on a GPU give the same numbers."""
-    tensors, options = problem((1, 3, 3, 5, 2, 1, 9, 4, 4, 4), torch.float32)
+    tensors, options = problem((1, 3, 3, 5, 2, 1, 9, 4, 4, 4), torch.float32, "layer")
     real = launch.configs
     for place in range(3):
         monkeypatch.setattr(
             launch, "configs", lambda *sizes, place=place: real(*sizes)[place:] or real(*sizes)
         )
         launch._tuned.cache_clear()
-        check(tensors, options, couplings=False)
+        check(tensors, options, couplings=False, end=ENDS["layer"])
     launch._tuned.cache_clear()
 
 
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("scale", [0.0, 1e4])
-def test_extremes(scale: float) -> None:
+def test_extremes(scale: float, end: tuple[str, bool]) -> None:
     """Children that are all zero, and agreements whose exponentials would overflow."""
-    tensors, options = problem(SHAPES["connected 4x4"], torch.float32)
+    tensors, options = problem(SHAPES["connected 4x4"], torch.float32, end[0])
     x = (tensors[0].detach() * scale).requires_grad_()
-    sums, couplings = fused_pass(x, *tensors[1:], *options, True)
-    assert torch.isfinite(sums).all()
+    poses, couplings, _ = routed([x, *tensors[1:]], options, True, end)
+    assert torch.isfinite(poses).all()
     torch.testing.assert_close(couplings.sum(dim=-1), torch.ones_like(couplings[..., 0]))
-    for grad in torch.autograd.grad(sums.square().sum(), [x, *tensors[1:]]):
+    for grad in torch.autograd.grad(poses.square().sum(), [x, *tensors[1:]]):
         assert torch.isfinite(grad).all()
 
 
-def test_no_routings() -> None:
-    tensors, options = problem((0, 1, 1, 3, 1, 1, 4, 2, 2, 2), torch.float32)
-    sums, _ = fused_pass(*tensors, *options, False)
-    assert sums.shape == (0, 4, 4)
-    grads = torch.autograd.grad(sums.sum(), tensors)
-    assert [g.shape for g in grads] == [t.shape for t in tensors] and not grads[1].any()
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_no_routings(end: tuple[str, bool]) -> None:
+    tensors, options = problem((0, 1, 1, 3, 1, 1, 4, 2, 2, 2), torch.float32, end[0])
+    poses = routed(tensors, options, end=end)[0]
+    assert poses.shape == (0, 4, 4)
+    grads = torch.autograd.grad(poses.sum(), tensors)
+    assert [g.shape for g in grads] == [t.shape for t in tensors] and not any(g.any() for g in grads)
 
 
 def test_strides_and_mismatches() -> None:
-    tensors, options = problem(SHAPES["conv 4x4"], torch.float32)
-    expected, _ = fused_pass(*tensors, *options, False)
-    turned = [t.detach().transpose(0, -1).contiguous().transpose(0, -1) for t in tensors]
-    torch.testing.assert_close(fused_pass(*turned, *options, False)[0], expected)
+    tensors, options = problem(SHAPES["conv 4x4"], torch.float32, "layer")
+    expected = routed(tensors, options, end=ENDS["layer"])[0]
+    turned = [t.detach().transpose(0, -1).contiguous().transpose(0, -1) for t in tensors[:3]]
+    turned += [t.detach().repeat_interleave(2)[::2] for t in tensors[3:]]
+    torch.testing.assert_close(routed(turned, options, end=ENDS["layer"])[0], expected)
     with pytest.raises(ValueError, match="do not belong together"):
-        fused_pass(tensors[0], tensors[1][1:], tensors[2], *options, False)
+        routed([tensors[0], tensors[1][1:], tensors[2]], options)
     with pytest.raises(ValueError, match="cast one of them"):
-        fused_pass(tensors[0], tensors[1].half(), tensors[2], *options, False)
+        routed([tensors[0], tensors[1].half(), tensors[2]], options)
+    with pytest.raises(ValueError, match="no use for a weight"):
+        routed([*tensors[:3], tensors[3][1:], tensors[4]], options, end=ENDS["layer"])
+    with pytest.raises(ValueError, match="must be 'none', 'layer' or 'squash'"):
+        routed(tensors, options, end=("batch", False))
+
+
+def test_sums_are_kept_for_the_gradient_alone() -> None:
+    tensors, options = problem(SHAPES["conv 4x4"], torch.float32)
+    plain = routed(tensors, options, end=ENDS["none"])
+    assert plain[2].shape == (0,)
+    torch.testing.assert_close(routed(tensors, options, end=ENDS["squash"])[2], plain[0])
+    poses, _, sums = routed(tensors, options, end=ENDS["squash"], keep=False)
+    assert sums.shape == (0,)
+    with pytest.raises(RuntimeError, match="keep=True"):
+        poses.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+@pytest.mark.parametrize("norm", ["none", "layer", "squash"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_norm_alone(dtype: torch.dtype, norm: str, scale: float) -> None:
+    """Of sums that a convolution made: poses of one number to more than a tile is wide, and several tiles."""
+    for shape in ((2, 3, 1), (1, 5, 9), (70, 3, 16), (3, 2, 144)):
+        sums = torch.randn(shape).to(dtype).requires_grad_()
+        affine = [torch.randn(shape[2], requires_grad=True) for _ in range(2)] if norm == "layer" else []
+        exact = [t.detach().to(F64).requires_grad_() for t in (sums, *affine)]
+        expected = normalised(exact[0] * scale, norm, *exact[1:])
+        found = fused_norm(sums, scale, norm, *(affine or (None, None)), EPS)
+        assert found.dtype == dtype and error(found, expected) < TOLERANCE[dtype]
+        seed = torch.randn_like(found)
+        gradients = torch.autograd.grad(found, [sums, *affine], seed)
+        for f, e in zip(gradients, torch.autograd.grad(expected, exact, seed.to(F64)), strict=True):
+            # (LayerNorm of one number: the bias, and no gradient)
+            assert error(f, e) < TOLERANCE[dtype] or (e.norm() < 1e-9 and f.abs().max() < 1e-5)
+
+
+def test_squash_is_squash_at_its_bounds() -> None:
+    """Zero, lengths about 1e-6 and 1, huge ones, sums of squares that overflow, infinity and NaN: values and gradients."""
+    lengths = torch.tensor([0.0, 1e-9, 0.9e-6, 1.1e-6, 1e-3, 1.0, 1e3, 1e9, 0.9e19, 1.1e19, 1e25, float("nan")])
+    sums = (F.normalize(torch.randn(len(lengths), 2, 8), dim=2) * lengths[:, None, None]).requires_grad_()
+    found = fused_norm(sums, 1.0, "squash", None, None, 0.0)
+    torch.testing.assert_close(found, squash(sums), rtol=1e-5, atol=0, equal_nan=True)
+    seed = torch.randn_like(found)
+    (grad,) = torch.autograd.grad(found, sums, seed)
+    exact = sums.detach().to(F64).requires_grad_()
+    (expected,) = torch.autograd.grad(squash(exact), exact, seed.to(F64))
+    assert torch.isfinite(grad[:-1]).all()
+    torch.testing.assert_close(grad.to(F64), expected, rtol=1e-4, atol=0, equal_nan=True)
 
 
 def test_the_operators_are_sound() -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as torch.library checks them."""
-    tensors, options = problem((2, 3, 3, 2, 2, 1, 3, 2, 2, 2), torch.float32)
-    for couplings in (True, False):
-        torch.library.opcheck(fused_pass, (*tensors, *options, couplings))
-    given = [t.detach() for t in tensors]
-    torch.library.opcheck(fused_pass_backward, (*given, torch.randn_like(given[2]), None, *options))
+    shape = (2, 3, 3, 2, 2, 1, 3, 2, 2, 2)
+    for norm, accumulate, couplings in (("none", False, True), ("layer", False, False), ("squash", True, True)):
+        tensors, options = problem(shape, torch.float32, norm)
+        affine = tensors[3:] or (None, None)
+        rest = (*options, accumulate, norm, *affine, EPS)
+        torch.library.opcheck(fused_pass, (*tensors[:3], couplings, True, *rest))
+        given = [t.detach() for t in tensors[:3]]
+        grad = torch.randn_like(given[2])
+        torch.library.opcheck(fused_pass_backward, (*given, grad, None, grad if accumulate else None, *options))
+        torch.library.opcheck(fused_norm, (tensors[2], 0.5, norm, *affine, EPS))
+        affine = tuple(None if t is None else t.detach() for t in affine)
+        torch.library.opcheck(fused_norm_backward, (grad, given[2], 0.5, norm, *affine, EPS))
 
 
 def use_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:

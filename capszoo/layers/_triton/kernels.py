@@ -14,11 +14,8 @@ v       votes ``[n*p, r*j]``, seen as ``[n, p*r, j]``: sums over p and r are mos
 
 Sizes with a second P (``JP PP QP RP``) are padded to powers of two; what lies outside is zero.
 
-**Layout of a tile.** Rows ``(n', p', n'', p'')`` and columns ``(r, j)``, with ``PH = 2`` halves p' of a pose's rows and
-``NL`` routings n'' such that p' is the bit 3 of a row. A thread's accumulators of a tensor core product are two
-columns side by side of rows m and m + 8, and every eighth column further on: so r and half of p are summed up within
-a thread, and a thread owns few couplings (each costs an exponential). Parents have the same layout,
-``[n', p', n'', (p'' r), j]``, couplings ``[n', n'', j]``.
+**Layout of a tile.** Rows ``(n', p', n'', p'')`` and columns ``(r, j)``, see :mod:`.tiles`; couplings
+``[n', n'', j]``.
 
 **Tensor cores.** A vote is a product of depth q, 4 for 4x4 poses, and a tensor core takes 16. The children of a step
 lie side by side in that depth: ``[n*p, (i q)]`` against ``[(i q), r*j]``, the first with the columns of all other
@@ -36,6 +33,9 @@ programs would be left, the loop is split, and the parts are added up in a secon
 # Triton reads these functions' source: constants are marked tl.constexpr, and there are no other type hints.
 import triton
 import triton.language as tl
+
+from .norms import finish
+from .tiles import over_pose, pose_offsets, spread
 
 
 @triton.jit
@@ -117,31 +117,6 @@ def _load_weight(
 
 
 @triton.jit
-def _pose_offsets(
-    n, routings, J: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-    JP: tl.constexpr, PP: tl.constexpr, RP: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Offsets ``[n', p', n'', (p'' r), j]`` of parents in ``[n, j, e]``, and which of them exist."""
-    NL: tl.constexpr = 16 // PP
-    PH: tl.constexpr = 2 if PP > 1 else 1
-    E: tl.constexpr = PP // PH * RP
-    n = tl.reshape(n, (BN // NL, 1, NL, 1, 1))
-    e = tl.reshape(tl.arange(0, PH)[:, None] * E + tl.arange(0, E)[None, :], (1, PH, 1, E, 1))
-    j = tl.reshape(tl.arange(0, JP), (1, 1, 1, 1, JP))
-    p = e // RP
-    r = e % RP
-    there = n < routings
-    if J != JP:
-        there = there & (j < J)
-    if P == PP and R == RP:
-        place = e
-    else:
-        place = p * R + r
-        there = there & ((p < P) & (r < R))
-    return n.to(tl.int64) * (J * P * R) + (place + j * (P * R)), there
-
-
-@triton.jit
 def _votes(
     x, w, JP: tl.constexpr, PP: tl.constexpr, RP: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -154,13 +129,7 @@ def _votes(
 @triton.jit
 def _agreement(votes, poses):
     """Dot products of votes with poses, ``[n', n'', j]`` (line 3)."""
-    return tl.sum(tl.sum(votes * poses, 3), 1)
-
-
-@triton.jit
-def _spread(couplings):
-    """A number for each parent, in the shape of votes."""
-    return couplings[:, None, :, None, :]
+    return over_pose(votes * poses)
 
 
 @triton.jit
@@ -204,22 +173,24 @@ def _coupling_offsets(
 
 @triton.jit
 def pass_kernel(
-    x_ptr, w_ptr, p_ptr, s_ptr, c_ptr,
-    routings, children, positions, width, image, row, column, grid_row, part, scale,
+    x_ptr, w_ptr, p_ptr, s_ptr, c_ptr, kept_ptr, gamma_ptr, beta_ptr,
+    routings, children, positions, width, image, row, column, grid_row, part, scale, eps,
     J: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
     JP: tl.constexpr, PP: tl.constexpr, QP: tl.constexpr, RP: tl.constexpr,
     TYPES: tl.constexpr, KERNEL: tl.constexpr, PRECISION: tl.constexpr, COUPLINGS: tl.constexpr,
+    NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
     BN: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    """Sums of votes weighted by their couplings.
+    """Sums of votes weighted by their couplings, normalised if the loop is whole.
 
-    Reads children from their grid (x), weights ``[i, q, j, r]`` (w), parents ``[n, j, e]`` (p); writes sums
-    ``[part, n, j, e]`` (s) and, if asked to, couplings ``[n, i, j]`` (c). Programs: (tiles of n, parts of i).
+    Reads children from their grid (x), weights ``[i, q, j, r]`` (w), parents ``[n, j, e]`` (p); writes new parents, or
+    parts of their sums, ``[part, n, j, e]`` (s); if asked to, couplings ``[n, i, j]`` (c) and the sums before the norm
+    (kept). Programs: (tiles of n, parts of i).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     known = n < routings
     corner = _corner(n, positions, width, image, row, column)
-    offsets, mask = _pose_offsets(n, routings, J, P, R, JP, PP, RP, BN)
+    offsets, mask = pose_offsets(n, routings, J, P, R, JP, PP, RP, BN)
     parents = tl.load(p_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
     sums = tl.zeros_like(parents)
     begin = tl.program_id(1) * part
@@ -230,12 +201,15 @@ def pass_kernel(
         for i in tl.static_range(KB // QP):
             votes = _votes(_only(x, i, KB, QP), w, JP, PP, RP, BN, PRECISION)
             r = _couple(_agreement(votes, parents), J, JP)
-            sums += _spread(r) * votes  # line 5
+            sums += spread(r) * votes  # line 5
             if COUPLINGS:
                 at, there = _coupling_offsets(n, routings, first + i, end, children, J, JP, PP, BN)
                 tl.store(c_ptr + at, r.to(c_ptr.dtype.element_ty), mask=there)
     s_ptr += tl.program_id(1).to(tl.int64) * routings * (J * P * R)
-    tl.store(s_ptr + offsets, sums.to(s_ptr.dtype.element_ty), mask=mask)
+    finish(
+        sums, offsets, mask, s_ptr, kept_ptr, p_ptr, gamma_ptr, beta_ptr, eps,
+        P, R, PP, RP, NORM, KEEP, ADD,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -247,21 +221,22 @@ def _softmax_backward(r, grad_r):
 
 @triton.jit
 def grad_parents_kernel(
-    x_ptr, w_ptr, p_ptr, g_ptr, gc_ptr, gp_ptr,
+    x_ptr, w_ptr, p_ptr, g_ptr, gc_ptr, before_ptr, gp_ptr,
     routings, children, positions, width, image, row, column, grid_row, part, scale,
     J: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
     JP: tl.constexpr, PP: tl.constexpr, QP: tl.constexpr, RP: tl.constexpr,
     TYPES: tl.constexpr, KERNEL: tl.constexpr, PRECISION: tl.constexpr, COUPLINGS: tl.constexpr,
-    BN: tl.constexpr, KB: tl.constexpr,
+    ADD: tl.constexpr, BN: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the parents, ``[part, n, j, e]`` (gp), from those of the sums (g) and the couplings (gc).
 
-    Programs as in :func:`pass_kernel`, whose loop this is, with one more agreement.
+    With ADD, they have a gradient already (before): of the new parents, to which they were added. Programs as in
+    :func:`pass_kernel`, whose loop this is, with one more agreement.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     known = n < routings
     corner = _corner(n, positions, width, image, row, column)
-    offsets, mask = _pose_offsets(n, routings, J, P, R, JP, PP, RP, BN)
+    offsets, mask = pose_offsets(n, routings, J, P, R, JP, PP, RP, BN)
     parents = tl.load(p_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
     grads = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros_like(parents)
@@ -277,9 +252,14 @@ def grad_parents_kernel(
             if COUPLINGS:
                 at, there = _coupling_offsets(n, routings, first + i, end, children, J, JP, PP, BN)
                 grad_r += tl.load(gc_ptr + at, mask=there, other=0.0).to(tl.float32)
-            total += _spread(_softmax_backward(r, grad_r)) * votes
+            total += spread(_softmax_backward(r, grad_r)) * votes
+    total *= scale
+    if ADD:
+        # once, by the first part (compared as a tensor, see _coupling_offsets)
+        once = mask & (tl.zeros_like(offsets) + tl.program_id(1) == 0)
+        total += tl.load(before_ptr + offsets, mask=once, other=0.0).to(tl.float32)
     gp_ptr += tl.program_id(1).to(tl.int64) * routings * (J * P * R)
-    tl.store(gp_ptr + offsets, (total * scale).to(gp_ptr.dtype.element_ty), mask=mask)
+    tl.store(gp_ptr + offsets, total.to(gp_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -305,7 +285,7 @@ def grad_children_kernel(
         n = start + tl.arange(0, BN)
         known = n < end
         corner = _corner(n, positions, width, image, row, column)
-        offsets, mask = _pose_offsets(n, end, J, P, R, JP, PP, RP, BN)
+        offsets, mask = pose_offsets(n, end, J, P, R, JP, PP, RP, BN)
         parents = tl.load(p_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
         grads = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         x = _load_children(
@@ -320,7 +300,7 @@ def grad_children_kernel(
             if COUPLINGS:
                 at, there = _coupling_offsets(n, end, first + i, children, children, J, JP, PP, BN)
                 grad_r += tl.load(gc_ptr + at, mask=there, other=0.0).to(tl.float32)
-            grad_v = _spread(r) * grads + _spread(_softmax_backward(r, grad_r)) * parents
+            grad_v = spread(r) * grads + spread(_softmax_backward(r, grad_r)) * parents
             grad_v = tl.reshape(grad_v, (BN * PP, RP * JP)).to(w.dtype)
             grad_x += _only(_dot(grad_v, turned, PRECISION), i, KB, QP)
             grad_w += _dot(tl.trans(own), grad_v, PRECISION)

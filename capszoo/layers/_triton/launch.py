@@ -1,16 +1,16 @@
-"""Kernels with their sizes, tiles and grids: everything between an operator and :mod:`.kernels`."""
+"""Kernels with their sizes, tiles and grids: everything between an operator and :mod:`.kernels`, :mod:`.norms`."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from . import kernels, padded
+from . import kernels, norms, padded
 
 #: Of each kernel, the tiles that are tried: numbers of votes, and warps. A thread holds 32 or 64 numbers of three tiles
 #: (votes, parents, sums) or four. With more of them registers spill, as the compiler's report says; float32, whose
@@ -31,6 +31,9 @@ OPTIONS = {} if INTERPRETED else {"enable_fp_fusion": True}
 
 #: The tile by which loops are split.
 _USUAL = 8192
+
+#: Numbers in a tile of the kernels in norms.py, of which a thread holds 16, or, in wide poses, 32.
+_SMALL = 2048
 
 #: Programs for each multiprocessor, at the least, so that one's loads hide behind another's arithmetic.
 _RESIDENT = 2
@@ -65,6 +68,97 @@ def _tuned(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], buck
 
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class Norm(NamedTuple):
+    """How sums of votes become poses."""
+
+    kind: str = "none"
+    """``"none"``, ``"layer"`` (LayerNorm over a pose) or ``"squash"``."""
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    """Of LayerNorm, ``[e]``, of any type."""
+    eps: float = 0.0
+
+    def check(self, e: int) -> None:
+        if self.kind not in ("none", "layer", "squash"):
+            raise ValueError(f"norm must be 'none', 'layer' or 'squash', not {self.kind!r}")
+        found = [None if t is None else tuple(t.shape) for t in (self.weight, self.bias)]
+        if found != [(e,) if self.kind == "layer" else None] * 2:
+            raise ValueError(
+                f"norm {self.kind!r} of poses of {e} numbers has no use for a weight and bias of shapes {found}"
+            )
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        return (
+            None if self.weight is None else self.weight.contiguous(),
+            None if self.bias is None else self.bias.contiguous(),
+        )
+
+
+def _tile_of(e: int) -> dict[str, int]:
+    """A tile of the kernels in norms.py."""
+    padded_e = max(1 << (e - 1).bit_length(), 2)
+    tile = {"E": e, "EP": padded_e, "BN": max(16, _SMALL // padded_e)}
+    return tile if INTERPRETED else {**tile, "num_warps": 4 if tile["BN"] * padded_e <= 4096 else 8}
+
+
+def finish(
+    sums: Tensor, out: Tensor, norm: Norm, scale: float = 1.0, kept: Tensor | None = None, before: Tensor | None = None
+) -> Tensor:
+    """``[part, n, j, e]`` added up, scaled, normalised and added to ``before``, into ``out`` and, before the norm, ``kept``."""
+    count, e = out.numel() // out.shape[-1], out.shape[-1]
+    tile = _tile_of(e)
+    with torch.cuda.device_of(out):
+        norms.finish_kernel[(triton.cdiv(count, tile["BN"]),)](
+            sums,
+            out,
+            out if kept is None else kept,
+            out if before is None else before,
+            *norm.tensors(),
+            count,
+            sums.shape[0],
+            scale,
+            norm.eps,
+            NORM=norm.kind,
+            KEEP=kept is not None,
+            ADD=before is not None,
+            **tile,
+            **OPTIONS,
+        )
+    return out
+
+
+def normalise(sums: Tensor, norm: Norm, scale: float) -> Tensor:
+    """Poses from sums, both ``[n, j, e]``."""
+    norm.check(sums.shape[-1])
+    out = torch.empty_like(sums, memory_format=torch.contiguous_format)
+    return finish(sums.contiguous()[None], out, norm, scale) if out.numel() > 0 else out
+
+
+def grad_norm(grad: Tensor, sums: Tensor, norm: Norm, scale: float) -> tuple[Tensor, Tensor]:
+    """Gradients of the sums, ``[n, j, e]``, and of weight and bias, ``[2, e]``, or empty."""
+    count, e = sums.numel() // sums.shape[-1], sums.shape[-1]
+    tile = _tile_of(e)
+    programs = triton.cdiv(count, tile["BN"])
+    grad_sums = torch.empty_like(sums, memory_format=torch.contiguous_format)
+    affine = sums.new_empty((programs, 2, e) if norm.weight is not None else (0,), dtype=torch.float32)
+    if programs > 0:
+        with torch.cuda.device_of(sums):
+            norms.grad_norm_kernel[(programs,)](
+                grad.contiguous(),
+                sums.contiguous(),
+                norm.tensors()[0],
+                grad_sums,
+                affine,
+                count,
+                scale,
+                norm.eps,
+                NORM=norm.kind,
+                **tile,
+                **OPTIONS,
+            )
+    return grad_sums, affine if norm.weight is None else affine.sum(dim=0).to(norm.weight.dtype)
 
 
 class Pass:
@@ -116,11 +210,10 @@ class Pass:
         j_padded, p_padded, _, r_padded = self.sizes
         self.tile = max(1, _USUAL // (j_padded * p_padded * r_padded))
 
-    def _launch(self, name: str, grid: Any, part: int, couplings: bool, tensors: tuple[Any, ...]) -> None:
+    def _launch(self, name: str, grid: Any, tensors: tuple[Any, ...], **more: Any) -> None:
         kernel = _tuned(name, self.children.dtype, self.sizes, self.routings.bit_length())
         with torch.cuda.device_of(self.children):
-            launch = kernel(grid)
-            launch(*tensors, part=part, COUPLINGS=couplings, **self.arguments)
+            kernel(grid)(*tensors, **more, **self.arguments)
 
     def _parts(self, programs: int, length: int, least: int) -> tuple[int, int]:
         """Parts of a loop, so many that no multiprocessor idles, and a part's length, a multiple of ``least``."""
@@ -129,39 +222,63 @@ class Pass:
         part = -(-part // least) * least
         return -(-length // part), part
 
-    def _over_routings(
-        self, name: str, dtype: torch.dtype, before: tuple[Any, ...], after: tuple[Any, ...], couplings: bool
-    ) -> Tensor:
-        """A kernel whose programs own routings: what it sums up over the children, ``[n, j, e]``."""
-        # a part ends where a step does, whatever the depth of the step
-        parts, part = self._parts(-(-self.routings // self.tile), self.count, max(1, DEPTH // self.sizes[2]))
-        out = self.parents.new_empty(
-            (parts, *self.parents.shape), dtype=dtype if parts == 1 else torch.float32
-        )
+    def _split(self) -> tuple[int, int]:
+        """Parts of the loop over the children, and a part's length: a part ends where a step of any depth does."""
+        return self._parts(-(-self.routings // self.tile), self.count, max(1, DEPTH // self.sizes[2]))
 
-        def grid(meta: dict[str, Any]) -> tuple[int, int]:
-            return triton.cdiv(self.routings, meta["BN"]), parts
+    def _over_routings(self, parts: int) -> Any:
+        """The grid of a kernel whose programs own routings."""
+        return lambda meta: (triton.cdiv(self.routings, meta["BN"]), parts)
 
-        tensors = (self.children, self.weight, self.parents, *before, out, *after)
-        self._launch(name, grid, part, couplings, tensors)
-        return out[0] if parts == 1 else out.sum(dim=0).to(dtype)
-
-    def run(self, want_couplings: bool) -> tuple[Tensor, Tensor]:
-        """Sums ``[n, j, e]`` and couplings ``[n, c, j]``."""
-        shape = (self.routings, self.count, self.parents.shape[1]) if want_couplings else (0,)
-        couplings = self.children.new_empty(shape)
+    def run(
+        self, want_couplings: bool, norm: Norm, accumulate: bool, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Poses ``[n, j, e]``, couplings ``[n, c, j]`` and sums before the norm ``[n, j, e]``."""
+        new, shape = self.children.new_empty, self.parents.shape
+        norm.check(shape[2])
+        keep = keep and norm.kind != "none"
+        poses, kept = new(shape), new(shape if keep else (0,))
+        couplings = new((self.routings, self.count, shape[1]) if want_couplings else (0,))
         if self.routings == 0:
-            return self.children.new_zeros(self.parents.shape), couplings
-        after = (couplings,)
-        return self._over_routings("pass_kernel", self.children.dtype, (), after, want_couplings), couplings
+            return poses, couplings, kept
+        parts, part = self._split()
+        whole = parts == 1
+        out = poses if whole else new((parts, *shape), dtype=torch.float32)
+        end = norm if whole else Norm()
+        self._launch(
+            "pass_kernel",
+            self._over_routings(parts),
+            (self.children, self.weight, self.parents, out, couplings, kept, *end.tensors()),
+            part=part,
+            eps=end.eps,
+            COUPLINGS=want_couplings,
+            NORM=end.kind,
+            KEEP=whole and keep,
+            ADD=whole and accumulate,
+        )
+        if not whole:
+            before = self.parents if accumulate else None
+            finish(out, poses, norm, kept=kept if keep else None, before=before)
+        return poses, couplings, kept
 
-    def grad_parents(self, grad_sums: Tensor, grad_couplings: Tensor | None) -> Tensor:
-        """``[n, j, e]``"""
+    def grad_parents(
+        self, grad_sums: Tensor, grad_couplings: Tensor | None, grad_before: Tensor | None
+    ) -> Tensor:
+        """``[n, j, e]``, ``grad_before`` (of the poses that the parents were added to) included."""
         if self.routings == 0:
             return torch.zeros_like(self.parents)
-        given = _contiguous(grad_sums, grad_couplings)
-        couplings = grad_couplings is not None
-        return self._over_routings("grad_parents_kernel", self.parents.dtype, given, (), couplings)
+        parts, part = self._split()
+        kind = self.parents.dtype if parts == 1 else torch.float32
+        out = self.parents.new_empty((parts, *self.parents.shape), dtype=kind)
+        self._launch(
+            "grad_parents_kernel",
+            self._over_routings(parts),
+            (self.children, self.weight, self.parents, *_given(grad_sums, grad_couplings, grad_before), out),
+            part=part,
+            COUPLINGS=grad_couplings is not None,
+            ADD=grad_before is not None,
+        )
+        return out[0] if parts == 1 else finish(out, torch.empty_like(self.parents), Norm())
 
     def grad_children(self, grad_sums: Tensor, grad_couplings: Tensor | None) -> tuple[Tensor, Tensor]:
         """``[b, h, w, i, d]`` and ``[c, q, j, r]``."""
@@ -175,9 +292,9 @@ class Pass:
         def grid(meta: dict[str, Any]) -> tuple[int, int]:
             return triton.cdiv(self.count, meta["KB"] // depth), parts
 
-        given = _contiguous(grad_sums, grad_couplings)
+        given = _given(grad_sums, grad_couplings)
         tensors = (self.children, self.weight, self.parents, *given, windows, grad_weight)
-        self._launch("grad_children_kernel", grid, part, grad_couplings is not None, tensors)
+        self._launch("grad_children_kernel", grid, tensors, part=part, COUPLINGS=grad_couplings is not None)
         return self._fold(windows), grad_weight.sum(dim=0).to(self.weight.dtype)
 
     def _fold(self, windows: Tensor) -> Tensor:
@@ -203,7 +320,7 @@ class Pass:
         return grid
 
 
-def _contiguous(grad_sums: Tensor, grad_couplings: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients for a kernel, which reads the second only where told to."""
-    grad_sums = grad_sums.contiguous()
-    return grad_sums, grad_sums if grad_couplings is None else grad_couplings.contiguous()
+def _given(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients for a kernel; the first in the place of one that there is not, which the kernel does not read."""
+    first = first.contiguous()
+    return first, *(first if other is None else other.contiguous() for other in others)

@@ -1,11 +1,14 @@
-"""The operators over the kernels: ``capszoo::fused_pass`` and its backward, as torch.compile and autograd see them."""
+"""The operators over the kernels, as torch.compile and autograd see them: a pass, a norm alone, and their backward.
+
+A fake kernel or a backward that reads a few of an operator's arguments takes the others as ``*rest``.
+"""
 
 from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["fused_pass"]
+__all__ = ["fused_norm", "fused_pass"]
 
 
 @torch.library.custom_op("capszoo::fused_pass", mutates_args=())
@@ -13,12 +16,18 @@ def fused_pass(
     children: Tensor,
     weight: Tensor,
     parents: Tensor,
+    want_couplings: bool,
+    keep: bool,
     scale: float,
     kernel: int,
     stride: int,
-    want_couplings: bool,
-) -> Tuple[Tensor, Tensor]:
-    """One pass of routing by agreement: couplings from the parents so far, and the votes summed under them.
+    accumulate: bool,
+    norm: str,
+    norm_weight: Optional[Tensor],
+    norm_bias: Optional[Tensor],
+    eps: float,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """One iteration of routing by agreement: couplings from the parents so far, votes summed under them, normalisation.
 
     Letters: b batch, h w grid, i types of children, c = kernel * kernel * i children of a parent, n = b * h' * w'
     routings, p q r rows and columns of poses (p = 1 for vectors), d = p*q, e = p*r.
@@ -27,17 +36,33 @@ def fused_pass(
         children: ``[b, h, w, i, d]``, padded already; ``[b, 1, 1, i, d]`` where fully connected.
         weight: ``[c, q, j, r]`` of the same type, children in the order kernel row, kernel column, type.
         parents: ``[n, j, e]``.
+        want_couplings: give the couplings too.
+        keep: give the sums too. The gradient of a norm reads them; without norm nobody does.
         scale: of the agreement.
         kernel, stride: of the window of children.
-        want_couplings: give the couplings too.
+        accumulate: add the parents to the new poses, as dynamic routing does.
+        norm: of the sums: ``"none"``, ``"layer"`` (LayerNorm over e) or ``"squash"``.
+        norm_weight, norm_bias: of the LayerNorm, ``[e]``, of any type; else None.
+        eps: of the LayerNorm.
 
     Returns:
-        Sums of votes ``[n, j, e]`` and couplings ``[n, c, j]`` (empty where they are not wanted), in the type of the
-        children.
+        Poses ``[n, j, e]``, couplings ``[n, c, j]`` and sums of votes ``[n, j, e]`` (these two empty where not wanted),
+        in the type of the children.
     """
-    from .launch import Pass
+    from .launch import Norm, Pass
 
-    return Pass(children, weight, parents, scale, kernel, stride).run(want_couplings)
+    end = Norm(norm, norm_weight, norm_bias, eps)
+    return Pass(children, weight, parents, scale, kernel, stride).run(want_couplings, end, accumulate, keep)
+
+
+@fused_pass.register_fake
+def _(
+    children: Tensor, weight: Tensor, parents: Tensor, want_couplings: bool, keep: bool, *rest: Any
+) -> Tuple[Tensor, Tensor, Tensor]:
+    normed = rest[4] != "none"
+    couplings = (parents.shape[0], weight.shape[0], parents.shape[1]) if want_couplings else (0,)
+    kept = parents.shape if keep and normed else (0,)
+    return children.new_empty(parents.shape), children.new_empty(couplings), children.new_empty(kept)
 
 
 @torch.library.custom_op("capszoo::fused_pass_backward", mutates_args=())
@@ -47,43 +72,26 @@ def fused_pass_backward(
     parents: Tensor,
     grad_sums: Tensor,
     grad_couplings: Optional[Tensor],
+    grad_before: Optional[Tensor],
     scale: float,
     kernel: int,
     stride: int,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`fused_pass` for its three tensors; votes and couplings are computed again."""
+    """Gradients of :func:`fused_pass` for its first three tensors; votes and couplings are computed again.
+
+    ``grad_sums`` is that of the sums, before the norm; ``grad_before`` that of the poses the parents were added to.
+    """
     from .launch import Pass
 
     work = Pass(children, weight, parents, scale, kernel, stride)
-    grad_children, grad_weight = work.grad_children(grad_sums, grad_couplings)
-    return grad_children, grad_weight, work.grad_parents(grad_sums, grad_couplings)
-
-
-@fused_pass.register_fake
-def _(
-    children: Tensor,
-    weight: Tensor,
-    parents: Tensor,
-    scale: float,
-    kernel: int,
-    stride: int,
-    want_couplings: bool,
-) -> Tuple[Tensor, Tensor]:
-    shape = (parents.shape[0], weight.shape[0], parents.shape[1]) if want_couplings else (0,)
-    return children.new_empty(parents.shape), children.new_empty(shape)
+    return (
+        *work.grad_children(grad_sums, grad_couplings),
+        work.grad_parents(grad_sums, grad_couplings, grad_before),
+    )
 
 
 @fused_pass_backward.register_fake
-def _(
-    children: Tensor,
-    weight: Tensor,
-    parents: Tensor,
-    grad_sums: Tensor,
-    grad_couplings: Optional[Tensor],
-    scale: float,
-    kernel: int,
-    stride: int,
-) -> Tuple[Tensor, Tensor, Tensor]:
+def _(children: Tensor, weight: Tensor, parents: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor]:
     return (
         children.new_empty(children.shape),
         weight.new_empty(weight.shape),
@@ -91,22 +99,103 @@ def _(
     )
 
 
-def _save_for_backward(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3])
+@torch.library.custom_op("capszoo::fused_norm", mutates_args=())
+def fused_norm(
+    sums: Tensor,
+    scale: float,
+    norm: str,
+    norm_weight: Optional[Tensor],
+    norm_bias: Optional[Tensor],
+    eps: float,
+) -> Tensor:
+    """The norm of :func:`fused_pass` alone, of ``sums * scale``: ``[n, j, e]`` to the same.
+
+    For the first pass, whose sums of votes are a convolution or a matrix product.
+    """
+    from .launch import Norm, normalise
+
+    return normalise(sums, Norm(norm, norm_weight, norm_bias, eps), scale)
+
+
+@fused_norm.register_fake
+def _(sums: Tensor, *rest: Any) -> Tensor:
+    return sums.new_empty(sums.shape)
+
+
+@torch.library.custom_op("capszoo::fused_norm_backward", mutates_args=())
+def fused_norm_backward(
+    grad: Tensor,
+    sums: Tensor,
+    scale: float,
+    norm: str,
+    norm_weight: Optional[Tensor],
+    norm_bias: Optional[Tensor],
+    eps: float,
+) -> Tuple[Tensor, Tensor]:
+    """Gradients of the sums, ``[n, j, e]``, and of LayerNorm's weight and bias, ``[2, e]``; empty for squash."""
+    from .launch import Norm, grad_norm
+
+    return grad_norm(grad, sums, Norm(norm, norm_weight, norm_bias, eps), scale)
+
+
+@fused_norm_backward.register_fake
+def _(
+    grad: Tensor, sums: Tensor, scale: float, norm: str, norm_weight: Optional[Tensor], *rest: Any
+) -> Tuple[Tensor, Tensor]:
+    affine = sums.new_empty(0) if norm_weight is None else norm_weight.new_empty((2, sums.shape[-1]))
+    return sums.new_empty(sums.shape), affine
+
+
+def _affine_gradients(affine: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    return (affine[0], affine[1]) if affine.dim() > 1 else (None, None)
+
+
+def _save_pass(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor, Tensor]) -> None:
+    children, weight, parents, ctx.want_couplings, _, ctx.scale, ctx.kernel, ctx.stride = inputs[:8]
+    ctx.accumulate, ctx.norm, norm_weight, norm_bias, ctx.eps = inputs[8:]
+    ctx.save_for_backward(children, weight, parents, norm_weight, norm_bias, output[2])
     ctx.set_materialize_grads(False)
-    ctx.scale, ctx.kernel, ctx.stride, ctx.want_couplings = inputs[3:]
 
 
-def _backward(ctx: Any, grad_sums: Optional[Tensor], grad_couplings: Optional[Tensor]) -> Tuple[Any, ...]:
-    children, weight, parents = ctx.saved_tensors
-    if grad_sums is None:
-        grad_sums = torch.zeros_like(parents)
-    if not ctx.want_couplings:
-        grad_couplings = None
+def _pass_backward(
+    ctx: Any, grad: Optional[Tensor], grad_couplings: Optional[Tensor], _: Optional[Tensor]
+) -> Tuple[Any, ...]:
+    children, weight, parents, norm_weight, norm_bias, sums = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(parents, dtype=children.dtype)
+    grad_sums, affine = grad, grad.new_empty(0)
+    if ctx.norm != "none":
+        if sums.shape != parents.shape:
+            raise RuntimeError("fused_pass has no gradient without the sums before its norm: call it with keep=True")
+        grad_sums, affine = fused_norm_backward(grad, sums, 1.0, ctx.norm, norm_weight, norm_bias, ctx.eps)
     grads = fused_pass_backward(
-        children, weight, parents, grad_sums, grad_couplings, ctx.scale, ctx.kernel, ctx.stride
+        children,
+        weight,
+        parents,
+        grad_sums,
+        grad_couplings if ctx.want_couplings else None,
+        grad if ctx.accumulate else None,
+        ctx.scale,
+        ctx.kernel,
+        ctx.stride,
     )
-    return (*grads, None, None, None, None)
+    return (*grads, *[None] * 7, *_affine_gradients(affine), None)
 
 
-fused_pass.register_autograd(_backward, setup_context=_save_for_backward)
+fused_pass.register_autograd(_pass_backward, setup_context=_save_pass)
+
+
+def _save_norm(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
+    sums, ctx.scale, ctx.norm, norm_weight, norm_bias, ctx.eps = inputs
+    ctx.save_for_backward(sums, norm_weight, norm_bias)
+
+
+def _norm_backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
+    sums, norm_weight, norm_bias = ctx.saved_tensors
+    grad_sums, affine = fused_norm_backward(
+        grad, sums, ctx.scale, ctx.norm, norm_weight, norm_bias, ctx.eps
+    )
+    return (grad_sums, None, None, *_affine_gradients(affine), None)
+
+
+fused_norm.register_autograd(_norm_backward, setup_context=_save_norm)

@@ -1,0 +1,118 @@
+"""What follows the sums of votes: normalisation and the sum of poses so far, as an epilogue and as kernels of their own.
+
+Letters as in :mod:`.kernels`. LayerNorm runs over a pose and has a weight and a bias ``[e]`` (gamma, beta); squash is
+:func:`capszoo.layers.squash.squash`, with the same bounds. All of it is float32.
+
+:func:`finish` is the end of a pass whose loop is whole. :func:`finish_kernel` does the same for what lies in memory:
+the parts of a loop that was split, or the first pass's product. It and :func:`grad_norm_kernel` need not know rows and
+columns of a pose: they see ``n * j`` parents of one row, ``[n, j, e]`` as ``[m, 1, e]``.
+"""
+
+# Triton reads these functions' source: constants are marked tl.constexpr, and there are no other type hints.
+import triton
+import triton.language as tl
+
+from .tiles import over_pose, pose_offsets, pose_places, spread
+
+
+@triton.jit
+def _layer_norm(
+    sums, eps, P: tl.constexpr, R: tl.constexpr, PP: tl.constexpr, RP: tl.constexpr
+):  # fmt: skip
+    """Poses of mean 0 and variance 1, and what their deviations were multiplied by (before weight and bias)."""
+    deviation = sums - spread(over_pose(sums) * (1.0 / (P * R)))
+    if P != PP or R != RP:
+        deviation = tl.where(pose_places(P, R, PP, RP)[1], deviation, 0.0)
+    factor = spread(tl.rsqrt(over_pose(deviation * deviation) * (1.0 / (P * R)) + eps))
+    return deviation * factor, factor
+
+
+@triton.jit
+def _squash(sums):
+    """Squared lengths, these within their bounds, and the lengths' factors, in the shape of poses."""
+    square = over_pose(sums * sums)
+    held = tl.clamp(square, 1e-12, 1e38, propagate_nan=tl.PropagateNan.ALL)
+    return spread(square), spread(held), spread(tl.sqrt(held) / (1.0 + held))
+
+
+@triton.jit
+def finish(
+    sums, offsets, mask, out_ptr, kept_ptr, before_ptr, gamma_ptr, beta_ptr, eps,
+    P: tl.constexpr, R: tl.constexpr, PP: tl.constexpr, RP: tl.constexpr,
+    NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Store normalised poses (out); before that the sums as they are (kept), which backward needs, if told to KEEP them.
+
+    With ADD, what is stored is the poses before plus the new ones.
+    """
+    if KEEP:
+        tl.store(kept_ptr + offsets, sums.to(kept_ptr.dtype.element_ty), mask=mask)
+    if NORM == "layer":
+        place, there = pose_places(P, R, PP, RP)
+        gamma = tl.load(gamma_ptr + place, mask=there, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + place, mask=there, other=0.0).to(tl.float32)
+        poses = _layer_norm(sums, eps, P, R, PP, RP)[0] * gamma + beta
+    elif NORM == "squash":
+        poses = sums * _squash(sums)[2]
+    else:
+        poses = sums
+    if ADD:
+        poses += tl.load(before_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, poses.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish_kernel(
+    s_ptr, out_ptr, kept_ptr, before_ptr, gamma_ptr, beta_ptr, parents, parts, scale, eps,
+    E: tl.constexpr, EP: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """:func:`finish` for ``[part, m, e]`` (s), summed over its parts and scaled. Programs: tiles of m."""
+    m = tl.program_id(0) * BN + tl.arange(0, BN)
+    offsets, mask = pose_offsets(m, parents, 1, 1, E, 1, 1, EP, BN)
+    sums = tl.zeros((BN // 16, 1, 16, EP, 1), tl.float32)
+    for part in range(parts):
+        at = tl.cast(part, tl.int64) * parents * E + offsets
+        sums += tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    finish(
+        sums * scale, offsets, mask, out_ptr, kept_ptr, before_ptr, gamma_ptr, beta_ptr, eps,
+        1, E, 1, EP, NORM, KEEP, ADD,
+    )  # fmt: skip
+
+
+@triton.jit
+def _over_parents(x):
+    """Sum of a tile's poses, in the shape of places."""
+    return tl.sum(tl.sum(x, 2, keep_dims=True), 0, keep_dims=True)
+
+
+@triton.jit
+def grad_norm_kernel(
+    g_ptr, s_ptr, gamma_ptr, gs_ptr, ga_ptr, parents, scale, eps,
+    E: tl.constexpr, EP: tl.constexpr, NORM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the sums (gs) from that of the poses (g), both ``[m, e]``; the sums (s) are read again.
+
+    And a tile's share of the gradients of LayerNorm's weight and bias, ``[program, 2, e]`` (ga). Programs: tiles of m.
+    """
+    m = tl.program_id(0) * BN + tl.arange(0, BN)
+    offsets, mask = pose_offsets(m, parents, 1, 1, E, 1, 1, EP, BN)
+    sums = tl.load(s_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+    grads = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if NORM == "layer":
+        x, factor = _layer_norm(sums, eps, 1, E, 1, EP)
+        place, there = pose_places(1, E, 1, EP)
+        ga_ptr += tl.program_id(0) * (2 * E) + place
+        tl.store(ga_ptr, _over_parents(grads * x), mask=there)
+        tl.store(ga_ptr + E, _over_parents(grads), mask=there)
+        grads *= tl.load(gamma_ptr + place, mask=there, other=0.0).to(tl.float32)
+        mean = spread(over_pose(grads) * (1.0 / E))
+        along = spread(over_pose(grads * x) * (1.0 / E))
+        grads = factor * (grads - mean - x * along)
+    elif NORM == "squash":
+        # with unit vectors u = s / |s|, in which nothing overflows; a length at its bound is a constant
+        square, held, factor = _squash(sums)
+        u = sums / tl.sqrt(held)
+        turn = tl.where(square == held, (1.0 - held) / (1.0 + held), 0.0)
+        grads = factor * (grads + u * (spread(over_pose(grads * u)) * turn))
+    tl.store(gs_ptr + offsets, (grads * scale).to(gs_ptr.dtype.element_ty), mask=mask)
