@@ -55,7 +55,8 @@ Speed
     (Children are independent of each other up to the sum, so that any block of them will do.)
 
     On CUDA a pass is ``capszoo::fused_pass`` (:mod:`capszoo.layers._triton`), eager or compiled, wherever its kernels
-    take the sizes: votes in registers, windows read from the grid itself, LayerNorm included. Elsewhere, the plain form.
+    take the sizes: votes in registers, windows read from the grid itself, LayerNorm at the end. Elsewhere, the plain
+    form.
 
 Deviations and our choices: the agreement is scaled by 1/sqrt(e), as in the release (the text omits it; an argument).
 Random starts are drawn once, at construction, and shared by all positions. What "activations as in EM routing"

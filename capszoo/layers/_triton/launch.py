@@ -104,9 +104,14 @@ def _tile_of(e: int) -> dict[str, int]:
 
 
 def finish(
-    sums: Tensor, out: Tensor, norm: Norm, scale: float = 1.0, kept: Tensor | None = None, before: Tensor | None = None
+    sums: Tensor,
+    out: Tensor,
+    norm: Norm,
+    scale: float = 1.0,
+    kept: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> Tensor:
-    """``[part, n, j, e]`` added up, scaled, normalised and added to ``before``, into ``out`` and, before the norm, ``kept``."""
+    """``[part, n, j, e]`` added up, scaled (``kept``, if given), normalised and added to ``before``: ``out``."""
     count, e = out.numel() // out.shape[-1], out.shape[-1]
     tile = _tile_of(e)
     with torch.cuda.device_of(out):

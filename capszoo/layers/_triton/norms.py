@@ -1,4 +1,4 @@
-"""What follows the sums of votes: normalisation and the sum of poses so far, as an epilogue and as kernels of their own.
+"""What follows the sums of votes: normalisation and the sum of poses so far, as an epilogue and as kernels.
 
 Letters as in :mod:`.kernels`. LayerNorm runs over a pose and has a weight and a bias ``[e]`` (gamma, beta); squash is
 :func:`capszoo.layers.squash.squash`, with the same bounds. All of it is float32.
@@ -41,7 +41,7 @@ def finish(
     P: tl.constexpr, R: tl.constexpr, PP: tl.constexpr, RP: tl.constexpr,
     NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Store normalised poses (out); before that the sums as they are (kept), which backward needs, if told to KEEP them.
+    """Store normalised poses (out), and the sums as they are (kept), which backward needs, if told to KEEP them.
 
     With ADD, what is stored is the poses before plus the new ones.
     """

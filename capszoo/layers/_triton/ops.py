@@ -166,7 +166,9 @@ def _pass_backward(
     grad_sums, affine = grad, grad.new_empty(0)
     if ctx.norm != "none":
         if sums.shape != parents.shape:
-            raise RuntimeError("fused_pass has no gradient without the sums before its norm: call it with keep=True")
+            raise RuntimeError(
+                "fused_pass has no gradient without the sums before its norm: call it with keep=True"
+            )
         grad_sums, affine = fused_norm_backward(grad, sums, 1.0, ctx.norm, norm_weight, norm_bias, ctx.eps)
     grads = fused_pass_backward(
         children,
@@ -192,9 +194,7 @@ def _save_norm(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
 
 def _norm_backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
     sums, norm_weight, norm_bias = ctx.saved_tensors
-    grad_sums, affine = fused_norm_backward(
-        grad, sums, ctx.scale, ctx.norm, norm_weight, norm_bias, ctx.eps
-    )
+    grad_sums, affine = fused_norm_backward(grad, sums, ctx.scale, ctx.norm, norm_weight, norm_bias, ctx.eps)
     return (grad_sums, None, None, *_affine_gradients(affine), None)
 
 
