@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: time, share of the floor and memory, against the plain form and the backbone alone.
+"""The Triton kernels on a GPU: time, share of the floor, memory and launches, against the plain form and the backbone alone.
 
     python benchmarks/gpu.py --out gpu.json        # everything, at most ten minutes on an H200
 
@@ -9,7 +9,7 @@ values and gradients against the plain form in float64. Nothing is timed that fa
   under torch.compile: medians of CUDA events over inputs that take turns, so that no cache holds them;
 * the floors: operations at the rate of a large matrix product, bytes at that of a large copy (both measured first),
   and the products with parents and couplings, which no tensor core can take, at the data sheet's float32 rate;
-* peak memory above the inputs;
+* peak memory above the inputs, and kernels launched (as the profiler sees them; torch.compile's are not counted);
 * a training step (autocast, SGD) of `idpa_resnet` at batch 128 against that of its backbone without capsules.
 
 What does not fit `--limit` seconds is left out and named.
@@ -207,6 +207,17 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
+def launches(run: Callable[[], object], device: torch.device) -> int:
+    """Kernels that one run starts on the device (copies and fills counted too)."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize(device)
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
 @dataclass(frozen=True)
 class Machine:
     """Multiply-adds a second of a large bfloat16 product, bytes (read and written) a second of a large copy."""
@@ -226,7 +237,7 @@ def measure_machine(device: torch.device, n: int = 8192) -> Machine:
 
 @dataclass
 class Row:
-    """Milliseconds, milliseconds of the floors, MiB; of a layer, forward or with backward."""
+    """Milliseconds, milliseconds of the floors, MiB, launches; of a layer, forward or with backward."""
 
     name: str
     what: str
@@ -238,6 +249,8 @@ class Row:
     core_floor_ms: float
     fused_mib: float
     plain_mib: float
+    fused_launches: int
+    plain_launches: int
 
     @property
     def of_floor(self) -> float:
@@ -271,9 +284,11 @@ def measure(
     for backward in (False, True):
         fused = runs_of(layer, parameters, inputs, backward)
         fused_ms, fused_mib = timed(fused, device), peak_mib(fused[0], device)
+        fused_launches = launches(fused[0], device)
         compiled_ms = None
         with plain_form():
             plain_ms, plain_mib = timed(fused, device), peak_mib(fused[0], device)
+            plain_launches = launches(fused[0], device)
             if with_compile:
                 torch._dynamo.reset()
                 compiled = runs_of(torch.compile(layer), parameters, inputs, backward)
@@ -291,6 +306,8 @@ def measure(
                 case.core_macs(backward) / CORE_RATE * 1e3,
                 fused_mib,
                 plain_mib,
+                fused_launches,
+                plain_launches,
             )
         )
     return rows
@@ -358,15 +375,15 @@ def table(result: Result) -> str:
     """Markdown."""
     lines = [
         "| layer | | fused, ms | of the larger floor | plain / fused | compiled plain / fused | floors: tensor cores; "
-        "bytes; other cores, ms | memory, MiB (plain) |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "bytes; other cores, ms | memory, MiB (plain) | launches (plain) |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result.layers:
         compiled = "" if row.compiled_ms is None else f"{row.compiled_ms / row.fused_ms:.1f}"
         lines.append(
             f"| {row.name} | {row.what} | {row.fused_ms:.3f} | {row.of_floor:.0%} | {row.plain_ms / row.fused_ms:.1f} "
             f"| {compiled} | {row.tensor_floor_ms:.3f}; {row.bytes_floor_ms:.3f}; {row.core_floor_ms:.3f} "
-            f"| {row.fused_mib:.0f} ({row.plain_mib:.0f}) |"
+            f"| {row.fused_mib:.0f} ({row.plain_mib:.0f}) | {row.fused_launches} ({row.plain_launches}) |"
         )
     steps = result.training_steps_ms
     if steps:

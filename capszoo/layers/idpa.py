@@ -586,7 +586,7 @@ class _IDPALayer(nn.Module):
         poses: List[Tensor] = []
         couplings: Optional[Tensor] = None
         dtype = working_type(children[0])
-        weight = self._child_weight().to(dtype)
+        weight = self._child_weight().to(dtype).contiguous()  # here, and not again in each pass
         norm: Tuple[str, Optional[Tensor], Optional[Tensor], float] = ("none", None, None, 0.0)
         dropped = self.training and self.drop.p > 0  # between sums and norm
         if isinstance(self.norm, nn.LayerNorm) and not dropped:
@@ -600,7 +600,7 @@ class _IDPALayer(nn.Module):
                 wanted = min(max(s - 1, 0), len(children) - 1)
                 last = want_couplings and s == num_iters - 1
                 if wanted != read:
-                    read, kids = wanted, self._child_grid(children[wanted]).to(dtype)
+                    read, kids = wanted, self._child_grid(children[wanted]).to(dtype).contiguous()
                 parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
                 options = (last, keep, self.scale, self.kernel_size, self.stride, False)
                 new, couplings, _ = fused_pass(kids, weight, parents.to(dtype), *options, *norm)

@@ -191,7 +191,7 @@ def resources(code: Any) -> dict[str, int]:
 
 
 def check_code(name: str, layer: str, dtype: str, tile: dict[str, int], couplings: bool = False) -> None:
-    code = compiled(name, LAYERS[layer], dtype, tile, couplings)
+    code = compiled(name, layer, dtype, tile, couplings)
     used = resources(code)
     products = len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", code.asm["ptx"]))
     print(f"{name}, {layer}, {dtype}, {tile}: {used}, {products} tensor core products")
@@ -221,20 +221,40 @@ def test_every_kernel_compiles_for_hopper(name: str, layer: str, dtype: str) -> 
 @needs_triton
 @pytest.mark.slow
 def test_the_fold_compiles_for_hopper() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from capszoo.layers._triton import kernels
 
-    constants = {"CHANNELS": 512, "KERNEL": 3, "STRIDE": 2, "BLOCK": 1024}
-    names = kernels.fold_kernel.arg_names
-    types = {n: "constexpr" if n in constants else "*bf16" if n.endswith("_ptr") else "i32" for n in names}
-    attributes = {(place,): [["tt.divisibility", 16]] for place in range(3)}
-    code = triton.compile(
-        ASTSource(kernels.fold_kernel, types, constants, attributes), target=GPUTarget("cuda", 90, 32)
-    )
+    code = translated(kernels.fold_kernel, {"CHANNELS": 512, "KERNEL": 3, "STRIDE": 2, "BLOCK": 1024}, "bf16")
     assert resources(code)["STACK"] == 0
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["none", "layer", "squash"])
+@pytest.mark.parametrize("e", [9, 16, 64, 512])
+@pytest.mark.parametrize("name", ["finish_kernel", "grad_norm_kernel"])
+def test_the_norms_compile_for_hopper(name: str, e: int, norm: str) -> None:
+    """Poses of 4x4 numbers, odd ones, and the widest."""
+    from capszoo.layers._triton import launch, norms
+
+    tile = {"num_warps": 4, **launch._tile_of(e)}
+    code = translated(getattr(norms, name), {**tile, **end_of(norm)}, "bf16", tile["num_warps"])
+    used = resources(code)
+    print(f"{name}, {norm}, poses of {e}: {used}")
+    assert used["STACK"] == 0, "registers spill"
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_norm_costs_a_pass_no_registers() -> None:
+    """Within a few: what follows the loop must not spill what is in it."""
+    for layer in ("conv", "dynamic"):
+        for tile in tiles_of("pass_kernel", layer, "bf16"):
+            bare, whole = (
+                resources(compiled("pass_kernel", layer, "bf16", tile, norm=norm)) for norm in ("none", None)
+            )
+            print(f"{layer}, {tile}: {bare} without norm, {whole} with")
+            assert whole["REG"] <= bare["REG"] + 16
+            assert bare["STACK"] > 0 or whole["STACK"] == 0
 
 
 # On a GPU.
