@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: time, share of the floor, memory and launches, against the plain form and the backbone alone.
+"""The Triton kernels on a GPU: time, floor, memory and launches, against the plain form and the backbone alone.
 
     python benchmarks/gpu.py --out gpu.json        # everything, at most ten minutes on an H200
 

@@ -96,11 +96,11 @@ class Norm(NamedTuple):
         )
 
 
-def _tile_of(e: int) -> dict[str, int]:
-    """A tile of the kernels in norms.py."""
+def tile_of(e: int) -> dict[str, int]:
+    """A tile of the kernels in norms.py: ``BN`` poses of e numbers, ``num_warps`` (which the interpreter ignores)."""
     padded_e = max(1 << (e - 1).bit_length(), 2)
-    tile = {"E": e, "EP": padded_e, "BN": max(16, _SMALL // padded_e)}
-    return tile if INTERPRETED else {**tile, "num_warps": 4 if tile["BN"] * padded_e <= 4096 else 8}
+    rows = max(16, _SMALL // padded_e)
+    return {"E": e, "EP": padded_e, "BN": rows, "num_warps": 4 if rows * padded_e <= 4096 else 8}
 
 
 def finish(
@@ -113,7 +113,7 @@ def finish(
 ) -> Tensor:
     """``[part, n, j, e]`` added up, scaled (``kept``, if given), normalised and added to ``before``: ``out``."""
     count, e = out.numel() // out.shape[-1], out.shape[-1]
-    tile = _tile_of(e)
+    tile = tile_of(e)
     with torch.cuda.device_of(out):
         norms.finish_kernel[(triton.cdiv(count, tile["BN"]),)](
             sums,
@@ -144,7 +144,7 @@ def normalise(sums: Tensor, norm: Norm, scale: float) -> Tensor:
 def grad_norm(grad: Tensor, sums: Tensor, norm: Norm, scale: float) -> tuple[Tensor, Tensor]:
     """Gradients of the sums, ``[n, j, e]``, and of weight and bias, ``[2, e]``, or empty."""
     count, e = sums.numel() // sums.shape[-1], sums.shape[-1]
-    tile = _tile_of(e)
+    tile = tile_of(e)
     programs = triton.cdiv(count, tile["BN"])
     grad_sums = torch.empty_like(sums, memory_format=torch.contiguous_format)
     affine = sums.new_empty((programs, 2, e) if norm.weight is not None else (0,), dtype=torch.float32)
