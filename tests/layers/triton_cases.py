@@ -172,13 +172,13 @@ def test_without_couplings() -> None:
 def test_loops_in_parts(end: tuple[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many multiprocessors and little work: loops are split, and their parts added up, before the norm."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    shape = (70, 1, 1, 19, 1, 1, 10, 1, 8, 16) if end[1] else SHAPES["conv 4x4"]
+    shape = (20, 1, 1, 19, 1, 1, 10, 1, 8, 16) if end[1] else SHAPES["conv 4x4"]
     check(*problem(shape, torch.float32, end[0]), couplings=True, end=end)
 
 
 def test_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiles that are tried on a GPU give the same numbers."""
-    tensors, options = problem((1, 3, 3, 5, 2, 1, 9, 4, 4, 4), torch.float32, "layer")
+    tensors, options = problem((1, 3, 3, 3, 2, 1, 9, 4, 4, 4), torch.float32, "layer")
     real = launch.configs
     for place in range(3):
         monkeypatch.setattr(
@@ -277,7 +277,6 @@ def test_the_operators_are_sound() -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as torch.library checks them."""
     shape = (2, 3, 3, 2, 2, 1, 3, 2, 2, 2)
     for norm, accumulate, couplings in (
-        ("none", False, True),
         ("layer", False, False),
         ("squash", True, True),
     ):
