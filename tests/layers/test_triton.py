@@ -26,7 +26,7 @@ needs_triton = pytest.mark.skipif(
 def python(root: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=560
     )
 
 
