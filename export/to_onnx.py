@@ -29,6 +29,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.errors import CapszooError, UsageError, require
+from capszoo.models._base import NoCapsules
 from capszoo.preprocess import model_input_size, model_transform
 
 from . import compare, int8, unroll
@@ -903,7 +904,7 @@ def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int
     with torch.no_grad():
         try:
             capsules = model.forward_capsules(torch.zeros(1, *size, device=like.device))  # type: ignore[operator]
-        except NotImplementedError:
+        except (NotImplementedError, NoCapsules):
             raise UsageError(f"{type(model).__name__} has no capsules", "ask for scores only") from None
     names: list[str] = []
     for name in outputs:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from capszoo.errors import UsageError
-from capszoo.export.to_onnx import ExportReport, export
+from capszoo.export.to_onnx import ExportError, ExportReport, export
 from tests.models import zoo_cases as zoo
 
 pytest.importorskip("onnx")
@@ -19,11 +19,15 @@ PER_ROUTING = ("capsnet_dynamic", "capsnet_em_norb_small", "encapnet6", "idpa_re
 #: Smallest, usual and largest batch: fixed at 1, or free.
 BATCHES = {"batch1": (1, 1, 1), "dynamic": (1, 2, 3)}
 
+#: Their untrained couplings in half precision are 0.04 to 0.05 of the largest from those in single, on one of the
+#: gate's images: the features that they are routed from are half already. The gate must refuse them (scores pass).
+HALF_COUPLINGS_REFUSED = ("capsnet6_dynamic", "capsnet6_em", "capsnet_em_resnet")
+
 
 def through_the_gate(
     name: str, precision: str, folder: Path, batch: str = "dynamic", couplings: bool = False
 ) -> ExportReport | None:
-    """Export, gate and compare; None where the couplings of a model without any are refused, as they must be."""
+    """Export, gate and compare; None where couplings are refused, as they must be."""
     model = zoo.small(name)
     zoo.calibrate(model)
     outputs = ("scores", "couplings") if couplings else ("scores",)
@@ -32,6 +36,11 @@ def through_the_gate(
     options = dict(precision=precision, gate="quick", batch=BATCHES[batch], outputs=outputs)
     if refused:
         with pytest.raises(UsageError, match="has no (capsules|couplings)"):
+            export(model.eval(), path, **options)  # type: ignore[arg-type]
+        assert list(folder.iterdir()) == []
+        return None
+    if couplings and precision == "fp16" and name in HALF_COUPLINGS_REFUSED:
+        with pytest.raises(ExportError, match="of the largest output .* the limit is 2e-02"):
             export(model.eval(), path, **options)  # type: ignore[arg-type]
         assert list(folder.iterdir()) == []
         return None
@@ -53,6 +62,10 @@ def through_the_gate(
 def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool, tmp_path: Path) -> None:
     report = through_the_gate(name, precision, tmp_path, batch, couplings)
     assert (report is None) == (couplings and name == "encapnet6")  # the one without couplings
+
+
+def test_a_plain_network_has_no_couplings(tmp_path: Path) -> None:
+    assert through_the_gate("cnn6", "fp32", tmp_path, couplings=True) is None
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch import nn
 
 import capszoo
 from capszoo import CapsuleNet
+from capszoo.models._base import NoCapsules
 
 #: Arguments that make a large model small; its structure stays.
 SMALLER: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def has_couplings(model: CapsuleNet) -> bool:
     with torch.inference_mode():
         try:
             return len(model.eval().forward_capsules(images(model, 1)).couplings) > 0
-        except NotImplementedError:
+        except (NotImplementedError, NoCapsules):
             return False
 
 
