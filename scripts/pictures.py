@@ -15,14 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 from capszoo._figures import save_columns
-from capszoo.data import ImageSet, dataset_spec
-from capszoo.data.sources import compose
+from capszoo.data import ImageSet
 from capszoo.errors import CapszooError
 from capszoo.explain import explain
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.recipes.subject import prepare
 from capszoo.reconstructions import answers, overlaps, save_answers, save_overlaps
-from tests.support import PACKED, packed
+from tests.support import is_packed, packed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,11 +42,14 @@ def picture_file(docs: Path, name: str, kind: str) -> Path:
 
 def kinds_of(info: WeightsInfo) -> list[str]:
     """The pictures that there are of a checkpoint: none without packed images of its data set."""
-    spec = dataset_spec(str(info.raw["recipe"]["data"]["name"]))
-    if (spec.base or spec.name) not in PACKED:
+    if not is_packed(_data_name(info)):
         return []
     heat = ["heat"] if info.model_args.get("pool") not in ("avg", "max") else []
     return heat + (["decoded"] if info.model_args.get("decoder") else [])
+
+
+def _data_name(info: WeightsInfo) -> str:
+    return str(info.raw["recipe"]["data"]["name"])
 
 
 def _source(info: WeightsInfo, kind: str) -> str:
@@ -81,15 +83,8 @@ def write_picture(path: Path) -> None:
     if info is None:
         path.unlink()
         return
-    images = test_images(info)
+    images = packed(ROOT, _data_name(info))
     (_draw_heat if kind == "heat" else _draw_decoded)(info, images, path, _source(info, kind))
-
-
-def test_images(info: WeightsInfo) -> ImageSet:
-    """The first 1,000 test images of a checkpoint's data set, out of the packed ones."""
-    spec = dataset_spec(str(info.raw["recipe"]["data"]["name"]))
-    digits = packed(ROOT, spec.base or spec.name)
-    return compose(spec, "test", digits) if spec.base else digits
 
 
 def _batches(subject_images: ImageSet, name: str) -> tuple[torch.nn.Module, Iterator[tuple[Tensor, Tensor]]]:

@@ -13,15 +13,23 @@ import torch
 from PIL import Image
 
 from capszoo.data import ImageSet, dataset_spec
+from capszoo.data.sources import compose
 
 #: Files of the first 1,000 images of a test set, in tests/fixtures.
 PACKED = {"mnist": "mnist_test_1000.npz", "cifar10": "cifar10_test_1000.npz"}
 
 
+def is_packed(name: str) -> bool:
+    """Whether a data set, or the one that it is composed from, is among the packed ones."""
+    return name in PACKED or dataset_spec(name).base in PACKED
+
+
 def packed(root: Path, name: str) -> ImageSet:
-    """The first 1,000 images of a test set, out of the checkout `root`."""
-    arrays = np.load(root / "tests" / "fixtures" / PACKED[name])
+    """The first 1,000 images of a test set, out of the checkout `root`; or 1,000 composed from them."""
     spec = dataset_spec(name)
+    if name not in PACKED:
+        return compose(spec, "test", packed(root, spec.base))
+    arrays = np.load(root / "tests" / "fixtures" / PACKED[name])
     channels, rows, cols = spec.input_size
     if "webp" in arrays:  # a mosaic of all images, without loss
         mosaic = torch.from_numpy(np.asarray(Image.open(io.BytesIO(arrays["webp"].tobytes()))).copy())

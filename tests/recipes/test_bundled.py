@@ -16,7 +16,7 @@ from capszoo.data import DataError, dataset_spec, load_dataset, normalize
 from capszoo.models._pretrained import bundled_tags
 from capszoo.recipes.evaluate import evaluate, main
 from capszoo.recipes.weights import golden_file
-from tests.support import PACKED, packed
+from tests.support import PACKED, is_packed, packed
 
 TAGS = sorted(bundled_tags())
 
@@ -28,7 +28,7 @@ def test_there_are_weights_of_two_routings() -> None:
 @pytest.mark.parametrize("tag", TAGS)
 def test_accuracy_within_the_sampling_error(tag: str, root: Path) -> None:
     raw = bundled_tags()[tag].raw
-    if raw["dataset"]["name"] not in PACKED:
+    if not is_packed(raw["dataset"]["name"]):
         pytest.skip(f"no packed images of {raw['dataset']['name']}")
     images = packed(root, raw["dataset"]["name"])
     found = evaluate(tag, images)
