@@ -23,13 +23,16 @@ BATCHES = {"batch1": (1, 1, 1), "dynamic": (1, 2, 3)}
 #: gate's images: the features that they are routed from are half already. The gate must refuse them (scores pass).
 HALF_COUPLINGS_REFUSED = ("capsnet6_dynamic", "capsnet6_em", "capsnet_em_resnet")
 
+#: Twenty residual blocks and more.
+DEEP = ("resnet44_routingpool", "resnet56_routingpool")
+
 
 def through_the_gate(
     name: str, precision: str, folder: Path, batch: str = "dynamic", couplings: bool = False
 ) -> ExportReport | None:
     """Export, gate and compare; None where couplings are refused, as they must be."""
     model = zoo.small(name)
-    zoo.calibrate(model)
+    (zoo.warm if precision == "fp16" and name in DEEP else zoo.calibrate)(model)
     outputs = ("scores", "couplings") if couplings else ("scores",)
     refused = couplings and not zoo.has_couplings(model)
     path = folder / "model.onnx"
