@@ -81,7 +81,13 @@ class Task(nn.Module):
 
     def __init__(self, net: Any, recipe: Recipe, feedback: FeedbackAgreement | None = None) -> None:
         super().__init__()
-        self.net: Any = net
+        self.net: Any = torch.compile(net) if recipe.compile else net
+        self.reconstruct: Any = getattr(net, "reconstruct", None)
+        self.forward_poses: Any = getattr(net, "forward_poses", None)
+        if recipe.compile and recipe.loss.reconstruction:
+            self.forward_poses = torch.compile(
+                self.forward_poses
+            )  # a compiled net compiles its `forward` alone
         self.feedback = feedback
         self.criterion: Any = create_loss(recipe.loss.name, **recipe.loss.options)
         self.reconstruction = recipe.loss.reconstruction
@@ -101,14 +107,14 @@ class Task(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns the loss (mean over the batch, a scalar) and the scores [b, n]."""
         if self.reconstruction:
-            capsules = self.net.forward_capsules(images)
-            loss = self._criterion(capsules.scores, labels)
+            scores, poses = self.forward_poses(images)
+            loss = self._criterion(scores, labels)
             if parts is None or part_labels is None:
-                return loss + self._rebuilding(capsules.poses, labels, pixels), capsules.scores
+                return loss + self._rebuilding(poses, labels, pixels), scores
             # Several objects: the decoder runs once for each, with that object alone as its target.
             for part, label in zip(parts.unbind(1), part_labels.unbind(1), strict=True):
-                loss = loss + self._rebuilding(capsules.poses, label, part)
-            return loss, capsules.scores
+                loss = loss + self._rebuilding(poses, label, part)
+            return loss, scores
         scores = self.net(images)
         return self._criterion(scores, labels), scores
 
@@ -119,7 +125,7 @@ class Task(nn.Module):
 
     def _rebuilding(self, poses: Tensor, labels: Tensor, pixels: Tensor) -> Tensor:
         """Reconstruction loss of images [b, c, h, w] from the capsules of `labels` [b]; -1 costs nothing."""
-        rebuilt = self.net.reconstruct(poses, labels.clamp(min=0)).float()
+        rebuilt = self.reconstruct(poses, labels.clamp(min=0)).float()
         rebuilt = torch.where((labels >= 0)[:, None, None, None], rebuilt, 0.0)  # its pixels are black
         return reconstruction_loss(rebuilt, pixels.float() / 255, self.reconstruction)
 
@@ -236,7 +242,7 @@ def _train(
         optimizer = create_optimizer(recipe, net, feedback)
         best = BestEpoch(recipe.early_stop) if recipe.early_stop else None
         try:
-            goal = Task(torch.compile(net) if recipe.compile else net, recipe, feedback)
+            goal = Task(net, recipe, feedback)
         except (TypeError, ValueError) as error:
             raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
         schedule = create_scheduler(recipe, optimizer, steps)

@@ -176,6 +176,22 @@ class CapsuleNet(nn.Module):
         x = self.forward_features(x)
         return self.forward_head(x)
 
+    def forward_poses(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Images ``[b, in_chans, h, w]`` to scores ``[b, n]`` and class capsules ``[b, n, e]``, at ``forward``'s cost.
+
+        What a loss with a decoder needs: no couplings are made, which :meth:`forward_capsules` must.
+
+        Raises:
+            NotImplementedError: the network has no class capsules.
+            RuntimeError: it was created with ``num_classes=0``.
+        """
+        self._require_classes()
+        return self._class_capsules(self.forward_features(x))
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Feature map to scores ``[b, n]`` and class capsules ``[b, n, e]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no class capsules")
+
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images ``[b, in_chans, h, w]`` to scores, class capsules, activations and all couplings."""
         raise NotImplementedError

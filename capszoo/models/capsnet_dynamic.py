@@ -185,7 +185,11 @@ class DynamicCapsNet(DynamicCapsNetBase):
             return x
         if pre_logits or self.num_classes == 0:
             return x.mean(dim=(2, 3))
-        return capsule_lengths(self.class_caps(self._children(x)))
+        return self._class_capsules(x)[0]
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses = self.class_caps(self._children(x))
+        return capsule_lengths(poses), poses
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to lengths ``[b, n]``, class capsules ``[b, n, e]`` and the couplings of each routing layer."""
@@ -326,10 +330,17 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         """``[b, g * d, h, w]`` to lengths ``[b, n]``; ``pre_logits``: the mid capsules' mean, ``[b, g * e]``."""
         if self.num_classes == 0 and self.global_pool == "":
             return x
-        x = self._mid_children(self.mid_caps(self._grid_children(x)))
         if pre_logits or self.num_classes == 0:
-            return x.mean(dim=3).flatten(1)
-        return capsule_lengths(self.class_caps(self.head_drop(x)))
+            return self._mid(x).mean(dim=3).flatten(1)
+        return self._class_capsules(x)[0]
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses = self.class_caps(self.head_drop(self._mid(x)))
+        return capsule_lengths(poses), poses
+
+    def _mid(self, x: Tensor) -> Tensor:
+        """``[b, g * d, h, w]`` to the class layer's children, ``[b, g, e, p]``."""
+        return self._mid_children(self.mid_caps(self._grid_children(x)))
 
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         """Feature map to class capsules, both layers' couplings, and the class layer's children."""

@@ -236,8 +236,11 @@ class EMCapsNet(EMNetBase):
             return x
         if pre_logits or self.num_classes == 0:
             return x.mean(dim=(2, 3))
-        _, logits = self.class_caps(self._children(x))
-        return self._scores(logits)
+        return self._class_capsules(x)[0]
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses, logits = self.class_caps(self._children(x))
+        return self._scores(logits), poses.to(x.dtype)
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to scores and activations ``[b, n]``, class poses ``[b, n, p*p]``, couplings of each routing layer."""
@@ -372,13 +375,21 @@ class SixLayerEMCapsNet(EMNetBase):
         """
         if self.num_classes == 0 and self.global_pool == "":
             return x
+        if pre_logits or self.num_classes == 0:
+            poses, activations = self._mid(x)
+            return torch.cat([poses.mean(dim=3).flatten(1), activations.mean(dim=2)], dim=1)
+        return self._class_capsules(x)[0]
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses, activations = self._mid(x)
+        poses, logits = self.class_caps(poses, self.head_drop(activations))
+        return self._scores(logits), poses.to(x.dtype)
+
+    def _mid(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """The map to the class layer's children: poses ``[b, g, e, s]`` and activations ``[b, g, s]``."""
         poses, activations = self._grid_children(x)
         poses, logits = self.mid_caps(poses, activations)
-        poses, activations = self._mid_children(poses, logits)
-        if pre_logits or self.num_classes == 0:
-            return torch.cat([poses.mean(dim=3).flatten(1), activations.mean(dim=2)], dim=1)
-        _, logits = self.class_caps(poses, self.head_drop(activations))
-        return self._scores(logits)
+        return self._mid_children(poses, logits)
 
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Map to class poses, their logits, both layers' couplings, and the mid capsules' activations."""

@@ -189,15 +189,15 @@ class EncapNet(CapsuleNet):
             return x
         if pre_logits or self.num_classes == 0:
             return x.mean(dim=[2, 3])
-        x = F.dropout(x, self.drop_rate, self.training)
-        return _capsule_lengths(self.head(x))
+        return self._class_capsules(x)[0]
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses = self.head(F.dropout(x, self.drop_rate, self.training))
+        return _capsule_lengths(poses), poses
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to scores, class capsules ``[b, n, d]`` and lengths; ``couplings`` is empty (nothing iterates)."""
-        self._require_classes()
-        x = F.dropout(self.forward_features(x), self.drop_rate, self.training)
-        poses = self.head(x)
-        lengths = _capsule_lengths(poses)
+        lengths, poses = self.forward_poses(x)
         return CapsuleOutput(lengths, poses, lengths, ())
 
     def coupling_map(self, x: Tensor) -> Tensor:

@@ -197,14 +197,18 @@ class IdpaNet(CapsuleNet):
         """
         if self.num_classes == 0 and self.global_pool == "":
             return x
-        poses, activation = self._primary_capsules(x)
         if pre_logits or self.num_classes == 0:
+            poses, activation = self._primary_capsules(x)
             hidden, _ = self.capsules.run(poses, activation, self.hidden)
             if self.hidden_on_grid:
                 hidden = hidden.mean(dim=[1, 2])
             return hidden.flatten(1)
+        return self._class_capsules(x)[0]
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses, activation = self._primary_capsules(x)
         classes, active = self.capsules.run(poses, activation, self.hidden + 1)
-        return self._scores(classes, active)
+        return self._scores(classes, active), classes
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to logits, class capsules ``[b, n, e]``, logits again as activations, and all couplings.

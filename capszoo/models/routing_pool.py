@@ -335,8 +335,11 @@ class RoutingCapsResNet(CapsuleNet):
         """``[b, 64, h, w]`` to capsule lengths ``[b, n]``; to ``[b, 64]``, the mean over the grid, without them."""
         if pre_logits or self.num_classes == 0:
             return x if self.global_pool == "" and self.num_classes == 0 else x.mean(dim=(2, 3))
+        return self._class_capsules(x)[0]
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.class_caps(self.head_drop(x))  # [b, n, e]
-        return _lengths(poses)
+        return _lengths(poses), poses
 
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         self._require_classes()

@@ -376,6 +376,21 @@ def test_forward_capsules(name: str) -> None:
 
 
 @each_model
+def test_forward_poses(name: str) -> None:
+    model = small(name).eval()
+    calibrate(model)
+    x = images(model, 2)
+    if "decoder" not in signature(name) and not name.startswith("idpa"):  # plain nets, and pooled features
+        with pytest.raises(NotImplementedError, match="class capsules"):
+            model.forward_poses(x)
+        return
+    with torch.no_grad():
+        scores, poses = model.forward_poses(x)
+        assert torch.equal(scores, model(x))
+        torch.testing.assert_close(poses, model.forward_capsules(x).poses, rtol=1e-5, atol=1e-6)
+
+
+@each_model
 def test_coupling_map(name: str) -> None:
     model = small(name).eval()
     x = images(model, 2)

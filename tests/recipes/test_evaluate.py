@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from capszoo.data import Augment, Batches, ImageSet, dataset_spec
 from capszoo.data.sources import compose
 from capszoo.losses import margin_loss
-from capszoo.models._base import CapsuleOutput
 from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
 from capszoo.recipes.evaluate import all_right, count_correct, evaluate
 from capszoo.recipes.rundir import check_run
@@ -127,9 +126,9 @@ def test_composed_sets_train(tiny_mnist: Path, tmp_path: Path, arch: str, data: 
 class Mirror(nn.Module):
     """Rebuilds from each class's pose a constant image of that value."""
 
-    def forward_capsules(self, images: Tensor) -> CapsuleOutput:
+    def forward_poses(self, images: Tensor) -> tuple[Tensor, Tensor]:
         poses = torch.linspace(0.1, 1.0, 10).expand(len(images), 10)[..., None]
-        return CapsuleOutput(poses[..., 0], poses, poses[..., 0], ())
+        return poses[..., 0], poses
 
     def reconstruct(self, poses: Tensor, target: Tensor) -> Tensor:
         return poses[torch.arange(len(poses)), target].view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
