@@ -16,7 +16,7 @@ from capszoo.data import ImageSet, dataset_spec
 from capszoo.data.sources import compose
 
 #: Files of the first 1,000 images of a test set, in tests/fixtures.
-PACKED = {"mnist": "mnist_test_1000.npz", "cifar10": "cifar10_test_1000.npz"}
+PACKED = {name: f"{name}_test_1000.npz" for name in ("mnist", "fashion_mnist", "cifar10")}
 
 
 def is_packed(name: str) -> bool:
