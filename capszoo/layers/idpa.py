@@ -550,90 +550,25 @@ class _IDPALayer(nn.Module):
         raise NotImplementedError
 
     @torch.jit.unused
-    def _passes_in_blocks(
-        self, children: List[Tensor], num_iters: int, want_couplings: bool
+    def _passes_by(
+        self, engine: "_Engine", children: List[Tensor], num_iters: int, want_couplings: bool
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
-        """:meth:`_passes`, no votes being kept."""
+        """:meth:`_passes` by an engine of its own: no activations."""
         poses: List[Tensor] = []
         couplings: Optional[Tensor] = None
-        in_parts = self.wide is not None
-        weight = self._child_weight()
-        votes: List[Tensor] = []
+        held: List[Tensor] = []
         read = -1
         for s in range(num_iters):  # from 0
             if s == 0 and self.folds:
-                sums = self._sum_of_votes(children[0]) / self.out_caps
+                new = engine.first(children[0])
             else:
                 wanted = min(max(s - 1, 0), len(children) - 1)
-                last = want_couplings and s == num_iters - 1
-                if wanted != read and in_parts:
-                    read, votes = wanted, self._votes_in_parts(children[wanted])
-                elif wanted != read:
-                    read, kids = wanted, self._child_poses(children[wanted])
-                parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
-                if in_parts:
-                    sums, couplings = self._route_parts(votes, parents, last)
-                else:
-                    sums, couplings = _idpa_pass(kids, weight, parents * self.scale, last)
-            poses.append(self._normalise(sums))
-        return poses, [], couplings if want_couplings else None
-
-    @torch.jit.unused
-    def _fused_passes(
-        self, children: List[Tensor], num_iters: int, want_couplings: bool
-    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
-        """:meth:`_passes` on a GPU, no vote leaving the registers; poses in the type the kernels compute with."""
-        poses: List[Tensor] = []
-        couplings: Optional[Tensor] = None
-        dtype = working_type(children[0])
-        weight = self._child_weight().to(dtype).contiguous()  # here, and not again in each pass
-        norm: Tuple[str, Optional[Tensor], Optional[Tensor], float] = ("none", None, None, 0.0)
-        dropped = self.training and self.drop.p > 0  # between sums and norm
-        if isinstance(self.norm, nn.LayerNorm) and not dropped:
-            norm = ("layer", self.norm.weight, self.norm.bias, self.norm.eps)
-        keep = torch.is_grad_enabled()
-        read = -1
-        for s in range(num_iters):  # from 0
-            if s == 0 and self.folds:
-                new = fused_norm(self._sum_of_votes(children[0]), 1.0 / self.out_caps, *norm)
-            else:
-                wanted = min(max(s - 1, 0), len(children) - 1)
-                last = want_couplings and s == num_iters - 1
                 if wanted != read:
-                    read, kids = wanted, self._child_grid(children[wanted]).to(dtype).contiguous()
+                    read, held = wanted, engine.hold(children[wanted])
                 parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
-                options = (last, keep, self.scale, self.kernel_size, self.stride, False)
-                new, couplings, _ = fused_pass(kids, weight, parents.to(dtype), *options, *norm)
-            poses.append(self._normalise(new) if norm[0] == "none" else new)
+                new, couplings = engine.route(held, parents, want_couplings and s == num_iters - 1)
+            poses.append(new)
         return poses, [], couplings if want_couplings else None
-
-    @torch.jit.unused
-    def _votes_in_parts(self, children: Tensor) -> List[Tensor]:
-        """All votes, ``[n, j, i, e]`` for some children at a time: made and moved while they are in the cache."""
-        assert self.wide is not None
-        poses = self._child_poses(children).flatten(2).transpose(0, 1)  # [i, n, d]
-        shape = (self.out_caps, self.out_dim)
-        count = -(-self._positions(children) * self.num_children * self.out_caps * self.out_dim // _PART)
-        parts = zip(poses.chunk(count), self.wide.chunk(count), strict=True)
-        return [torch.bmm(x, w).unflatten(2, shape).permute(1, 2, 0, 3) for x, w in parts]
-
-    @torch.jit.unused
-    def _route_parts(
-        self, votes: List[Tensor], parents: Tensor, want_couplings: bool
-    ) -> Tuple[Tensor, Optional[Tensor]]:
-        """One pass of Procedure 1; couplings sum to 1 over the parents, so parts of the children are independent."""
-        parents = (parents * self.scale).unsqueeze(3)  # [n, j, e, 1]
-        sums: List[Tensor] = []
-        couplings: List[Tensor] = []
-        for part in votes:
-            agreement = torch.matmul(part, parents).squeeze(3).transpose(1, 2)  # line 3: [n, i, j]
-            c = _couplings(agreement, part.dtype)  # line 4
-            sums.append(torch.matmul(c.transpose(1, 2).unsqueeze(2), part).squeeze(2))  # line 5: [n, j, e]
-            couplings.append(c)
-        total = sums[0]
-        for some in sums[1:]:
-            total = total + some
-        return total, torch.cat(couplings, dim=1) if want_couplings else None
 
     @torch.jit.unused
     def _positions(self, children: Tensor) -> int:
@@ -649,9 +584,11 @@ class _IDPALayer(nn.Module):
         """
         if not torch.jit.is_scripting():
             if self.wide is None and self._is_fused(children, num_iters):
-                return self._fused_passes(children, num_iters, want_couplings)
-            if self.wide is not None or self._many_votes(children, num_iters):
-                return self._passes_in_blocks(children, num_iters, want_couplings)
+                return self._passes_by(_Fused(self, children[0]), children, num_iters, want_couplings)
+            if self.wide is not None:
+                return self._passes_by(_Parts(self, self.wide), children, num_iters, want_couplings)
+            if self._many_votes(children, num_iters):
+                return self._passes_by(_Blocked(self), children, num_iters, want_couplings)
         poses: List[Tensor] = []
         active: List[Tensor] = []
         blocks = children[0]  # replaced before it is read
@@ -685,6 +622,120 @@ class _IDPALayer(nn.Module):
         if self.parent_init != "zero":
             text += f", parent_init={self.parent_init}"
         return text + (", activations=True" if self.activations else "")
+
+
+class _Engine:
+    """How a layer makes its passes where it does not keep all votes in blocks; see :meth:`_IDPALayer._passes_by`."""
+
+    def __init__(self, layer: _IDPALayer) -> None:
+        self.layer = layer
+
+    def first(self, children: Tensor) -> Tensor:
+        """Poses ``[n, j, e]`` after a pass in which all parents are zero: no vote is formed."""
+        return self.layer._normalise(self.layer._sum_of_votes(children) / self.layer.out_caps)
+
+    def hold(self, children: Tensor) -> List[Tensor]:
+        """What passes over the same children share."""
+        raise NotImplementedError
+
+    def route(
+        self, held: List[Tensor], parents: Tensor, want_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """One pass of Procedure 1.
+
+        Args:
+            held: from :meth:`hold`.
+            parents: poses of the iteration before, ``[n, j, e]``.
+            want_couplings: give the couplings too.
+
+        Returns:
+            Poses ``[n, j, e]`` and couplings ``[n, i, j]``, which say nothing where they are not wanted.
+        """
+        raise NotImplementedError
+
+
+class _Blocked(_Engine):
+    """Passes through :func:`_idpa_pass`, no votes being kept."""
+
+    def __init__(self, layer: _IDPALayer) -> None:
+        super().__init__(layer)
+        self.weight = layer._child_weight()
+
+    def hold(self, children: Tensor) -> List[Tensor]:
+        return [self.layer._child_poses(children)]
+
+    def route(
+        self, held: List[Tensor], parents: Tensor, want_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        sums, couplings = _idpa_pass(held[0], self.weight, parents * self.layer.scale, want_couplings)
+        return self.layer._normalise(sums), couplings
+
+
+class _Parts(_Engine):
+    """Passes of an exported graph, plain products through the weights of :meth:`ConvIDPA.prepare_for_export`."""
+
+    def __init__(self, layer: _IDPALayer, wide: Tensor) -> None:
+        super().__init__(layer)
+        self.wide = wide
+
+    def hold(self, children: Tensor) -> List[Tensor]:
+        """All votes, ``[n, j, i, e]`` for some children at a time: made and moved while they are in the cache."""
+        layer = self.layer
+        poses = layer._child_poses(children).flatten(2).transpose(0, 1)  # [i, n, d]
+        shape = (layer.out_caps, layer.out_dim)
+        votes = layer._positions(children) * layer.num_children * layer.out_caps * layer.out_dim
+        count = -(-votes // _PART)
+        parts = zip(poses.chunk(count), self.wide.chunk(count), strict=True)
+        return [torch.bmm(x, w).unflatten(2, shape).permute(1, 2, 0, 3) for x, w in parts]
+
+    def route(
+        self, held: List[Tensor], parents: Tensor, want_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """Couplings sum to 1 over the parents, so parts of the children are independent."""
+        parents = (parents * self.layer.scale).unsqueeze(3)  # [n, j, e, 1]
+        sums: List[Tensor] = []
+        couplings: List[Tensor] = []
+        for part in held:
+            agreement = torch.matmul(part, parents).squeeze(3).transpose(1, 2)  # line 3: [n, i, j]
+            c = _couplings(agreement, part.dtype)  # line 4
+            sums.append(torch.matmul(c.transpose(1, 2).unsqueeze(2), part).squeeze(2))  # line 5: [n, j, e]
+            couplings.append(c)
+        total = sums[0]
+        for some in sums[1:]:
+            total = total + some
+        return self.layer._normalise(total), torch.cat(couplings, dim=1) if want_couplings else None
+
+
+class _Fused(_Engine):
+    """Passes on a GPU, no vote leaving the registers; poses in the type the kernels compute with."""
+
+    def __init__(self, layer: _IDPALayer, like: Tensor) -> None:
+        super().__init__(layer)
+        self.dtype = working_type(like)
+        self.weight = layer._child_weight().to(self.dtype).contiguous()  # here, and not again in each pass
+        self.norm: Tuple[str, Optional[Tensor], Optional[Tensor], float] = ("none", None, None, 0.0)
+        dropped = layer.training and layer.drop.p > 0  # between sums and norm
+        if isinstance(layer.norm, nn.LayerNorm) and not dropped:
+            self.norm = ("layer", layer.norm.weight, layer.norm.bias, layer.norm.eps)
+        self.keep = torch.is_grad_enabled()
+
+    def first(self, children: Tensor) -> Tensor:
+        layer = self.layer
+        return self._finished(fused_norm(layer._sum_of_votes(children), 1.0 / layer.out_caps, *self.norm))
+
+    def hold(self, children: Tensor) -> List[Tensor]:
+        return [self.layer._child_grid(children).to(self.dtype).contiguous()]
+
+    def route(
+        self, held: List[Tensor], parents: Tensor, want_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        layer = self.layer
+        options = (want_couplings, self.keep, layer.scale, layer.kernel_size, layer.stride, False)
+        poses, couplings, _ = fused_pass(held[0], self.weight, parents.to(self.dtype), *options, *self.norm)
+        return self._finished(poses), couplings
+
+    def _finished(self, poses: Tensor) -> Tensor:
+        return self.layer._normalise(poses) if self.norm[0] == "none" else poses
 
 
 class ConvIDPA(_IDPALayer):

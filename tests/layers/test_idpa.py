@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from capszoo.layers import idpa as idpa_module
-from capszoo.layers.idpa import _group_size
+from capszoo.layers.idpa import _group_size, _Parts
 from tests.reference import idpa as naive
 
 F64 = torch.float64
@@ -488,7 +488,7 @@ def test_prepared_for_export(
     for layer in stack[:2]:
         layer.prepare_for_export()
         monkeypatch.setattr(layer, "_votes", None)  # not in the way of training
-    assert len(stack.conv1._votes_in_parts(x)) > 1
+    assert len(_Parts(stack.conv1, stack.conv1.wide).hold(x)) > 1
     expected, couplings, _ = full_reference(stack, x)
     torch.testing.assert_close(stack(x)[0], naive.stack(expected[-1]), atol=1e-10, rtol=1e-9)
     for level, given in enumerate(stack.run_full(x)[2]):
