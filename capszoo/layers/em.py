@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ._blockwise import blockwise
+from ._transforms import block_diagonal
 from .squash import upcast_half
 
 __all__ = ["ClassEM", "ConvEM", "SharedEM", "em_routing", "shared_em_routing"]
@@ -289,18 +290,6 @@ def first_weights(activations: Tensor, parents: int, eps: float = EPS) -> Tuple[
     weights = (activations + eps) / parents
     mass = weights.sum(dim=1, keepdim=True)
     return weights / mass, mass
-
-
-def block_diagonal(weight: Tensor, pose_size: int) -> Tensor:
-    """Transforms of matrix poses as matrices on flattened poses: ``[i, j, q, r] -> [i, p*q, j*p*r]``.
-
-    ``pose.flatten() @ block_diagonal(weight)[i]`` is ``pose @ weight[i, j]`` for all parents j, flattened. The
-    products with the zeros cost less than products of 4x4 matrices lose.
-    """
-    w = weight.permute(0, 2, 1, 3).unsqueeze(3)  # [i, q, j, 1, r]
-    # row p of the child's pose reaches row p of the vote only
-    rows = [F.pad(w, [0, 0, p, pose_size - 1 - p]) for p in range(pose_size)]  # each [i, q, j, p, r]
-    return torch.stack(rows, dim=1).flatten(3).flatten(1, 2)
 
 
 def _init_transforms(weight: Tensor, noise: float) -> None:

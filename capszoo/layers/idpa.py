@@ -71,6 +71,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._transforms import block_diagonal
 from ._triton import fused, working_type
 from ._triton.ops import fused_norm, fused_pass
 from .squash import upcast_half
@@ -898,10 +899,8 @@ class ConvIDPA(_IDPALayer):
         """
         if self.activations:
             return
-        weight = self._child_weight().detach()  # [i, q, j, r]
-        eye = torch.eye(self.rows, dtype=weight.dtype, device=weight.device)
-        wide = torch.einsum("iqjr,ps->ipqjsr", weight, eye)
-        self.wide = wide.reshape(self.num_children, self.in_dim, self.out_caps * self.out_dim)
+        weight = self._child_weight().detach().transpose(1, 2)  # [i, j, q, r]
+        self.wide = block_diagonal(weight, self.rows)
 
     def _votes(self, children: Tensor) -> Tensor:
         return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
