@@ -204,11 +204,9 @@ class DynamicRouting(_Routing):
 
     @torch.jit.unused
     def _is_fused(self, x: Tensor) -> bool:
-        if isinstance(x, torch.fx.Proxy) or self.softmax_over != "parents" or self.start is not None:
+        if self.num_iters == 1 or self.softmax_over != "parents" or self.start is not None:
             return False
-        if self.num_iters == 1 or working_type(x) != working_type(self.weight):
-            return False
-        return fused(x, self.out_caps, 1, self.in_dim, self.out_dim)
+        return fused(x, self.weight, self.out_caps, 1, self.in_dim, self.out_dim)
 
     @torch.jit.unused
     def _fused_rounds(self, x: Tensor, want_couplings: bool) -> Tuple[Tensor, Tensor]:

@@ -527,10 +527,7 @@ class _IDPALayer(nn.Module):
         """Whether the passes go through :func:`.fused_pass`: on CUDA, in eager mode or compiled."""
         if self.activations or num_iters == int(self.folds):
             return False
-        x = children[0]
-        if isinstance(x, torch.fx.Proxy) or working_type(x) != working_type(self.weight):
-            return False
-        return fused(x, self.out_caps, self.rows, self.inner, self.cols)
+        return fused(children[0], self.weight, self.out_caps, self.rows, self.inner, self.cols)
 
     @torch.jit.unused
     def _many_votes(self, children: List[Tensor], num_iters: int) -> bool:

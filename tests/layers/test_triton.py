@@ -60,7 +60,7 @@ import torch
 from capszoo import layers
 from capszoo.layers import _triton
 _triton._on_cpu = True
-assert not _triton.fused(torch.zeros(1), 10, 4, 4, 4)
+assert not _triton.fused(torch.zeros(1), torch.zeros(1), 10, 4, 4, 4)
 assert layers.FCIDPA(6, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
 assert layers.DynamicRouting(6, 4, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
 """
@@ -86,11 +86,11 @@ def test_switches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_FOUND", True)
     x = torch.zeros(1)
     monkeypatch.setattr(_triton, "_enabled", True)
-    assert _triton.fused(x, 10, 4, 4, 4)
+    assert _triton.fused(x, x, 10, 4, 4, 4)
     layers.use_triton(False)
-    assert not _triton.fused(x, 10, 4, 4, 4)
+    assert not _triton.fused(x, x, 10, 4, 4, 4)
     layers.use_triton()
-    assert _triton.fused(x, 10, 4, 4, 4)
+    assert _triton.fused(x, x, 10, 4, 4, 4)
     code = "from capszoo.layers import _triton; print(_triton._enabled)"
     assert python(root, "-c", code, CAPSZOO_TRITON="0").stdout.strip() == "False"
 
@@ -100,8 +100,9 @@ def test_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_on_cpu", True)
     monkeypatch.setattr(_triton, "_FOUND", True)
     half, single = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
-    assert _triton.fused(half, 100, 4, 4, 4) and not _triton.fused(single, 100, 4, 4, 4)
-    assert _triton.fused(single, 32, 6, 6, 6) and not _triton.fused(half, 1000, 4, 4, 4)
+    assert _triton.fused(half, half, 100, 4, 4, 4) and not _triton.fused(single, single, 100, 4, 4, 4)
+    assert _triton.fused(single, single, 32, 6, 6, 6) and not _triton.fused(half, half, 1000, 4, 4, 4)
+    assert not _triton.fused(half, single, 10, 4, 4, 4), "children and weights of different types"
 
 
 # Compiled for compute capability 9.0, which needs Triton and its own ptxas, but no GPU.

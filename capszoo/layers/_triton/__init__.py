@@ -49,21 +49,25 @@ def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, in
     return j, p, q, r
 
 
-def fused(x: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
+def fused(x: Tensor, weight: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
     """Whether the kernels are chosen: on CUDA (compute capability 8 or later), float32 or half types, sizes that fit.
 
     Never where the code is traced, scripted or exported: what leaves Python is the plain form.
 
     Args:
         x: children.
+        weight: of the votes, which the kernels compute in the same type.
         parents, rows, inner, cols: j, p, q and r.
     """
     if not _enabled or not _FOUND or isinstance(x, torch.fx.Proxy):
         return False
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False
+    dtype = working_type(x)
+    if dtype != working_type(weight):
+        return False
     j, p, q, r = padded(parents, rows, inner, cols)
-    if p > _MAX_DEPTH or q > _MAX_DEPTH or j * r > _MAX_WIDTH.get(working_type(x), 0):
+    if p > _MAX_DEPTH or q > _MAX_DEPTH or j * r > _MAX_WIDTH.get(dtype, 0):
         return False
     if x.device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_properties(x.device).major >= 8
