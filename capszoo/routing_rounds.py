@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .errors import CapszooError
 from .models._base import CouplingLayout
 from .routing_stats import canonical
-from .summary import ITERATION_ATTRIBUTES
+from .summary import iteration_attributes
 
 __all__ = ["RoundChanges", "round_changes"]
 
@@ -47,11 +47,8 @@ class RoundChanges:
 
 
 def _count(module: nn.Module) -> int | None:
-    for name in ITERATION_ATTRIBUTES:
-        value = getattr(module, name, None)
-        if type(value) is int:
-            return value
-    return None
+    counts = [getattr(module, name) for name in iteration_attributes(module)]
+    return counts[0] if counts else None
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
@@ -71,8 +68,7 @@ def _rounds(router: nn.Module, count: int) -> Iterator[None]:
     before = [
         (module, name, getattr(module, name))
         for module in router.modules()
-        for name in ITERATION_ATTRIBUTES
-        if type(getattr(module, name, None)) is int
+        for name in iteration_attributes(module)
     ]
     try:
         for module, name, _ in before:

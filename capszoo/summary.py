@@ -15,7 +15,14 @@ from .models._papers import PAPERS, PaperFigure
 from .models._pretrained import bundled_tags
 from .preprocess import model_input_size
 
-__all__ = ["ModelSummary", "count_multiply_adds", "list_summaries", "routing_iterations", "summarise"]
+__all__ = [
+    "ModelSummary",
+    "count_multiply_adds",
+    "iteration_attributes",
+    "list_summaries",
+    "routing_iterations",
+    "summarise",
+]
 
 #: Names under which layers and models keep their iteration count.
 ITERATION_ATTRIBUTES = ("num_iters", "routing_iters")
@@ -86,14 +93,14 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
     return counter.get_total_flops() // 2
 
 
+def iteration_attributes(module: nn.Module) -> list[str]:
+    """Names under which this module itself, not its parts, keeps an iteration count; empty unless it routes."""
+    return [name for name in ITERATION_ATTRIBUTES if type(getattr(module, name, None)) is int]
+
+
 def routing_iterations(model: nn.Module) -> list[int]:
     """The distinct iteration counts of a model's routings, ascending; empty where there is no routing."""
-    counts = {
-        getattr(module, name)
-        for module in model.modules()
-        for name in ITERATION_ATTRIBUTES
-        if type(getattr(module, name, None)) is int
-    }
+    counts = {getattr(module, name) for module in model.modules() for name in iteration_attributes(module)}
     return sorted(counts)
 
 

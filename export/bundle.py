@@ -39,7 +39,7 @@ from capszoo.models._pretrained import (
     sha256_of,
 )
 from capszoo.preprocess import ImageTransform, load_image, model_input_size, model_transform
-from capszoo.summary import ITERATION_ATTRIBUTES
+from capszoo.summary import iteration_attributes
 
 from . import compare, infer, to_aoti, to_onnx, to_tensorrt
 from ._workplace import old_name, workplace
@@ -503,9 +503,8 @@ def _describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
     routing = [
         {"layer": name, "type": type(module).__name__, "iterations": getattr(module, attribute)}
         for name, module in job.original.named_modules()
-        for attribute in ITERATION_ATTRIBUTES
         if type(module).__module__.startswith("capszoo.layers")
-        and type(getattr(module, attribute, None)) is int
+        for attribute in iteration_attributes(module)
     ]
     served = job.original if isinstance(job.original, to_onnx.unroll.Served) else None
     return {

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from capszoo.summary import ITERATION_ATTRIBUTES
+from capszoo.summary import iteration_attributes
 
 if TYPE_CHECKING:
     import onnx
@@ -43,8 +43,7 @@ def plain_layers(model: nn.Module) -> set[str]:
     routings = [
         name
         for name, module in model.named_modules()
-        if type(module).__module__.startswith("capszoo.layers")
-        and any(type(getattr(module, attribute, None)) is int for attribute in ITERATION_ATTRIBUTES)
+        if type(module).__module__.startswith("capszoo.layers") and iteration_attributes(module)
     ]
     inside = tuple(f"{name}." for name in routings)
     found = set()

@@ -21,7 +21,7 @@ from torch import fx
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from capszoo.errors import UsageError
-from capszoo.summary import ITERATION_ATTRIBUTES, routing_iterations
+from capszoo.summary import iteration_attributes, routing_iterations
 
 __all__ = ["Served", "fold_batchnorm", "prepare_for_export", "routing_iterations", "set_routing_iterations"]
 
@@ -61,10 +61,9 @@ def set_routing_iterations(model: nn.Module, routing_iters: int) -> None:
         raise UsageError(f"routing_iters is {routing_iters}", "give 1 or more")
     found = False
     for module in model.modules():
-        for name in ITERATION_ATTRIBUTES:
-            if type(getattr(module, name, None)) is int:
-                setattr(module, name, routing_iters)
-                found = True
+        for name in iteration_attributes(module):
+            setattr(module, name, routing_iters)
+            found = True
     if not found:
         raise UsageError(f"{type(model).__name__} has no routing", "leave routing_iters out")
 
