@@ -38,6 +38,7 @@ from benchmarks import models, plain  # noqa: E402
 from capszoo import layers  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
 from capszoo.export import compare, to_onnx  # noqa: E402
+from tests.support import warm  # noqa: E402
 
 BATCHES = (1, 16)
 
@@ -46,6 +47,10 @@ TARGETS = {"idpa_resnet": 2.0, "capsnet_dynamic": 0.6}
 
 #: What a layer should reach against its einsum graph at batch 1.
 LAYER_TARGETS = {"IDPA conv": 14.0, "dynamic": 3.5}
+
+#: With variances as the noise gives them an untrained EncapNet of a hundred layers is chaotic: its scores in float32
+#: and float64 have nothing in common. With variances five times as large it gives zeros. This lies between.
+DAMPING = 2.5
 
 FOLDER = ROOT / "bench" / "onnx"
 
@@ -84,7 +89,7 @@ def exported(spec: str) -> tuple[Path, dict[str, Any]]:
     if not described.is_file():
         torch.manual_seed(0)
         model, size = models.build(spec)
-        warm(model, size)
+        warm(model, torch.randn(4, *size), DAMPING)
         largest = min(16, models.batch_of(spec, 16))
         report = to_onnx.export(
             model.eval(),
@@ -96,25 +101,6 @@ def exported(spec: str) -> tuple[Path, dict[str, Any]]:
         )
         described.write_text(json.dumps(report.to_dict()))
     return file, json.loads(described.read_text())
-
-
-#: With variances as the noise gives them an untrained EncapNet of a hundred layers is chaotic: its scores in float32
-#: and float64 have nothing in common. With variances five times as large it gives zeros. This lies between.
-DAMPING = 2.5
-
-
-def warm(model: nn.Module, size: tuple[int, ...]) -> None:
-    """BatchNorm statistics of noise: with the initial ones a deep EncapNet's scores are all but zero, and equal."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    for norm in norms:
-        norm.momentum = 1.0
-    if norms:
-        with torch.no_grad():
-            model.train()(torch.randn(4, *size))
-    for norm in norms:
-        if norm.running_var is not None:
-            norm.running_var *= DAMPING
-    model.eval()
 
 
 def row_of(spec: str) -> Row:

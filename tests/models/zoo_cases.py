@@ -95,17 +95,6 @@ def calibrate(model: nn.Module) -> None:
             module.running_var.uniform_(0.8, 1.2, generator=generator)
 
 
-def warm(model: nn.Module) -> None:
-    """Give every BatchNorm the statistics of noise, as training would: with others a deep ResNet's numbers double
-    with each block, and leave float16 behind."""
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    for norm in norms:
-        norm.momentum = 1.0
-    with torch.no_grad():
-        model.train()(images(model, 8))
-    model.eval()
-
-
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference as a share of the largest value of ``a``."""
     return float((a - b).abs().max() / a.abs().max().clamp_min(1e-12))
