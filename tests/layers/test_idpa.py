@@ -223,6 +223,13 @@ def full_reference(stack: IDPAStack, x: Tensor, activation: Tensor | None = None
     return naive.inference(naive.grid(x[0]), layers, stack.num_iters, stack.routing, acts)
 
 
+def assert_couplings(given: list[Tensor], expected: Any) -> None:
+    """Every layer's couplings of the first image equal the reference's nested lists."""
+    for c, nested in zip(given, expected, strict=True):
+        wanted = naive.stack(nested).transpose(-1, -2)
+        torch.testing.assert_close(c[0].reshape(wanted.shape), wanted)
+
+
 def parameters_but_starts(stack: IDPAStack) -> list[Tensor]:
     return [p for p in stack.parameters() if p.requires_grad]
 
@@ -241,8 +248,7 @@ def test_stack_is_procedure_2(num_iters: int, routing: str, pose: str) -> None:
     poses, _, given = stack.run_full(x)
     for level in range(4):
         torch.testing.assert_close(poses[level][0], naive.stack(expected[level]), atol=1e-10, rtol=1e-9)
-        c = naive.stack(couplings[level]).transpose(-1, -2)
-        torch.testing.assert_close(given[level][0].reshape(c.shape), c)
+    assert_couplings(given, couplings)
 
 
 @pytest.mark.parametrize("num_iters", [1, 2, 3, 4, 5])
@@ -347,9 +353,7 @@ def test_blocks_are_procedure_2(
     passes = [stack.iterations(level) - (parent_init == "zero") for level in range(4)]
     assert used.calls.count("capszoo::idpa_pass") == sum(passes)
     assert_same(scores[0], naive.stack(expected[-1]), [x, *parameters_but_starts(stack)])
-    for level, given in enumerate(stack.run_full(x)[2]):
-        c = naive.stack(couplings[level]).transpose(-1, -2)
-        torch.testing.assert_close(given[0].reshape(c.shape), c)
+    assert_couplings(stack.run_full(x)[2], couplings)
 
 
 @pytest.mark.parametrize("case", range(len(CONVS) + 2))
@@ -491,9 +495,7 @@ def test_prepared_for_export(
     assert len(_Parts(stack.conv1, stack.conv1.wide).hold(x)) > 1
     expected, couplings, _ = full_reference(stack, x)
     torch.testing.assert_close(stack(x)[0], naive.stack(expected[-1]), atol=1e-10, rtol=1e-9)
-    for level, given in enumerate(stack.run_full(x)[2]):
-        c = naive.stack(couplings[level]).transpose(-1, -2)
-        torch.testing.assert_close(given[0].reshape(c.shape), c)
+    assert_couplings(stack.run_full(x)[2], couplings)
     assert not any("wide" in name for name in stack.state_dict())
 
 
