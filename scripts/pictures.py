@@ -7,7 +7,7 @@ they change; drawn with other versions of PyTorch or matplotlib it may differ in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -33,6 +33,20 @@ KINDS = {
     "heat": "From where the predicted class was routed: test images, couplings, both",
     "decoded": "Test images and their reconstructions, first of recognised images, then of others",
 }
+
+
+def stale_files(
+    sources: Mapping[Path, str], there: Iterable[Path], states: Callable[[Path, str], bool]
+) -> list[Path]:
+    """Drawn files that are not as they should be: those that are missing or of another source, then those to remove.
+
+    Args:
+        sources: what each file is drawn from.
+        there: the files that there are.
+        states: whether a file says of itself that it is drawn from this.
+    """
+    stale = [path for path, source in sources.items() if not path.is_file() or not states(path, source)]
+    return stale + [path for path in there if path not in sources]
 
 
 def picture_file(docs: Path, name: str, kind: str) -> Path:
@@ -64,14 +78,11 @@ def stale_pictures(docs: Path) -> list[Path]:
         for info in bundled_tags().values()
         for kind in kinds_of(info)
     }
-    stale = [path for path, source in sources.items() if not _is_of(path, source)]
     there = [path for kind in KINDS for path in sorted((docs / "pictures").glob(f"*.{kind}.png"))]
-    return stale + [path for path in there if path not in sources]
+    return stale_files(sources, there, _states)
 
 
-def _is_of(path: Path, source: str) -> bool:
-    if not path.is_file():
-        return False
+def _states(path: Path, source: str) -> bool:
     with Image.open(path) as picture:
         return picture.info.get("Description") == source
 

@@ -26,7 +26,7 @@ from capszoo.recipes.figures import (
     shown,
     twin_groups,
 )
-from scripts.pictures import KINDS, kinds_of
+from scripts.pictures import KINDS, kinds_of, stale_files
 
 HEAD = """# Results
 
@@ -62,13 +62,13 @@ def _source(info: WeightsInfo) -> str:
 
 def stale_curves(docs: Path) -> list[Path]:
     """Pictures that are missing, or drawn from another history, or of a checkpoint that is gone."""
-    infos = {curve_file(docs, name): info for name, info in bundled_tags().items() if info.raw.get("history")}
-    missing = [
-        path
-        for path, info in infos.items()
-        if not path.is_file() or _source(info) not in path.read_text(encoding="utf-8")
-    ]
-    return missing + [path for path in sorted((docs / "curves").glob("*.svg")) if path not in infos]
+    sources = {
+        curve_file(docs, name): _source(info)
+        for name, info in bundled_tags().items()
+        if info.raw.get("history")
+    }
+    there = sorted((docs / "curves").glob("*.svg"))
+    return stale_files(sources, there, lambda path, source: source in path.read_text(encoding="utf-8"))
 
 
 def write_curves(path: Path) -> None:
