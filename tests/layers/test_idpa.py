@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
-from capszoo.layers import idpa as idpa_module
-from capszoo.layers.idpa import _group_size, _Parts
+from capszoo.layers.idpa import blocked, engines
+from capszoo.layers.idpa.procedure import group_size
 from tests.reference import idpa as naive
 
 F64 = torch.float64
@@ -174,9 +174,9 @@ def test_fc_layer(out_caps: int, num_iters: int, pose: str) -> None:
 
 def test_group_size_divides() -> None:
     for parents in range(1, 1001):
-        group = _group_size(parents)
+        group = group_size(parents)
         assert parents % group == 0 and group <= 64
-    assert [_group_size(parents) for parents in (10, 20, 32, 100, 37)] == [10, 10, 16, 10, 37]
+    assert [group_size(parents) for parents in (10, 20, 32, 100, 37)] == [10, 10, 16, 10, 37]
 
 
 @pytest.mark.parametrize("num_iters", [1, 2, 3])
@@ -333,8 +333,8 @@ def test_votes_are_shared_while_the_children_stay() -> None:
 
 def in_blocks(monkeypatch: pytest.MonkeyPatch, always: bool = True) -> None:
     """Every pass over votes goes through the operator (or none), in blocks that divide neither axis."""
-    monkeypatch.setattr(idpa_module, "_MANY", 0 if always else 2**60)
-    monkeypatch.setattr(idpa_module, "_BLOCK", 150)
+    monkeypatch.setattr(engines, "_MANY", 0 if always else 2**60)
+    monkeypatch.setattr(blocked, "_BLOCK", 150)
 
 
 @pytest.mark.parametrize("num_iters", [2, 3, 4])
@@ -375,7 +375,7 @@ def test_blocks_on_batches(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_keep_no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     """For backward, a pass keeps its children, weights and parents; its largest buffers are those of a block."""
-    monkeypatch.setattr(idpa_module, "_MANY", 0)
+    monkeypatch.setattr(engines, "_MANY", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     layer = ConvIDPA(8, 16, 16, num_iters=3)
     x = torch.randn(4, 8 * 16, 8, 8, requires_grad=True)
@@ -389,8 +389,8 @@ def test_blocks_keep_no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         layer(x)
     assert sum(saved.values()) < votes / 4
-    room = idpa_module._Room(x, 144, 72, 4, 16, 16)
-    assert room.wide.numel() <= 2 * idpa_module._BLOCK
+    room = blocked._Room(x, 144, 72, 4, 16, 16)
+    assert room.wide.numel() <= 2 * blocked._BLOCK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -417,8 +417,8 @@ def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
         tensors = [
             torch.randn(s, dtype=F64, requires_grad=True) for s in ((4, 6, 2, 2), (6, 2, j, 2), (4, j, 4))
         ]
-        torch.library.opcheck(idpa_module._idpa_pass, (*tensors, want))
-        torch.autograd.gradcheck(lambda *t, want=want: idpa_module._idpa_pass(*t, want)[: 1 + want], tensors)
+        torch.library.opcheck(blocked.idpa_pass, (*tensors, want))
+        torch.autograd.gradcheck(lambda *t, want=want: blocked.idpa_pass(*t, want)[: 1 + want], tensors)
 
 
 def test_blocks_are_for_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def test_blocks_are_for_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("the operator was used")
 
-    monkeypatch.setattr(idpa_module, "_idpa_pass", refuse)
+    monkeypatch.setattr(engines, "idpa_pass", refuse)
     with pytest.raises(AssertionError, match="was used"):
         stack(x)
     exported = torch.export.export(stack, (x,)).module()
@@ -486,13 +486,13 @@ def test_prepared_for_export(
     num_iters: int, routing: str, pose: str, parent_init: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Convolutional layers with their votes in parts: still Procedure 2, couplings too."""
-    monkeypatch.setattr(idpa_module, "_PART", 50)
+    monkeypatch.setattr(engines, "_PART", 50)
     stack = small_stack(num_iters, routing, pose, parent_init=parent_init)
     x = primary()
     for layer in stack[:2]:
         layer.prepare_for_export()
         monkeypatch.setattr(layer, "_votes", None)  # not in the way of training
-    assert len(_Parts(stack.conv1, stack.conv1.wide).hold(x)) > 1
+    assert len(engines.Parts(stack.conv1, stack.conv1.wide).hold(x)) > 1
     expected, couplings, _ = full_reference(stack, x)
     torch.testing.assert_close(stack(x)[0], naive.stack(expected[-1]), atol=1e-10, rtol=1e-9)
     assert_couplings(stack.run_full(x)[2], couplings)

@@ -1,0 +1,234 @@
+"""What the two kinds of IDPA layer share."""
+
+import math
+from typing import List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ..squash import upcast_half
+from .engines import Engine, engine_of
+from .procedure import agreement_of, block_mask, couplings_of, group_size, update_of
+
+torch.fx.wrap("upcast_half")
+
+__all__ = ["IDPALayer"]
+
+
+class IDPALayer(nn.Module):
+    """What convolutional and fully connected layers share: options, norm, passes over votes."""
+
+    weight: nn.Parameter
+    start: Tensor
+    mask: Tensor
+    wide: Optional[Tensor]
+    kernel_size: int
+    stride: int
+
+    def __init__(
+        self,
+        num_children: int,
+        out_caps: int,
+        in_dim: int = 16,
+        out_dim: Optional[int] = None,
+        num_iters: int = 2,
+        pose: str = "matrix",
+        scale_agreement: bool = True,
+        parent_init: str = "zero",
+        layer_norm: bool = True,
+        activations: bool = False,
+        drop: float = 0.0,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        if pose not in ("matrix", "vector"):
+            raise ValueError(f"pose must be 'matrix' or 'vector', not {pose!r}")
+        if parent_init not in ("zero", "random", "learned"):
+            raise ValueError(f"parent_init must be 'zero', 'random' or 'learned', not {parent_init!r}")
+        if num_iters < 1:
+            raise ValueError(f"num_iters must be at least 1, not {num_iters}")
+        out_dim = in_dim if out_dim is None else out_dim
+        side = math.isqrt(in_dim)
+        if pose == "matrix" and (side * side != in_dim or in_dim != out_dim):
+            raise ValueError(
+                f"matrix poses are square and alike in both layers, not of {in_dim} and {out_dim} numbers: "
+                "use pose='vector'"
+            )
+        self.num_children = num_children  # of one parent
+        self.in_dim = in_dim
+        self.out_caps = out_caps
+        self.out_dim = out_dim
+        self.num_iters = num_iters
+        self.pose = pose
+        self.rows, self.inner, self.cols = (side, side, side) if pose == "matrix" else (1, in_dim, out_dim)
+        self.scale = 1.0 / math.sqrt(out_dim) if scale_agreement else 1.0
+        self.parent_init = parent_init
+        self.layer_norm = layer_norm
+        self.activations = activations
+        # with parents at zero and no activations, the first pass is a sum of votes: no vote is formed
+        self.folds = parent_init == "zero" and not activations
+        group = group_size(out_caps)
+        self.register_buffer("mask", block_mask(self.rows, out_caps, self.cols, group), persistent=False)
+
+        if parent_init == "learned":
+            self.start = nn.Parameter(torch.zeros(out_caps, out_dim))
+        elif parent_init == "random":
+            self.register_buffer("start", torch.randn(out_caps, out_dim))
+        else:
+            self.register_buffer("start", torch.zeros(out_caps, out_dim), persistent=False)
+        if activations:
+            self.beta_v = nn.Parameter(torch.zeros(out_caps))
+            self.beta_a = nn.Parameter(torch.zeros(out_caps))
+        else:
+            self.register_parameter("beta_v", None)
+            self.register_parameter("beta_a", None)
+        self.register_buffer("wide", None, persistent=False)
+        self.drop = nn.Dropout(drop)
+        self.norm = nn.LayerNorm(out_dim, eps=eps) if layer_norm else nn.Identity()
+
+    def _new_weight(self, *shape: int) -> nn.Parameter:
+        """Normal with variance parents / (children * inner), as the release has it."""
+        std = math.sqrt(self.out_caps / (self.num_children * self.inner))
+        return nn.Parameter(torch.empty(shape).normal_(std=std))
+
+    def _to_blocks(self, children: Tensor, weight: Tensor) -> Tensor:
+        """Votes of children ``[n, i, p, q]`` through weights ``[i, q, j*r]``, viewed as ``[n*..., i, w]``."""
+        x = children.transpose(0, 1).reshape(self.num_children, -1, self.inner)  # [i, n*p, q]
+        votes = torch.bmm(x, weight)  # Procedure 1, line 2: [i, n*p, j*r]
+        return votes.reshape(self.num_children, -1, self.mask.shape[0]).transpose(0, 1)
+
+    def _route_blocks(
+        self, blocks: Tensor, parents: Tensor, activation: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+        """One pass of Procedure 1 over votes.
+
+        Args:
+            blocks: votes, ``[n*..., i, w]``.
+            parents: poses of the iteration before, ``[n, j, e]``.
+            activation: of the children, ``[n, i]`` (ablation C).
+
+        Returns:
+            Sums of votes ``[n, j, e]``, couplings ``[n, i, j]``, activations of the parents ``[n, j]`` or None.
+        """
+        rows, j, cols = self.rows, self.out_caps, self.cols
+        p = (parents * self.scale).reshape(-1, j, rows, cols).transpose(1, 2)
+        agreement = agreement_of(blocks, p, self.mask, rows, j)  # line 3
+        couplings = couplings_of(agreement, blocks.dtype)  # line 4
+        beta_v, beta_a = self.beta_v, self.beta_a
+        if activation is None or beta_v is None or beta_a is None:
+            return update_of(blocks, couplings, self.mask, rows, j, cols), couplings, None  # line 5
+        # Ablation C: the M-step of EM routing with the couplings in the place of its assignments
+        votes, mask = upcast_half(blocks), upcast_half(self.mask)
+        assigned = upcast_half(couplings * activation.unsqueeze(2))  # R_ij, [n, i, j]
+        sums = update_of(votes, assigned, mask, rows, j, cols)
+        squares = update_of(votes * votes, assigned, mask, rows, j, cols)
+        mass = assigned.sum(dim=1)  # [n, j]
+        total = mass.clamp(min=1e-6).unsqueeze(2)
+        mean = sums / total
+        variance = (squares / total - mean * mean).clamp(min=1e-4)
+        cost = (beta_v + 0.5 * variance.log().mean(dim=2)) * (mass * (self.out_caps / self.num_children))
+        return sums.to(blocks.dtype), couplings, torch.sigmoid(beta_a - cost).to(blocks.dtype)
+
+    def _normalise(self, sums: Tensor) -> Tensor:
+        """Line 6, after the release's dropout: ``[..., e]``."""
+        return self.norm(self.drop(sums))
+
+    def _sum_of_votes(self, children: Tensor) -> Tensor:
+        """Sum of the votes of each parent, ``[n, j, e]``, in one product."""
+        raise NotImplementedError
+
+    def _votes(self, children: Tensor) -> Tensor:
+        """Votes in blocks, ``[n*..., i, w]``."""
+        raise NotImplementedError
+
+    def _of_each_parent(self, activation: Tensor) -> Tensor:
+        """Activations of a layer's children as the parents see them, ``[n, i]``."""
+        raise NotImplementedError
+
+    def _child_poses(self, children: Tensor) -> Tensor:
+        """Every routing's own children, ``[n, i, p, q]``."""
+        raise NotImplementedError
+
+    def _child_weight(self) -> Tensor:
+        """``[i, q, j, r]``"""
+        raise NotImplementedError
+
+    def _child_grid(self, children: Tensor) -> Tensor:
+        """Children as :func:`.fused_pass` reads them, ``[b, h, w, i, d]``, padded."""
+        raise NotImplementedError
+
+    @torch.jit.unused
+    def _routings(self, children: Tensor) -> int:
+        """Independent routings n."""
+        raise NotImplementedError
+
+    @torch.jit.unused
+    def _passes_by(
+        self, engine: Engine, children: List[Tensor], num_iters: int, want_couplings: bool
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
+        """:meth:`_passes` by an engine of its own: no activations."""
+        poses: List[Tensor] = []
+        couplings: Optional[Tensor] = None
+        held: List[Tensor] = []
+        read = -1
+        for s in range(num_iters):  # from 0
+            if s == 0 and self.folds:
+                new = engine.first(children[0])
+            else:
+                wanted = min(max(s - 1, 0), len(children) - 1)
+                if wanted != read:
+                    read, held = wanted, engine.hold(children[wanted])
+                parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
+                new, couplings = engine.route(held, parents, want_couplings and s == num_iters - 1)
+            poses.append(new)
+        return poses, [], couplings if want_couplings else None
+
+    @torch.jit.unused
+    def _positions(self, children: Tensor) -> int:
+        """Independent routings of an image, a plain integer also where the batch is free."""
+        raise NotImplementedError
+
+    def _passes(
+        self, children: List[Tensor], activations: List[Tensor], num_iters: int, want_couplings: bool
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
+        """The passes of ``route()``, with rows of independent routings: poses ``[n, j, e]``, activations ``[n, j]``.
+
+        Pass s reads its children's iteration s-1 (Procedure 2, line 8), the first pass iteration 1 (line 6).
+        """
+        if not torch.jit.is_scripting():
+            engine = engine_of(self, children, num_iters)
+            if engine is not None:
+                return self._passes_by(engine, children, num_iters, want_couplings)
+        poses: List[Tensor] = []
+        active: List[Tensor] = []
+        blocks = children[0]  # replaced before it is read
+        activation: Optional[Tensor] = None
+        couplings: Optional[Tensor] = None
+        for s in range(num_iters):  # from 0
+            if s == 0 and self.folds:
+                sums = self._sum_of_votes(children[0]) / self.out_caps
+            else:
+                read = max(s - 1, 0)
+                if s == 0 or (s == 1 and self.folds) or (s > 1 and read < len(children)):  # new children
+                    blocks = self._votes(children[read])
+                    if self.activations:
+                        activation = self._of_each_parent(activations[read])
+                if s == 0:
+                    # (the votes of one child have the size of the parents' poses)
+                    parents = self.start + torch.zeros_like(
+                        blocks[:, 0].reshape(-1, self.out_caps, self.out_dim)
+                    )
+                else:
+                    parents = poses[s - 1]
+                sums, couplings, act = self._route_blocks(blocks, parents, activation)
+                if act is not None:
+                    active.append(act)
+            poses.append(self._normalise(sums))
+        return poses, active, couplings
+
+    def extra_repr(self) -> str:
+        text = f"children={self.num_children}x{self.in_dim}, out_caps={self.out_caps}, out_dim={self.out_dim}"
+        text += f", pose={self.pose}, num_iters={self.num_iters}"
+        if self.parent_init != "zero":
+            text += f", parent_init={self.parent_init}"
+        return text + (", activations=True" if self.activations else "")

@@ -1,0 +1,313 @@
+"""Capsule layers with IDPA routing, convolutional and fully connected, and the norm before them."""
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._transforms import block_diagonal
+from .base import IDPALayer
+from .procedure import normalised
+
+__all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
+
+
+class CapsuleNorm(nn.Module):
+    """LayerNorm over the pose of every capsule of a feature map: ``[b, i*d, h, w]`` to the same shape.
+
+    Channel = capsule * d + dimension. The result is laid out channels-last, as the capsule layers read it.
+    """
+
+    def __init__(self, pose_dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.pose_dim = pose_dim
+        self.norm = nn.LayerNorm(pose_dim, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1).unflatten(-1, [-1, self.pose_dim])  # [b, h, w, i, d]
+        return self.norm(x).flatten(3).permute(0, 3, 1, 2)
+
+
+class ConvIDPA(IDPALayer):
+    """Convolutional capsule layer with IDPA routing.
+
+    Args:
+        in_caps: capsule types of the children.
+        out_caps: capsule types of the parents.
+        in_dim: numbers in a child's pose.
+        out_dim: numbers in a parent's pose; the children's where absent.
+        kernel_size, stride, padding: of the window of child positions that each parent sees.
+        num_iters: passes of :meth:`forward`; :class:`IDPAStack` counts its own.
+        pose: ``"matrix"`` (vote = pose·W, O(d) weights a pair) or ``"vector"`` (a whole matrix a pair).
+        scale_agreement: divide the agreement by sqrt(out_dim).
+        parent_init: parents before the first pass: ``"zero"``, ``"random"`` (drawn at construction, saved with the
+            weights) or ``"learned"`` (a parameter that starts at zero), footnote 1 of the paper.
+        layer_norm: False leaves out the LayerNorm (ablation A).
+        activations: capsules have activations as in EM routing (ablation C). The paper only names this; here
+            (our choice) a child's activation multiplies its couplings, ``R = r * a``; the pose is
+            ``LayerNorm(sum R v)``; and a parent's activation is ``sigmoid(beta_a - cost)`` with the cost
+            ``(beta_v + mean log sigma) * sum R * parents / children``, sigma being the votes' standard deviation
+            under R. Scaled so, the sigmoid does not start saturated, whatever the number of children.
+        drop: dropout of the sum of votes, before the LayerNorm.
+        eps: of the LayerNorm.
+
+    Shapes: ``[b, in_caps*in_dim, h, w]`` to ``[b, out_caps*out_dim, h', w']``, channel = capsule * dim + dimension
+    (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first pass's convolution unfolded.
+    """
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int = 16,
+        out_dim: Optional[int] = None,
+        kernel_size: int = 3,
+        stride: int = 1,
+        padding: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_caps * kernel_size * kernel_size, out_caps, in_dim, out_dim, **options)
+        self.in_caps = in_caps
+        self.kernel_size = kernel_size
+        self.stride = stride
+        self.padding = padding
+        self.weight = self._new_weight(out_caps, self.cols, in_caps, self.inner, kernel_size, kernel_size)
+
+    def out_size(self, size: int) -> int:
+        """Parents along an axis of ``size`` children."""
+        return (size + 2 * self.padding - self.kernel_size) // self.stride + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Child map ``[b, i*d, h, w]`` to parent map ``[b, j*e, h', w']``, after ``num_iters`` passes.
+
+        This is the layer alone, without activations: its children do not change between passes.
+        """
+        torch._assert(not self.activations, "activations go through route()")
+        grid = x.permute(0, 2, 3, 1).unflatten(-1, [self.in_caps, self.in_dim])
+        poses, _, _ = self.route([grid], [], self.num_iters, False)
+        return poses[len(poses) - 1].flatten(3).permute(0, 3, 1, 2)
+
+    def route(
+        self,
+        children: List[Tensor],
+        activations: List[Tensor],
+        num_iters: int,
+        want_couplings: bool = True,
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
+        """All iterations of this layer, given those of its children.
+
+        Args:
+            children: poses ``[b, h, w, i, d]`` after each of their iterations: pass s reads entry s-1 (1-based; the
+                first pass reads entry 1, and the last entry stands for all that would follow).
+            activations: likewise, ``[b, h, w, i]``; empty unless the layer has activations.
+            num_iters: passes.
+            want_couplings: False where nobody reads them, which saves their memory.
+
+        Returns:
+            Poses ``[b, h', w', j, e]`` after each pass; activations ``[b, h', w', j]``, or an empty list; and the
+            last pass's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None where they are not
+            wanted, or the only pass was a sum of votes: all couplings are then 1/j.
+        """
+        height = self.out_size(children[0].shape[1])
+        width = self.out_size(children[0].shape[2])
+        rows, active_rows, c = self._passes(children, activations, num_iters, want_couplings)
+        poses: List[Tensor] = []
+        for row in rows:
+            poses.append(row.reshape(-1, height, width, self.out_caps, self.out_dim))
+        active: List[Tensor] = []
+        for row in active_rows:
+            active.append(row.reshape(-1, height, width, self.out_caps))
+        couplings: Optional[Tensor] = None
+        if c is not None:
+            shape = [-1, height, width, self.out_caps, self.kernel_size * self.kernel_size, self.in_caps]
+            couplings = c.transpose(1, 2).reshape(shape)
+        return poses, active, couplings
+
+    def even_couplings(self, poses: Tensor) -> Tensor:
+        """The couplings of a pass that is a sum of votes, 1/j: ``[b, h', w', j, k*l, i]``, for its poses."""
+        b, h, w = poses.shape[0], poses.shape[1], poses.shape[2]
+        even = poses.new_full([1], 1.0 / self.out_caps)
+        return even.expand(b, h, w, self.out_caps, self.kernel_size * self.kernel_size, self.in_caps)
+
+    def share_among_children(self, share: Tensor, couplings: Tensor, height: int, width: int) -> Tensor:
+        """Divide what each parent holds among its children, in proportion to their couplings with it.
+
+        Args:
+            share: ``[b, n, h'*w'*j]``, for n wholes (the classes).
+            couplings: ``[b, h', w', j, k*l, i]``.
+            height, width: of the children's grid.
+
+        Returns:
+            ``[b, n, height*width*i]``; sums over the last axis are kept (without padding).
+        """
+        b, h, w, j, window, i = couplings.shape
+        n = share.shape[1]
+        of_parent = normalised(couplings.reshape(b, h * w, j, window * i))
+        share = torch.matmul(share.reshape(b, n, h * w, j).transpose(1, 2), of_parent)  # [b, h'*w', n, k*l*i]
+        share = share.reshape(b, h * w, n, window, i).permute(0, 2, 4, 3, 1).reshape(b, n * i * window, h * w)
+        share = F.fold(
+            share, (height, width), self.kernel_size, 1, self.padding, self.stride
+        )  # [b, n*i, h, w]
+        return share.reshape(b, n, i, height * width).transpose(2, 3).flatten(2)
+
+    def _sum_of_votes(self, children: Tensor) -> Tensor:
+        p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
+        x = children.unflatten(4, [p, q]).permute(0, 4, 1, 2, 3, 5)  # [b, p, h, w, i, q]
+        x = x.flatten(0, 1).flatten(3).permute(0, 3, 1, 2)  # [b*p, i*q, h, w], channels last
+        x = F.conv2d(
+            x, self.weight.flatten(2, 3).flatten(0, 1), None, self.stride, self.padding
+        )  # [b*p, j*r, ...]
+        x = x.permute(0, 2, 3, 1).unflatten(0, [-1, p]).flatten(2, 3)  # [b, p, h'*w', j*r]
+        return x.unflatten(3, [j, r]).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(2)
+
+    def _child_poses(self, children: Tensor) -> Tensor:
+        x = self._windows(children.flatten(3)).flatten(0, 2)  # [n, k*l*i*d]
+        return x.reshape(-1, self.num_children, self.rows, self.inner)
+
+    def _child_weight(self) -> Tensor:
+        return self.weight.permute(4, 5, 2, 3, 0, 1).flatten(0, 2)
+
+    def _child_grid(self, children: Tensor) -> Tensor:
+        edge = self.padding
+        return F.pad(children, [0, 0, 0, 0, edge, edge, edge, edge]) if edge > 0 else children
+
+    @torch.jit.unused
+    def _positions(self, children: Tensor) -> int:
+        return self.out_size(children.shape[1]) * self.out_size(children.shape[2])
+
+    @torch.jit.unused
+    def _routings(self, children: Tensor) -> int:
+        return children.shape[0] * self._positions(children)
+
+    @torch.jit.unused
+    def prepare_for_export(self) -> None:
+        """Lay out the weights for graphs: the votes of a child, for all parents at once, as one product.
+
+        For matrix poses that takes ``rows`` times the multiply-adds (and ``rows**2`` times the memory) of products as
+        narrow as a pose, and far less time; votes come out with the pose last, and only couplings are transposed.
+        """
+        if self.activations:
+            return
+        weight = self._child_weight().detach().transpose(1, 2)  # [i, j, q, r]
+        self.wide = block_diagonal(weight, self.rows)
+
+    def _votes(self, children: Tensor) -> Tensor:
+        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
+
+    def _of_each_parent(self, activation: Tensor) -> Tensor:
+        return self._windows(activation).flatten(0, 2)
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """Every window of a grid: ``[b, h, w, c]`` to ``[b, h', w', k*l*c]``.
+
+        Slices along one axis, then the other: 2 k slices and two concatenations, which export to plain operators
+        (unfold becomes Gather) and copy long runs.
+        """
+        if self.padding > 0:
+            x = F.pad(x, [0, 0, self.padding, self.padding, self.padding, self.padding])
+        rest = self.kernel_size - 1
+        height, width = x.shape[1], x.shape[2]
+        columns: List[Tensor] = []
+        for offset in range(self.kernel_size):
+            columns.append(x[:, :, offset : width - rest + offset : self.stride])
+        x = torch.cat(columns, dim=3)  # [b, h, w', l*c]
+        rows: List[Tensor] = []
+        for offset in range(self.kernel_size):
+            rows.append(x[:, offset : height - rest + offset : self.stride])
+        return torch.cat(rows, dim=3)
+
+    def extra_repr(self) -> str:
+        text = f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+        return f"in_caps={self.in_caps}, {super().extra_repr()}, {text}"
+
+
+class FCIDPA(IDPALayer):
+    """Fully connected capsule layer with IDPA routing; every child has weights of its own.
+
+    Args:
+        in_caps: children, over all grid positions.
+        out_caps: parents.
+        in_dim, out_dim: pose sizes.
+        num_iters, pose, scale_agreement, parent_init, layer_norm, activations, drop, eps: as in :class:`ConvIDPA`.
+
+    Shapes: ``[b, in_caps, in_dim]`` to ``[b, out_caps, out_dim]``. A grid ``[b, h, w, i, d]`` is taken position
+    by position: child = (row * width + column) * types + type. ``weight`` is ``[i, q, j, r]``, which is the first
+    pass's matrix ``[i*q, j*r]`` and the later passes' batch of matrices without a copy.
+    """
+
+    def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
+        super().__init__(in_caps, out_caps, *args, **options)
+        self.in_caps = in_caps
+        self.kernel_size = self.stride = 1
+        self.weight = self._new_weight(in_caps, self.inner, out_caps, self.cols)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Children ``[b, i, d]`` to parents ``[b, j, e]``, after ``num_iters`` passes (without activations)."""
+        torch._assert(not self.activations, "activations go through route()")
+        poses, _, _ = self.route([x], [], self.num_iters, False)
+        return poses[len(poses) - 1]
+
+    def route(
+        self,
+        children: List[Tensor],
+        activations: List[Tensor],
+        num_iters: int,
+        want_couplings: bool = True,
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
+        """All iterations of this layer, given those of its children (see :meth:`ConvIDPA.route`).
+
+        Args:
+            children: ``[b, i, d]`` or ``[b, h, w, types, d]``, one entry per iteration.
+            activations: ``[b, i]`` or ``[b, h, w, types]``; empty unless the layer has activations.
+            num_iters: passes.
+            want_couplings: False where nobody reads them, which saves their memory.
+
+        Returns:
+            Poses ``[b, j, e]`` after each pass; activations ``[b, j]``, or an empty list; and the last pass's
+            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not wanted or all are 1/j.
+        """
+        poses, active, couplings = self._passes(children, activations, num_iters, want_couplings)
+        return poses, active, None if couplings is None else couplings.transpose(1, 2)
+
+    def votes(self, children: Tensor) -> Tensor:
+        """Children ``[b, i, d]`` or ``[b, h, w, types, d]`` to votes ``[b, j, i, e]``."""
+        votes = torch.einsum("bipq,iqjr->bjipr", self._child_poses(children), self.weight)
+        return votes.flatten(3)
+
+    def even_couplings(self, poses: Tensor) -> Tensor:
+        """The couplings of a pass that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
+        return poses.new_full([1], 1.0 / self.out_caps).expand(poses.shape[0], self.out_caps, self.in_caps)
+
+    def share_among_children(self, share: Tensor, couplings: Tensor) -> Tensor:
+        """``[b, n, j]`` and couplings ``[b, j, i]`` to ``[b, n, i]`` (see the method of :class:`ConvIDPA`)."""
+        return torch.bmm(share, normalised(couplings))
+
+    def _sum_of_votes(self, children: Tensor) -> Tensor:
+        x = children.reshape(-1, self.in_caps, self.rows, self.inner).transpose(1, 2)
+        x = x.reshape(-1, self.in_caps * self.inner)  # [b*p, i*q]
+        x = torch.mm(x, self.weight.flatten(2).flatten(0, 1))  # [b*p, j*r]
+        return x.reshape(-1, self.rows, self.out_caps, self.cols).transpose(1, 2).flatten(2)
+
+    def _child_poses(self, children: Tensor) -> Tensor:
+        return children.reshape(-1, self.in_caps, self.rows, self.inner)
+
+    def _child_weight(self) -> Tensor:
+        return self.weight
+
+    def _child_grid(self, children: Tensor) -> Tensor:
+        return children.reshape(-1, 1, 1, self.in_caps, self.in_dim)
+
+    @torch.jit.unused
+    def _positions(self, children: Tensor) -> int:
+        return 1
+
+    @torch.jit.unused
+    def _routings(self, children: Tensor) -> int:
+        return children.shape[0]
+
+    def _votes(self, children: Tensor) -> Tensor:
+        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
+
+    def _of_each_parent(self, activation: Tensor) -> Tensor:
+        return activation.reshape(-1, self.in_caps)
