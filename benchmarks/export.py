@@ -37,7 +37,8 @@ from torch import nn  # noqa: E402
 from benchmarks import models, plain  # noqa: E402
 from capszoo import layers  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
-from capszoo.export import compare, to_onnx  # noqa: E402
+from capszoo.export import compare, to_onnx, unroll  # noqa: E402
+from capszoo.export.job import quiet  # noqa: E402
 from tests.support import warm  # noqa: E402
 
 BATCHES = (1, 16)
@@ -146,8 +147,8 @@ def layer_cases() -> dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]]:
 
 def layer_graph(module: nn.Module, size: tuple[int, ...]) -> bytes:
     """A layer as ONNX at batch 1, prepared for export where it defines that."""
-    prepared = to_onnx.unroll.prepare_for_export(module)
-    with tempfile.TemporaryDirectory() as folder, to_onnx._quiet():
+    prepared = unroll.prepare_for_export(module)
+    with tempfile.TemporaryDirectory() as folder, quiet():
         file = Path(folder) / "layer.onnx"
         # the older exporter, for the naive graphs: it writes Einsum where torch.einsum stands
         dynamo = not isinstance(module, (plain.EinsumDynamic, plain.EinsumConvIDPA))

@@ -41,10 +41,12 @@ from capszoo.models._pretrained import (
 from capszoo.preprocess import ImageTransform, load_image, model_input_size, model_transform
 from capszoo.summary import iteration_attributes
 
-from . import compare, infer, to_aoti, to_onnx, to_tensorrt
+from . import compare, infer, to_aoti, to_onnx, to_tensorrt, unroll
 from ._workplace import old_name, workplace
+from .graph import inspect_graph, require_libraries, widened
 from .images import RealImages
-from .to_onnx import ExportReport, GateStep, Job
+from .job import Job, prepare
+from .report import ExportReport, GateStep, first_line
 
 __all__ = [
     "FORMATS",
@@ -122,7 +124,7 @@ def export_bundle(
     labels = label_names(model)
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
-    job = to_onnx.prepare(
+    job = prepare(
         model,
         name=name,
         routing_iters=routing_iters,
@@ -221,7 +223,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError:
         raise CapszooError(f"{folder}: no bundle (no manifest.json)", "write one: capszoo export") from None
     except (OSError, ValueError) as e:
-        raise CapszooError(f"{path}: cannot be read ({to_onnx._first_line(e)})", "export again") from None
+        raise CapszooError(f"{path}: cannot be read ({first_line(e)})", "export again") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise CapszooError(f"{path}: not a manifest of schema {SCHEMA}", "export again with this version")
     return manifest
@@ -266,12 +268,12 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
     check.steps.append(GateStep("sha256 of the files", not wrong, "; ".join(wrong) or whole))
     if wrong:
         return check  # nothing more is to be said of files that are not those of the manifest
-    to_onnx._require_libraries(True)
+    require_libraries(True)
     import onnx
 
     proto = onnx.load(folder / "model.onnx")
     batch = tuple(manifest["batch"][key] for key in ("min", "usual", "max"))
-    problems = to_onnx.inspect_graph(proto, batch)  # type: ignore[arg-type]
+    problems = inspect_graph(proto, batch)  # type: ignore[arg-type]
     opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
     if opset != manifest["opset"]:
         problems.append(f"opset is {opset}, the manifest says {manifest['opset']}")
@@ -304,7 +306,7 @@ def _against_original(
     try:
         job = _original(manifest)
     except (CapszooError, WeightsError, ValueError, OSError) as e:
-        return GateStep(name, None, f"not run: the model is not at hand ({to_onnx._first_line(e)})")
+        return GateStep(name, None, f"not run: the model is not at hand ({first_line(e)})")
     return _held(name, compare.EagerRunner(job.original)(images)[index], runner(images)[index], manifest)
 
 
@@ -324,7 +326,7 @@ def _original(manifest: dict[str, Any], model: str | None = None) -> Job:
     if _state_digest(net) != about["state_sha256"]:
         raise CapszooError(f"{source} has other weights than the bundle", "name the model it was made from")
     batch = manifest["batch"]
-    return to_onnx.prepare(
+    return prepare(
         net,
         name=manifest["name"],
         routing_iters=about["routing_iters_asked"],
@@ -358,14 +360,14 @@ def open_runner(
     if kind == "eager":
         return compare.EagerRunner(_original(manifest, model).original)
     if kind.startswith("onnxruntime"):
-        to_onnx._require_libraries(True)
+        require_libraries(True)
         path = folder / "model.onnx"
         if kind == "onnxruntime-cuda":
             return compare.OnnxRunner(str(path), provider="CUDAExecutionProvider")
         if manifest["precision"]["model"] == "bf16":  # the CPU provider has no bfloat16
             import onnx
 
-            return compare.OnnxRunner(to_onnx._widened(onnx.load(path)).SerializeToString())
+            return compare.OnnxRunner(widened(onnx.load(path)).SerializeToString())
         return compare.OnnxRunner(str(path))
     described = manifest["engines"].get(kind)
     if described is None or not described.get("file"):
@@ -506,7 +508,7 @@ def _describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
         if type(module).__module__.startswith("capszoo.layers")
         for attribute in iteration_attributes(module)
     ]
-    served = job.original if isinstance(job.original, to_onnx.unroll.Served) else None
+    served = job.original if isinstance(job.original, unroll.Served) else None
     return {
         "architecture": cfg.get("architecture") or type(model).__name__,
         "class": type(model).__name__,

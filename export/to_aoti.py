@@ -18,7 +18,9 @@ import torch
 
 from capszoo.errors import CapszooError
 
-from .to_onnx import ExportError, Job, _first_line, _quiet, hold_to_eager
+from .gate import hold_to_eager
+from .job import Job, quiet
+from .report import ExportError, first_line
 
 __all__ = ["AotiRunner", "compile_program", "recompile_command", "write"]
 
@@ -75,11 +77,11 @@ def compile_program(
         from torch.export.passes import move_to_device_pass
 
         program = move_to_device_pass(program, device)
-    with _quiet():
+    with quiet():
         try:
             made = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         except Exception as e:  # inductor raises many kinds
-            raise ExportError(f"AOTInductor failed: {_first_line(e)}") from e
+            raise ExportError(f"AOTInductor failed: {first_line(e)}") from e
     return Path(made)
 
 

@@ -26,7 +26,9 @@ import torch
 
 from capszoo.errors import CapszooError, UsageError
 
-from .to_onnx import ExportError, ExportReport, GateStep, Job, _first_line, hold_to_eager
+from .gate import hold_to_eager
+from .job import Job
+from .report import ExportError, ExportReport, GateStep, first_line
 
 __all__ = [
     "BuildOptions",
@@ -378,7 +380,7 @@ class TensorRTRunner:
             self.runtime = trt.Runtime(self.log)
             self.engine = self.runtime.deserialize_cuda_engine(Path(path).read_bytes())
         except Exception as e:  # the bindings raise their own kinds
-            raise CapszooError(f"{path}: {_first_line(e)}") from e
+            raise CapszooError(f"{path}: {first_line(e)}") from e
         if self.engine is None:
             raise CapszooError(
                 f"{path} was built for another GPU or TensorRT", "build it again on this machine"

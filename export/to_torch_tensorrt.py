@@ -22,8 +22,9 @@ import torch.nn as nn
 
 from capszoo.errors import UsageError
 
-from . import to_onnx
-from .to_onnx import ExportError, Job, _first_line, hold_to_eager
+from .gate import hold_to_eager
+from .job import Job, prepare
+from .report import ExportError, first_line
 from .to_tensorrt import BuildOptions
 
 __all__ = ["compile_module", "find_torch_tensorrt"]
@@ -78,7 +79,7 @@ def compile_module(
     if device == "cuda" and not torch.cuda.is_available():
         raise ExportError("Torch-TensorRT needs an NVIDIA GPU", "torch.cuda.is_available() is False")
     options = options or BuildOptions()
-    job = to_onnx.prepare(
+    job = prepare(
         model,
         batch=batch,
         precision=precision,
@@ -93,7 +94,7 @@ def compile_module(
     try:
         compiled: nn.Module = trt.dynamo.compile(program, inputs=[_input(trt, job)], **arguments)
     except Exception as e:  # the library raises many kinds, without a common base
-        raise ExportError(f"{job.name}: Torch-TensorRT cannot compile it: {_first_line(e)}") from e
+        raise ExportError(f"{job.name}: Torch-TensorRT cannot compile it: {first_line(e)}") from e
     hold_to_eager(job, _Runner(compiled, device))
     return compiled
 

@@ -17,6 +17,8 @@ import capszoo
 from capszoo.errors import UsageError
 from capszoo.export import to_onnx, unroll
 from capszoo.export.compare import OnnxRunner
+from capszoo.export.gate import Gate
+from capszoo.export.graph import node_types
 from capszoo.export.images import RealImages
 from capszoo.export.to_onnx import ExportError, ExportReport, export, inspect_graph
 from tests.export.toys import ToyCaps
@@ -176,7 +178,7 @@ def test_norms_in_half_precision_are_refused(tmp_path: Path) -> None:
 def test_too_many_other_answers_are_refused(exported: tuple[ToyCaps, Path, ExportReport]) -> None:
     model, path, report = exported
     job = to_onnx.prepare(model)
-    gate = to_onnx._Gate(report, job, onnx.load(path), lambda line: None)
+    gate = Gate(report, job, onnx.load(path), lambda line: None)
     images = torch.rand(200, 1, 10, 10)
     # scores within the limit, but the order of the two best is turned on the first images
     flat = np.zeros((8, 5), np.float32)
@@ -305,7 +307,7 @@ def test_another_answer_of_the_plain_graph_is_refused(exported: tuple[ToyCaps, P
     other = onnx.load(path)
     weight = next(t for t in other.graph.initializer if t.name == "class_caps.weight")
     weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 2, weight.name))
-    gate = to_onnx._Gate(report, to_onnx.prepare(model), onnx.load(path), lambda line: None)
+    gate = Gate(report, to_onnx.prepare(model), onnx.load(path), lambda line: None)
     before = list(report.gate)
     try:
         with pytest.raises(ExportError, match="optimisation changes the result"):
@@ -429,7 +431,7 @@ def test_control_flow_is_found_inside_branches() -> None:
         [node], "g", [value("c", onnx.TensorProto.BOOL, [])], [value("z", onnx.TensorProto.INT64, None)]
     )
     proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
-    assert to_onnx._node_types(proto) == {"If": 1, "NonZero": 2}
+    assert node_types(proto) == {"If": 1, "NonZero": 2}
 
 
 def test_importing_export_does_not_import_onnx(root: Path) -> None:
@@ -453,14 +455,14 @@ def test_large_graphs_are_optimised_in_linear_time() -> None:
 
     before = rewriter._DEFAULT_REWRITE_RULES
     several = [rule for rule in before if not rule._target_pattern.has_single_output_node]
-    with to_onnx._linear_rewriting(to_onnx._MANY_NODES + 1):
+    with to_onnx.linear_rewriting(to_onnx.MANY_NODES + 1):
         assert [rule for rule in before if rule not in rewriter._DEFAULT_REWRITE_RULES] == several
     assert rewriter._DEFAULT_REWRITE_RULES is before
-    with to_onnx._linear_rewriting(10):
+    with to_onnx.linear_rewriting(10):
         assert rewriter._DEFAULT_REWRITE_RULES is before
 
 
 def test_linear_optimisation_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(to_onnx, "_MANY_NODES", 1)
+    monkeypatch.setattr(to_onnx, "MANY_NODES", 1)
     report = export(ToyCaps().eval(), tmp_path / "model.onnx", batch=(1, 2, 5))
     assert report.passed and "plain and optimised graph agree" in [s.name for s in report.gate if s.passed]

@@ -1,0 +1,238 @@
+"""A model prepared for export, whatever the format, with the original that every result is held against."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from capszoo.errors import UsageError
+from capszoo.models._base import NoCapsules
+from capszoo.preprocess import model_input_size, model_transform
+
+from . import unroll
+from .report import ExportError, first_line
+
+__all__ = ["OUTPUTS", "PRECISIONS", "TOLERANCES", "Job", "check_dtype", "prepare", "quiet"]
+
+#: What a graph can give.
+OUTPUTS = ("scores", "poses", "activations", "couplings")
+
+#: What the model computes in before the graph is made; int8 is put into the graph afterwards.
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
+
+#: Allowed difference as a share of the largest output. Those of bf16, with its 8 bits, and of int8, on real images
+#: only, are our choice; int8 is held to its accuracy besides.
+TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "int8": 0.25}
+
+
+@dataclass
+class Job:
+    """A model prepared for export, with the original that every result is held against.
+
+    Attributes:
+        name: of the model.
+        original: float32, unprepared, with the interface of the graph; routes as often as the graph does.
+        served: what is exported.
+        size: channels, height, width.
+        output_names: of the graph.
+        batch: smallest, usual, largest.
+        precision: of ``served``.
+        tolerance: allowed difference as a share of the largest output.
+        routing_iters: distinct iteration counts.
+        samples: some of the real images that the gate was given.
+    """
+
+    name: str
+    original: nn.Module
+    served: nn.Module
+    size: tuple[int, int, int]
+    output_names: list[str]
+    batch: tuple[int, int, int]
+    precision: str
+    tolerance: float
+    routing_iters: list[int]
+    samples: np.ndarray | None = None
+
+    @property
+    def input_dtype(self) -> str:
+        """``float32`` or ``uint8``."""
+        dtype = getattr(self.served, "input_dtype", torch.float32)
+        return str(dtype).removeprefix("torch.")
+
+    def trace(self) -> torch.export.ExportedProgram:
+        """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
+
+        Raises:
+            ExportError: the model cannot be traced.
+        """
+        smallest, usual, largest = self.batch
+        # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
+        count = usual if smallest == largest else 2
+        dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
+        example = torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
+        with quiet():
+            try:
+                return torch.export.export(
+                    self.served, (example,), dynamic_shapes=self.dynamic_shapes(), strict=False
+                )
+            except Exception as e:  # torch raises many kinds here, several without a common base
+                if "Constraints violated" in str(e):
+                    raise ExportError(
+                        f"{self.name}: its forward turns the batch size into a number",
+                        "keep x.shape[0] as it is (no int(), no len())",
+                    ) from e
+                raise ExportError(f"{self.name}: torch.export cannot trace it: {first_line(e)}") from e
+
+    def dynamic_shapes(self) -> Any:
+        smallest, _, largest = self.batch
+        return None if smallest == largest else ({0: torch.export.Dim("batch", min=1, max=max(largest, 2))},)
+
+
+def prepare(
+    model: nn.Module | str,
+    *,
+    name: str = "",
+    pretrained: bool = True,
+    routing_iters: int | None = None,
+    outputs: Sequence[str] = ("scores",),
+    batch: tuple[int, int, int] | int = (1, 8, 32),
+    dynamic_batch: bool = True,
+    input_size: tuple[int, int, int] | None = None,
+    precision: str = "fp32",
+    uint8_input: bool = False,
+    tolerance: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Job:
+    """Prepare a model for export, whatever the format; arguments as for :func:`capszoo.export.to_onnx.export`.
+
+    Raises:
+        ExportError: a model that cannot be exported.
+        UsageError: arguments that make no sense.
+    """
+    profile = _batch_profile(batch, dynamic_batch)
+    if precision not in PRECISIONS:
+        raise UsageError(f"unknown precision '{precision}'", f"use {', '.join(PRECISIONS)}")
+    if isinstance(model, str):
+        import capszoo
+
+        name, model = name or model, capszoo.create_model(model, pretrained=pretrained)
+    name = name or type(model).__name__
+    bad = unroll.non_finite_weights(model)
+    if bad:
+        raise ExportError(f"{name}: weights hold NaN or infinity ({', '.join(bad[:3])})", "train it again")
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        raise ExportError(f"{name}: only float32 models are exported", "call model.float() first")
+    size = input_size or model_input_size(model)
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    if uint8_input:
+        transform = model_transform(model)
+        mean, std = transform.mean, transform.std
+    dtype = PRECISIONS[precision]
+    if progress:
+        progress("preparing")
+    _check_outputs(model, outputs)
+    with _evaluating(model):
+        # the reference must route as often as the graph does, but stay as unprepared as the user's model
+        original = copy.deepcopy(model)
+        if routing_iters is not None:
+            unroll.set_routing_iterations(original, routing_iters)
+        served = unroll.prepare_for_export(model, routing_iters).cpu()
+        output_names = _output_names(model, outputs, size)
+    plain = tuple(outputs) == ("scores",) and not mean
+    return Job(
+        name=name,
+        original=original if plain else unroll.Served(original, outputs, mean, std).eval(),
+        served=served
+        if plain and dtype == torch.float32
+        else unroll.Served(served, outputs, mean, std, dtype).eval(),
+        size=size,
+        output_names=output_names,
+        batch=profile,
+        precision=precision,
+        tolerance=TOLERANCES[precision] if tolerance is None else tolerance,
+        routing_iters=unroll.routing_iterations(served),
+    )
+
+
+def _batch_profile(batch: tuple[int, int, int] | int, dynamic: bool) -> tuple[int, int, int]:
+    values = (batch, batch, batch) if isinstance(batch, int) else tuple(batch)
+    if len(values) != 3 or not 1 <= values[0] <= values[1] <= values[2]:
+        raise UsageError(f"batch {batch} makes no sense", "give smallest, usual and largest, such as 1,8,32")
+    smallest, usual, largest = values
+    return (smallest, usual, largest) if dynamic else (usual, usual, usual)
+
+
+def _check_outputs(model: nn.Module, outputs: Sequence[str]) -> None:
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if unknown or not outputs:
+        raise UsageError(f"unknown output '{unknown[0] if unknown else ''}'", f"use {', '.join(OUTPUTS)}")
+    if len(set(outputs)) < len(outputs):
+        raise UsageError(f"outputs {', '.join(outputs)} name one twice", "name each once")
+    if tuple(outputs) != ("scores",) and not hasattr(model, "forward_capsules"):
+        raise UsageError(f"{type(model).__name__} has no capsules", "ask for the output scores only")
+
+
+def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int, int]) -> list[str]:
+    """Names of the graph's outputs; several couplings are numbered by routing layer."""
+    if tuple(outputs) == ("scores",):
+        return ["scores"]
+    like = next(model.parameters())
+    with torch.no_grad():
+        try:
+            capsules = model.forward_capsules(torch.zeros(1, *size, device=like.device))  # type: ignore[operator]
+        except (NotImplementedError, NoCapsules):
+            raise UsageError(f"{type(model).__name__} has no capsules", "ask for scores only") from None
+    names: list[str] = []
+    for name in outputs:
+        value = getattr(capsules, name)
+        if isinstance(value, torch.Tensor):
+            names.append(name)
+        elif len(value) == 0:
+            raise UsageError(f"{type(model).__name__} has no {name}", "leave that output out")
+        else:
+            names.extend([name] if len(value) == 1 else [f"{name}_{i}" for i in range(len(value))])
+    return names
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; each module gets its own mode back (a frozen BatchNorm may differ from the rest)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def check_dtype(images: torch.Tensor, job: Job) -> None:
+    """Refuse images (UsageError) of another type than the graph takes."""
+    if str(images.dtype) != f"torch.{job.input_dtype}":
+        raise UsageError(f"the images are {images.dtype}", f"the graph takes {job.input_dtype} images")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The exporter's chatter (deprecations, one log line per step) is of no use to whoever exports a model."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
