@@ -10,7 +10,6 @@ half-written bundle under that name, and an older one as it was.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,25 +27,18 @@ import torch
 import torch.nn as nn
 
 import capszoo
-from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import label_names, load_model
-from capszoo.models._pretrained import (
-    WeightsError,
-    WeightsInfo,
-    bundled_tags,
-    load_safetensors,
-    locate_weights,
-    sha256_of,
-)
-from capszoo.preprocess import ImageTransform, load_image, model_input_size, model_transform
-from capszoo.summary import iteration_attributes
+from capszoo.errors import UsageError
+from capszoo.inference import label_names
+from capszoo.models._pretrained import sha256_of
+from capszoo.preprocess import model_transform
 
-from . import compare, infer, to_aoti, to_onnx, to_tensorrt, unroll
+from . import compare, to_aoti, to_onnx, to_tensorrt
 from ._workplace import old_name, workplace
-from .graph import inspect_graph, require_libraries, widened
+from .check import BundleCheck, check_bundle, compare_bundle, open_runner
 from .images import RealImages
 from .job import Job, prepare
-from .report import ExportReport, GateStep, first_line
+from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing, read_manifest
+from .report import ExportReport, GateStep
 
 __all__ = [
     "FORMATS",
@@ -59,15 +51,6 @@ __all__ = [
 ]
 
 FORMATS = ("onnx", "tensorrt", "aoti")
-
-SCHEMA = 1
-
-_MEANING = {
-    "scores": "class scores; their argmax is the prediction (capsule lengths, activations or logits)",
-    "poses": "class capsules",
-    "activations": "how present each class is",
-    "couplings": "shares that each child capsule gives its parents, last iteration",
-}
 
 
 def export_bundle(
@@ -161,7 +144,7 @@ def export_bundle(
             why = "not run: the format tensorrt was not asked for"
             report.gate.append(GateStep("TensorRT builds the engine", None, why))
         report.path = "model.onnx"
-        spec = _preprocessing(transform, report)
+        spec = preprocessing(transform, report)
         _write_json(work / "preprocess.json", spec)
         (work / "labels.txt").write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
@@ -171,7 +154,7 @@ def export_bundle(
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "name": safe,
-            "model": _describe_model(model, job, source),
+            "model": describe_model(model, job, source),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "exported_with": {
                 "capszoo": capszoo.__version__,
@@ -187,14 +170,14 @@ def export_bundle(
                 "range": "0..255" if spec["dtype"] == "uint8" else "0..1 before normalisation",
             },
             "outputs": [
-                {"name": key, "shape": list(shape), "dtype": "float32", "meaning": _meaning(key)}
+                {"name": key, "shape": list(shape), "dtype": "float32", "meaning": meaning(key)}
                 for key, shape in report.outputs.items()
             ],
             "labels": labels,
             "precision": {"model": precision, **report.precision_map},
             "batch": spec["batch"],
             "engines": engines,
-            "comparison": _figures(report),
+            "comparison": figures(report),
             "tolerance": report.tolerance,
             "gates": [asdict(step) for step in report.gate],
             "notes": notes,
@@ -209,243 +192,6 @@ def export_bundle(
         _write_json(work / "manifest.json", manifest)
         _put_in_place(work, target)
     return manifest
-
-
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of a bundle.
-
-    Raises:
-        CapszooError: no bundle, or one that this version does not read.
-    """
-    path = Path(folder) / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CapszooError(f"{folder}: no bundle (no manifest.json)", "write one: capszoo export") from None
-    except (OSError, ValueError) as e:
-        raise CapszooError(f"{path}: cannot be read ({first_line(e)})", "export again") from None
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        raise CapszooError(f"{path}: not a manifest of schema {SCHEMA}", "export again with this version")
-    return manifest
-
-
-# -- checking a bundle --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class BundleCheck:
-    """What a second look at a bundle found."""
-
-    folder: str
-    steps: list[GateStep] = field(default_factory=list)
-
-    @property
-    def passed(self) -> bool:
-        return any(step.passed for step in self.steps) and all(s.passed is not False for s in self.steps)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
-
-
-def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
-    """Look at a bundle again: its files, its graph, its answers.
-
-    The answers are held against those that the original gave at export (``reference.npz``), and, where the model can
-    be created again from its name with the same weights, against the model itself.
-
-    Raises:
-        CapszooError: no bundle.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    check = BundleCheck(str(folder))
-    wrong = [
-        f"{file} is {'missing' if not (folder / file).is_file() else 'not the one that was written'}"
-        for file, digest in manifest["files"].items()
-        if not (folder / file).is_file() or sha256_of(folder / file) != digest
-    ]
-    whole = f"{len(manifest['files'])} files"
-    check.steps.append(GateStep("sha256 of the files", not wrong, "; ".join(wrong) or whole))
-    if wrong:
-        return check  # nothing more is to be said of files that are not those of the manifest
-    require_libraries(True)
-    import onnx
-
-    proto = onnx.load(folder / "model.onnx")
-    batch = tuple(manifest["batch"][key] for key in ("min", "usual", "max"))
-    problems = inspect_graph(proto, batch)  # type: ignore[arg-type]
-    opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-    if opset != manifest["opset"]:
-        problems.append(f"opset is {opset}, the manifest says {manifest['opset']}")
-    detail = problems[0] if problems else f"{len(proto.graph.node)} nodes, opset {opset}"
-    check.steps.append(GateStep("structure", not problems, detail))
-
-    runner = open_runner("onnxruntime", folder, manifest)
-    with np.load(folder / "reference.npz") as stored:
-        images, expected = stored["images"], stored["scores"]
-    index = [output["name"] for output in manifest["outputs"]].index("scores")
-    got = runner(images)[index]
-    check.steps.append(_held("parity with the stored answers", expected, got, manifest))
-    check.steps.append(_against_original(runner, images, index, manifest))
-    return check
-
-
-def _held(name: str, expected: np.ndarray, got: np.ndarray, manifest: dict[str, Any]) -> GateStep:
-    difference = compare.compare_outputs([expected], [got])
-    limit = float(manifest["tolerance"])
-    detail = (
-        f"{difference.relative:.1e} of the largest output on {len(expected)} inputs, the limit is {limit:.0e}"
-    )
-    return GateStep(name, difference.passed(limit), detail)
-
-
-def _against_original(
-    runner: compare.Runner, images: np.ndarray, index: int, manifest: dict[str, Any]
-) -> GateStep:
-    name = "parity with eager"
-    try:
-        job = _original(manifest)
-    except (CapszooError, WeightsError, ValueError, OSError) as e:
-        return GateStep(name, None, f"not run: the model is not at hand ({first_line(e)})")
-    return _held(name, compare.EagerRunner(job.original)(images)[index], runner(images)[index], manifest)
-
-
-def _original(manifest: dict[str, Any], model: str | None = None) -> Job:
-    """The model of a bundle, created again and served as it was exported.
-
-    Raises:
-        CapszooError: it has no name, or what the name gives has other weights.
-    """
-    about = manifest["model"]
-    source = model or about["source"]
-    if not source:
-        raise CapszooError("the bundle does not say where its model comes from", "name it: --model")
-    net, size = load_model(source, device="cpu"), tuple(manifest["input"]["size"])
-    if model_input_size(net)[1:] != size:
-        net = load_model(source, device="cpu", img_size=size)
-    if _state_digest(net) != about["state_sha256"]:
-        raise CapszooError(f"{source} has other weights than the bundle", "name the model it was made from")
-    batch = manifest["batch"]
-    return prepare(
-        net,
-        name=manifest["name"],
-        routing_iters=about["routing_iters_asked"],
-        outputs=about["outputs"],
-        batch=(batch["min"], batch["usual"], batch["max"]),
-        uint8_input=manifest["input"]["dtype"] == "uint8",
-    )
-
-
-def open_runner(
-    kind: str,
-    folder: str | os.PathLike[str],
-    manifest: dict[str, Any] | None = None,
-    model: str | None = None,
-) -> compare.Runner:
-    """A bundle's model in one of :data:`capszoo.export.compare.RUNNERS`.
-
-    Args:
-        kind: which.
-        folder: of the bundle.
-        manifest: of the bundle, if read already.
-        model: for ``eager``: the name or path of the original, if the manifest's does not lead there.
-
-    Raises:
-        CapszooError: the bundle has no such engine, or this machine cannot run it.
-        UsageError: no such runner.
-    """
-    folder, manifest = Path(folder), manifest or read_manifest(folder)
-    if kind not in compare.RUNNERS:
-        raise UsageError(f"unknown runner '{kind}'", f"use {', '.join(compare.RUNNERS)}")
-    if kind == "eager":
-        return compare.EagerRunner(_original(manifest, model).original)
-    if kind.startswith("onnxruntime"):
-        require_libraries(True)
-        path = folder / "model.onnx"
-        if kind == "onnxruntime-cuda":
-            return compare.OnnxRunner(str(path), provider="CUDAExecutionProvider")
-        if manifest["precision"]["model"] == "bf16":  # the CPU provider has no bfloat16
-            import onnx
-
-            return compare.OnnxRunner(widened(onnx.load(path)).SerializeToString())
-        return compare.OnnxRunner(str(path))
-    described = manifest["engines"].get(kind)
-    if described is None or not described.get("file"):
-        raise CapszooError(
-            f"{folder} has no engine for {kind}",
-            f"export with --format onnx,{kind}" if described is None else described.get("note", ""),
-        )
-    path = folder / described["file"]
-    if kind == "aoti":
-        return to_aoti.AotiRunner(path, described["device"])
-    return to_tensorrt.TensorRTRunner(path)
-
-
-def compare_bundle(
-    folder: str | os.PathLike[str],
-    kinds: Sequence[str],
-    files: Sequence[str | Path] = (),
-    model: str | None = None,
-    batches: Sequence[int] = (1, 8),
-    repeats: int = 20,
-) -> dict[str, Any]:
-    """Hold the runtimes of a bundle against the first of them.
-
-    Args:
-        folder: of the bundle.
-        kinds: at least two of :data:`capszoo.export.compare.RUNNERS`, the reference first.
-        files: images; random input where there are none.
-        model: see :func:`open_runner`.
-        batches: sizes to time, cut to the bundle's profile.
-        repeats: timed calls of each.
-
-    Returns:
-        ``reference``, ``images`` (how many), ``differences`` (one per other runner) and ``timings``.
-
-    Raises:
-        CapszooError: no bundle, or a runtime that is not at hand.
-        UsageError: fewer than two runners, or an unknown one.
-    """
-    if len(kinds) < 2:
-        raise UsageError("one runner alone cannot be compared", f"name two of {', '.join(compare.RUNNERS)}")
-    manifest = read_manifest(folder)
-    spec = manifest["input"]
-    smallest, largest = manifest["batch"]["min"], manifest["batch"]["max"]
-    runners = [open_runner(kind, folder, manifest, model) for kind in kinds]
-    if files:
-        for file in files:
-            load_image(file)  # says in one line what is wrong with a file
-        inputs = np.stack([infer.preprocess(file, spec) for file in files])
-    else:
-        inputs = compare.probe_input("random", (largest, spec["channels"], *spec["size"]), 0, spec["dtype"])
-    gathered: list[list[list[np.ndarray]]] = [[] for _ in runners]
-    for start in range(0, len(inputs), largest):
-        chunk = inputs[start : start + largest]
-        filled = chunk[np.arange(max(len(chunk), smallest)) % len(chunk)]
-        for results, runner in zip(gathered, runners, strict=True):
-            results.append([output[: len(chunk)] for output in runner(filled)])
-    whole = [[np.concatenate(parts) for parts in zip(*results, strict=True)] for results in gathered]
-    differences = []
-    for kind, outputs in zip(kinds[1:], whole[1:], strict=True):
-        found = compare.compare_outputs(whole[0], outputs, "images" if files else "random", (kinds[0], kind))
-        differences.append({"runner": kind, **found.to_dict()})
-    timings = []
-    for count in sorted({min(max(count, smallest), largest) for count in batches}):
-        for kind, timing in zip(
-            kinds,
-            compare.time_runners(runners, inputs[np.arange(count) % len(inputs)], repeats),
-            strict=True,
-        ):
-            timings.append({**timing.to_dict(), "runner": kind})
-    return {
-        "reference": kinds[0],
-        "images": len(files),
-        "differences": differences,
-        "timings": timings,
-    }
-
-
-# -- parts of the bundle ------------------------------------------------------------------------------------------
 
 
 def _check_target(target: Path) -> None:
@@ -469,87 +215,6 @@ def _put_in_place(work: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _preprocessing(transform: ImageTransform, report: ExportReport) -> dict[str, Any]:
-    smallest, usual, largest = report.batch
-    return {
-        "input": report.input_name,
-        "scores": "scores",
-        "dtype": report.input_dtype,
-        "layout": "NCHW",
-        "channels": transform.channels,
-        "color_order": "grey" if transform.channels == 1 else "RGB",
-        "size": list(transform.size),
-        "resize": "the shorter side to size / crop_pct, the centre cropped to size; none if it has the size",
-        "interpolation": transform.interpolation,
-        "crop_pct": transform.crop_pct,
-        "scale": "value / 255",
-        "mean": list(transform.mean),
-        "std": list(transform.std),
-        "normalisation_in_graph": report.input_dtype == "uint8",
-        "batch": {"min": smallest, "usual": usual, "max": largest},
-    }
-
-
-def _describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    weights: dict[str, Any] = {}
-    info = _weights_of(model, cfg)
-    if info is not None:
-        weights = {
-            "id": info.name,
-            "sha256": info.sha256,
-            "license": info.license,
-            "metrics": info.raw.get("metrics", {}),
-            "dataset": info.raw.get("dataset", {}).get("name"),
-        }
-    routing = [
-        {"layer": name, "type": type(module).__name__, "iterations": getattr(module, attribute)}
-        for name, module in job.original.named_modules()
-        if type(module).__module__.startswith("capszoo.layers")
-        for attribute in iteration_attributes(module)
-    ]
-    served = job.original if isinstance(job.original, unroll.Served) else None
-    return {
-        "architecture": cfg.get("architecture") or type(model).__name__,
-        "class": type(model).__name__,
-        "source": Path(source).name if Path(source).is_absolute() else source,
-        "weights": weights,
-        "state_sha256": _state_digest(model),
-        "num_params": sum(p.numel() for p in model.parameters()),
-        "outputs": list(served.outputs) if served else ["scores"],
-        "routing": routing,
-        "routing_iters": job.routing_iters,
-        "routing_iters_asked": job.routing_iters[0] if len(job.routing_iters) == 1 else None,
-    }
-
-
-def _weights_of(model: nn.Module, cfg: dict[str, Any]) -> WeightsInfo | None:
-    """The checkpoint that a model holds, if it holds one unchanged: beside its file, or bundled."""
-    beside = Path(cfg["file"]).with_suffix(".json") if cfg.get("file") else None
-    if beside is not None and beside.is_file():
-        info, file = WeightsInfo.from_json(beside), Path(cfg["file"])
-    else:
-        found = bundled_tags().get(f"{cfg.get('architecture')}.{cfg.get('tag')}")
-        if found is None:
-            return None
-        try:
-            info, file = found, locate_weights(found)
-        except WeightsError:
-            return None
-    state, own = load_safetensors(file), model.state_dict()
-    equal = all(k in state and torch.equal(v.cpu(), state[k]) for k, v in own.items())
-    return info if equal else None
-
-
-def _state_digest(model: nn.Module) -> str:
-    """One sha256 over all parameters and buffers, in the order of their names."""
-    digest = hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
-        digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _write_reference(job: Job, path: Path) -> None:
     """Inputs, and the scores that the original gives for them: the probes, and up to four real images.
 
@@ -565,34 +230,6 @@ def _write_reference(job: Job, path: Path) -> None:
     stacked = stacked[np.arange(max(smallest, min(len(stacked), largest))) % len(stacked)]
     scores = compare.EagerRunner(job.original)(stacked)[job.output_names.index("scores")]
     np.savez_compressed(path, images=stacked, scores=scores)
-
-
-def _figures(report: ExportReport) -> dict[str, Any]:
-    """Exported against eager; and, in half precision, half against float32 in PyTorch."""
-
-    def summary(differences: list[compare.Difference]) -> dict[str, Any]:
-        real = [d for d in differences if d.probe == "images"]
-        count = sum(d.batch for d in real)
-        return {
-            "max_difference": max((d.max_abs for d in differences), default=None),
-            "share_of_largest_output": max((d.relative for d in differences), default=None),
-            "inputs": len(differences),
-            "images": count,
-            "top1_agreement": sum(d.top1_agreement * d.batch for d in real) / count if count else None,
-        }
-
-    figures: dict[str, Any] = {"onnxruntime against eager": summary(report.comparisons)}
-    if report.float_comparisons:
-        figures["onnxruntime before quantisation against eager"] = summary(report.float_comparisons)
-    if report.accuracy:
-        figures["accuracy on real images, points"] = report.accuracy
-    if report.half_comparisons:
-        figures[f"eager {report.precision} against eager fp32"] = summary(report.half_comparisons)
-    return figures
-
-
-def _meaning(output: str) -> str:
-    return next((text for key, text in _MEANING.items() if output.split("_")[0] == key), "")
 
 
 def _write_triton(folder: Path, name: str, report: ExportReport, classes: int, tensorrt: bool) -> None:
