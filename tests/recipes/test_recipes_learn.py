@@ -20,14 +20,7 @@ from tests.support import packed
 #: Networks whose updates take long: fewer images. (batch, images, epochs)
 SCALES = {
     ("encapnet_v2", "encapnet_v3"): (8, 16, 4),
-    (
-        "capsnet6",
-        "capsnet_em",
-        "capsnet_dynamic_multimnist",
-        "cnn_multimnist",
-        "encapnet",
-        "idpa_multimnist",
-    ): (8, 32, 4),
+    ("capsnet6", "capsnet_em", "capsnet_dynamic_multimnist", "encapnet", "idpa_multimnist"): (8, 32, 4),
     ("",): (16, 64, 6),
 }
 #: Nets that a few updates at the recipe's own rate, made for thousands with a longer warm-up, shake up: a tenth of it.
