@@ -50,77 +50,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ._blockwise import blockwise
+from ._em_graph import route_in_parts
+from ._em_steps import (
+    EPS,
+    INIT_NOISE,
+    LAM_START,
+    LAM_STEP,
+    MIN_SHARE,
+    VAR_FLOOR,
+    VAR_SHARE,
+    first_weights,
+    log_weight,
+    parent_logits,
+)
 from ._transforms import block_diagonal
 from .squash import upcast_half
 
 __all__ = ["ClassEM", "ConvEM", "SharedEM", "em_routing", "shared_em_routing"]
 
 torch.fx.wrap("upcast_half")
-
-# Defaults of our own choosing (the papers do not print them).
-LAM_START = 1.0
-LAM_STEP = 1.0
-VAR_FLOOR = 1e-4
-EPS = 1e-4
-INIT_NOISE = 0.2
-# Bounds below which a number of float32 is mostly rounding. After the first iteration variances are at least this share
-# of the first: they are differences of moments, and nothing is left of them where a parent took a single child.
-VAR_SHARE = 1e-3
-# What the range of normalised costs is taken for at least, because parents that are alike differ by rounding, which
-# would be blown up to the full range: so many nats of log sigma per pose dimension, times the mean mass; once masses
-# differ (from the second iteration on), also this share of the mean cost.
-MIN_SPREAD = 0.01
-MIN_SHARE = 0.05
-
-
-def _parent_logits(
-    mass: Tensor,
-    variance: Tensor,
-    beta_v: Tensor,
-    beta_a: Tensor,
-    lam: float,
-    normalize: bool,
-    min_share: float,
-    min_spread: float = MIN_SPREAD,
-) -> Tuple[Tensor, Tensor]:
-    """The parents' activation logits and deviations.
-
-    Args:
-        mass: ``[b, j or 1]``.
-        variance: ``[b, j, e]``.
-        beta_v, beta_a: ``[j]``.
-        lam: inverse temperature.
-        normalize: whether costs are normalised.
-        min_share, min_spread: range that normalised costs are divided by at least, see :data:`MIN_SPREAD`.
-
-    Returns:
-        logits ``[b, j]``, and ``sum_h log sigma_jh`` ``[b, j]`` less what all parents of an item share.
-    """
-    pose_dim = variance.shape[2]
-    # relative to the mean: what tells parents apart keeps its digits, however large or small all votes are
-    common = variance.mean(dim=(1, 2)).unsqueeze(1)  # [b, 1]
-    log_sigma = 0.5 * (variance / common.unsqueeze(2)).log().sum(dim=2)  # [b, j]
-    # sum over h of (beta_v + log sigma_jh) * sum_i R_ij
-    if not normalize:
-        cost = mass * (pose_dim * (beta_v + 0.5 * common.log()) + log_sigma)
-        return lam * (beta_a - cost), log_sigma
-    # less its value for a parent of mean beta_v, mass and deviation, which the normalisation would subtract
-    mean_mass = mass.mean(dim=1, keepdim=True)
-    mean_beta = beta_v.mean()
-    level = mean_beta + 0.5 * common.log()  # of one pose dimension
-    cost = mass * (pose_dim * (beta_v - mean_beta) + log_sigma)
-    cost = cost + (mass - mean_mass) * (pose_dim * level)
-    low = cost.amin(dim=1, keepdim=True)
-    high = cost.amax(dim=1, keepdim=True)
-    least = pose_dim * mean_mass * (min_spread + min_share * level.abs())
-    cost = (cost - low) / torch.maximum(high - low, least) * 10.0 - 5.0
-    return lam * (beta_a - cost), log_sigma
-
-
-def _height(logits: Tensor, log_sigma: Tensor) -> Tensor:
-    """Log of a parent's weight in the mixture, without what all parents share: ``[b, j]``."""
-    # -softplus(-x), because an exported logsigmoid is Log(Sigmoid(x)), which is -inf at -120
-    return -F.softplus(-logits) - log_sigma
 
 
 def _check_iterations(num_iters: int) -> None:
@@ -225,14 +173,14 @@ def _route_moments(
     even, mass = first_weights(activations, parents, eps)  # [b, i], [b, 1]
     variance = _weigh(_even(even, parents), squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)
     least = (var_share * variance).clamp_min(var_floor)  # [b, j, e]
-    logits, log_sigma = _parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize_cost, 0.0)
+    logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize_cost, 0.0)
     shift = torch.zeros_like(mean)  # mu - first mean
     coupling = torch.full_like(activations, 1.0).unsqueeze(1).expand(-1, parents, -1) / parents  # [b, j, i]
     for t in range(1, num_iters):
         # E-step: distance = sum_h (V - mu)^2 / 2 sigma^2, expanded about the first mean
         precision = 0.5 / variance  # [b, j, e]
         distance = _project(squares, precision.reshape(-1, pose_dim, 1))  # [bj, i, 1]
-        height = _height(logits, log_sigma)  # [b, j]
+        height = log_weight(logits, log_sigma)  # [b, j]
         if t > 1:  # else mu is the first mean itself
             pull = 2.0 * precision * shift
             distance = distance - _project(votes, pull.reshape(-1, pose_dim, 1))
@@ -247,7 +195,7 @@ def _route_moments(
         second = _weigh(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
         variance = torch.maximum(second - shift * shift, least)
         lam = lam_start + lam_step * t
-        logits, log_sigma = _parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, min_share)
+        logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, min_share)
     return mean + shift, logits, coupling
 
 
@@ -274,22 +222,6 @@ def _project(votes: Tensor, directions: Tensor) -> Tensor:
         if isinstance(votes, _Kept):
             return _Project.apply(votes, directions)
         return torch.bmm(votes, directions)
-
-
-def first_weights(activations: Tensor, parents: int, eps: float = EPS) -> Tuple[Tensor, Tensor]:
-    """Weights of the first M-step, the same for every parent.
-
-    Args:
-        activations: ``[b, i]``.
-        parents: their number.
-        eps: as in :func:`em_routing`.
-
-    Returns:
-        weights ``[b, i]`` with sum 1, and ``[b, 1]``, what each parent's weights summed to before.
-    """
-    weights = (activations + eps) / parents
-    mass = weights.sum(dim=1, keepdim=True)
-    return weights / mass, mass
 
 
 def _init_transforms(weight: Tensor, noise: float) -> None:
@@ -754,13 +686,43 @@ class ConvEM(_MatrixEM):
         b, h, w = x.shape[0], x.shape[1], x.shape[2]
         children, parents = self.weight.shape[0], self.out_caps
         split = self.in_caps * self.pose_dim
-        mu, logits, couplings = window_routing(
-            x[..., :split].reshape(-1, children, self.pose_dim),  # [bhw, i, d]
-            x[..., split:].reshape(-1, children),  # [bhw, i]
+        mu, logits, couplings = self._route_windows(
+            x[..., :split].reshape(-1, h * w, children, self.pose_dim),  # [b, hw, i, d]
+            x[..., split:].reshape(-1, h * w, children),  # [b, hw, i]
             self._weight().contiguous(),  # [i, q, j, r]
             self._wide_weight(),  # [i, d, j*e]
-            upcast_half(self.beta_v),
-            upcast_half(self.beta_a),
+            need_couplings,
+        )
+        if need_couplings:
+            assert couplings is not None
+            couplings = couplings.reshape(b, h, w, parents, children)
+        return mu.reshape(b, h, w, parents, self.pose_dim), logits.reshape(b, h, w, parents), couplings
+
+    def _route_windows(
+        self, poses: Tensor, activations: Tensor, weight: Tensor, wide: Tensor, need_couplings: bool
+    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+        """Windows ``[b, hw, i, d]``, ``[b, hw, i]``, for the rest as :func:`window_routing`, which it calls."""
+        beta_v, beta_a = upcast_half(self.beta_v), upcast_half(self.beta_a)
+        settings = (
+            self.num_iters,
+            self.lam_start,
+            self.lam_step,
+            self.var_floor,
+            self.eps,
+            self.normalize_cost,
+        )
+        if not torch.jit.is_scripting():
+            if self.prepared is not None and torch.compiler.is_exporting():
+                return route_in_parts(
+                    poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings
+                )
+        return window_routing(
+            poses.flatten(0, 1),
+            activations.flatten(0, 1),
+            weight,
+            wide,
+            beta_v,
+            beta_a,
             self.num_iters,
             self.lam_start,
             self.lam_step,
@@ -769,10 +731,6 @@ class ConvEM(_MatrixEM):
             self.normalize_cost,
             need_couplings,
         )
-        if need_couplings:
-            assert couplings is not None
-            couplings = couplings.reshape(b, h, w, parents, children)
-        return mu.reshape(b, h, w, parents, self.pose_dim), logits.reshape(b, h, w, parents), couplings
 
     def _windows(self, x: Tensor) -> Tensor:
         """``[b, h, w, c]`` to ``[b, h', w', k, l, c]``, by slices."""
@@ -976,14 +934,14 @@ def shared_em_routing(
     mean, offset, variance = _shared_start(weight, forms, bias, centre, share, (pairs * weights).sum(dim=3))
     variance = variance.clamp_min(var_floor)  # [j, b, e]
     least = (var_share * variance).clamp_min(var_floor)
-    logits, log_sigma = _parent_logits(
+    logits, log_sigma = parent_logits(
         mass, variance.transpose(0, 1), beta_v, beta_a, lam_start, normalize_cost, 0.0
     )
     shift = torch.zeros_like(mean)  # mu - m
     coupling: Optional[Tensor] = None
     for t in range(1, num_iters):
         # E-step: log-likelihoods as one form per parent and group, applied to the features
-        height = _height(logits, log_sigma).t()  # [j, b]
+        height = log_weight(logits, log_sigma).t()  # [j, b]
         form = _shared_forms(weight, forms, offset, shift, variance, height).flatten(0, 1)  # [bg, j, f]
         # M-step
         sums = _shared_sums(features, present, idle, form)  # [bg, j, f]
@@ -992,7 +950,7 @@ def shared_em_routing(
         total, shift, variance = _shared_moments(weight, forms, offset, sums.unflatten(0, [-1, groups]))
         variance = torch.maximum(variance, least)
         lam = lam_start + lam_step * t
-        logits, log_sigma = _parent_logits(
+        logits, log_sigma = parent_logits(
             total.t(), variance.transpose(0, 1), beta_v, beta_a, lam, normalize_cost, min_share
         )
     if coupling is not None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em, em_routing, shared_em_routing
-from capszoo.layers.em import MIN_SHARE, _parent_logits
+from capszoo.layers._em_steps import MIN_SHARE, parent_logits
 from tests.reference import em as naive
 
 F64 = torch.float64
@@ -399,9 +399,9 @@ def test_rounding_is_not_blown_up_to_a_range_of_costs() -> None:
     rounding = 1 + 3e-7 * torch.randn(2, 10)
     mass, variance = 200 * rounding, 1e-4 * rounding.flip(0).unsqueeze(2).expand(-1, -1, 16)
     beta_v, beta_a = torch.full((10,), -5.0), torch.zeros(10)
-    logits = _parent_logits(mass, variance, beta_v, beta_a, 1.0, True, MIN_SHARE)[0]
+    logits = parent_logits(mass, variance, beta_v, beta_a, 1.0, True, MIN_SHARE)[0]
     torch.testing.assert_close(logits, torch.full_like(logits, 5.0), atol=1e-3, rtol=0)
-    first = _parent_logits(mass[:, :1], variance, beta_v, beta_a, 1.0, True, 0.0)[0]
+    first = parent_logits(mass[:, :1], variance, beta_v, beta_a, 1.0, True, 0.0)[0]
     torch.testing.assert_close(first, torch.full_like(first, 5.0), atol=1e-3, rtol=0)
 
 

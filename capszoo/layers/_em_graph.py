@@ -1,0 +1,140 @@
+"""EM routing in windows, written for graphs that run on a CPU: see :func:`route_in_parts`.
+
+A graph has no loop over blocks of images, as the eager form has. What is written out here instead is a loop over the
+output positions, a few at a time: all that has the size of votes is made and used up for these alone, whatever the
+batch, and stays in the cache at the batches that a CPU is given.
+
+Letters as in :mod:`.em`; m pairs of a row's numbers.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ._em_steps import MIN_SHARE, VAR_SHARE, first_weights, log_weight, parent_logits
+
+__all__ = ["route_in_parts"]
+
+#: Votes (numbers of them) of an image that are made at a time. Measured with ONNX Runtime at batch 16, where twice as
+#: many took half as long again.
+_PART = 1 << 17
+
+
+def route_in_parts(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    settings: Tuple[int, float, float, float, float, bool],
+    need_couplings: bool,
+) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    """:func:`.em.window_routing` of the windows of images.
+
+    The first iteration makes no votes: with even couplings their moments are linear and quadratic in the rows of the
+    children's poses, and two wide products give them. That variance is a difference of moments about 0, of which the
+    votes' mean over their deviation, squared, times the rounding of the type is lost; the later ones are taken about
+    the first mean.
+
+    Args:
+        poses: ``[b, s, i, d]`` at s output positions, a plain integer.
+        activations: ``[b, s, i]``.
+        weight, wide: the transforms, ``[i, q, j, r]`` and ``[i, d, j * e]``.
+        beta_v, beta_a: ``[j]``.
+        settings: as of :func:`.em.em_routing`, ``num_iters`` to ``normalize_cost``.
+        need_couplings: whether to return the couplings.
+
+    Returns:
+        poses ``[bs, j, e]``, logits ``[bs, j]``, and couplings ``[bs, j, i]`` or None.
+    """
+    num_iters, lam_start, lam_step, var_floor, eps, normalize = settings
+    positions, children = poses.shape[1], poses.shape[2]
+    parents, pose_dim = beta_v.shape[0], wide.shape[2] // beta_v.shape[0]
+    even, mass = first_weights(activations.flatten(0, 1), parents, eps)  # [bs, i], [bs, 1]
+    mean, second = _even_moments(poses.flatten(0, 1), even, weight)
+    variance = (second - mean * mean).clamp_min(var_floor)  # [bs, j, e]
+    least = (VAR_SHARE * variance).clamp_min(var_floor)
+    logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize, 0.0)
+    shift = torch.zeros_like(mean)
+    coupling: Optional[Tensor] = None
+
+    step = max(1, _PART // (children * parents * pose_dim))
+
+    def parts(x: Tensor) -> Tuple[Tensor, ...]:
+        """``[bs, ...]`` as ``[b*, ...]`` for some positions at a time."""
+        return tuple(p.flatten(0, 1) for p in x.unflatten(0, [-1, positions]).split(step, dim=1))
+
+    def whole(pieces: list[Tensor]) -> Tensor:
+        sizes = [min(step, positions - k) for k in range(0, positions, step)]
+        split = [p.unflatten(0, [-1, size]) for p, size in zip(pieces, sizes, strict=True)]
+        return torch.cat(split, dim=1).flatten(0, 1)
+
+    present = parts(activations.flatten(0, 1))
+    votes, squares = [], []
+    if num_iters > 1:
+        for x, m in zip(parts(poses.flatten(0, 1)), parts(mean), strict=True):
+            v = torch.bmm(x.transpose(0, 1), wide) - m.flatten(1)  # [i, n, j*e]
+            # only products with these two follow, which read them in this layout: no vote is moved
+            votes.append(v.reshape(children, -1, pose_dim).transpose(0, 1))  # [nj, i, e]
+            squares.append((v * v).reshape(children, -1, pose_dim).transpose(0, 1))
+    for t in range(1, num_iters):
+        # the E-step's terms of a child: sum_h p_h (V - mu)_h^2 with p = 1 / 2 sigma^2, expanded about the first mean
+        precision = 0.5 / variance
+        pull = 2.0 * precision * shift  # 0 in the first
+        level = log_weight(logits, log_sigma) - (0.5 * pull * shift).sum(dim=2)  # [bs, j]
+        sums, couplings = [], []
+        inputs = zip(votes, squares, present, parts(precision), parts(pull), parts(level), strict=True)
+        for v, sq, a, p, d, high in inputs:
+            distance = torch.matmul(sq, p.reshape(-1, pose_dim, 1))  # [nj, i, 1]
+            if t > 1:
+                distance = distance - torch.matmul(v, d.reshape(-1, pose_dim, 1))
+            c = torch.softmax(high.unsqueeze(2) - distance.reshape(-1, parents, children), dim=1)  # [n, j, i]
+            r = c * a.unsqueeze(1) + eps / parents
+            total = r.sum(dim=2, keepdim=True)  # [n, j, 1]
+            r = (r / total).reshape(-1, 1, children)
+            moments = [total.reshape(-1, 1, 1), torch.matmul(r, v), torch.matmul(r, sq)]
+            # one result of a part, so that a runtime that walks back from the results finishes a part before the next
+            sums.append(torch.cat(moments, dim=2).reshape(-1, parents, 2 * pose_dim + 1))
+            couplings.append(c)
+        mass, shift, second = whole(sums).split([1, pose_dim, pose_dim], dim=2)
+        variance = torch.maximum(second - shift * shift, least)
+        if need_couplings and t == num_iters - 1:
+            coupling = whole(couplings)
+        lam = lam_start + lam_step * t
+        logits, log_sigma = parent_logits(
+            mass.squeeze(2), variance, beta_v, beta_a, lam, normalize, MIN_SHARE
+        )
+    if need_couplings and coupling is None:
+        coupling = torch.full_like(even, 1.0).unsqueeze(1).expand(-1, parents, -1) / parents
+    return mean + shift, logits, coupling
+
+
+def _even_moments(poses: Tensor, even: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
+    """First and second moments of the votes about 0, ``[n, j, e]``.
+
+    Args:
+        poses: ``[n, i, d]``.
+        even: ``[n, i]``, with sum 1.
+        weight: ``[i, q, j, r]``.
+    """
+    size = weight.shape[1]
+    x = poses.unflatten(2, [-1, size]).permute(3, 0, 2, 1)  # [q, n, p, i]
+    weighted = x * even.unsqueeze(1)
+    w = weight.transpose(0, 1).flatten(2)  # [q, i, j*r]
+    pairs, products = [], []
+    for k in range(size):
+        pairs.append(weighted[k : k + 1] * x[k:])
+        products.append(w[k : k + 1] * w[k : k + 1])
+        if k + 1 < size:
+            products.append(2.0 * w[k : k + 1] * w[k + 1 :])
+    first = _summed(weighted, w, size)
+    return first, _summed(torch.cat(pairs), torch.cat(products), size)
+
+
+def _summed(features: Tensor, weights: Tensor, size: int) -> Tensor:
+    """Features ``[m, n, p, i]`` and weights ``[m, i, j*r]`` to ``[n, j, e]``."""
+    x = features.permute(1, 2, 0, 3).flatten(2)  # [n, p, m*i]
+    sums = torch.matmul(x, weights.flatten(0, 1))  # [n, p, j*r]
+    return sums.unflatten(2, [-1, size]).transpose(1, 2).flatten(2)
