@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em, em_routing, shared_em_routing
+from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, _em_graph, em, em_routing, shared_em_routing
 from capszoo.layers._em_steps import MIN_SHARE, parent_logits
 from tests.reference import em as naive
 
@@ -556,6 +557,39 @@ def test_prepared_for_export_is_the_same(name: str) -> None:
         layer.weight.zero_()
     for a, b in zip(outputs(layer, x), expected, strict=True):
         assert torch.equal(a, b)  # the prepared weights are what is used
+
+
+@pytest.mark.parametrize("part", [1, 2 * 18 * 5 * 16, 1 << 20], ids=["ones", "pairs", "whole"])
+@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("normalize_cost", [False, True])
+def test_exported_form_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, normalize_cost: bool, num_iters: int, part: int
+) -> None:
+    torch.manual_seed(0)
+    layer = ConvEM(2, 5, num_iters=num_iters, normalize_cost=normalize_cost).double()
+    nn.init.normal_(layer.beta_v)
+    nn.init.normal_(layer.beta_a)
+    x = torch.rand(2, 34, 5, 5, dtype=torch.float64)  # nine positions: pairs, and one left over
+    expected = layer.route(x)
+    layer.prepare_for_export()
+    monkeypatch.setattr(_em_graph, "_PART", part)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    for a, b in zip(layer.route(x), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(layer(x), layer.pack(*expected[:2]), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("centre", "spread"), [(0.0, 1.0), (100.0, 30.0), (100.0, 1.0)])
+def test_exported_form_in_float32(monkeypatch: pytest.MonkeyPatch, centre: float, spread: float) -> None:
+    torch.manual_seed(0)
+    layer = ConvEM(4, 6, num_iters=3, lam_start=0.1, lam_step=0.1)
+    x = torch.rand(2, 68, 5, 5)
+    x[:, :64] = centre + spread * torch.randn(2, 64, 5, 5)
+    exact = copy.deepcopy(layer).double().route(x.double())
+    layer.prepare_for_export()
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    for a, b in zip(layer.route(x)[:2], exact[:2], strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
 
 
 def test_activations_do_not_saturate_at_the_start() -> None:
