@@ -68,12 +68,19 @@ class Job:
         dtype = getattr(self.served, "input_dtype", torch.float32)
         return str(dtype).removeprefix("torch.")
 
-    def trace(self) -> torch.export.ExportedProgram:
+    def trace(self, in_parts: bool = False) -> torch.export.ExportedProgram:
         """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
+
+        Args:
+            in_parts: let layers that can write their votes out a few at a time. A runtime that takes the graph node by
+                node is faster by it; a compiler, which would take minutes for it, has no use for it.
 
         Raises:
             ExportError: the model cannot be traced.
         """
+        for module in self.served.modules():
+            if hasattr(module, "in_parts"):
+                module.in_parts = in_parts  # type: ignore[assignment]
         smallest, usual, largest = self.batch
         # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
         count = usual if smallest == largest else 2

@@ -279,7 +279,7 @@ def _quantised(
 
 def _to_onnx_program(job: Job, opset: int) -> Any:
     """torch.export, then torch.onnx without its optimisation (an ``ONNXProgram``)."""
-    exported = job.trace()
+    exported = job.trace(in_parts=True)
     with quiet():
         try:
             program = torch.onnx.export(

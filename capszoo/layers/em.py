@@ -646,6 +646,8 @@ class ConvEM(_MatrixEM):
         )
         self.kernel_size = kernel_size
         self.stride = stride
+        #: set by what writes a graph for a runtime that takes it node by node, as ONNX Runtime does
+        self.in_parts = False
 
     def grid_size(self, height: int, width: int) -> Tuple[int, int]:
         """Output rows and columns for an input of this size."""
@@ -712,7 +714,7 @@ class ConvEM(_MatrixEM):
             self.normalize_cost,
         )
         if not torch.jit.is_scripting():
-            if self.prepared is not None and torch.compiler.is_exporting():
+            if self.in_parts:
                 return route_in_parts(
                     poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings
                 )

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from capszoo.errors import UsageError
+from capszoo.export.job import prepare
 from capszoo.export.to_onnx import ExportError, ExportReport, export
+from capszoo.layers import _em_graph
 from tests.models import zoo_cases as zoo
 from tests.support import warm
 
@@ -69,6 +71,17 @@ def through_the_gate(
 def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool, tmp_path: Path) -> None:
     report = through_the_gate(name, precision, tmp_path, batch, couplings)
     assert (report is None) == (couplings and name == "encapnet6")  # the one without couplings
+
+
+def test_em_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.small("capsnet_em_norb_small").eval()
+    whole = through_the_gate("capsnet_em_norb_small", "fp32", tmp_path)
+    programs = [len(prepare(model).trace().graph.nodes)]
+    monkeypatch.setattr(_em_graph, "_PART", 1)  # each position by itself, in ONNX files alone
+    parts = through_the_gate("capsnet_em_norb_small", "fp32", tmp_path, couplings=True)
+    programs.append(len(prepare(model).trace().graph.nodes))
+    assert whole is not None and parts is not None
+    assert parts.num_nodes > 1.5 * whole.num_nodes and programs[0] == programs[1]
 
 
 def test_a_plain_network_has_no_couplings(tmp_path: Path) -> None:
