@@ -292,6 +292,14 @@ def export_command(
     uint8_input: Annotated[
         bool, typer.Option("--uint8-input", help="Take uint8 images; normalise inside the graph.")
     ] = False,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|gpu",
+            help="What the ONNX file is written for (gpu with tensorrt or half precision, else cpu).",
+            show_default=False,
+        ),
+    ] = None,
     triton: Annotated[bool, typer.Option("--triton", help="Add a Triton model repository.")] = False,
     timing_cache: Annotated[
         Path | None, typer.Option("--timing-cache", help="TensorRT: file of measured tactics.")
@@ -378,6 +386,7 @@ def export_command(
         precision=precision,
         uint8_input=uint8_input,
         gate="quick" if quick else "full",
+        runtime=runtime,
         images=real,
         calibration=ranges,
     )

@@ -67,6 +67,7 @@ def export_bundle(
     precision: str = "fp32",
     uint8_input: bool = False,
     gate: str = "full",
+    runtime: str | None = None,
     images: torch.Tensor | RealImages | None = None,
     calibration: torch.Tensor | RealImages | None = None,
     triton: bool = False,
@@ -81,8 +82,9 @@ def export_bundle(
         name: name of the model in the bundle; its class where empty.
         source: the name under which ``capszoo.inference.load_model`` finds the model again.
         formats: any of :data:`FORMATS`. The ONNX file is always written: the gate runs on it.
-        routing_iters, outputs, opset, batch, precision, uint8_input, gate, images, calibration: see
-            :func:`capszoo.export.to_onnx.export`. The outputs must include the scores.
+        routing_iters, outputs, opset, batch, precision, uint8_input, gate, runtime, images, calibration: see
+            :func:`capszoo.export.to_onnx.export`. The outputs must include the scores. With the format tensorrt the
+            file is written for a GPU unless told otherwise.
         triton: add a model repository for Triton Inference Server.
         engine: how a TensorRT engine is built.
         progress: called with one line before each step.
@@ -124,6 +126,7 @@ def export_bundle(
             work / "model.onnx",
             opset=opset,
             gate=gate,
+            runtime=runtime or ("gpu" if "tensorrt" in formats else None),
             images=images,
             calibration=calibration,
             progress=progress,

@@ -38,7 +38,7 @@ PER_ROUTING = ("capsnet_dynamic", "capsnet_em_norb_small", "encapnet6", "idpa_re
 def build(model: nn.Module, folder: Path, **options: Any) -> to_onnx.GateStep:
     """Export without the gate (other tests have it) and give the graph to the parser and builder."""
     job = to_onnx.prepare(model.eval(), **options)
-    report = to_onnx.write(job, folder / "model.onnx", check=False)
+    report = to_onnx.write(job, folder / "model.onnx", check=False, runtime="gpu")
     return to_tensorrt.rtx_step(folder / "model.onnx", report)
 
 

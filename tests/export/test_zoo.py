@@ -84,6 +84,23 @@ def test_em_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.num_nodes > 1.5 * whole.num_nodes and programs[0] == programs[1]
 
 
+def test_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.small("capsnet_em_norb_small").eval()
+    monkeypatch.setattr(_em_graph, "_PART", 1)
+    nodes = {
+        (runtime, precision): export(
+            model, tmp_path / "x.onnx", precision=precision, runtime=runtime, check=False
+        ).num_nodes
+        for runtime, precision in (("cpu", "fp32"), ("gpu", "fp32"), (None, "fp32"), (None, "fp16"))
+    }
+    assert nodes["cpu", "fp32"] > 1.5 * nodes["gpu", "fp32"]
+    assert nodes[None, "fp32"] == nodes["cpu", "fp32"]
+    assert nodes[None, "fp16"] < nodes["cpu", "fp32"]
+    with pytest.raises(UsageError, match="unknown runtime 'tpu'.*cpu or gpu"):
+        export(model, tmp_path / "y.onnx", runtime="tpu")
+    assert not (tmp_path / "y.onnx").exists()
+
+
 def test_a_plain_network_has_no_couplings(tmp_path: Path) -> None:
     assert through_the_gate("cnn6", "fp32", tmp_path, couplings=True) is None
 
