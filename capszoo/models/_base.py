@@ -186,10 +186,15 @@ class CapsuleNet(nn.Module):
             RuntimeError: it was created with ``num_classes=0``.
         """
         self._require_classes()
-        return self._class_capsules(self.forward_features(x))
+        x = self.forward_features(x)
+        scores, poses = self._class_capsules(x)
+        return scores, poses.to(x.dtype)
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """Feature map to scores ``[b, n]`` and class capsules ``[b, n, e]``."""
+        """Feature map to scores ``[b, n]`` and class capsules ``[b, n, e]``, in any type.
+
+        Nothing may follow the scores here: timm takes the last operation of an FX graph for the model's result.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no class capsules")
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:

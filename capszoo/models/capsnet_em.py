@@ -240,7 +240,7 @@ class EMCapsNet(EMNetBase):
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses, logits = self.class_caps(self._children(x))
-        return self._scores(logits), poses.to(x.dtype)
+        return self._scores(logits), poses
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to scores and activations ``[b, n]``, class poses ``[b, n, p*p]``, couplings of each routing layer."""
@@ -383,7 +383,7 @@ class SixLayerEMCapsNet(EMNetBase):
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses, activations = self._mid(x)
         poses, logits = self.class_caps(poses, self.head_drop(activations))
-        return self._scores(logits), poses.to(x.dtype)
+        return self._scores(logits), poses
 
     def _mid(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """The map to the class layer's children: poses ``[b, g, e, s]`` and activations ``[b, g, s]``."""
