@@ -388,20 +388,7 @@ def window_routing(
     """
     settings = (num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     if torch.jit.is_scripting():
-        mu, logits, couplings = _window_routing(
-            poses,
-            activations,
-            weight,
-            wide,
-            beta_v,
-            beta_a,
-            num_iters,
-            lam_start,
-            lam_step,
-            var_floor,
-            eps,
-            normalize_cost,
-        )
+        mu, logits, couplings = _window_routing(poses, activations, weight, wide, beta_v, beta_a, *settings)
         if need_couplings:
             return mu, logits, couplings
         return mu, logits, None
@@ -410,20 +397,7 @@ def window_routing(
         if not plain and poses.shape[0] * wide.shape[0] * wide.shape[2] > _BLOCK_VOTES:
             given = _Windows.apply(settings, need_couplings, poses, activations, weight, wide, beta_v, beta_a)
         else:
-            given = _window_routing(
-                poses,
-                activations,
-                weight,
-                wide,
-                beta_v,
-                beta_a,
-                num_iters,
-                lam_start,
-                lam_step,
-                var_floor,
-                eps,
-                normalize_cost,
-            )
+            given = _window_routing(poses, activations, weight, wide, beta_v, beta_a, *settings)
         return given[0], given[1], given[2] if need_couplings else None
 
 
@@ -725,12 +699,7 @@ class ConvEM(_MatrixEM):
             wide,
             beta_v,
             beta_a,
-            self.num_iters,
-            self.lam_start,
-            self.lam_step,
-            self.var_floor,
-            self.eps,
-            self.normalize_cost,
+            *settings,
             need_couplings,
         )
 
