@@ -139,7 +139,7 @@ class IDPALayer(nn.Module):
 
     def _votes(self, children: Tensor) -> Tensor:
         """Votes in blocks, ``[n*..., i, w]``."""
-        raise NotImplementedError
+        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         """Activations of a layer's children as the parents see them, ``[n, i]``."""

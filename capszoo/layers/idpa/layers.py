@@ -192,9 +192,6 @@ class ConvIDPA(IDPALayer):
         weight = self._child_weight().detach().transpose(1, 2)  # [i, j, q, r]
         self.wide = block_diagonal(weight, self.rows)
 
-    def _votes(self, children: Tensor) -> Tensor:
-        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
-
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return self._windows(activation).flatten(0, 2)
 
@@ -305,9 +302,6 @@ class FCIDPA(IDPALayer):
     @torch.jit.unused
     def _routings(self, children: Tensor) -> int:
         return children.shape[0]
-
-    def _votes(self, children: Tensor) -> Tensor:
-        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return activation.reshape(-1, self.in_caps)
