@@ -65,8 +65,8 @@ def stderr() -> Console:
 
 
 def _width(stream: Any) -> int | None:
-    """A terminal's own width; in a pipe wide enough that tables keep their words."""
-    return None if stream.isatty() or "COLUMNS" in os.environ else 160
+    """A terminal's own width; in a pipe, a row of a table stays one line, however long."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else 10_000
 
 
 def print_json(value: Any) -> None:
