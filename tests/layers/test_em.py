@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, _em_graph, em, em_routing, shared_em_routing
-from capszoo.layers._em_steps import MIN_SHARE, parent_logits
+from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em_routing, shared_em_routing
+from capszoo.layers.em import graph as em_graph
+from capszoo.layers.em import windows as em_windows
+from capszoo.layers.em.steps import MIN_SHARE, parent_logits
 from tests.reference import em as naive
 
 F64 = torch.float64
@@ -288,7 +290,7 @@ def test_blocks_equal_naive(monkeypatch: pytest.MonkeyPatch, num_iters: int, nor
     layer = ConvEM(2, 3, 2, 2, 1, num_iters, normalize_cost=normalize_cost).double()
     randomise(layer)
     x = capsule_map(2, 2, 2, 3, 4).requires_grad_()  # 12 windows of 8 * 3 * 4 votes
-    monkeypatch.setattr(em, "_BLOCK_VOTES", 5 * 96)
+    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 5 * 96)
     settings: dict[str, Any] = {"normalize_cost": normalize_cost}
     poses, activations, couplings = naive.convolution(
         x, layer.weight, layer.beta_v, layer.beta_a, 2, 1, num_iters, **settings
@@ -316,7 +318,7 @@ def test_blocks_equal_naive(monkeypatch: pytest.MonkeyPatch, num_iters: int, nor
 
 def test_blocks_hold_memory_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of the votes is made, forward or backward."""
-    monkeypatch.setattr(em, "_BLOCK_VOTES", 1 << 18)
+    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 1 << 18)
     layer = ConvEM(8, 16, stride=1)
     for batch in (4, 12):
         x = capsule_map(batch, 8, 4, 10, 10, torch.float32).requires_grad_()
@@ -572,7 +574,7 @@ def test_exported_form_is_the_same(
     x = torch.rand(2, 34, 5, 5, dtype=torch.float64)  # nine positions: pairs, and one left over
     expected = layer.route(x)
     layer.prepare_for_export()
-    monkeypatch.setattr(_em_graph, "_PART", part)
+    monkeypatch.setattr(em_graph, "_PART", part)
     layer.in_parts = True
     for a, b in zip(layer.route(x), expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)

@@ -1,4 +1,4 @@
-"""Steps of EM routing that every form of it takes, and its constants; letters as in :mod:`.em`."""
+"""Steps of EM routing that every form of it takes, and its constants; letters as in :mod:`capszoo.layers.em`."""
 
 from typing import Tuple
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["first_weights", "log_weight", "parent_logits"]
+__all__ = ["check_iterations", "first_weights", "log_weight", "parent_logits"]
 
 # Defaults of our own choosing (the papers do not print them).
 LAM_START = 1.0
@@ -22,6 +22,11 @@ VAR_SHARE = 1e-3
 # differ (from the second iteration on), also this share of the mean cost.
 MIN_SPREAD = 0.01
 MIN_SHARE = 0.05
+
+
+def check_iterations(num_iters: int) -> None:
+    if num_iters < 1:
+        raise ValueError(f"num_iters must be at least 1, not {num_iters}")
 
 
 def parent_logits(
@@ -80,7 +85,7 @@ def first_weights(activations: Tensor, parents: int, eps: float = EPS) -> Tuple[
     Args:
         activations: ``[b, i]``.
         parents: their number.
-        eps: as in :func:`.em.em_routing`.
+        eps: as in :func:`.procedure.em_routing`.
 
     Returns:
         weights ``[b, i]`` with sum 1, and ``[b, 1]``, what each parent's weights summed to before.

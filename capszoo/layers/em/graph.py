@@ -4,7 +4,7 @@ A graph has no loop over blocks of images, as the eager form has. What is writte
 output positions, a few at a time: all that has the size of votes is made and used up for these alone, whatever the
 batch, and stays in the cache at the batches that a CPU is given.
 
-Letters as in :mod:`.em`; m pairs of a row's numbers.
+Letters as in :mod:`capszoo.layers.em`; m pairs of a row's numbers.
 """
 
 from typing import Optional, Tuple
@@ -12,7 +12,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._em_steps import MIN_SHARE, VAR_SHARE, first_weights, log_weight, parent_logits
+from .steps import MIN_SHARE, VAR_SHARE, first_weights, log_weight, parent_logits
 
 __all__ = ["route_in_parts"]
 
@@ -31,7 +31,7 @@ def route_in_parts(
     settings: Tuple[int, float, float, float, float, bool],
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """:func:`.em.window_routing` of the windows of images.
+    """:func:`.windows.window_routing` of the windows of images.
 
     The first iteration makes no votes: with even couplings their moments are linear and quadratic in the rows of the
     children's poses, and two wide products give them. That variance is a difference of moments about 0, of which the
@@ -43,7 +43,7 @@ def route_in_parts(
         activations: ``[b, s, i]``.
         weight, wide: the transforms, ``[i, q, j, r]`` and ``[i, d, j * e]``.
         beta_v, beta_a: ``[j]``.
-        settings: as of :func:`.em.em_routing`, ``num_iters`` to ``normalize_cost``.
+        settings: as of :func:`.procedure.em_routing`, ``num_iters`` to ``normalize_cost``.
         need_couplings: whether to return the couplings.
 
     Returns:

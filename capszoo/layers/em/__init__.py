@@ -1,0 +1,53 @@
+"""EM routing: each parent is a Gaussian cluster of the votes of its children.
+
+Papers: the procedure as Tsai et al. 2020 ("Capsules with inverted dot-product attention routing", Tables 6-7) and
+Li et al. 2018 ("Neural network encapsulation", section 2.1) compare against it; it is that of Hinton, Sabour and
+Frosst 2018 ("Matrix capsules with EM routing", Procedure 1). The cost normalisation is Li et al., appendix A.i.
+
+========================= =================================================
+symbol                    here
+========================= =================================================
+``V_ij``                  ``votes``, child ``i``'s vote for the pose of parent ``j``
+``a_i``                   ``activations`` of the children
+``R_ij``                  ``coupling``: share of child ``i`` that parent ``j`` takes
+``sum_i R_ij`` (after a)  ``mass``
+``mu_j``, ``sigma_j^2``   ``poses``, ``variance``
+``beta_v``, ``beta_a``    ``beta_v``, ``beta_a``, one number per parent type
+``lambda_t``              ``lam_start + lam_step * t``, with t from 0
+``a_j``                   ``sigmoid(logits)``
+========================= =================================================
+
+Letters: b batch (for a convolution: batch times output positions) · i children · j parents · d, e pose sizes ·
+p, q rows and columns of a matrix pose · h w grid · k l kernel · n classes · g groups of children that share their
+transforms.
+
+Each iteration, from ``R = 1 / parents``::
+
+    M-step   R <- R * a_i + eps / parents;  mu, sigma^2 = weighted mean and variance of the votes
+             cost_jh = (beta_v + log sigma_jh) * sum_i R_ij
+             logit_j = lambda_t * (beta_a - sum_h cost_jh)
+    E-step   R_ij = softmax over parents of (log sigmoid(logit_j) - sum_h [log sigma_jh + (V - mu)^2 / 2 sigma^2])
+
+Deviations and choices of ours, all of them arguments: ``lambda_t = 1 + t``; variances are floored at ``var_floor``,
+from the second iteration on also at ``var_share`` of the first one's, and a range of normalised costs that may be
+rounding is not blown up (``min_share``; these two are arguments of the functions alone); ``eps``, an activation
+that every child has beside its own, keeps a weighted mean defined where no child is active.
+Activations are returned before their sigmoid, which keeps their order where the sigmoid has saturated; without
+``normalize_cost`` it does so early (encapnet's authors call that option crucial).
+
+How it is computed: squares are taken about the mean of the first iteration, where they do not cancel; means,
+variances and log-likelihoods are then matrix-vector products of the votes and of these squares, the only two
+tensors of that size. In eager PyTorch on the CPU they are made for a block of windows at a time, and again in the
+backward pass. Half types are computed in float32, under autocast too.
+
+Files: ``procedure`` has the routing of votes as a pure function, ``windows`` that of windows, in blocks, ``kept`` the
+products of votes in a buffer; ``base`` and ``layers`` are the layers of matrix capsules; ``shared`` the routing whose
+transforms are shared over a grid, with its layer; ``graph`` the form that is written into graphs for a CPU; ``steps``
+what all of them take.
+"""
+
+from .layers import ClassEM, ConvEM
+from .procedure import em_routing
+from .shared import SharedEM, shared_em_routing
+
+__all__ = ["ClassEM", "ConvEM", "SharedEM", "em_routing", "shared_em_routing"]

@@ -1,0 +1,106 @@
+"""What the two layers of matrix capsules share, and what describes and starts every EM layer."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from .._transforms import block_diagonal
+from ..squash import upcast_half
+from .steps import check_iterations
+
+__all__ = ["MatrixEM", "describe"]
+
+torch.fx.wrap("upcast_half")
+
+
+def _init_transforms(weight: Tensor, noise: float) -> None:
+    """Identity plus noise: a parent starts as the mean of poses that mean the same to every child."""
+    with torch.no_grad():
+        nn.init.normal_(weight, std=noise)
+        weight += torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
+
+
+def describe(lam_start: float, lam_step: float, var_floor: float, eps: float, normalize_cost: bool) -> str:
+    numbers = f", lam={lam_start:g}+{lam_step:g}t, var_floor={var_floor:g}, eps={eps:g}"
+    return numbers + (", normalize_cost=True" if normalize_cost else "")
+
+
+class MatrixEM(nn.Module):
+    """What the two layers of matrix capsules share: arguments, parameters, and maps that hold them.
+
+    A map of matrix capsules is ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p +
+    column, then the activations, one channel a capsule.
+    """
+
+    prepared: Optional[Tensor]
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        taps: int,
+        pose_size: int,
+        num_iters: int,
+        lam_start: float,
+        lam_step: float,
+        var_floor: float,
+        eps: float,
+        normalize_cost: bool,
+        init_noise: float,
+        init_beta_v: float,
+    ) -> None:
+        super().__init__()
+        check_iterations(num_iters)
+        if pose_size < 2:
+            raise ValueError(f"pose_size must be at least 2 (poses are matrices), not {pose_size}")
+        self.in_caps = in_caps
+        self.out_caps = out_caps
+        self.pose_size = pose_size
+        self.pose_dim = pose_size * pose_size
+        self.num_iters = num_iters
+        self.lam_start = lam_start
+        self.lam_step = lam_step
+        self.var_floor = var_floor
+        self.eps = eps
+        self.normalize_cost = normalize_cost
+        self.init_noise = init_noise
+        self.init_beta_v = init_beta_v
+        self.weight = nn.Parameter(torch.empty(taps * in_caps, out_caps, pose_size, pose_size))
+        self.beta_v = nn.Parameter(torch.empty(out_caps))
+        self.beta_a = nn.Parameter(torch.empty(out_caps))
+        channels = in_caps * (self.pose_dim + 1)
+        self._channels_message = (
+            f"a map of {in_caps} matrix capsules has {channels} channels: poses, then activations"
+        )
+        self.register_buffer("prepared", None, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _init_transforms(self.weight, self.init_noise)
+        nn.init.constant_(self.beta_v, self.init_beta_v)
+        nn.init.zeros_(self.beta_a)
+
+    @torch.jit.ignore
+    def prepare_for_export(self) -> None:
+        """Keep the block-diagonal weights as a constant: nothing is computed from ``weight`` any more."""
+        self.prepared = block_diagonal(self.weight.detach(), self.pose_size)
+
+    def _wide_weight(self) -> Tensor:
+        prepared = self.prepared
+        if prepared is not None:
+            return upcast_half(prepared)
+        return block_diagonal(upcast_half(self.weight), self.pose_size)
+
+    def _weight(self) -> Tensor:
+        """``[i, q, j, r]``."""
+        prepared, p = self.prepared, self.pose_size
+        if prepared is not None:  # [i, p, q, j, p, r]
+            return upcast_half(prepared.reshape(-1, p, p, self.out_caps, p, p)[:, 0, :, :, 0])
+        return upcast_half(self.weight).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_caps}, {self.out_caps}, pose_size={self.pose_size}, num_iters={self.num_iters}"
+            + describe(self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost)
+        )

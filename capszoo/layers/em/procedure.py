@@ -1,0 +1,151 @@
+"""EM routing of votes, as a pure function; letters as in :mod:`capszoo.layers.em`."""
+
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kept import project, weigh
+from .steps import (
+    EPS,
+    LAM_START,
+    LAM_STEP,
+    MIN_SHARE,
+    VAR_FLOOR,
+    VAR_SHARE,
+    check_iterations,
+    first_weights,
+    log_weight,
+    parent_logits,
+)
+
+__all__ = ["em_routing", "route_moments"]
+
+
+def em_routing(
+    votes: Tensor,
+    activations: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int = 2,
+    lam_start: float = LAM_START,
+    lam_step: float = LAM_STEP,
+    var_floor: float = VAR_FLOOR,
+    eps: float = EPS,
+    normalize_cost: bool = False,
+    mean: Optional[Tensor] = None,
+    var_share: float = VAR_SHARE,
+    min_share: float = MIN_SHARE,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Route votes by expectation-maximisation.
+
+    Args:
+        votes: ``[b, j, i, e]``, float32 or float64; any strides, best with ``b`` and ``j`` mergeable (the layout
+            ``[i, b, j, e]`` in memory, as matrix products over the children leave it, is read without a copy).
+        activations: ``[b, i]``, not negative.
+        beta_v, beta_a: ``[j]``.
+        num_iters: iterations, at least 1.
+        lam_start, lam_step: inverse temperature ``lam_start + lam_step * t`` of iteration t = 0, 1, …
+        var_floor: smallest variance.
+        eps: added to every child's activation, and shared evenly by the parents.
+        normalize_cost: map the parents' costs of each item to [-5, 5], smallest to largest, before the sigmoid.
+        var_share: from the second iteration on, a variance is at least this share of the first iteration's.
+        min_share: with ``normalize_cost``, costs that spread over less than this share of the mean cost do not reach
+            5 (from the second iteration on; in the first, it is 0.01 nats per pose dimension).
+        mean: ``[b, j, e]``, the first iteration's mean, for a caller who has it for less than a pass over the
+            votes (see :func:`first_weights`); absent, it is computed here.
+
+    Returns:
+        poses ``[b, j, e]``; logits ``[b, j]``, whose sigmoids are the parents' activations; couplings
+        ``[b, j, i]`` of the last iteration, which sum to 1 over the parents.
+    """
+    check_iterations(num_iters)
+    parents, pose_dim = votes.shape[1], votes.shape[3]
+    v = votes.flatten(0, 1)  # [bj, i, e], a view in the layout above
+    if mean is None:
+        weights = even_weights(first_weights(activations, parents, eps)[0], parents)
+        mean = torch.bmm(weights, v).reshape(-1, parents, pose_dim)  # [b, j, e]
+    # (V - mean)^2 in one pass over the votes; written out, it and its gradient would take three
+    squares = F.mse_loss(v, mean.reshape(-1, 1, pose_dim).expand_as(v), reduction="none")  # [bj, i, e]
+    return route_moments(
+        v,
+        squares,
+        mean,
+        mean,
+        activations,
+        beta_v,
+        beta_a,
+        num_iters,
+        lam_start,
+        lam_step,
+        var_floor,
+        eps,
+        normalize_cost,
+        var_share,
+        min_share,
+    )
+
+
+def route_moments(
+    votes: Tensor,
+    squares: Tensor,
+    mean: Tensor,
+    origin: Tensor,
+    activations: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+    var_share: float = VAR_SHARE,
+    min_share: float = MIN_SHARE,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """:func:`em_routing` by moments of the votes: all that it does with tensors of their size are matrix products.
+
+    Args:
+        votes: ``[bj, i, e]``.
+        squares: ``[bj, i, e]``, squares of the votes less the first iteration's mean.
+        mean: ``[b, j, e]``, the first iteration's mean.
+        origin: ``[b, j, e]``, ``mean``, or 0 where it has been subtracted from ``votes``.
+        activations: ``[b, i]``.
+
+    The other arguments and the results are those of :func:`em_routing`.
+    """
+    parents, pose_dim, children = mean.shape[1], mean.shape[2], activations.shape[1]
+    # t = 0: every parent takes the same share of every child, so the weights do not depend on j
+    even, mass = first_weights(activations, parents, eps)  # [b, i], [b, 1]
+    variance = weigh(even_weights(even, parents), squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)
+    least = (var_share * variance).clamp_min(var_floor)  # [b, j, e]
+    logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize_cost, 0.0)
+    shift = torch.zeros_like(mean)  # mu - first mean
+    coupling = torch.full_like(activations, 1.0).unsqueeze(1).expand(-1, parents, -1) / parents  # [b, j, i]
+    for t in range(1, num_iters):
+        # E-step: distance = sum_h (V - mu)^2 / 2 sigma^2, expanded about the first mean
+        precision = 0.5 / variance  # [b, j, e]
+        distance = project(squares, precision.reshape(-1, pose_dim, 1))  # [bj, i, 1]
+        height = log_weight(logits, log_sigma)  # [b, j]
+        if t > 1:  # else mu is the first mean itself
+            pull = 2.0 * precision * shift
+            distance = distance - project(votes, pull.reshape(-1, pose_dim, 1))
+            height = height - (pull * (origin + 0.5 * shift)).sum(dim=-1)
+        distance = distance.reshape(-1, parents, children)
+        coupling = torch.softmax(height.unsqueeze(2) - distance, dim=1)  # [b, j, i]
+        # M-step
+        weights = coupling * activations.unsqueeze(1) + eps / parents  # [b, j, i]
+        mass = weights.sum(dim=2)  # [b, j]
+        weights = (weights / mass.unsqueeze(2)).flatten(0, 1).unsqueeze(1)  # [bj, 1, i]
+        shift = weigh(weights, votes).reshape(-1, parents, pose_dim) - origin
+        second = weigh(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
+        variance = torch.maximum(second - shift * shift, least)
+        lam = lam_start + lam_step * t
+        logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, min_share)
+    return mean + shift, logits, coupling
+
+
+def even_weights(weights: Tensor, parents: int) -> Tensor:
+    """Weights ``[b, i]`` of every parent, ``[bj, 1, i]``."""
+    return weights.unsqueeze(1).expand(-1, parents, -1).flatten(0, 1).unsqueeze(1)

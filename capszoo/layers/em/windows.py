@@ -1,0 +1,224 @@
+"""EM routing in windows that share transforms, on the CPU in blocks of windows.
+
+Letters as in :mod:`capszoo.layers.em`.
+"""
+
+import math
+from typing import Any, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .kept import Kept
+from .procedure import em_routing, route_moments
+from .steps import first_weights
+
+__all__ = ["window_routing"]
+
+
+def _first_mean(poses: Tensor, activations: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Mean vote at even couplings, ``[n, j, e]``: children summed and transformed by one product."""
+    children, pose_size, parents = weight.shape[0], weight.shape[1], weight.shape[2]
+    weights = first_weights(activations, parents, eps)[0].unsqueeze(2)
+    rows = (poses * weights).reshape(-1, children, pose_size, pose_size).transpose(1, 2)  # [n, p, i, q]
+    mean = torch.matmul(rows.flatten(2), weight.flatten(2).flatten(0, 1))  # [n, p, j*r]
+    return mean.reshape(-1, pose_size, parents, pose_size).transpose(1, 2).flatten(2)
+
+
+def _window_routing(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """:func:`em_routing` of the votes ``poses @ wide``."""
+    parents = beta_v.shape[0]
+    mean = _first_mean(poses, activations, weight, eps)
+    votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, n, j, e]
+    return em_routing(
+        votes.permute(1, 2, 0, 3),
+        activations,
+        beta_v,
+        beta_a,
+        num_iters,
+        lam_start,
+        lam_step,
+        var_floor,
+        eps,
+        normalize_cost,
+        mean,
+    )
+
+
+def window_routing(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+    need_couplings: bool,
+) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    """EM routing in windows that share transforms; on the CPU a few windows at a time, whose votes stay in the cache.
+
+    Args:
+        poses: ``[n, i, d]`` of n windows.
+        activations: ``[n, i]``.
+        weight: the transforms, ``[i, q, j, r]``.
+        wide: the same as matrices on flattened poses, ``[i, d, j * e]``, see :func:`block_diagonal`.
+        beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        need_couplings: whether to return the couplings.
+
+    Returns:
+        poses ``[n, j, e]``, logits ``[n, j]``, and couplings ``[n, j, i]`` or None.
+    """
+    settings = (num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
+    if torch.jit.is_scripting():
+        mu, logits, couplings = _window_routing(poses, activations, weight, wide, beta_v, beta_a, *settings)
+        if need_couplings:
+            return mu, logits, couplings
+        return mu, logits, None
+    else:  # noqa: RET505 (as in ConvEM)
+        plain = poses.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not plain and poses.shape[0] * wide.shape[0] * wide.shape[2] > _BLOCK_VOTES:
+            given = _Windows.apply(settings, need_couplings, poses, activations, weight, wide, beta_v, beta_a)
+        else:
+            given = _window_routing(poses, activations, weight, wide, beta_v, beta_a, *settings)
+        return given[0], given[1], given[2] if need_couplings else None
+
+
+#: Votes of a block (8 MiB in float32): the transforms are read for each block, and each takes a hundred small steps, of
+#: both of which fewer and larger blocks save.
+_BLOCK_VOTES = 1 << 21
+
+
+class _Windows(torch.autograd.Function):
+    """:func:`_window_routing`, a block of windows at a time, whose votes are made again in the backward pass.
+
+    The buffers for votes, squares and gradients are allocated once: memory fresh from the system costs more than the
+    arithmetic does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: Tuple[int, float, float, float, float, bool],
+        need_couplings: bool,
+        poses: Tensor,
+        activations: Tensor,
+        weight: Tensor,
+        wide: Tensor,
+        beta_v: Tensor,
+        beta_a: Tensor,
+    ) -> Tuple[Tensor, ...]:
+        ctx.save_for_backward(poses, activations, weight, wide, beta_v, beta_a)
+        ctx.set_materialize_grads(False)
+        ctx.settings, ctx.need_couplings = settings, need_couplings
+        parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
+        outputs = [poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents)]
+        if need_couplings:
+            outputs.append(poses.new_empty(count, parents, children))
+        block, buffers = _Windows.buffers(wide, count, 2)
+        for start in range(0, count, block):
+            part = slice(start, start + block)
+            mean = _first_mean(poses[part], activations[part], weight, settings[4])
+            votes, squares = _Windows.votes(poses[part], wide, mean, buffers)
+            zero = torch.zeros_like(mean)
+            results = route_moments(  # type: ignore[misc]
+                votes, squares, mean, zero, activations[part], beta_v, beta_a, *settings
+            )
+            for output, result in zip(outputs, results, strict=False):
+                output[part] = result
+        return tuple(outputs)
+
+    @staticmethod
+    def buffers(wide: Tensor, count: int, number: int) -> Tuple[int, List[Tensor]]:
+        per_window = wide.shape[0] * wide.shape[2]
+        block = max(1, min(count, _BLOCK_VOTES // per_window))
+        return block, [wide.new_empty(block * per_window) for _ in range(number)]
+
+    @staticmethod
+    def votes(poses: Tensor, wide: Tensor, mean: Tensor, buffers: List[Tensor]) -> Tuple[Any, Any]:
+        """Votes about ``mean`` and their squares, in the first two buffers."""
+        shape = (wide.shape[0], *mean.shape)  # [i, n, j, e]
+        votes, squares = (buffer[: math.prod(shape)].view(shape) for buffer in buffers[:2])
+        torch.bmm(poses.transpose(0, 1), wide, out=votes.flatten(2))
+        votes -= mean
+        torch.mul(votes, votes, out=squares)
+        return Kept(votes.flatten(1, 2).transpose(0, 1)), Kept(squares.flatten(1, 2).transpose(0, 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        poses, activations, weight, wide, beta_v, beta_a = ctx.saved_tensors
+        grads = [torch.empty_like(poses), torch.empty_like(activations)]
+        shared = [torch.zeros_like(t) for t in (weight, beta_v, beta_a)]
+        wide_grad = torch.zeros_like(wide)
+        block, buffers = _Windows.buffers(wide, poses.shape[0], 3)
+        for start in range(0, poses.shape[0], block):
+            part = slice(start, start + block)
+            with torch.enable_grad(), torch.autocast(poses.device.type, enabled=False):
+                # every input as if a gradient of it were asked for: the terms come from those of the weights
+                inputs = [t.detach().requires_grad_() for t in (poses[part], activations[part], weight)]
+                betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
+                mean = _first_mean(inputs[0], inputs[1], inputs[2], ctx.settings[4])
+                about = mean.detach().requires_grad_()
+                with torch.no_grad():
+                    votes, squares = _Windows.votes(poses[part], wide, mean, buffers)
+                zero = torch.zeros_like(about)
+                present = activations[part].detach().requires_grad_()
+                results = route_moments(  # type: ignore[misc]
+                    votes, squares, about, zero, present, *betas, *ctx.settings
+                )
+                pairs = [
+                    (r, g[part])
+                    for r, g in zip(results, given, strict=False)
+                    if g is not None and r.requires_grad
+                ]
+                small = torch.autograd.grad(
+                    [r for r, _ in pairs],
+                    [about, present, *betas],
+                    [g for _, g in pairs],
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+            grad = buffers[2][: votes.values.numel()].view(wide.shape[0], *mean.shape)  # [i, n, j, e]
+            _sum_of_terms(squares.terms, grad)
+            grad *= votes.values.transpose(0, 1).reshape(grad.shape)
+            grad *= 2.0
+            _sum_of_terms(votes.terms, grad, add=True)
+            about_grad = small[0] - grad.sum(dim=0)
+            by_mean = torch.autograd.grad(mean, inputs, about_grad)
+            flat = grad.flatten(2)  # [i, n, j*e]
+            grads[0][part] = by_mean[0] + torch.bmm(flat, wide.transpose(1, 2)).transpose(0, 1)
+            grads[1][part] = by_mean[1] + small[1]
+            wide_grad.baddbmm_(poses[part].permute(1, 2, 0), flat)
+            for total, more in zip(shared, (by_mean[2], small[2], small[3]), strict=True):
+                total += more
+        return None, None, *grads, shared[0], wide_grad, shared[1], shared[2]
+
+
+def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = False) -> None:
+    """Outer products ``[nj, i, 1] * [nj, 1, e]`` summed in ``out``, ``[i, n, j, e]``, or added to it."""
+    for k, (left, right) in enumerate(terms):
+        left = left.reshape(*out.shape[1:3], -1).permute(2, 0, 1).contiguous().unsqueeze(3)  # [i, n, j, 1]
+        right = right.reshape(out.shape[1:])
+        if k == 0 and not add:
+            torch.mul(left, right, out=out)
+        else:
+            out.addcmul_(left, right)
