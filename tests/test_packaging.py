@@ -259,7 +259,7 @@ def _part(module: str) -> str:
     parts = module.split(".")
     if len(parts) < 2:
         return "shared"
-    if parts[1] in ("cli", "__main__") or parts[1].startswith("_cli_"):
+    if parts[1] == "__main__":
         return "cli"
     return parts[1] if parts[1] in ALLOWED else "shared"
 

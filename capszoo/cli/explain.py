@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from ._cli_common import DeviceOption, ModelArgument, stdout
-from .errors import UsageError
+from ..errors import UsageError
+from .common import DeviceOption, ModelArgument, stdout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,10 +57,10 @@ def explain_command(
     device: DeviceOption = None,
 ) -> None:
     """Draw from where a class capsule was routed, or what a decoder makes of capsules."""
-    from ._figures import require_matplotlib
+    from .._figures import require_matplotlib
 
     if what not in KINDS:
-        from ._suggest import unknown_name
+        from .._suggest import unknown_name
 
         raise UsageError(unknown_name("picture", what, KINDS))
     of_data = what in ("reconstruct", "multi")
@@ -81,14 +81,14 @@ def explain_command(
 def _draw_image(
     what: str, name: str, image: Path, target: str | None, device: str | None, path: Path
 ) -> None:
-    from .explain import explain, save_figure
-    from .inference import load_model
-    from .preprocess import load_image
+    from ..explain import explain, save_figure
+    from ..inference import load_model
+    from ..preprocess import load_image
 
     picture = load_image(image)
     model = load_model(name, device=device)
     if what == "perturb":
-        from .reconstructions import perturb, save_perturbation
+        from ..reconstructions import perturb, save_perturbation
 
         changed = perturb(model, picture, target)
         written = save_perturbation(changed, path)
@@ -104,8 +104,8 @@ def _draw_image(
 def _draw_data(
     what: str, name: str, dataset: str | None, data: str | None, count: int, device: str | None, path: Path
 ) -> None:
-    from .recipes.subject import prepare
-    from .reconstructions import answers, overlaps, save_answers, save_overlaps
+    from ..recipes.subject import prepare
+    from ..reconstructions import answers, overlaps, save_answers, save_overlaps
 
     subject = prepare(name, dataset, data=data, device=device)
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .errors import UsageError
+from ..errors import UsageError
 
 __all__ = [
     "DeviceOption",

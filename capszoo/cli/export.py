@@ -1,0 +1,295 @@
+"""``capszoo export`` and ``compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import CapszooError, UsageError
+from .common import ItersOption, JsonOption, SizeOption, given, parse_size, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from ..export.to_onnx import ExportReport
+
+
+def export_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="As for predict: name, name.tag, hf-hub:…, run folder, file. With --check a bundle.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write, or FILE.onnx alone.", show_default=False),
+    ] = None,
+    formats: Annotated[
+        str, typer.Option("--format", help="onnx, tensorrt, aoti; several with commas. ONNX always comes.")
+    ] = "onnx",
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
+    int8: Annotated[
+        bool, typer.Option("--int8", help="INT8 by Q/DQ (needs --calibrate and --verify-data).")
+    ] = False,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FOLDER|DATA SET",
+            help="Real images that give INT8 its ranges.",
+            show_default=False,
+        ),
+    ] = None,
+    opset: Annotated[
+        int | None, typer.Option(help="ONNX opset (20; for bf16 22).", show_default=False)
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(metavar="MIN,USUAL,MAX", help="Batch sizes to serve; one number fixes the batch.")
+    ] = "1,8,32",
+    routing_iters: ItersOption = None,
+    img_size: SizeOption = None,
+    outputs: Annotated[str, typer.Option(help="scores, poses, activations, couplings.")] = "scores",
+    uint8_input: Annotated[
+        bool, typer.Option("--uint8-input", help="Take uint8 images; normalise inside the graph.")
+    ] = False,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|gpu",
+            help="What the ONNX file is written for (gpu with tensorrt or half precision, else cpu).",
+            show_default=False,
+        ),
+    ] = None,
+    triton: Annotated[bool, typer.Option("--triton", help="Add a Triton model repository.")] = False,
+    timing_cache: Annotated[
+        Path | None, typer.Option("--timing-cache", help="TensorRT: file of measured tactics.")
+    ] = None,
+    workspace: Annotated[int, typer.Option("--workspace", min=1, help="TensorRT: workspace, MiB.")] = 4096,
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="TensorRT: run on later versions.")
+    ] = False,
+    hardware_compatible: Annotated[
+        bool, typer.Option("--hardware-compatible", help="TensorRT: run on other GPUs from Ampere on.")
+    ] = False,
+    refit: Annotated[bool, typer.Option("--refit", help="TensorRT: allow new weights later.")] = False,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained/--no-pretrained", help="Load weights, or export untrained ones.")
+    ] = True,
+    images: Annotated[
+        str | None,
+        typer.Option(
+            "--verify-data",
+            metavar="PATH|DATA SET",
+            help="Images whose top-1 must agree, too; INT8: whose accuracy must last.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Folder of the data sets (default: $CAPSZOO_DATA).", show_default=False),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer probes: random and zero input only.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Look at the bundle MODEL again; writes nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a model as ONNX, TensorRT or AOTInductor, routing unrolled, and prove it equal to the original."""
+    if check:
+        _check_bundle(model, as_json)
+        return
+    if out is None:
+        raise UsageError("Missing option '--out'", "give a folder, or FILE.onnx for the file alone")
+    profile, kinds = _batch(batch), [word.strip() for word in formats.split(",")]
+    alone = out.suffix == ".onnx"
+    if alone and (kinds != ["onnx"] or triton):
+        raise UsageError(f"--out {out} is one file", "give a folder for other formats and for --triton")
+    if out.suffix and not alone and out.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
+        raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx, or a folder")
+    from ..export import bundle, to_onnx, to_tensorrt
+    from ..export.images import CALIBRATION_IMAGES, VERIFY_IMAGES, open_images
+    from ..inference import NoWeights, load_model
+
+    if int8 and precision not in ("fp32", "int8"):
+        raise UsageError(f"--int8 and --precision {precision} exclude each other", "give one of them")
+    precision = "int8" if int8 else precision
+    if precision not in to_onnx.PRECISIONS:
+        raise UsageError(f"unknown precision '{precision}'", f"use {', '.join(to_onnx.PRECISIONS)}")
+    if precision == "int8" and calibrate is None:
+        raise UsageError("int8 needs --calibrate", "give a folder of real images, or the name of a data set")
+    if precision == "int8" and images is None:
+        raise UsageError("int8 needs --verify-data", "give labelled images that measure what it costs")
+    if precision != "int8" and calibrate is not None:
+        raise UsageError(f"--calibrate does nothing for {precision}", "add --int8")
+    engine = to_tensorrt.BuildOptions(
+        workspace_mib=workspace,
+        timing_cache=None if timing_cache is None else str(timing_cache),
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+        refit=refit,
+    )
+    try:
+        net = load_model(model, pretrained, "cpu", **given(img_size=parse_size(img_size)))
+    except NoWeights as error:
+        raise CapszooError(error.message, "--no-pretrained exports the untrained architecture") from None
+    real = None if images is None else open_images(net, images, "test", VERIFY_IMAGES, uint8_input, data)
+    ranges = (
+        None
+        if calibrate is None
+        else open_images(net, calibrate, "train", CALIBRATION_IMAGES, uint8_input, data)
+    )
+    options: dict[str, Any] = dict(
+        name=Path(model).name,
+        routing_iters=routing_iters,
+        outputs=tuple(word.strip() for word in outputs.split(",")),
+        opset=opset,
+        batch=profile,
+        precision=precision,
+        uint8_input=uint8_input,
+        gate="quick" if quick else "full",
+        runtime=runtime,
+        images=real,
+        calibration=ranges,
+    )
+    console = stderr()
+    with console.status("exporting") as status:
+        options["progress"] = lambda line: status.update(escape(line))
+        if alone:
+            report = to_onnx.export(net, out, **options)
+        else:
+            manifest = bundle.export_bundle(
+                net, out, source=model, formats=kinds, triton=triton, engine=engine, **options
+            )
+    if alone and as_json:
+        print_json(report.to_dict())
+    elif alone:
+        _print_report(report)
+    elif as_json:
+        print_json(manifest)
+    else:
+        _print_manifest(out, manifest)
+    if not alone:
+        for note in manifest["notes"]:
+            console.print(f"note: {escape(note)}", soft_wrap=True)
+
+
+def _check_bundle(folder: str, as_json: bool) -> None:
+    from ..export.bundle import check_bundle
+
+    found = check_bundle(folder)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _print_gate([(step.name, step.passed, step.detail) for step in found.steps])
+    if not found.passed:
+        failed = next((step for step in found.steps if not step.passed), None)
+        raise CapszooError(f"{folder}: {failed.name if failed else 'nothing'} failed", "export it again")
+
+
+def compare_command(
+    bundle: Annotated[Path, typer.Argument(metavar="DIR", help="A bundle.", show_default=False)],
+    images: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[IMAGE]...", help="Image files or folders (else random input).", show_default=False
+        ),
+    ] = None,
+    runners: Annotated[
+        str, typer.Option(help="Who is compared, the reference first: eager, onnxruntime, tensorrt, aoti, …")
+    ] = "eager,onnxruntime",
+    model: Annotated[
+        str | None, typer.Option("--model", help="The original, if its name does not lead to it.")
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="N,…", help="Batch sizes to time.")] = "1,8",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Hold the runtimes of a bundle against each other: differences, agreement, latency."""
+    sizes = [int(word) if word.strip().isdigit() else 0 for word in batch.split(",")]
+    if min(sizes) < 1:
+        raise UsageError(f"--batch {batch} makes no sense", "give batch sizes, such as 1,8")
+    from ..export.bundle import compare_bundle
+    from ..preprocess import find_images
+
+    files = find_images(images) if images else []
+    kinds = [word.strip() for word in runners.split(",")]
+    result = compare_bundle(bundle, kinds, files, model, sizes, repeats)
+    if as_json:
+        print_json(result)
+        return
+    columns = ("runner", "max difference", "mean", "of the largest output", "top-1 equal")
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in result["differences"]:
+        shown = f"{row['max_abs']:.1e}", f"{row['mean_abs']:.1e}", f"{row['relative']:.1e}"
+        table.add_row(row["runner"], *shown, f"{row['top1_agreement']:.2%}")
+    what = f"{result['images']} images" if result["images"] else "random input"
+    stdout().print(f"against {result['reference']}, {what}")
+    stdout().print(table)
+    times = Table("runner", "batch", "ms", "images/s", "times the first", box=None, pad_edge=False)
+    for row in result["timings"]:
+        shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{row['ratio']:.2f}"
+        times.add_row(row["runner"], str(row["batch"]), *shown)
+    stdout().print()
+    stdout().print(times)
+
+
+def _print_report(report: ExportReport) -> None:
+    out = stdout()
+    parity = Table(
+        "input", "batch", "max difference", "of the largest output", "top-1 equal", box=None, pad_edge=False
+    )
+    for difference in report.comparisons:
+        parity.add_row(
+            difference.probe,
+            str(difference.batch),
+            f"{difference.max_abs:.1e}",
+            f"{difference.relative:.1e}",
+            f"{difference.top1_agreement:.0%}",
+        )
+    out.print(parity)
+    out.print()
+    _print_gate([(step.name, step.passed, step.detail) for step in report.gate])
+    out.print()
+    iterations = (
+        "" if not report.routing_iters else f", {'/'.join(map(str, report.routing_iters))} routing iterations"
+    )
+    out.print(
+        f"{escape(report.path)}: {report.file_bytes:,} bytes, opset {report.opset}, {report.num_nodes} nodes, "
+        f"batch {report.batch[0]} to {report.batch[2]}{iterations}",
+        soft_wrap=True,
+    )
+
+
+def _print_gate(steps: Sequence[tuple[str, bool | None, str]]) -> None:
+    gate = Table("gate", "", "", box=None, pad_edge=False)
+    words = {True: "[green]passed[/]", False: "[red]failed[/]", None: "[yellow]not run[/]"}
+    for name, passed, detail in steps:
+        gate.add_row(name, words[passed], escape(detail.removeprefix("not run: ")))
+    stdout().print(gate)
+
+
+def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    _print_gate([(step["name"], step["passed"], step["detail"]) for step in manifest["gates"]])
+    out = stdout()
+    out.print()
+    files = ", ".join(sorted({name.partition("/")[0] for name in [*manifest["files"], "manifest.json"]}))
+    batch = manifest["batch"]
+    out.print(
+        f"{escape(str(folder))}: {manifest['precision']['model']}, opset {manifest['opset']}, batch {batch['min']} to "
+        f"{batch['max']}; {files}",
+        soft_wrap=True,
+    )
+
+
+def _batch(text: str) -> tuple[int, int, int] | int:
+    """``8`` or ``1,8,32``."""
+    parts = text.split(",")
+    if len(parts) not in (1, 3) or not all(part.strip().isdigit() for part in parts):
+        raise UsageError(f"--batch {text} makes no sense", "give smallest, usual and largest, such as 1,8,32")
+    numbers = [int(part) for part in parts]
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1], numbers[2])

@@ -1,0 +1,64 @@
+"""How every command ends: an error is one line on stderr, and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from ..errors import CapszooError
+from .common import stderr
+
+__all__ = ["OneLineErrors"]
+
+
+class OneLineErrors(TyperGroup):
+    """Every error, of the parser and of the commands, as one line on stderr with the right exit code."""
+
+    def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+        given = list(sys.argv[1:] if args is None else args)
+        end = given.index("--") if "--" in given else len(given)
+        debug = "--debug" in given[:end]  # taken anywhere on the line, as users put it last
+        given = [arg for i, arg in enumerate(given) if arg != "--debug" or i > end]
+        try:
+            code = super().main(args=given, standalone_mode=False, **extra)
+        except Exception as error:
+            if debug:
+                raise
+            line, code = _one_line(error)
+            if line:
+                stderr().print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+        except KeyboardInterrupt:
+            code = 130
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _one_line(error: Exception) -> tuple[str, int]:
+    """The message of an error and its exit code."""
+    from .._api import UnknownModel
+    from ..data import DataError
+    from ..models._builder import UnknownArgument
+    from ..models._pretrained import WeightsError
+
+    if isinstance(error, CapszooError):
+        return " ".join(str(error).split()), error.exit_code
+    if hasattr(
+        error, "format_message"
+    ):  # the parser's own: unknown command, option or value, missing argument
+        message = " ".join(error.format_message().split()).rstrip(".")
+        if not message:  # called without a command: the help has been printed
+            return "", 2
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "capszoo"
+        return f"{message}: see `{path} --help`", int(getattr(error, "exit_code", 2))
+    if type(error).__name__ == "Abort":
+        return "stopped", 1
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (UnknownModel, UnknownArgument)):
+        return message, 2
+    if isinstance(error, (WeightsError, DataError)):
+        return message, 1
+    return f"{type(error).__name__}: {message} (--debug shows the traceback)", 1

@@ -1,0 +1,215 @@
+"""``capszoo train``, ``finetune`` and ``publish``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import UsageError, require
+from .common import JsonOption, ModelArgument, print_json, stderr, stdout
+
+
+def train_command(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE...", help="A recipe's name or a YAML file.", show_default=False),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a setting, such as optimizer.lr=0.001; repeatable."
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="One of the recipe's profiles, such as short (default: the paper's settings)."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Folder of the data set (default: $CAPSZOO_DATA).", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder of the run (default: runs/<recipe>); with --together the folder of all (runs).",
+            show_default=False,
+        ),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+    together: Annotated[
+        bool, typer.Option("--together", help="Train several recipes side by side, a process each.")
+    ] = False,
+) -> None:
+    """Train a recipe to its end, or go on where an earlier run of it stopped.
+
+    Ctrl-C and SIGTERM save first. Several processes: accelerate launch -m capszoo.recipes.train RECIPE.
+    """
+    _check_training()
+    if together:
+        from ..recipes.together import train_together
+
+        train_together(recipes, overrides, out, data, cpu, profile)
+        return
+    if len(recipes) > 1:
+        raise UsageError(f"{len(recipes)} recipes were given", "--together trains them side by side")
+    from ..recipes.train import train
+
+    _print_run(train(recipes[0], overrides or [], out=out, data=data, cpu=cpu, profile=profile))
+
+
+def finetune_command(
+    model: ModelArgument,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            help="Folder with a sub-folder of images per class, or hf:OWNER/NAME.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Folder of the run (default: runs/<model>.<data>).", show_default=False
+        ),
+    ] = None,
+    img_size: Annotated[
+        int | None,
+        typer.Option("--img-size", min=1, metavar="N", help="Side of the images, if not the weights'."),
+    ] = None,
+    freeze: Annotated[
+        str, typer.Option(help="body, all (but the class capsules), or modules by name, with commas.")
+    ] = "",
+    layer_decay: Annotated[
+        float | None,
+        typer.Option(
+            "--layer-decay",
+            help="Learning rate's factor from layer to layer below (1: none).",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="At most so many (default: by the images).")
+    ] = None,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Start from random weights, to compare.")
+    ] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out images that cannot be read.")
+    ] = False,
+    tag: Annotated[
+        str | None, typer.Option(help="Name of the new weights (default: the folder's).", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change any setting of the recipe; repeatable."),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+) -> None:
+    """Fine-tune a model to classes of your own, or go on where an earlier run of it stopped.
+
+    A fifth of each class is held out for early stopping, unless the folder has train/ and val/; test/ is measured once.
+    """
+    _check_training()
+    from ..recipes.finetune import finetune
+
+    result = finetune(
+        model,
+        data,
+        out,
+        tag=tag,
+        img_size=img_size,
+        freeze=[part.strip() for part in freeze.split(",") if part.strip()],
+        layer_decay=layer_decay,
+        epochs=epochs,
+        from_scratch=from_scratch,
+        skip_bad=skip_bad,
+        overrides=overrides or (),
+        cpu=cpu,
+    )
+    _print_run(result)
+
+
+def _check_training() -> None:
+    """Say what is not installed that training needs."""
+    require("training", ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib"), "train")
+
+
+def publish_command(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a finished run, a .safetensors file, or name.tag. Not with --all.",
+            show_default=False,
+        ),
+    ] = None,
+    repo_id: Annotated[
+        str | None, typer.Argument(metavar="USER/NAME", help="The repository.", show_default=False)
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write and check everything, make no call.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Keep what was written in this new folder.", show_default=False),
+    ] = None,
+    everything: Annotated[
+        str | None,
+        typer.Option("--all", metavar="ORG", help="Publish every checkpoint of the zoo as ORG/name.tag."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Publish a checkpoint on the Hugging Face Hub: weights, config, model card.
+
+    `hf auth login` or HF_TOKEN says who you are. The same command goes on after a failure.
+    """
+    if everything is None and (run is None or repo_id is None):
+        raise UsageError("publish takes a RUN and a USER/NAME", "or --all ORG for the whole zoo")
+    if everything is not None and run is not None:
+        raise UsageError(f"--all takes the whole zoo, and {run} was given", "leave one of them out")
+    require("publishing", ("pydantic", "yaml", "matplotlib"), "train")
+    from ..recipes.publish import publish, publish_all
+
+    def say(line: str) -> None:
+        stderr().print(escape(line), soft_wrap=True)
+
+    if everything is not None:
+        results = publish_all(everything, private, dry_run, out, say)
+    else:
+        results = [publish(str(run), str(repo_id), private, dry_run, out, say)]
+    if as_json:
+        print_json(results)
+        return
+    table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
+    console = stdout()
+    for result in results:
+        for file in result["files"]:
+            table.add_row(f"{result['repo_id']}/{file['name']}", f"{file['bytes']:,}", file["sha256"][:12])
+    console.print(table)
+    for result in results:
+        if dry_run:
+            said = f"{result['repo_id']}: checked; nothing was sent"
+        else:
+            state = "published" if result["changed"] else "nothing had changed"
+            said = f"{result['url']}: {state}, commit {result['commit'][:12]}"
+        console.print(escape(said), soft_wrap=True)
+
+
+def _print_run(result: dict[str, Any]) -> None:
+    """Figures and files of a finished run."""
+    console = stdout()
+    for split in ("test",) if "test" in result else ("validation",):
+        if split in result:
+            figures = ", ".join(f"{key} {value}" for key, value in result[split].items())
+            console.print(f"{split}: {escape(figures)}", soft_wrap=True)
+    for file in ("weights", "labels", "confusion", "card"):
+        if file in result:
+            console.print(f"{file}: {escape(str(result[file]))}", soft_wrap=True)
