@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em_routing, shared_em_routing
 from capszoo.layers.em import graph as em_graph
 from capszoo.layers.em import windows as em_windows
+from capszoo.layers.em.kept import Kept
 from capszoo.layers.em.steps import MIN_SHARE, parent_logits
 from tests.reference import em as naive
 
@@ -325,6 +327,42 @@ def test_blocks_hold_memory_down(monkeypatch: pytest.MonkeyPatch) -> None:
         with LargestTensor() as made:
             layer(x).sum().backward()
         assert made.numel == batch * 64 * 72 * 17  # the windows; there are 15 times as many votes
+
+
+@pytest.mark.parametrize("num_iters", [1, 2, 3])
+def test_blocks_are_freed(monkeypatch: pytest.MonkeyPatch, num_iters: int) -> None:
+    """No buffer of votes outlives its training step."""
+    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 1 << 14)
+    layer = ConvEM(4, 4, num_iters=num_iters)
+    x = capsule_map(2, 4, 4, 8, 8, torch.float32).requires_grad_()
+    layer(x).sum().backward()
+    gc.collect()
+    assert not [held for held in gc.get_objects() if isinstance(held, Kept)]
+
+
+def test_compiled_inference_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operator in the graph, which keeps its promises about shapes, and the values of eager mode."""
+    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 5 * 96)
+    layer = ConvEM(2, 3, 2, 2, 1).eval()
+    randomise(layer)
+    x = capsule_map(2, 2, 2, 3, 4, torch.float32)
+    operators: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = layer.route(x)
+        found = torch.compile(layer.route, fullgraph=True, backend=backend)(x)
+    assert sum("em_windows" in operator for operator in operators) == 1, operators
+    torch.testing.assert_close(found, expected)
+    poses, activations = torch.randn(12, 8, 4), torch.rand(12, 8)
+    tensors = (poses, activations, layer._weight(), layer._wide_weight(), layer.beta_v, layer.beta_a)
+    for need_couplings in (False, True):
+        arguments = (*(t.detach() for t in tensors), 2, 1.0, 1.0, 1e-4, 1e-4, False, need_couplings)
+        torch.library.opcheck(em_windows.em_windows, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 # -- shared transforms --------------------------------------------------------------------------------------------

@@ -16,6 +16,9 @@ from .steps import first_weights
 
 __all__ = ["window_routing"]
 
+#: num_iters, lam_start, lam_step, var_floor, eps, normalize_cost
+_Settings = Tuple[int, float, float, float, float, bool]
+
 
 def _first_mean(poses: Tensor, activations: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Mean vote at even couplings, ``[n, j, e]``: children summed and transformed by one product."""
@@ -94,17 +97,111 @@ def window_routing(
             return mu, logits, couplings
         return mu, logits, None
     else:  # noqa: RET505 (as in ConvEM)
-        plain = poses.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if not plain and poses.shape[0] * wide.shape[0] * wide.shape[2] > _BLOCK_VOTES:
-            given = _Windows.apply(settings, need_couplings, poses, activations, weight, wide, beta_v, beta_a)
+        tensors = (poses, activations, weight, wide, beta_v, beta_a)
+        plain = poses.device.type != "cpu" or torch.jit.is_tracing() or torch.compiler.is_exporting()
+        if plain or poses.shape[0] * wide.shape[0] * wide.shape[2] <= _BLOCK_VOTES:
+            given = _window_routing(*tensors, *settings)
+        elif not torch.compiler.is_compiling():
+            given = _Windows.apply(settings, need_couplings, *tensors)
+        elif torch.is_grad_enabled():  # the compiler finds the gradient, of plain operations
+            given = _window_routing(*tensors, *settings)
         else:
-            given = _window_routing(poses, activations, weight, wide, beta_v, beta_a, *settings)
+            given = em_windows(*tensors, *settings, need_couplings)
         return given[0], given[1], given[2] if need_couplings else None
 
 
 #: Votes of a block (8 MiB in float32): the transforms are read for each block, and each takes a hundred small steps, of
 #: both of which fewer and larger blocks save.
 _BLOCK_VOTES = 1 << 21
+
+
+def _in_blocks(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    settings: _Settings,
+    need_couplings: bool,
+) -> Tuple[Tensor, ...]:
+    """:func:`_window_routing`, a block of windows at a time; couplings where they are asked for."""
+    parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
+    outputs = [poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents)]
+    if need_couplings:
+        outputs.append(poses.new_empty(count, parents, children))
+    block, buffers = _buffers(wide, count, 2)
+    for start in range(0, count, block):
+        part = slice(start, start + block)
+        mean = _first_mean(poses[part], activations[part], weight, settings[4])
+        votes, squares = _votes_about(poses[part], wide, mean, buffers)
+        zero = torch.zeros_like(mean)
+        results = route_moments(  # type: ignore[misc]
+            votes, squares, mean, zero, activations[part], beta_v, beta_a, *settings
+        )
+        for output, result in zip(outputs, results, strict=False):
+            output[part] = result
+    return tuple(outputs)
+
+
+def _buffers(wide: Tensor, count: int, number: int) -> Tuple[int, List[Tensor]]:
+    """Windows of a block, and so many buffers for their votes."""
+    per_window = wide.shape[0] * wide.shape[2]
+    block = max(1, min(count, _BLOCK_VOTES // per_window))
+    return block, [wide.new_empty(block * per_window) for _ in range(number)]
+
+
+def _votes_about(poses: Tensor, wide: Tensor, mean: Tensor, buffers: List[Tensor]) -> Tuple[Any, Any]:
+    """Votes about ``mean`` and their squares, in the first two buffers."""
+    shape = (wide.shape[0], *mean.shape)  # [i, n, j, e]
+    votes, squares = (buffer[: math.prod(shape)].view(shape) for buffer in buffers[:2])
+    torch.bmm(poses.transpose(0, 1), wide, out=votes.flatten(2))
+    votes -= mean
+    torch.mul(votes, votes, out=squares)
+    return Kept(votes.flatten(1, 2).transpose(0, 1)), Kept(squares.flatten(1, 2).transpose(0, 1))
+
+
+@torch.library.custom_op("capszoo::em_windows", mutates_args=())
+def em_windows(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+    need_couplings: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """:func:`window_routing` in blocks for compiled models, without a gradient; couplings are empty if not wanted."""
+    settings = (num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
+    found = _in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
+    return found[0], found[1], found[2] if need_couplings else poses.new_empty(0)
+
+
+@em_windows.register_fake
+def _(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+    need_couplings: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
+    couplings = poses.new_empty((count, parents, children) if need_couplings else (0,))
+    return poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents), couplings
 
 
 class _Windows(torch.autograd.Function):
@@ -117,7 +214,7 @@ class _Windows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        settings: Tuple[int, float, float, float, float, bool],
+        settings: _Settings,
         need_couplings: bool,
         poses: Tensor,
         activations: Tensor,
@@ -129,38 +226,7 @@ class _Windows(torch.autograd.Function):
         ctx.save_for_backward(poses, activations, weight, wide, beta_v, beta_a)
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.need_couplings = settings, need_couplings
-        parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
-        outputs = [poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents)]
-        if need_couplings:
-            outputs.append(poses.new_empty(count, parents, children))
-        block, buffers = _Windows.buffers(wide, count, 2)
-        for start in range(0, count, block):
-            part = slice(start, start + block)
-            mean = _first_mean(poses[part], activations[part], weight, settings[4])
-            votes, squares = _Windows.votes(poses[part], wide, mean, buffers)
-            zero = torch.zeros_like(mean)
-            results = route_moments(  # type: ignore[misc]
-                votes, squares, mean, zero, activations[part], beta_v, beta_a, *settings
-            )
-            for output, result in zip(outputs, results, strict=False):
-                output[part] = result
-        return tuple(outputs)
-
-    @staticmethod
-    def buffers(wide: Tensor, count: int, number: int) -> Tuple[int, List[Tensor]]:
-        per_window = wide.shape[0] * wide.shape[2]
-        block = max(1, min(count, _BLOCK_VOTES // per_window))
-        return block, [wide.new_empty(block * per_window) for _ in range(number)]
-
-    @staticmethod
-    def votes(poses: Tensor, wide: Tensor, mean: Tensor, buffers: List[Tensor]) -> Tuple[Any, Any]:
-        """Votes about ``mean`` and their squares, in the first two buffers."""
-        shape = (wide.shape[0], *mean.shape)  # [i, n, j, e]
-        votes, squares = (buffer[: math.prod(shape)].view(shape) for buffer in buffers[:2])
-        torch.bmm(poses.transpose(0, 1), wide, out=votes.flatten(2))
-        votes -= mean
-        torch.mul(votes, votes, out=squares)
-        return Kept(votes.flatten(1, 2).transpose(0, 1)), Kept(squares.flatten(1, 2).transpose(0, 1))
+        return _in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
 
     @staticmethod
     @once_differentiable
@@ -169,7 +235,7 @@ class _Windows(torch.autograd.Function):
         grads = [torch.empty_like(poses), torch.empty_like(activations)]
         shared = [torch.zeros_like(t) for t in (weight, beta_v, beta_a)]
         wide_grad = torch.zeros_like(wide)
-        block, buffers = _Windows.buffers(wide, poses.shape[0], 3)
+        block, buffers = _buffers(wide, poses.shape[0], 3)
         for start in range(0, poses.shape[0], block):
             part = slice(start, start + block)
             with torch.enable_grad(), torch.autocast(poses.device.type, enabled=False):
@@ -179,7 +245,7 @@ class _Windows(torch.autograd.Function):
                 mean = _first_mean(inputs[0], inputs[1], inputs[2], ctx.settings[4])
                 about = mean.detach().requires_grad_()
                 with torch.no_grad():
-                    votes, squares = _Windows.votes(poses[part], wide, mean, buffers)
+                    votes, squares = _votes_about(poses[part], wide, mean, buffers)
                 zero = torch.zeros_like(about)
                 present = activations[part].detach().requires_grad_()
                 results = route_moments(  # type: ignore[misc]
@@ -214,7 +280,7 @@ class _Windows(torch.autograd.Function):
 
 
 def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = False) -> None:
-    """Outer products ``[nj, i, 1] * [nj, 1, e]`` summed in ``out``, ``[i, n, j, e]``, or added to it."""
+    """Outer products ``[nj, i, 1] * [nj, 1, e]`` summed in ``out``, ``[i, n, j, e]``, or added to it; uses them up."""
     for k, (left, right) in enumerate(terms):
         left = left.reshape(*out.shape[1:3], -1).permute(2, 0, 1).contiguous().unsqueeze(3)  # [i, n, j, 1]
         right = right.reshape(out.shape[1:])
@@ -222,3 +288,5 @@ def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = F
             torch.mul(left, right, out=out)
         else:
             out.addcmul_(left, right)
+    # a term leads to its graph, and the graph to the votes that hold the terms: a circle that Python does not see
+    terms.clear()
