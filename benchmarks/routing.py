@@ -378,10 +378,11 @@ def scaling_table(args: argparse.Namespace) -> None:
             )
 
 
-def compiled_over_eager(name: str, batch: int, iters: int, train: bool) -> float:
+def compiled_over_eager(name: str, args: argparse.Namespace, train: bool) -> float:
     """Time of a compiled model over the eager one's; raises where the routing breaks the graph."""
-    model: Any = capszoo.create_model(name).train(train)
-    x = torch.rand(batch, model.in_chans, *model.img_size)
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    model: Any = capszoo.create_model(name).train(train).to(memory_format=layout)
+    x = torch.rand(args.batch, model.in_chans, *model.img_size).to(memory_format=layout)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
 
@@ -391,7 +392,7 @@ def compiled_over_eager(name: str, batch: int, iters: int, train: bool) -> float
         if train:
             scores.float().square().mean().backward()
 
-    eager, fast = in_turns([lambda: run(model), lambda: run(compiled)], iters)
+    eager, fast = in_turns([lambda: run(model), lambda: run(compiled)], args.iters)
     return fast / eager
 
 
@@ -400,7 +401,7 @@ def compile_table(args: argparse.Namespace) -> None:
     print("| model | forward, compiled / eager | training step, compiled / eager |")
     print("|---|---:|---:|")
     for name in args.models or capszoo.list_models():
-        ratios = [compiled_over_eager(name, args.batch, args.iters, train) for train in (False, True)]
+        ratios = [compiled_over_eager(name, args, train) for train in (False, True)]
         print(f"| `{name}` | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
 
 
@@ -415,6 +416,7 @@ def main() -> None:
     parser.add_argument("--scaling", action="store_true", help="cost per vote as the work grows")
     parser.add_argument("--compile", action="store_true", help="torch.compile against eager")
     parser.add_argument("--models", nargs="*", help="models for --compile (default: all)")
+    parser.add_argument("--channels-last", action="store_true", help="images and weights so, for --compile")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
