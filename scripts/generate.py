@@ -172,29 +172,28 @@ def rtx_cell(built: dict[str, Any]) -> str:
 
 
 def export_table() -> str:
-    """Every model as ONNX: size, difference, ONNX Runtime against eager, TensorRT-RTX."""
+    """Every model as ONNX: size, difference, ONNX Runtime against eager and torch.compile, TensorRT-RTX."""
     measured, rtx = stored("export.json"), stored("trt_rtx.json")
     rows = {row["model"]: row for row in measured.get("rows", [])}
     lines = [
-        "| model | nodes | file, MB | largest difference | batch 1: ms | eager ÷ it | it ÷ ResNet-18 "
-        "| batch 16: ms | eager ÷ it | it ÷ ResNet-18 | TensorRT-RTX |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| model | nodes | file, MB | largest difference | batch 1: ms | eager ÷ it | compiled ÷ it | it ÷ ResNet-18 "
+        "| batch 16: ms | eager ÷ it | compiled ÷ it | it ÷ ResNet-18 | TensorRT-RTX |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for name in capszoo.list_models():
         cells = [f"`{name}`"]
         row = rows.get(name)
         if row is None:
-            cells += ["–"] * 9
+            cells += ["–"] * 11
         else:
             cells += [str(row["nodes"]), f"{row['file_bytes'] / 1e6:.1f}", f"{row['max_rel_diff']:.0e}"]
             for batch in ("1", "16"):
                 at = row["times"].get(batch)
-                times = (
-                    (f"{at['ms']:.1f}", f"{at['eager']:.2f}", f"{1 / at['resnet18']:.2f}")
-                    if at
-                    else ("–",) * 3
-                )
-                cells += times
+                if at:
+                    others = (f"{at[key]:.2f}" if key in at else "–" for key in ("eager", "compiled"))
+                    cells += [f"{at['ms']:.1f}", *others, f"{1 / at['resnet18']:.2f}"]
+                else:
+                    cells += ["–"] * 4
         lines.append("| " + " | ".join([*cells, rtx_cell(rtx.get(name, {}))]) + " |")
     settings = ", ".join(f"{key} {value}" for key, value in measured.get("settings", {}).items())
     return "\n".join([*lines, "", f"Measured with {settings or 'nothing yet'}."])
