@@ -437,14 +437,14 @@ def capsnet_dynamic(pretrained: bool = False, **kwargs: Any) -> DynamicCapsNet:
 @register_model
 def capsnet_dynamic_cifar(pretrained: bool = False, **kwargs: Any) -> DynamicCapsNet:
     """Dynamic routing on a plain convolution: CIFAR-10 accuracy 84.08, CIFAR-100 56.96."""
-    args: Dict[str, Any] = dict(in_chans=3, stem_chans=256, caps_types=32, caps_dim=8, class_dim=16)
+    args: Dict[str, Any] = dict(stem_chans=256, caps_types=32, caps_dim=8, class_dim=16)
     return _create_dynamic("capsnet_dynamic_cifar", pretrained, **dict(args, **kwargs))
 
 
 @register_model
 def capsnet_dynamic_resnet(pretrained: bool = False, **kwargs: Any) -> DynamicCapsNet:
     """Dynamic routing on a ResNet of 256 channels: CIFAR-10 accuracy 92.65, CIFAR-100 71.70."""
-    args: Dict[str, Any] = dict(in_chans=3, backbone="resnet", stem_chans=256, primary_stride=1)
+    args: Dict[str, Any] = dict(backbone="resnet", stem_chans=256, primary_stride=1)
     return _create_dynamic("capsnet_dynamic_resnet", pretrained, **dict(args, **kwargs))
 
 

@@ -498,9 +498,8 @@ def capsnet_em_resnet(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
 
 
 def _norb_args(stem_chans: int, caps: Tuple[int, ...]) -> Dict[str, Any]:
+    # classes and channels are the configuration's, so that weights with others bring their own
     return dict(
-        num_classes=5,
-        in_chans=2,
         stem_chans=stem_chans,
         stem_kernel=5,
         stem_padding=0,

@@ -321,7 +321,6 @@ def idpa_resnet_cifar100(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
 def idpa_multimnist(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
     """DiverseMultiMNIST (Tables 10 and 11): accuracy 85.74 with vector poses, 80.59 with ``pose="matrix"``."""
     args: Dict[str, Any] = dict(
-        in_chans=1,
         backbone="conv",
         backbone_chans=1024,
         num_caps=16,

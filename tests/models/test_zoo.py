@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -516,6 +517,15 @@ def test_pretrained_with_other_classes_and_channels(name: str, tmp_path: Path) -
 
 
 # -- timm's interface (the rest is in test_timm_contract.py) -------------------------------------------------------
+
+
+@each_model
+def test_weights_bring_their_classes_and_channels(name: str) -> None:
+    """A configuration with others, as that of weights for another data set has, builds them."""
+    _, height, width = native(name)
+    other = {"num_classes": 7, "input_size": (4, height, width)}
+    model = timm.create_model(name, pretrained_cfg_overlay=other, device="meta")
+    assert (model.num_classes, model.in_chans) == (7, 4)
 
 
 @each_model
