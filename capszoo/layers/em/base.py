@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from .._transforms import block_diagonal
 from ..squash import upcast_half
-from .steps import check_iterations
+from .steps import Settings, check_iterations
 
-__all__ = ["MatrixEM", "describe"]
+__all__ = ["EMLayer", "MatrixEM"]
 
 torch.fx.wrap("upcast_half")
 
@@ -21,12 +21,31 @@ def _init_transforms(weight: Tensor, noise: float) -> None:
         weight += torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
 
 
-def describe(lam_start: float, lam_step: float, var_floor: float, eps: float, normalize_cost: bool) -> str:
-    numbers = f", lam={lam_start:g}+{lam_step:g}t, var_floor={var_floor:g}, eps={eps:g}"
-    return numbers + (", normalize_cost=True" if normalize_cost else "")
+class EMLayer(nn.Module):
+    """A layer with EM routing: it holds what :class:`Settings` has, as attributes that may be set."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        check_iterations(settings.num_iters)
+        self.num_iters = settings.num_iters
+        self.lam_start = settings.lam_start
+        self.lam_step = settings.lam_step
+        self.var_floor = settings.var_floor
+        self.eps = settings.eps
+        self.normalize_cost = settings.normalize_cost
+
+    def _settings(self) -> Settings:
+        return Settings(
+            self.num_iters, self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost
+        )
+
+    def extra_repr(self) -> str:
+        text = f"num_iters={self.num_iters}, lam={self.lam_start:g}+{self.lam_step:g}t"
+        text += f", var_floor={self.var_floor:g}, eps={self.eps:g}"
+        return text + (", normalize_cost=True" if self.normalize_cost else "")
 
 
-class MatrixEM(nn.Module):
+class MatrixEM(EMLayer):
     """What the two layers of matrix capsules share: arguments, parameters, and maps that hold them.
 
     A map of matrix capsules is ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p +
@@ -41,29 +60,17 @@ class MatrixEM(nn.Module):
         out_caps: int,
         taps: int,
         pose_size: int,
-        num_iters: int,
-        lam_start: float,
-        lam_step: float,
-        var_floor: float,
-        eps: float,
-        normalize_cost: bool,
+        settings: Settings,
         init_noise: float,
         init_beta_v: float,
     ) -> None:
-        super().__init__()
-        check_iterations(num_iters)
+        super().__init__(settings)
         if pose_size < 2:
             raise ValueError(f"pose_size must be at least 2 (poses are matrices), not {pose_size}")
         self.in_caps = in_caps
         self.out_caps = out_caps
         self.pose_size = pose_size
         self.pose_dim = pose_size * pose_size
-        self.num_iters = num_iters
-        self.lam_start = lam_start
-        self.lam_step = lam_step
-        self.var_floor = var_floor
-        self.eps = eps
-        self.normalize_cost = normalize_cost
         self.init_noise = init_noise
         self.init_beta_v = init_beta_v
         self.weight = nn.Parameter(torch.empty(taps * in_caps, out_caps, pose_size, pose_size))
@@ -100,7 +107,4 @@ class MatrixEM(nn.Module):
         return upcast_half(self.weight).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.in_caps}, {self.out_caps}, pose_size={self.pose_size}, num_iters={self.num_iters}"
-            + describe(self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost)
-        )
+        return f"{self.in_caps}, {self.out_caps}, pose_size={self.pose_size}, " + super().extra_repr()

@@ -12,7 +12,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .steps import MIN_SHARE, VAR_SHARE, first_weights, log_weight, parent_logits
+from .steps import MIN_SHARE, VAR_SHARE, Settings, first_weights, log_weight, parent_logits
 
 __all__ = ["route_in_parts"]
 
@@ -28,7 +28,7 @@ def route_in_parts(
     wide: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
-    settings: Tuple[int, float, float, float, float, bool],
+    settings: Settings,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """:func:`.windows.window_routing` of the windows of images.
@@ -43,7 +43,7 @@ def route_in_parts(
         activations: ``[b, s, i]``.
         weight, wide: the transforms, ``[i, q, j, r]`` and ``[i, d, j * e]``.
         beta_v, beta_a: ``[j]``.
-        settings: as of :func:`.procedure.em_routing`, ``num_iters`` to ``normalize_cost``.
+        settings: see :func:`.procedure.em_routing`.
         need_couplings: whether to return the couplings.
 
     Returns:

@@ -9,7 +9,7 @@ from ..squash import upcast_half
 from .base import MatrixEM
 from .graph import route_in_parts
 from .procedure import em_routing
-from .steps import EPS, INIT_NOISE, LAM_START, LAM_STEP, VAR_FLOOR
+from .steps import EPS, INIT_NOISE, LAM_START, LAM_STEP, VAR_FLOOR, Settings
 from .windows import window_routing
 
 __all__ = ["ClassEM", "ConvEM"]
@@ -59,12 +59,7 @@ class ConvEM(MatrixEM):
             out_caps,
             kernel_size * kernel_size,
             pose_size,
-            num_iters,
-            lam_start,
-            lam_step,
-            var_floor,
-            eps,
-            normalize_cost,
+            Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost),
             init_noise,
             init_beta_v,
         )
@@ -129,14 +124,7 @@ class ConvEM(MatrixEM):
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """Windows ``[b, hw, i, d]``, ``[b, hw, i]``, for the rest as :func:`window_routing`, which it calls."""
         beta_v, beta_a = upcast_half(self.beta_v), upcast_half(self.beta_a)
-        settings = (
-            self.num_iters,
-            self.lam_start,
-            self.lam_step,
-            self.var_floor,
-            self.eps,
-            self.normalize_cost,
-        )
+        settings = self._settings()
         if not torch.jit.is_scripting():
             if self.in_parts:
                 return route_in_parts(
@@ -149,7 +137,7 @@ class ConvEM(MatrixEM):
             wide,
             beta_v,
             beta_a,
-            *settings,
+            settings,
             need_couplings,
         )
 
@@ -202,12 +190,7 @@ class ClassEM(MatrixEM):
             num_classes,
             1,
             pose_size,
-            num_iters,
-            lam_start,
-            lam_step,
-            var_floor,
-            eps,
-            normalize_cost,
+            Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost),
             init_noise,
             init_beta_v,
         )
@@ -248,17 +231,18 @@ class ClassEM(MatrixEM):
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         h, w = x.shape[2], x.shape[3]
         votes, activations = self.votes(x)
+        num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = self._settings()
         mu, logits, couplings = em_routing(
             votes,
             activations,
             upcast_half(self.beta_v),
             upcast_half(self.beta_a),
-            self.num_iters,
-            self.lam_start,
-            self.lam_step,
-            self.var_floor,
-            self.eps,
-            self.normalize_cost,
+            num_iters,
+            lam_start,
+            lam_step,
+            var_floor,
+            eps,
+            normalize_cost,
         )
         return mu, logits, couplings.reshape(-1, self.out_caps, h, w, self.in_caps)
 

@@ -14,6 +14,7 @@ from .steps import (
     MIN_SHARE,
     VAR_FLOOR,
     VAR_SHARE,
+    Settings,
     check_iterations,
     first_weights,
     log_weight,
@@ -68,23 +69,8 @@ def em_routing(
         mean = torch.bmm(weights, v).reshape(-1, parents, pose_dim)  # [b, j, e]
     # (V - mean)^2 in one pass over the votes; written out, it and its gradient would take three
     squares = F.mse_loss(v, mean.reshape(-1, 1, pose_dim).expand_as(v), reduction="none")  # [bj, i, e]
-    return route_moments(
-        v,
-        squares,
-        mean,
-        mean,
-        activations,
-        beta_v,
-        beta_a,
-        num_iters,
-        lam_start,
-        lam_step,
-        var_floor,
-        eps,
-        normalize_cost,
-        var_share,
-        min_share,
-    )
+    settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
+    return route_moments(v, squares, mean, mean, activations, beta_v, beta_a, settings, var_share, min_share)
 
 
 def route_moments(
@@ -95,12 +81,7 @@ def route_moments(
     activations: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
-    num_iters: int,
-    lam_start: float,
-    lam_step: float,
-    var_floor: float,
-    eps: float,
-    normalize_cost: bool,
+    settings: Settings,
     var_share: float = VAR_SHARE,
     min_share: float = MIN_SHARE,
 ) -> Tuple[Tensor, Tensor, Tensor]:
@@ -112,9 +93,11 @@ def route_moments(
         mean: ``[b, j, e]``, the first iteration's mean.
         origin: ``[b, j, e]``, ``mean``, or 0 where it has been subtracted from ``votes``.
         activations: ``[b, i]``.
+        settings: ``num_iters`` to ``normalize_cost``.
 
     The other arguments and the results are those of :func:`em_routing`.
     """
+    num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = settings
     parents, pose_dim, children = mean.shape[1], mean.shape[2], activations.shape[1]
     # t = 0: every parent takes the same share of every child, so the weights do not depend on j
     even, mass = first_weights(activations, parents, eps)  # [b, i], [b, 1]

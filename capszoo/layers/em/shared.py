@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .._blockwise import blockwise
 from ..squash import upcast_half
-from .base import describe
+from .base import EMLayer
 from .steps import (
     EPS,
     LAM_START,
@@ -15,6 +15,7 @@ from .steps import (
     MIN_SHARE,
     VAR_FLOOR,
     VAR_SHARE,
+    Settings,
     check_iterations,
     first_weights,
     log_weight,
@@ -250,7 +251,7 @@ for _step in ("_shared_products", "_shared_start", "_shared_forms", "_shared_sum
     torch.fx.wrap(_step)
 
 
-class SharedEM(nn.Module):
+class SharedEM(EMLayer):
     """EM routing of vector capsules whose transforms are shared over the grid (Li et al. 2018, Fig. 1b, appendix A.i).
 
     Every capsule type ("group") has one biased transform to each parent, the same at all its places: votes as by a
@@ -284,15 +285,8 @@ class SharedEM(nn.Module):
         normalize_cost: bool = True,
         init_beta_v: float = -5.0,
     ) -> None:
-        super().__init__()
-        check_iterations(num_iters)
+        super().__init__(Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost))
         self.groups, self.in_dim, self.out_caps, self.out_dim = groups, in_dim, out_caps, out_dim
-        self.num_iters = num_iters
-        self.lam_start = lam_start
-        self.lam_step = lam_step
-        self.var_floor = var_floor
-        self.eps = eps
-        self.normalize_cost = normalize_cost
         self.init_beta_v = init_beta_v
         self.weight = nn.Parameter(torch.empty(out_caps, groups, in_dim, out_dim))
         self.bias = nn.Parameter(torch.empty(out_caps, groups, out_dim))
@@ -337,6 +331,7 @@ class SharedEM(nn.Module):
         self, x: Tensor, activations: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """In float32 or float64."""
+        num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = self._settings()
         return shared_em_routing(
             upcast_half(x),
             upcast_half(activations),
@@ -344,17 +339,15 @@ class SharedEM(nn.Module):
             upcast_half(self.bias),
             upcast_half(self.beta_v),
             upcast_half(self.beta_a),
-            self.num_iters,
-            self.lam_start,
-            self.lam_step,
-            self.var_floor,
-            self.eps,
-            self.normalize_cost,
+            num_iters,
+            lam_start,
+            lam_step,
+            var_floor,
+            eps,
+            normalize_cost,
             need_couplings=need_couplings,
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.groups} groups of {self.in_dim} -> {self.out_caps}x{self.out_dim}, num_iters={self.num_iters}"
-            + describe(self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost)
-        )
+        sizes = f"{self.groups} groups of {self.in_dim} -> {self.out_caps}x{self.out_dim}, "
+        return sizes + super().extra_repr()

@@ -1,12 +1,12 @@
 """Steps of EM routing that every form of it takes, and its constants; letters as in :mod:`capszoo.layers.em`."""
 
-from typing import Tuple
+from typing import NamedTuple, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["check_iterations", "first_weights", "log_weight", "parent_logits"]
+__all__ = ["Settings", "check_iterations", "first_weights", "log_weight", "parent_logits"]
 
 # Defaults of our own choosing (the papers do not print them).
 LAM_START = 1.0
@@ -22,6 +22,17 @@ VAR_SHARE = 1e-3
 # differ (from the second iteration on), also this share of the mean cost.
 MIN_SPREAD = 0.01
 MIN_SHARE = 0.05
+
+
+class Settings(NamedTuple):
+    """What a routing is told beside its tensors; see :func:`.procedure.em_routing`."""
+
+    num_iters: int
+    lam_start: float
+    lam_step: float
+    var_floor: float
+    eps: float
+    normalize_cost: bool
 
 
 def check_iterations(num_iters: int) -> None:

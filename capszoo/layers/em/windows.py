@@ -12,12 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from .kept import Kept
 from .procedure import em_routing, route_moments
-from .steps import first_weights
+from .steps import Settings, first_weights
 
 __all__ = ["window_routing"]
-
-#: num_iters, lam_start, lam_step, var_floor, eps, normalize_cost
-_Settings = Tuple[int, float, float, float, float, bool]
 
 
 def _first_mean(poses: Tensor, activations: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,17 +33,13 @@ def _window_routing(
     wide: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
-    num_iters: int,
-    lam_start: float,
-    lam_step: float,
-    var_floor: float,
-    eps: float,
-    normalize_cost: bool,
+    settings: Settings,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """:func:`em_routing` of the votes ``poses @ wide``."""
     parents = beta_v.shape[0]
-    mean = _first_mean(poses, activations, weight, eps)
+    mean = _first_mean(poses, activations, weight, settings.eps)
     votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, n, j, e]
+    num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = settings
     return em_routing(
         votes.permute(1, 2, 0, 3),
         activations,
@@ -69,12 +62,7 @@ def window_routing(
     wide: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
-    num_iters: int,
-    lam_start: float,
-    lam_step: float,
-    var_floor: float,
-    eps: float,
-    normalize_cost: bool,
+    settings: Settings,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """EM routing in windows that share transforms; on the CPU a few windows at a time, whose votes stay in the cache.
@@ -84,15 +72,14 @@ def window_routing(
         activations: ``[n, i]``.
         weight: the transforms, ``[i, q, j, r]``.
         wide: the same as matrices on flattened poses, ``[i, d, j * e]``, see :func:`block_diagonal`.
-        beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        beta_v, beta_a, settings: see :func:`em_routing`.
         need_couplings: whether to return the couplings.
 
     Returns:
         poses ``[n, j, e]``, logits ``[n, j]``, and couplings ``[n, j, i]`` or None.
     """
-    settings = (num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     if torch.jit.is_scripting():
-        mu, logits, couplings = _window_routing(poses, activations, weight, wide, beta_v, beta_a, *settings)
+        mu, logits, couplings = _window_routing(poses, activations, weight, wide, beta_v, beta_a, settings)
         if need_couplings:
             return mu, logits, couplings
         return mu, logits, None
@@ -100,11 +87,11 @@ def window_routing(
         tensors = (poses, activations, weight, wide, beta_v, beta_a)
         plain = poses.device.type != "cpu" or torch.jit.is_tracing() or torch.compiler.is_exporting()
         if plain or poses.shape[0] * wide.shape[0] * wide.shape[2] <= _BLOCK_VOTES:
-            given = _window_routing(*tensors, *settings)
+            given = _window_routing(*tensors, settings)
         elif not torch.compiler.is_compiling():
             given = _Windows.apply(settings, need_couplings, *tensors)
         elif torch.is_grad_enabled():  # the compiler finds the gradient, of plain operations
-            given = _window_routing(*tensors, *settings)
+            given = _window_routing(*tensors, settings)
         else:
             given = em_windows(*tensors, *settings, need_couplings)
         return given[0], given[1], given[2] if need_couplings else None
@@ -122,7 +109,7 @@ def _in_blocks(
     wide: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
-    settings: _Settings,
+    settings: Settings,
     need_couplings: bool,
 ) -> Tuple[Tensor, ...]:
     """:func:`_window_routing`, a block of windows at a time; couplings where they are asked for."""
@@ -133,11 +120,11 @@ def _in_blocks(
     block, buffers = _buffers(wide, count, 2)
     for start in range(0, count, block):
         part = slice(start, start + block)
-        mean = _first_mean(poses[part], activations[part], weight, settings[4])
+        mean = _first_mean(poses[part], activations[part], weight, settings.eps)
         votes, squares = _votes_about(poses[part], wide, mean, buffers)
         zero = torch.zeros_like(mean)
         results = route_moments(  # type: ignore[misc]
-            votes, squares, mean, zero, activations[part], beta_v, beta_a, *settings
+            votes, squares, mean, zero, activations[part], beta_v, beta_a, settings
         )
         for output, result in zip(outputs, results, strict=False):
             output[part] = result
@@ -178,29 +165,17 @@ def em_windows(
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """:func:`window_routing` in blocks for compiled models, without a gradient; couplings are empty if not wanted."""
-    settings = (num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
+    settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     found = _in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
     return found[0], found[1], found[2] if need_couplings else poses.new_empty(0)
 
 
 @em_windows.register_fake
 def _(
-    poses: Tensor,
-    activations: Tensor,
-    weight: Tensor,
-    wide: Tensor,
-    beta_v: Tensor,
-    beta_a: Tensor,
-    num_iters: int,
-    lam_start: float,
-    lam_step: float,
-    var_floor: float,
-    eps: float,
-    normalize_cost: bool,
-    need_couplings: bool,
+    poses: Tensor, activations: Tensor, weight: Tensor, wide: Tensor, beta_v: Tensor, *rest: Any
 ) -> Tuple[Tensor, Tensor, Tensor]:
     parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
-    couplings = poses.new_empty((count, parents, children) if need_couplings else (0,))
+    couplings = poses.new_empty((count, parents, children) if rest[-1] else (0,))  # need_couplings
     return poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents), couplings
 
 
@@ -214,7 +189,7 @@ class _Windows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        settings: _Settings,
+        settings: Settings,
         need_couplings: bool,
         poses: Tensor,
         activations: Tensor,
@@ -242,14 +217,14 @@ class _Windows(torch.autograd.Function):
                 # every input as if a gradient of it were asked for: the terms come from those of the weights
                 inputs = [t.detach().requires_grad_() for t in (poses[part], activations[part], weight)]
                 betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
-                mean = _first_mean(inputs[0], inputs[1], inputs[2], ctx.settings[4])
+                mean = _first_mean(inputs[0], inputs[1], inputs[2], ctx.settings.eps)
                 about = mean.detach().requires_grad_()
                 with torch.no_grad():
                     votes, squares = _votes_about(poses[part], wide, mean, buffers)
                 zero = torch.zeros_like(about)
                 present = activations[part].detach().requires_grad_()
                 results = route_moments(  # type: ignore[misc]
-                    votes, squares, about, zero, present, *betas, *ctx.settings
+                    votes, squares, about, zero, present, *betas, ctx.settings
                 )
                 pairs = [
                     (r, g[part])
