@@ -378,30 +378,34 @@ def scaling_table(args: argparse.Namespace) -> None:
             )
 
 
-def compiled_over_eager(name: str, args: argparse.Namespace, train: bool) -> float:
-    """Time of a compiled model over the eager one's; raises where the routing breaks the graph."""
+def over_eager(name: str, args: argparse.Namespace, train: bool) -> float:
+    """Time of a model, compiled or under bfloat16 autocast, over that of the plain one.
+
+    Raises where the routing breaks a compiled graph.
+    """
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
     model: Any = capszoo.create_model(name).train(train).to(memory_format=layout)
     x = torch.rand(args.batch, model.in_chans, *model.img_size).to(memory_format=layout)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
+    other = torch.compile(model, fullgraph=True) if args.compile else model
 
-    def run(net: Callable[[Tensor], Tensor]) -> None:
+    def run(net: Callable[[Tensor], Tensor], autocast: bool) -> None:
         with torch.set_grad_enabled(train):
-            scores = net(x)
-        if train:
-            scores.float().square().mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                scores = net(x)
+            if train:
+                scores.float().square().mean().backward()
 
-    eager, fast = in_turns([lambda: run(model), lambda: run(compiled)], args.iters)
-    return fast / eager
+    eager, changed = in_turns([lambda: run(model, False), lambda: run(other, args.autocast)], args.iters)
+    return changed / eager
 
 
-def compile_table(args: argparse.Namespace) -> None:
-    """Every model compiled, as one graph, against eager: forward pass and training step."""
-    print("| model | forward, compiled / eager | training step, compiled / eager |")
+def models_table(args: argparse.Namespace, how: str) -> None:
+    """Every model, changed in one way, against eager float32: forward pass and training step."""
+    print(f"| model | forward, {how} / eager | training step, {how} / eager |")
     print("|---|---:|---:|")
     for name in args.models or capszoo.list_models():
-        ratios = [compiled_over_eager(name, args, train) for train in (False, True)]
+        ratios = [over_eager(name, args, train) for train in (False, True)]
         print(f"| `{name}` | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
 
 
@@ -415,15 +419,17 @@ def main() -> None:
     parser.add_argument("--only", help="rows whose name contains this")
     parser.add_argument("--scaling", action="store_true", help="cost per vote as the work grows")
     parser.add_argument("--compile", action="store_true", help="torch.compile against eager")
-    parser.add_argument("--models", nargs="*", help="models for --compile (default: all)")
-    parser.add_argument("--channels-last", action="store_true", help="images and weights so, for --compile")
+    parser.add_argument("--autocast", action="store_true", help="bfloat16 autocast against float32, eager")
+    parser.add_argument("--models", nargs="*", help="models for --compile and --autocast (default: all)")
+    parser.add_argument("--channels-last", action="store_true", help="images and weights so, for these two")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     if args.scaling:
         scaling_table(args)
-    elif args.compile:
-        compile_table(args)
+    elif args.compile or args.autocast:
+        both = args.compile and args.autocast
+        models_table(args, "both" if both else "compiled" if args.compile else "bfloat16")
     else:
         layer_table(args)
 

@@ -235,28 +235,46 @@ class DynamicRouting(_Routing):
         return x.device.type == "cpu" and x.shape[0] * votes >= _MANY and votes <= _BLOCK // 4
 
     @torch.jit.unused
-    def _rounds_in_blocks(self, x: Tensor) -> Tensor:
-        """:func:`dynamic_routing` of ``[b, i, d]``, some images at a time."""
-        if self.in_dim > _DEEP and torch.is_grad_enabled():
-            parts = self.votes(x).split(max(1, _BLOCK // (self.in_caps * self.weight.shape[2])))
-            return torch.cat([self._rounds(votes, self.start) for votes in parts])
-
-        def rounds(x: Tensor, weight: Tensor, start: Optional[Tensor]) -> Tuple[Tensor]:
-            # in the working type already, and no autocast, so that the backward pass computes the same once more
-            with torch.autocast("cpu", enabled=False):
-                return (self._rounds(self._votes_through(x, weight), start),)
-
-        # a block is BLOCK numbers of `work`
-        work = self.in_caps * self.weight.shape[2] * BLOCK // _BLOCK
-        dtype = working_type(x)
-        tensors = [x.to(dtype), self.weight.to(dtype)]
-        if self.start is None:
-            return blockwise(lambda x, w: rounds(x, w, None), tensors, (0, None), (0,), work)[0]
-        return blockwise(rounds, [*tensors, self.start], (0, None, None), (0,), work)[0]
+    def _is_half_on_cpu(self, x: Tensor) -> bool:
+        if isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return False
+        return x.device.type == "cpu" and working_type(x) in (torch.float16, torch.bfloat16)
 
     @torch.jit.unused
-    def _rounds(self, votes: Tensor, start: Optional[Tensor]) -> Tensor:
-        return dynamic_routing(votes, self.num_iters, self.softmax_over, start)[0]
+    def _rounds_on_cpu(self, x: Tensor, in_blocks: bool) -> Tensor:
+        """:func:`dynamic_routing` of ``[b, i, d]``, some images at a time where that is asked for.
+
+        The rounds are in float32 at least: a CPU's products of half types copy the votes into another order first,
+        which takes longer than the rounds do. The votes of long poses are made in half types all the same, and in
+        training, where they are kept, left so.
+        """
+        dtype = working_type(x)
+        half = dtype in (torch.float16, torch.bfloat16)
+        votes_dtype = torch.float32 if half and self.in_dim <= _DEEP else dtype
+
+        def routed(votes: Tensor, start: Optional[Tensor]) -> Tensor:
+            return dynamic_routing(votes, self.num_iters, self.softmax_over, start)[0]
+
+        def rounds(x: Tensor, weight: Tensor, start: Optional[Tensor]) -> Tuple[Tensor]:
+            return (routed(upcast_half(self._votes_through(x, weight)), start),)
+
+        # in the working type already, and no autocast, so that a backward pass in blocks computes the same once more
+        with torch.autocast("cpu", enabled=False):
+            x, weight = x.to(votes_dtype), self.weight.to(votes_dtype)
+            start = self.start
+            if not in_blocks:
+                poses = rounds(x, weight, start)[0]
+            elif self.in_dim > _DEEP and torch.is_grad_enabled():
+                count = max(1, _BLOCK // (self.in_caps * weight.shape[2]))
+                parts = self._votes_through(x, weight).split(count)
+                poses = torch.cat([routed(votes, start) for votes in parts])
+            else:  # a block is BLOCK numbers of `work`
+                work = self.in_caps * self.weight.shape[2] * BLOCK // _BLOCK
+                if start is None:
+                    poses = blockwise(lambda x, w: rounds(x, w, None), (x, weight), (0, None), (0,), work)[0]
+                else:
+                    poses = blockwise(rounds, (x, weight, start), (0, None, None), (0,), work)[0]
+        return poses.to(dtype)
 
     def _single_sum(self, x: Tensor) -> Tensor:
         """The first round without votes: the weighted sum over children is a matrix product."""
@@ -280,8 +298,9 @@ class DynamicRouting(_Routing):
         if not torch.jit.is_scripting():
             if self._is_fused(x):
                 return self._fused_rounds(x, False)[0]
-            if self._has_many_votes(x):
-                return self._rounds_in_blocks(x)
+            many = self._has_many_votes(x)
+            if many or self._is_half_on_cpu(x):
+                return self._rounds_on_cpu(x, many)
         return dynamic_routing(self.votes(x), self.num_iters, self.softmax_over, self.start)[0]
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:

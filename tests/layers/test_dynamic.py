@@ -213,9 +213,33 @@ def test_blocks_of_images_under_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_rounds_of_half_types_are_float32(deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, whose products of half types copy their votes; poses keep the type, and gradients theirs."""
+    monkeypatch.setattr(dynamic, "_DEEP", 7 if deep else 8)
+    types: list[torch.dtype] = []
+
+    def routing(votes: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        types.append(votes.dtype)
+        return dynamic_routing(votes, *rest)
+
+    layer, x = DynamicRouting(40, 8, 10, 16), torch.randn(6, 40, 8, requires_grad=True)
+    inputs = [x, layer.weight]
+    expected = layer(x)
+    expected_grads = torch.autograd.grad(expected.square().sum(), inputs)
+    monkeypatch.setattr(dynamic, "dynamic_routing", routing)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        poses = layer(x)
+    assert types == [torch.float32] and poses.dtype == torch.bfloat16
+    grads = torch.autograd.grad(poses.float().square().sum(), inputs)
+    for found, right in zip((poses.float(), *grads), (expected, *expected_grads), strict=True):
+        assert (found - right).abs().max() <= 0.02 * right.abs().max()
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16 and types[1:] == [torch.float32]
+
+
 def test_no_blocks_of_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3)
-    monkeypatch.setattr(layer, "_rounds_in_blocks", lambda x: None)
+    monkeypatch.setattr(layer, "_rounds_on_cpu", lambda x, in_blocks: None)
     in_blocks_of(layer, 4, monkeypatch)
     assert layer(x) is None
     in_blocks_of(layer, 3, monkeypatch)

@@ -410,6 +410,24 @@ def test_blocks_are_finite(dtype: torch.dtype, kind: str, monkeypatch: pytest.Mo
         assert tensor.grad.dtype == dtype
 
 
+def test_blocks_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator takes half poses and float32 weights; gradients have the types of what they are for."""
+    layer = shaken(ConvIDPA(4, 18, 16)).float()
+    x = torch.randn(2, 4, 4, 4, 16, requires_grad=True)
+    given = []
+    for autocast in (False, True):
+        in_blocks(monkeypatch, autocast)
+        with Operators() as used, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            children = x.bfloat16() if autocast else x
+            poses = layer.route([children], [], 2)[0][-1]
+        assert used.calls.count("capszoo::idpa_pass") == autocast
+        grads = torch.autograd.grad(poses.float().square().sum(), [x, *layer.parameters()])
+        assert all(grad.dtype == torch.float32 for grad in grads)
+        given.append([poses.float(), *grads])
+    for exact, found in zip(*given, strict=True):
+        assert (found - exact).abs().max() <= 0.03 * exact.abs().max()
+
+
 def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, fake kernel, autograd registration and AOT tracing, as torch.library checks them."""
     in_blocks(monkeypatch)

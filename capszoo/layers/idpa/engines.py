@@ -163,8 +163,10 @@ def _many_votes(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> b
     first = children[0]
     if isinstance(first, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False
-    if layer.activations or first.device.type != "cpu" or first.dtype != layer.weight.dtype:
+    if layer.activations or first.device.type != "cpu":
         return False
+    if first.dtype != layer.weight.dtype and not torch.is_autocast_enabled("cpu"):
+        return False  # the plain form says what is wrong
     passes = num_iters - 1 if layer.folds else num_iters
     if passes == 0 or (passes > 1 and len(children) == 1 and layer.inner > 16):
         return False  # no votes; or votes that cost more to compute for each pass than to keep
