@@ -3,6 +3,7 @@
     python benchmarks/routing.py                    # layers, as the papers' models have them
     python benchmarks/routing.py --scaling          # cost per vote as the work grows
     python benchmarks/routing.py --compile          # each model, compiled against eager
+    python benchmarks/routing.py --autocast         # each model, bfloat16 autocast against float32
 
 The floor of a layer is the larger of two times: its multiply-adds at the rate of a large matrix product, and the
 bytes it cannot avoid (input, weights, result, once) at the speed of a large copy; both rates are measured first. A

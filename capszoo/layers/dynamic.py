@@ -36,7 +36,8 @@ How it is computed, without changing the result:
   (:mod:`capszoo.layers._triton`), with votes in registers, squash and the sum of the poses so far; where the softmax
   runs over the children, or the first logits are not zero, the plain form remains.
 
-Deviations: logits and softmax are float32 for half-precision votes.
+Deviations: logits and softmax are float32 for half-precision votes; on a CPU, in eager mode or compiled, so are all
+rounds, but for those of long poses, and of transforms shared over the grid, in training.
 """
 
 from typing import Optional, Tuple
@@ -153,6 +154,13 @@ class _Routing(nn.Module):
         else:
             self.start = nn.Parameter(torch.zeros(num_parents, num_children))
 
+    @torch.jit.unused
+    def _is_half_on_cpu(self, x: Tensor) -> bool:
+        """Whether the rounds leave half types, whose products on a CPU copy their inputs into another order first."""
+        if isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return False
+        return x.device.type == "cpu" and working_type(x) in (torch.float16, torch.bfloat16)
+
 
 class DynamicRouting(_Routing):
     """A fully connected capsule layer: every child has its own transform to every parent.
@@ -235,18 +243,11 @@ class DynamicRouting(_Routing):
         return x.device.type == "cpu" and x.shape[0] * votes >= _MANY and votes <= _BLOCK // 4
 
     @torch.jit.unused
-    def _is_half_on_cpu(self, x: Tensor) -> bool:
-        if isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting():
-            return False
-        return x.device.type == "cpu" and working_type(x) in (torch.float16, torch.bfloat16)
-
-    @torch.jit.unused
     def _rounds_on_cpu(self, x: Tensor, in_blocks: bool) -> Tensor:
         """:func:`dynamic_routing` of ``[b, i, d]``, some images at a time where that is asked for.
 
-        The rounds are in float32 at least: a CPU's products of half types copy the votes into another order first,
-        which takes longer than the rounds do. The votes of long poses are made in half types all the same, and in
-        training, where they are kept, left so.
+        The rounds are in float32 at least, and so are the votes; those of long poses are made in half types all the
+        same, and in training, where they are kept, left so.
         """
         dtype = working_type(x)
         half = dtype in (torch.float16, torch.bfloat16)
@@ -526,9 +527,20 @@ class SharedDynamicRouting(_Routing):
 
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, g, d, p]`` to parents ``[b, j, e]``."""
+        if not torch.jit.is_scripting():
+            # (in training, half the size of all that is kept is worth more)
+            if self._is_half_on_cpu(x) and not torch.is_grad_enabled():
+                return self._in_float32(x)
         return shared_dynamic_routing(
             x, self.weight, self.bias, self.num_iters, self.softmax_over, self.start
         )[0]
+
+    @torch.jit.unused
+    def _in_float32(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            tensors = (upcast_half(x), upcast_half(self.weight), upcast_half(self.bias))
+            poses = shared_dynamic_routing(*tensors, self.num_iters, self.softmax_over, self.start)[0]
+        return poses.to(working_type(x))
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, g, d, p]`` to parents ``[b, j, e]`` and the couplings ``[b, j, g * p]`` of the last round."""

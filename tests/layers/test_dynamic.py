@@ -16,6 +16,7 @@ from capszoo.layers import (
     SharedDynamicRouting,
     dynamic,
     dynamic_routing,
+    shared_dynamic_routing,
     squash,
 )
 from tests.reference import dynamic as naive
@@ -356,6 +357,27 @@ def test_shared_layer_never_makes_votes() -> None:
     parameters = sum(p.numel() for p in layer.parameters())
     couplings = 4 * 8 * 16 * 64
     assert made.numel <= max(couplings, parameters) < couplings * 16  # which the votes would be
+
+
+def test_shared_layer_routes_half_types_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, without a gradient; the poses keep the type."""
+    types: list[torch.dtype] = []
+
+    def routing(x: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        types.append(x.dtype)
+        return shared_dynamic_routing(x, *rest, **options)
+
+    layer, x = SharedDynamicRouting(3, 8, 10, 16), torch.randn(2, 3, 8, 25)
+    expected = layer(x)
+    monkeypatch.setattr(dynamic, "shared_dynamic_routing", routing)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            poses = layer(x)
+        half = layer.bfloat16()(x.bfloat16())
+    assert types == [torch.float32, torch.float32] and poses.dtype == half.dtype == torch.bfloat16
+    for found in (poses, half):
+        assert (found.float() - expected).abs().max() <= 0.02 * expected.abs().max()
+    assert layer(x.bfloat16()).dtype == torch.bfloat16 and types[2:] == [torch.bfloat16]
 
 
 def test_shared_layer_takes_any_grid() -> None:
