@@ -123,9 +123,7 @@ def _in_blocks(
         mean = _first_mean(poses[part], activations[part], weight, settings.eps)
         votes, squares = _votes_about(poses[part], wide, mean, buffers)
         zero = torch.zeros_like(mean)
-        results = route_moments(  # type: ignore[misc]
-            votes, squares, mean, zero, activations[part], beta_v, beta_a, settings
-        )
+        results = route_moments(votes, squares, mean, zero, activations[part], beta_v, beta_a, settings)
         for output, result in zip(outputs, results, strict=False):
             output[part] = result
     return tuple(outputs)
@@ -223,8 +221,8 @@ class _Windows(torch.autograd.Function):
                     votes, squares = _votes_about(poses[part], wide, mean, buffers)
                 zero = torch.zeros_like(about)
                 present = activations[part].detach().requires_grad_()
-                results = route_moments(  # type: ignore[misc]
-                    votes, squares, about, zero, present, *betas, ctx.settings
+                results = route_moments(
+                    votes, squares, about, zero, present, betas[0], betas[1], ctx.settings
                 )
                 pairs = [
                     (r, g[part])
