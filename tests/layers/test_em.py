@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -340,29 +341,49 @@ def test_blocks_are_freed(monkeypatch: pytest.MonkeyPatch, num_iters: int) -> No
     assert not [held for held in gc.get_objects() if isinstance(held, Kept)]
 
 
-def test_compiled_inference_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One operator in the graph, which keeps its promises about shapes, and the values of eager mode."""
+@pytest.mark.parametrize("num_iters", [1, 3])
+@pytest.mark.parametrize("train", [False, True])
+def test_compiled_works_in_blocks(monkeypatch: pytest.MonkeyPatch, train: bool, num_iters: int) -> None:
+    """One operator in the graph; values and gradients are those of eager mode."""
     monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 5 * 96)
-    layer = ConvEM(2, 3, 2, 2, 1).eval()
+    layer = ConvEM(2, 3, 2, 2, 1, num_iters).double()
     randomise(layer)
-    x = capsule_map(2, 2, 2, 3, 4, torch.float32)
+    x = capsule_map(2, 2, 2, 3, 4).requires_grad_()
     operators: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph
+        return lookup_backend("aot_eager")(graph, inputs)
 
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.set_grad_enabled(train):
         expected = layer.route(x)
         found = torch.compile(layer.route, fullgraph=True, backend=backend)(x)
     assert sum("em_windows" in operator for operator in operators) == 1, operators
+    if train:
+        used = slice(0, 3 if num_iters > 1 else 2)  # couplings of a single iteration are constants
+        assert_same(found[used], expected[used], [x, *layer.parameters()])
     torch.testing.assert_close(found, expected)
-    poses, activations = torch.randn(12, 8, 4), torch.rand(12, 8)
-    tensors = (poses, activations, layer._weight(), layer._wide_weight(), layer.beta_v, layer.beta_a)
-    for need_couplings in (False, True):
-        arguments = (*(t.detach() for t in tensors), 2, 1.0, 1.0, 1e-4, 1e-4, False, need_couplings)
-        torch.library.opcheck(em_windows.em_windows, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("need_couplings", [False, True])
+def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch, need_couplings: bool) -> None:
+    """Schema, fake kernels, autograd registration and AOT tracing, as torch.library checks them."""
+    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 5 * 96)
+    layer = ConvEM(2, 3, 2, 2, 1).double()
+    tensors = (torch.randn(12, 8, 4, dtype=F64), torch.rand(12, 8, dtype=F64), layer._weight())
+    tensors = (*tensors, layer._wide_weight(), layer.beta_v, layer.beta_a)
+    arguments = (
+        *(t.detach().requires_grad_() for t in tensors),
+        2,
+        1.0,
+        1.0,
+        1e-4,
+        1e-4,
+        False,
+        need_couplings,
+    )
+    torch.library.opcheck(em_windows.em_windows, arguments)
 
 
 # -- shared transforms --------------------------------------------------------------------------------------------

@@ -90,8 +90,6 @@ def window_routing(
             given = _window_routing(*tensors, settings)
         elif not torch.compiler.is_compiling():
             given = _Windows.apply(settings, need_couplings, *tensors)
-        elif torch.is_grad_enabled():  # the compiler finds the gradient, of plain operations
-            given = _window_routing(*tensors, settings)
         else:
             given = em_windows(*tensors, *settings, need_couplings)
         return given[0], given[1], given[2] if need_couplings else None
@@ -162,7 +160,7 @@ def em_windows(
     normalize_cost: bool,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """:func:`window_routing` in blocks for compiled models, without a gradient; couplings are empty if not wanted."""
+    """:func:`window_routing` in blocks for compiled models; couplings are empty if not wanted."""
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     found = _in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
     return found[0], found[1], found[2] if need_couplings else poses.new_empty(0)
@@ -175,6 +173,53 @@ def _(
     parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
     couplings = poses.new_empty((count, parents, children) if rest[-1] else (0,))  # need_couplings
     return poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents), couplings
+
+
+@torch.library.custom_op("capszoo::em_windows_backward", mutates_args=())
+def _em_windows_backward(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    num_iters: int,
+    lam_start: float,
+    lam_step: float,
+    var_floor: float,
+    eps: float,
+    normalize_cost: bool,
+    grad_poses: Optional[Tensor],
+    grad_logits: Optional[Tensor],
+    grad_couplings: Optional[Tensor],
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the tensors of :func:`em_windows`, from those of its results."""
+    tensors = (poses, activations, weight, wide, beta_v, beta_a)
+    settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
+    # autograd finds the gradients of the small steps in here, and an operator's kernel runs below it
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        found = _gradients(tensors, settings, (grad_poses, grad_logits, grad_couplings))
+    return found[0], found[1], found[2], found[3], found[4], found[5]
+
+
+@_em_windows_backward.register_fake
+def _(*given: Any) -> Tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in given[:6])
+
+
+def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.set_materialize_grads(False)
+    ctx.settings, ctx.need_couplings = inputs[6:12], inputs[12]
+
+
+def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    couplings = given[2] if ctx.need_couplings else None
+    found = _em_windows_backward(*ctx.saved_tensors, *ctx.settings, given[0], given[1], couplings)
+    return (*found, *[None] * 7)
+
+
+em_windows.register_autograd(_backward, setup_context=_keep)
 
 
 class _Windows(torch.autograd.Function):
@@ -204,52 +249,57 @@ class _Windows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        poses, activations, weight, wide, beta_v, beta_a = ctx.saved_tensors
-        grads = [torch.empty_like(poses), torch.empty_like(activations)]
-        shared = [torch.zeros_like(t) for t in (weight, beta_v, beta_a)]
-        wide_grad = torch.zeros_like(wide)
-        block, buffers = _buffers(wide, poses.shape[0], 3)
-        for start in range(0, poses.shape[0], block):
-            part = slice(start, start + block)
-            with torch.enable_grad(), torch.autocast(poses.device.type, enabled=False):
-                # every input as if a gradient of it were asked for: the terms come from those of the weights
-                inputs = [t.detach().requires_grad_() for t in (poses[part], activations[part], weight)]
-                betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
-                mean = _first_mean(inputs[0], inputs[1], inputs[2], ctx.settings.eps)
-                about = mean.detach().requires_grad_()
-                with torch.no_grad():
-                    votes, squares = _votes_about(poses[part], wide, mean, buffers)
-                zero = torch.zeros_like(about)
-                present = activations[part].detach().requires_grad_()
-                results = route_moments(
-                    votes, squares, about, zero, present, betas[0], betas[1], ctx.settings
-                )
-                pairs = [
-                    (r, g[part])
-                    for r, g in zip(results, given, strict=False)
-                    if g is not None and r.requires_grad
-                ]
-                small = torch.autograd.grad(
-                    [r for r, _ in pairs],
-                    [about, present, *betas],
-                    [g for _, g in pairs],
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-            grad = buffers[2][: votes.values.numel()].view(wide.shape[0], *mean.shape)  # [i, n, j, e]
-            _sum_of_terms(squares.terms, grad)
-            grad *= votes.values.transpose(0, 1).reshape(grad.shape)
-            grad *= 2.0
-            _sum_of_terms(votes.terms, grad, add=True)
-            about_grad = small[0] - grad.sum(dim=0)
-            by_mean = torch.autograd.grad(mean, inputs, about_grad)
-            flat = grad.flatten(2)  # [i, n, j*e]
-            grads[0][part] = by_mean[0] + torch.bmm(flat, wide.transpose(1, 2)).transpose(0, 1)
-            grads[1][part] = by_mean[1] + small[1]
-            wide_grad.baddbmm_(poses[part].permute(1, 2, 0), flat)
-            for total, more in zip(shared, (by_mean[2], small[2], small[3]), strict=True):
-                total += more
-        return None, None, *grads, shared[0], wide_grad, shared[1], shared[2]
+        return None, None, *_gradients(ctx.saved_tensors, ctx.settings, given)
+
+
+def _gradients(
+    tensors: Tuple[Tensor, ...], settings: Settings, given: Tuple[Optional[Tensor], ...]
+) -> Tuple[Tensor, ...]:
+    """Those of the tensors of :func:`_in_blocks`, from those of its results; makes the votes of each block again."""
+    poses, activations, weight, wide, beta_v, beta_a = tensors
+    grads = [torch.empty_like(poses), torch.empty_like(activations)]
+    shared = [torch.zeros_like(t) for t in (weight, beta_v, beta_a)]
+    wide_grad = torch.zeros_like(wide)
+    block, buffers = _buffers(wide, poses.shape[0], 3)
+    for start in range(0, poses.shape[0], block):
+        part = slice(start, start + block)
+        with torch.enable_grad(), torch.autocast(poses.device.type, enabled=False):
+            # every input as if a gradient of it were asked for: the terms come from those of the weights
+            inputs = [t.detach().requires_grad_() for t in (poses[part], activations[part], weight)]
+            betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
+            mean = _first_mean(inputs[0], inputs[1], inputs[2], settings.eps)
+            about = mean.detach().requires_grad_()
+            with torch.no_grad():
+                votes, squares = _votes_about(poses[part], wide, mean, buffers)
+            zero = torch.zeros_like(about)
+            present = activations[part].detach().requires_grad_()
+            results = route_moments(votes, squares, about, zero, present, betas[0], betas[1], settings)
+            pairs = [
+                (r, g[part])
+                for r, g in zip(results, given, strict=False)
+                if g is not None and r.requires_grad
+            ]
+            small = torch.autograd.grad(
+                [r for r, _ in pairs],
+                [about, present, *betas],
+                [g for _, g in pairs],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        grad = buffers[2][: votes.values.numel()].view(wide.shape[0], *mean.shape)  # [i, n, j, e]
+        _sum_of_terms(squares.terms, grad)
+        grad *= votes.values.transpose(0, 1).reshape(grad.shape)
+        grad *= 2.0
+        _sum_of_terms(votes.terms, grad, add=True)
+        about_grad = small[0] - grad.sum(dim=0)
+        by_mean = torch.autograd.grad(mean, inputs, about_grad)
+        flat = grad.flatten(2)  # [i, n, j*e]
+        grads[0][part] = by_mean[0] + torch.bmm(flat, wide.transpose(1, 2)).transpose(0, 1)
+        grads[1][part] = by_mean[1] + small[1]
+        wide_grad.baddbmm_(poses[part].permute(1, 2, 0), flat)
+        for total, more in zip(shared, (by_mean[2], small[2], small[3]), strict=True):
+            total += more
+    return *grads, shared[0], wide_grad, shared[1], shared[2]
 
 
 def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = False) -> None:
