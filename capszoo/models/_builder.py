@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -158,7 +158,11 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
 
 
 def build_capsule_model(
-    model_cls: type[ModelT], variant: str, pretrained: bool = False, **kwargs: Any
+    model_cls: type[ModelT],
+    variant: str,
+    pretrained: bool = False,
+    defaults: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Build ``variant``, a ``model_cls`` (or timm's wrapper of one, with ``features_only``).
 
@@ -167,8 +171,9 @@ def build_capsule_model(
     Args:
         model_cls: the network; its ``__init__`` lists every argument by name.
         variant: registered name.
-        pretrained: load the weights of the configuration's tag.
-        **kwargs: arguments of ``model_cls`` and of timm's ``build_model_with_cfg``.
+        pretrained: load the weights of the configuration's tag, and build what they were trained as.
+        defaults: arguments that make ``model_cls`` this variant; those of a tag's weights replace them.
+        **kwargs: arguments of ``model_cls`` and of timm's ``build_model_with_cfg``, which replace both.
 
     Raises:
         UnknownArgument: a keyword that neither takes.
@@ -186,9 +191,9 @@ def build_capsule_model(
     cache_dir = kwargs.pop("cache_dir", None)
     if pretrained:
         info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
-        for name, value in (info.model_args if info else {}).items():
-            kwargs.setdefault(name, value)
+        kwargs = {**(info.model_args if info else {}), **kwargs}
         cfg = _verified_source(cfg, variant, cache_dir)
+    kwargs = {**(defaults or {}), **kwargs}
     kwargs.setdefault("img_size", tuple(cfg.input_size[-2:]))
 
     def make(*, device: Any = None, dtype: torch.dtype | None = None, **args: Any) -> ModelT:

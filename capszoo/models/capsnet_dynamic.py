@@ -431,21 +431,21 @@ _create_six_layers = partial(build_capsule_model, SixLayerCapsNet)
 def capsnet_dynamic(pretrained: bool = False, **kwargs: Any) -> DynamicCapsNet:
     """Sabour et al. on MNIST: error 0.25 with reconstruction, 0.35 without; MultiMNIST 5.2."""
     args: Dict[str, Any] = dict(stem_chans=256, caps_types=32, caps_dim=8, class_dim=16, routing_iters=3)
-    return _create_dynamic("capsnet_dynamic", pretrained, **dict(args, **kwargs))
+    return _create_dynamic("capsnet_dynamic", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def capsnet_dynamic_cifar(pretrained: bool = False, **kwargs: Any) -> DynamicCapsNet:
     """Dynamic routing on a plain convolution: CIFAR-10 accuracy 84.08, CIFAR-100 56.96."""
     args: Dict[str, Any] = dict(stem_chans=256, caps_types=32, caps_dim=8, class_dim=16)
-    return _create_dynamic("capsnet_dynamic_cifar", pretrained, **dict(args, **kwargs))
+    return _create_dynamic("capsnet_dynamic_cifar", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def capsnet_dynamic_resnet(pretrained: bool = False, **kwargs: Any) -> DynamicCapsNet:
     """Dynamic routing on a ResNet of 256 channels: CIFAR-10 accuracy 92.65, CIFAR-100 71.70."""
     args: Dict[str, Any] = dict(backbone="resnet", stem_chans=256, primary_stride=1)
-    return _create_dynamic("capsnet_dynamic_resnet", pretrained, **dict(args, **kwargs))
+    return _create_dynamic("capsnet_dynamic_resnet", pretrained, defaults=args, **kwargs)
 
 
 @register_model
@@ -463,11 +463,11 @@ def capsnet_dynamic_multimnist(pretrained: bool = False, **kwargs: Any) -> Dynam
         conv_caps=True,
         class_dim=64,
     )
-    return _create_dynamic("capsnet_dynamic_multimnist", pretrained, **dict(args, **kwargs))
+    return _create_dynamic("capsnet_dynamic_multimnist", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def capsnet6_dynamic(pretrained: bool = False, **kwargs: Any) -> SixLayerCapsNet:
     """Six layers, two of them of capsules (Table 1, a): error 14.28 on CIFAR-10, 0.37 on MNIST."""
     args: Dict[str, Any] = dict(mid_caps=2048, mid_dim=16, class_dim=16, routing_iters=3)
-    return _create_six_layers("capsnet6_dynamic", pretrained, **dict(args, **kwargs))
+    return _create_six_layers("capsnet6_dynamic", pretrained, defaults=args, **kwargs)

@@ -487,14 +487,14 @@ _create_six_layers = partial(build_capsule_model, SixLayerEMCapsNet)
 def capsnet_em(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
     """EM routing on a plain convolution: CIFAR-10 accuracy 82.19, CIFAR-100 37.73 (2 iterations)."""
     args: Dict[str, Any] = dict(stem_chans=256, caps=(32, 32, 32), routing_iters=2)
-    return _create_em("capsnet_em", pretrained, **dict(args, **kwargs))
+    return _create_em("capsnet_em", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def capsnet_em_resnet(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
     """EM routing on a ResNet: CIFAR-10 accuracy 92.15, CIFAR-100 58.08 (2 iterations)."""
     args: Dict[str, Any] = dict(backbone="resnet", stem_chans=128, caps=(32, 32, 32), routing_iters=2)
-    return _create_em("capsnet_em_resnet", pretrained, **dict(args, **kwargs))
+    return _create_em("capsnet_em_resnet", pretrained, defaults=args, **kwargs)
 
 
 def _norb_args(stem_chans: int, caps: Tuple[int, ...]) -> Dict[str, Any]:
@@ -511,17 +511,17 @@ def _norb_args(stem_chans: int, caps: Tuple[int, ...]) -> Dict[str, Any]:
 @register_model
 def capsnet_em_norb(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
     """Matrix capsules on smallNORB, A = B = C = D = 32: error 1.4 over several crops, 1.8 with one."""
-    return _create_em("capsnet_em_norb", pretrained, **dict(_norb_args(32, (32, 32, 32)), **kwargs))
+    return _create_em("capsnet_em_norb", pretrained, defaults=_norb_args(32, (32, 32, 32)), **kwargs)
 
 
 @register_model
 def capsnet_em_norb_small(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
     """The small matrix-capsule network, A = 64, B = 8, C = D = 16: smallNORB error 2.2."""
-    return _create_em("capsnet_em_norb_small", pretrained, **dict(_norb_args(64, (8, 16, 16)), **kwargs))
+    return _create_em("capsnet_em_norb_small", pretrained, defaults=_norb_args(64, (8, 16, 16)), **kwargs)
 
 
 @register_model
 def capsnet6_em(pretrained: bool = False, **kwargs: Any) -> SixLayerEMCapsNet:
     """Six layers, two of them of capsules (Table 1, b): error 12.66 on CIFAR-10, 0.31 on MNIST."""
     args: Dict[str, Any] = dict(mid_caps=2048, mid_dim=16, class_dim=16, routing_iters=3)
-    return _create_six_layers("capsnet6_em", pretrained, **dict(args, **kwargs))
+    return _create_six_layers("capsnet6_em", pretrained, defaults=args, **kwargs)

@@ -380,7 +380,7 @@ _create_resnet = partial(build_capsule_model, EncapResNet)
 def encapnet_v1(pretrained: bool = False, **kwargs: Any) -> EncapNet:
     """EncapNet of 18 layers: CIFAR-10 error 4.55 / 3.13 / 3.10 without, with mild, with strong augmentation."""
     args = dict(depths=(4, 4, 4, 4))
-    return _create_encapnet("encapnet_v1", pretrained, **dict(args, **kwargs))
+    return _create_encapnet("encapnet_v1", pretrained, defaults=args, **kwargs)
 
 
 @register_model
@@ -389,7 +389,7 @@ def encapnet_v2(pretrained: bool = False, **kwargs: Any) -> EncapNet:
     args: Dict[str, Any] = dict(depths=(9, 12, 69, 9))
     if kwargs.get("mode", "master_aide") == "master_aide":
         args["aide"] = (False, False, True, True)
-    return _create_encapnet("encapnet_v2", pretrained, **dict(args, **kwargs))
+    return _create_encapnet("encapnet_v2", pretrained, defaults=args, **kwargs)
 
 
 @register_model
@@ -398,7 +398,7 @@ def encapnet_v3(pretrained: bool = False, **kwargs: Any) -> EncapNet:
     args: Dict[str, Any] = dict(depths=(9, 12, 69, 9))
     if kwargs.get("mode", "master_aide") == "master_aide":
         args["aide"] = (False, False, True, True)
-    return _create_encapnet("encapnet_v3", pretrained, **dict(args, **kwargs))
+    return _create_encapnet("encapnet_v3", pretrained, defaults=args, **kwargs)
 
 
 #: Four convolutions to 8x8x256, one capConv of stride 2 to 512 channels, capFC (appendix A.1).
@@ -410,18 +410,18 @@ _SIX_LAYERS: Dict[str, Any] = dict(
 @register_model
 def encapnet6(pretrained: bool = False, **kwargs: Any) -> EncapNet:
     """Six layers with master and aide (Table 1, f): error 11.93 on CIFAR-10, 0.25 on MNIST."""
-    return _create_encapnet("encapnet6", pretrained, **dict(_SIX_LAYERS, **kwargs))
+    return _create_encapnet("encapnet6", pretrained, defaults=_SIX_LAYERS, **kwargs)
 
 
 @register_model
 def encapnet6_master(pretrained: bool = False, **kwargs: Any) -> EncapNet:
     """Six layers with the master alone (Table 1, e): error 13.87 on CIFAR-10, 0.31 on MNIST."""
     args = dict(_SIX_LAYERS, mode="master")
-    return _create_encapnet("encapnet6_master", pretrained, **dict(args, **kwargs))
+    return _create_encapnet("encapnet6_master", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def resnet18_encap(pretrained: bool = False, **kwargs: Any) -> EncapResNet:
     """The ResNet of EncapNet's blob shapes (Table 2): CIFAR-10 error 8.03, with feedback agreement 7.67."""
     args = dict(widths=(64, 128, 256, 512), depths=(2, 2, 2, 2))
-    return _create_resnet("resnet18_encap", pretrained, **dict(args, **kwargs))
+    return _create_resnet("resnet18_encap", pretrained, defaults=args, **kwargs)

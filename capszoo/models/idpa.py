@@ -293,28 +293,28 @@ _create_idpa = partial(build_capsule_model, IdpaNet)
 def idpa_cnn(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
     """Plain backbone (Table 8): CIFAR-10 accuracy 85.17."""
     args: Dict[str, Any] = dict(backbone="conv", backbone_chans=256)
-    return _create_idpa("idpa_cnn", pretrained, **dict(args, **kwargs))
+    return _create_idpa("idpa_cnn", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def idpa_cnn_cifar100(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
     """Plain backbone, 6x6 poses, one more capsule layer (Table 9): CIFAR-100 accuracy 57.32."""
     args: Dict[str, Any] = dict(backbone="conv", backbone_chans=128, pose_dim=36, fc_caps=(20,))
-    return _create_idpa("idpa_cnn_cifar100", pretrained, **dict(args, **kwargs))
+    return _create_idpa("idpa_cnn_cifar100", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def idpa_resnet(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
     """ResNet backbone: CIFAR-10 accuracy 95.14 (best test epoch)."""
     args: Dict[str, Any] = dict(backbone="resnet", backbone_chans=128)
-    return _create_idpa("idpa_resnet", pretrained, **dict(args, **kwargs))
+    return _create_idpa("idpa_resnet", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def idpa_resnet_cifar100(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
     """ResNet backbone, 6x6 poses, one more capsule layer: CIFAR-100 accuracy 78.02 (best test epoch)."""
     args: Dict[str, Any] = dict(backbone="resnet", backbone_chans=128, pose_dim=36, fc_caps=(20,))
-    return _create_idpa("idpa_resnet_cifar100", pretrained, **dict(args, **kwargs))
+    return _create_idpa("idpa_resnet_cifar100", pretrained, defaults=args, **kwargs)
 
 
 @register_model
@@ -330,4 +330,4 @@ def idpa_multimnist(pretrained: bool = False, **kwargs: Any) -> IdpaNet:
         primary_stride=2,
         conv_strides=(1,),
     )
-    return _create_idpa("idpa_multimnist", pretrained, **dict(args, **kwargs))
+    return _create_idpa("idpa_multimnist", pretrained, defaults=args, **kwargs)

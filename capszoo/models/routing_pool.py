@@ -403,46 +403,46 @@ _create_caps = partial(build_capsule_model, RoutingCapsResNet)
 def cnn_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolCNN:
     """Four 5x5 convolutions of 64 and routing pooling: CIFAR-10 error 18.39 (average 19.35, max 21.39)."""
     args = dict(width=64, lam=0.5, caps_dim=16)
-    return _create_cnn("cnn_routingpool", pretrained, **dict(args, **kwargs))
+    return _create_cnn("cnn_routingpool", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def resnet_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
     """ResNet-20 with routing pooling; the same network as `resnet20_routingpool`."""
     args = dict(depth=20, lam=5.0)
-    return _create_resnet("resnet_routingpool", pretrained, **dict(args, **kwargs))
+    return _create_resnet("resnet_routingpool", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def resnet20_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
     """ResNet-20 with routing pooling: CIFAR-10 error 8.49 (average pooling 8.73)."""
     args = dict(depth=20, lam=5.0)
-    return _create_resnet("resnet20_routingpool", pretrained, **dict(args, **kwargs))
+    return _create_resnet("resnet20_routingpool", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def resnet32_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
     """ResNet-32 with routing pooling: CIFAR-10 error 7.65 (average pooling 7.89)."""
     args = dict(depth=32, lam=5.0)
-    return _create_resnet("resnet32_routingpool", pretrained, **dict(args, **kwargs))
+    return _create_resnet("resnet32_routingpool", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def resnet44_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
     """ResNet-44 with routing pooling: CIFAR-10 error 7.10 (average pooling 7.22)."""
     args = dict(depth=44, lam=5.0)
-    return _create_resnet("resnet44_routingpool", pretrained, **dict(args, **kwargs))
+    return _create_resnet("resnet44_routingpool", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def resnet56_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
     """ResNet-56 with routing pooling: CIFAR-10 error 6.75 (average pooling 6.97)."""
     args = dict(depth=56, lam=5.0)
-    return _create_resnet("resnet56_routingpool", pretrained, **dict(args, **kwargs))
+    return _create_resnet("resnet56_routingpool", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def resnet20_routingcaps(pretrained: bool = False, **kwargs: Any) -> RoutingCapsResNet:
     """ResNet-20 features routed to class capsules: affNIST error 5.12 (λ=1, capsules of 32 channels)."""
     args = dict(depth=20, lam=1.0)
-    return _create_caps("resnet20_routingcaps", pretrained, **dict(args, **kwargs))
+    return _create_caps("resnet20_routingcaps", pretrained, defaults=args, **kwargs)

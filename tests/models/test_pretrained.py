@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 import capszoo
-from capszoo.models import _pretrained
+from capszoo.models import _builder, _pretrained
 from capszoo.models._base import CapsuleNet
 from capszoo.models._blocks import ConvBnAct, Decoder
 from capszoo.models._builder import UnknownArgument, build_capsule_model, zoo_cfgs
@@ -187,6 +188,17 @@ def test_a_tag_exists_once_its_metadata_does(
     finally:
         monkeypatch.undo()
         _pretrained.bundled_tags.cache_clear()
+
+
+def test_weights_bring_the_arguments_that_they_were_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the architecture's own name stands for another value; the caller's come first."""
+    name = "resnet20_routingcaps.mnist"
+    assert capszoo.create_model(name, pretrained=True).lam == 1.0
+    info = replace(_pretrained.bundled_tags()[name], model_args={"lam": 5.0})
+    monkeypatch.setattr(_builder, "bundled_tags", lambda: {name: info})
+    assert capszoo.create_model(name, pretrained=True).lam == 5.0
+    assert capszoo.create_model(name, pretrained=True, lam=2.0).lam == 2.0
+    assert capszoo.create_model(name).lam == 1.0
 
 
 def test_missing_and_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
