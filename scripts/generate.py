@@ -22,10 +22,10 @@ from timm.models import model_entrypoint  # noqa: E402
 import capszoo  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS  # noqa: E402
-from capszoo.models._pretrained import bundled_tags  # noqa: E402
+from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
 from capszoo.recipes.card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
-from capszoo.recipes.figures import header_line, paper_figures  # noqa: E402
+from capszoo.recipes.figures import header_line, measure, paper_figures  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
 
@@ -107,12 +107,18 @@ def results_table() -> str:
         test = raw["metrics"]["test"]
         same = [str(figure) for figure in paper_figures(info)]
         runs = f"1 (seed {raw['seed']}), {raw['recipe']['epochs']} epochs, the last"
+        accuracy = f"{test['top1']:.2f}{_unless_top1(info)}"
         lines.append(
-            f"| `{name}` | {raw['dataset']['name']} | {test['top1']:.2f} | {test['errors']} of {test['n']:,} "
+            f"| `{name}` | {raw['dataset']['name']} | {accuracy} | {test['errors']} of {test['n']:,} "
             f"| {runs} | {'; '.join(same) or 'none'} "
             f"| {raw['num_params']:,} | [`{name}.yaml`](recipes/configs/{name}.yaml) |"
         )
     return "\n".join(lines)
+
+
+def _unless_top1(info: WeightsInfo) -> str:
+    counted = measure(info)
+    return "" if counted == "top-1" else f" ({counted})"
 
 
 def recipe_table() -> str:
