@@ -23,6 +23,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "encapnet_v[123]": {"depths": (2, 2, 2, 2)},
     "capsnet6_*": {"mid_caps": 64},
     "*multimnist*": {"img_size": 28},
+    "capsnet_em*": {"img_size": 24},
     "cnn_sabour": {"img_size": 20},
 }
 
