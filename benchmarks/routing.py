@@ -429,8 +429,8 @@ def main() -> None:
     if args.scaling:
         scaling_table(args)
     elif args.compile or args.autocast:
-        both = args.compile and args.autocast
-        models_table(args, "both" if both else "compiled" if args.compile else "bfloat16")
+        changes = {"compiled": args.compile, "bfloat16": args.autocast}
+        models_table(args, ", ".join(word for word, made in changes.items() if made))
     else:
         layer_table(args)
 

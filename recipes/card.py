@@ -18,7 +18,7 @@ from timm.models import get_pretrained_cfg
 from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import HUB_FILENAME, WeightsInfo
 
-from .figures import as_accuracy, figures_table, measure, paper_figures, protocol_lines
+from .figures import as_accuracy, counted, figures_table, paper_figures, protocol_lines
 
 __all__ = [
     "CURVES",
@@ -108,7 +108,7 @@ def _results(info: WeightsInfo) -> list[EvalResult]:
     results = []
     for split, found in info.raw.get("metrics", {}).items():
         if split != "validation" and "top1" in found:
-            named = f"{measure(info)}, % (this file, n = {found['n']} images)"
+            named = f"{counted(info)}, % (this file, n = {found['n']} images)"
             results.append(
                 EvalResult(**where, metric_value=found["top1"], metric_name=named, dataset_split=split)
             )
@@ -118,7 +118,7 @@ def _results(info: WeightsInfo) -> list[EvalResult]:
             EvalResult(
                 **where,
                 metric_value=as_accuracy(figure),
-                metric_name=f"{measure(info)}, % (the paper's, not this file: {figure.metric} {figure.value:g}{note})",
+                metric_name=f"{counted(info)}, % (the paper's, not this file: {figure.metric} {figure.value:g}{note})",
                 dataset_split="test",
             )
         )

@@ -22,7 +22,7 @@ __all__ = [
     "as_accuracy",
     "figures_table",
     "header_line",
-    "measure",
+    "counted",
     "paper_figures",
     "protocol_lines",
     "recipe_differences",
@@ -83,7 +83,7 @@ def sampling_error(top1: float, n: int) -> float:
     return 100 * math.sqrt(p * (1 - p) / n)
 
 
-def measure(info: WeightsInfo) -> str:
+def counted(info: WeightsInfo) -> str:
     """What the accuracies of a checkpoint count: "top-1", or, of images with several labels, the "exact set"."""
     name = info.raw.get("dataset", {}).get("name", "")
     return "exact set" if name in DATASETS and DATASETS[name].multi_label else "top-1"
@@ -91,7 +91,7 @@ def measure(info: WeightsInfo) -> str:
 
 def figures_table(info: WeightsInfo) -> list[str]:
     """Ours and the papers' figures as the lines of a markdown table."""
-    lines = [f"| figure | {measure(info)}, % | error, % | on |", "|---|---:|---:|---|"]
+    lines = [f"| figure | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
     for split, found in info.raw.get("metrics", {}).items():
         if "top1" not in found:
             continue
@@ -166,7 +166,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
             lines[-1] += " It was chosen by the validation images, whose figure is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
             lines[-1] += " The paper's figure is what its note says (a mean of runs, or the best test epoch)."
-    if measure(info) == "exact set":
+    if counted(info) == "exact set":
         lines.append("- An image is right where all of its labels are found, and no other.")
     if "test" in raw.get("metrics", {}):
         lines.append("- The test set was looked at once, at the end; nothing was chosen by it.")

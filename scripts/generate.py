@@ -25,7 +25,7 @@ from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
 from capszoo.recipes.card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
-from capszoo.recipes.figures import header_line, measure, paper_figures  # noqa: E402
+from capszoo.recipes.figures import counted, header_line, paper_figures  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
 
@@ -117,8 +117,8 @@ def results_table() -> str:
 
 
 def _unless_top1(info: WeightsInfo) -> str:
-    counted = measure(info)
-    return "" if counted == "top-1" else f" ({counted})"
+    what = counted(info)
+    return "" if what == "top-1" else f" ({what})"
 
 
 def recipe_table() -> str:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._leaving import leaves_python
 from .squash import squash
 
 __all__ = [
@@ -70,7 +71,7 @@ class _Squash(torch.autograd.Function):
 
 def _trains(x: Tensor) -> bool:
     """Whether gradients of ``x`` are taken in eager mode (what is traced or exported stays plain)."""
-    if isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_compiling():
+    if leaves_python(x) or torch.compiler.is_compiling():
         return False
     return torch.is_grad_enabled() and x.requires_grad and x.dtype in (torch.float32, torch.float64)
 

@@ -47,6 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._blockwise import BLOCK, blockwise
+from ._leaving import leaves_python
 from ._triton import fused, working_type
 from ._triton.ops import fused_norm, fused_pass
 from .squash import squash, upcast_half
@@ -157,7 +158,7 @@ class _Routing(nn.Module):
     @torch.jit.unused
     def _is_half_on_cpu(self, x: Tensor) -> bool:
         """Whether the rounds leave half types, whose products on a CPU copy their inputs into another order first."""
-        if isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if leaves_python(x):
             return False
         return x.device.type == "cpu" and working_type(x) in (torch.float16, torch.bfloat16)
 
@@ -236,7 +237,7 @@ class DynamicRouting(_Routing):
 
     @torch.jit.unused
     def _has_many_votes(self, x: Tensor) -> bool:
-        if isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_compiling():
+        if leaves_python(x) or torch.compiler.is_compiling():
             return False
         votes = self.in_caps * self.weight.shape[2]  # of an image
         # blocks of one or two images would read all weights, which are then many, for each
@@ -247,11 +248,12 @@ class DynamicRouting(_Routing):
         """:func:`dynamic_routing` of ``[b, i, d]``, some images at a time where that is asked for.
 
         The rounds are in float32 at least, and so are the votes; those of long poses are made in half types all the
-        same, and in training, where they are kept, left so.
+        same, and where blocks of them are kept for a backward pass, left so.
         """
         dtype = working_type(x)
-        half = dtype in (torch.float16, torch.bfloat16)
-        votes_dtype = torch.float32 if half and self.in_dim <= _DEEP else dtype
+        deep = self.in_dim > _DEEP
+        votes_dtype = torch.float32 if self._is_half_on_cpu(x) and not deep else dtype
+        size = self.in_caps * self.weight.shape[2]  # of an image's votes
 
         def routed(votes: Tensor, start: Optional[Tensor]) -> Tensor:
             return dynamic_routing(votes, self.num_iters, self.softmax_over, start)[0]
@@ -265,12 +267,11 @@ class DynamicRouting(_Routing):
             start = self.start
             if not in_blocks:
                 poses = rounds(x, weight, start)[0]
-            elif self.in_dim > _DEEP and torch.is_grad_enabled():
-                count = max(1, _BLOCK // (self.in_caps * weight.shape[2]))
-                parts = self._votes_through(x, weight).split(count)
+            elif deep and torch.is_grad_enabled():
+                parts = self._votes_through(x, weight).split(max(1, _BLOCK // size))
                 poses = torch.cat([routed(votes, start) for votes in parts])
             else:  # a block is BLOCK numbers of `work`
-                work = self.in_caps * self.weight.shape[2] * BLOCK // _BLOCK
+                work = size * BLOCK // _BLOCK
                 if start is None:
                     poses = blockwise(lambda x, w: rounds(x, w, None), (x, weight), (0, None), (0,), work)[0]
                 else:

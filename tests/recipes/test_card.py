@@ -16,8 +16,8 @@ from capszoo.recipes.card import model_card
 from capszoo.recipes.config import list_recipes, load_recipe
 from capszoo.recipes.figures import (
     as_accuracy,
+    counted,
     figures_table,
-    measure,
     paper_figures,
     protocol_lines,
     recipe_differences,
@@ -90,9 +90,9 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
 
 def test_several_labels_are_not_called_top_1() -> None:
     info = bundled_tags()["resnet20_routingcaps.affnist"]
-    assert measure(info) == "top-1" and "| top-1, % |" in figures_table(info)[0]
+    assert counted(info) == "top-1" and "| top-1, % |" in figures_table(info)[0]
     several = replace(info, raw={**info.raw, "dataset": {"name": "multimnist", "title": "MultiMNIST"}})
-    assert measure(several) == "exact set" and "| exact set, % |" in figures_table(several)[0]
+    assert counted(several) == "exact set" and "| exact set, % |" in figures_table(several)[0]
     card = str(model_card(several, "owner/name"))
     assert "all of its labels" in card and "exact set, % (this file" in card and "top-1" not in card
 

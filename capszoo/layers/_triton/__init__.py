@@ -9,6 +9,8 @@ import os
 import torch
 from torch import Tensor
 
+from .._leaving import leaves_python
+
 __all__ = ["fused", "use_triton", "working_type"]
 
 _FOUND = importlib.util.find_spec("triton") is not None
@@ -59,9 +61,7 @@ def fused(x: Tensor, weight: Tensor, parents: int, rows: int, inner: int, cols: 
         weight: of the votes, which the kernels compute in the same type.
         parents, rows, inner, cols: j, p, q and r.
     """
-    if not _enabled or not _FOUND or isinstance(x, torch.fx.Proxy):
-        return False
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if not _enabled or not _FOUND or leaves_python(x):
         return False
     dtype = working_type(x)
     if dtype != working_type(weight):

@@ -7,11 +7,12 @@ from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 __all__ = ["fused_norm", "fused_pass"]
 
 
-@torch.library.custom_op("capszoo::fused_pass", mutates_args=())
+@custom_op("capszoo::fused_pass", mutates_args=())
 def fused_pass(
     children: Tensor,
     weight: Tensor,
@@ -65,7 +66,7 @@ def _(
     return children.new_empty(parents.shape), children.new_empty(couplings), children.new_empty(kept)
 
 
-@torch.library.custom_op("capszoo::fused_pass_backward", mutates_args=())
+@custom_op("capszoo::fused_pass_backward", mutates_args=())
 def fused_pass_backward(
     children: Tensor,
     weight: Tensor,
@@ -99,7 +100,7 @@ def _(children: Tensor, weight: Tensor, parents: Tensor, *rest: Any) -> Tuple[Te
     )
 
 
-@torch.library.custom_op("capszoo::fused_norm", mutates_args=())
+@custom_op("capszoo::fused_norm", mutates_args=())
 def fused_norm(
     sums: Tensor,
     scale: float,
@@ -122,7 +123,7 @@ def _(sums: Tensor, *rest: Any) -> Tensor:
     return sums.new_empty(sums.shape)
 
 
-@torch.library.custom_op("capszoo::fused_norm_backward", mutates_args=())
+@custom_op("capszoo::fused_norm_backward", mutates_args=())
 def fused_norm_backward(
     grad: Tensor,
     sums: Tensor,

@@ -231,18 +231,12 @@ class ClassEM(MatrixEM):
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         h, w = x.shape[2], x.shape[3]
         votes, activations = self.votes(x)
-        num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = self._settings()
         mu, logits, couplings = em_routing(
             votes,
             activations,
             upcast_half(self.beta_v),
             upcast_half(self.beta_a),
-            num_iters,
-            lam_start,
-            lam_step,
-            var_floor,
-            eps,
-            normalize_cost,
+            *self._settings(),
         )
         return mu, logits, couplings.reshape(-1, self.out_caps, h, w, self.in_caps)
 

@@ -331,7 +331,6 @@ class SharedEM(EMLayer):
         self, x: Tensor, activations: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """In float32 or float64."""
-        num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = self._settings()
         return shared_em_routing(
             upcast_half(x),
             upcast_half(activations),
@@ -339,12 +338,7 @@ class SharedEM(EMLayer):
             upcast_half(self.bias),
             upcast_half(self.beta_v),
             upcast_half(self.beta_a),
-            num_iters,
-            lam_start,
-            lam_step,
-            var_floor,
-            eps,
-            normalize_cost,
+            *self._settings(),
             need_couplings=need_couplings,
         )
 

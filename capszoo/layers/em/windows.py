@@ -9,7 +9,9 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
+from .._leaving import leaves_python
 from .kept import Kept
 from .procedure import em_routing, route_moments
 from .steps import Settings, first_weights
@@ -39,20 +41,7 @@ def _window_routing(
     parents = beta_v.shape[0]
     mean = _first_mean(poses, activations, weight, settings.eps)
     votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, n, j, e]
-    num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = settings
-    return em_routing(
-        votes.permute(1, 2, 0, 3),
-        activations,
-        beta_v,
-        beta_a,
-        num_iters,
-        lam_start,
-        lam_step,
-        var_floor,
-        eps,
-        normalize_cost,
-        mean,
-    )
+    return em_routing(votes.permute(1, 2, 0, 3), activations, beta_v, beta_a, *settings, mean)
 
 
 def window_routing(
@@ -85,7 +74,7 @@ def window_routing(
         return mu, logits, None
     else:  # noqa: RET505 (as in ConvEM)
         tensors = (poses, activations, weight, wide, beta_v, beta_a)
-        plain = poses.device.type != "cpu" or torch.jit.is_tracing() or torch.compiler.is_exporting()
+        plain = poses.device.type != "cpu" or leaves_python(poses)
         if plain or poses.shape[0] * wide.shape[0] * wide.shape[2] <= _BLOCK_VOTES:
             given = _window_routing(*tensors, settings)
         elif not torch.compiler.is_compiling():
@@ -144,7 +133,7 @@ def _votes_about(poses: Tensor, wide: Tensor, mean: Tensor, buffers: List[Tensor
     return Kept(votes.flatten(1, 2).transpose(0, 1)), Kept(squares.flatten(1, 2).transpose(0, 1))
 
 
-@torch.library.custom_op("capszoo::em_windows", mutates_args=())
+@custom_op("capszoo::em_windows", mutates_args=())
 def em_windows(
     poses: Tensor,
     activations: Tensor,
@@ -175,7 +164,7 @@ def _(
     return poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents), couplings
 
 
-@torch.library.custom_op("capszoo::em_windows_backward", mutates_args=())
+@custom_op("capszoo::em_windows_backward", mutates_args=())
 def _em_windows_backward(
     poses: Tensor,
     activations: Tensor,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
+from .._leaving import leaves_python
 from .._triton import fused, working_type
 from .._triton.ops import fused_norm, fused_pass
 from .blocked import idpa_pass
@@ -161,9 +162,7 @@ def _is_fused(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> boo
 def _many_votes(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> bool:
     """Whether the passes go through :func:`.idpa_pass`: on a CPU, in eager mode or compiled, with many votes."""
     first = children[0]
-    if isinstance(first, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting():
-        return False
-    if layer.activations or first.device.type != "cpu":
+    if leaves_python(first) or layer.activations or first.device.type != "cpu":
         return False
     if first.dtype != layer.weight.dtype and not torch.is_autocast_enabled("cpu"):
         return False  # the plain form says what is wrong

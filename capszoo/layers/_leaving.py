@@ -1,0 +1,11 @@
+"""Whether code is being written down for something other than Python, which is given plain operations alone."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["leaves_python"]
+
+
+def leaves_python(x: Tensor) -> bool:
+    """Whether what is done with ``x`` is traced by FX or TorchScript, or exported. (torch.compile stays in Python.)"""
+    return isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting()
