@@ -62,8 +62,10 @@ __all__ = [
 
 torch.fx.wrap("upcast_half")
 
-#: Votes of one block (numbers in them), and from how many on blocks are made: 8 and 32 MiB in float32. Smaller blocks
-#: pay more for each call than they save, and fewer votes are near enough as they are.
+#: Votes of one block (numbers in them; 8 MiB in float32), and from how many on blocks are made. Smaller blocks pay more
+#: for each call than they save; more votes at once are memory that the system takes back and gives anew in every pass
+#: of a network. Short poses, whose votes cost less to make: blocks from half as many on, and half as large without a
+#: gradient.
 _BLOCK = 4 * BLOCK
 _MANY = 4 * _BLOCK
 
@@ -241,7 +243,8 @@ class DynamicRouting(_Routing):
             return False
         votes = self.in_caps * self.weight.shape[2]  # of an image
         # blocks of one or two images would read all weights, which are then many, for each
-        return x.device.type == "cpu" and x.shape[0] * votes >= _MANY and votes <= _BLOCK // 4
+        many = _MANY if self.in_dim > _DEEP else _MANY // 2
+        return x.device.type == "cpu" and x.shape[0] * votes >= many and votes <= _BLOCK // 4
 
     @torch.jit.unused
     def _rounds_on_cpu(self, x: Tensor, in_blocks: bool) -> Tensor:
@@ -271,7 +274,8 @@ class DynamicRouting(_Routing):
                 parts = self._votes_through(x, weight).split(max(1, _BLOCK // size))
                 poses = torch.cat([routed(votes, start) for votes in parts])
             else:  # a block is BLOCK numbers of `work`
-                work = size * BLOCK // _BLOCK
+                block = _BLOCK if deep or torch.is_grad_enabled() else _BLOCK // 2
+                work = size * BLOCK // block
                 if start is None:
                     poses = blockwise(lambda x, w: rounds(x, w, None), (x, weight), (0, None), (0,), work)[0]
                 else:
