@@ -65,15 +65,19 @@ def as_accuracy(figure: PaperFigure) -> float:
 def paper_figures(info: WeightsInfo) -> list[PaperFigure]:
     """The papers' figures for this network on this data set.
 
-    Where the head of its recipe names some of them by their numbers (one of two pooling methods, say), these alone.
+    Where the head of its recipe names some of them by their numbers (one of two pooling methods, say), these alone;
+    where it says "none", none.
     """
+    line = header_line(info.name, "Paper")
+    if line.startswith("none"):
+        return []
     title = str(info.raw.get("dataset", {}).get("title", ""))
     same = [
         f
         for f in PAPERS.get(info.architecture, ())
         if title == f.dataset or title.startswith(f"{f.dataset} (")
     ]
-    named = {float(number) for number in re.findall(r"\d+\.\d+|\d+", header_line(info.name, "Paper"))}
+    named = {float(number) for number in re.findall(r"\d+\.\d+|\d+", line)}
     return [f for f in same if f.value in named or as_accuracy(f) in named] or same
 
 
@@ -117,7 +121,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value or None  # an empty section says as little as none
+            # an empty section says as little as none; a model's argument of 0 is not its default
+            yield f"{prefix}{key}", value if prefix == "model_args." else value or None
 
 
 def recipe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

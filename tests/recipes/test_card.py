@@ -108,6 +108,8 @@ def test_the_recipe_names_the_papers_figure() -> None:
         assert [as_accuracy(figure) for figure in paper_figures(info_of(name, title))] == expected
     unnamed = info_of("resnet20_routingpool.own")
     assert paper_figures(unnamed) == list(PAPERS["resnet20_routingpool"]), "all of that data set"
+    uniform = info_of("resnet20_routingcaps.affnist_uniform", "affNIST (regenerated)")
+    assert paper_figures(uniform) == [], "its recipe says that there is none"
     assert [
         f.value for f in paper_figures(info_of("resnet20_routingcaps.affnist", "affNIST (regenerated)"))
     ] == [5.12]
