@@ -14,11 +14,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capszoo._suggest import unknown_name
+from capszoo.layers.squash import upcast_half
 
 __all__ = [
     "LOSSES",
@@ -49,10 +49,6 @@ def _presence(target: Tensor, scores: Tensor) -> Tensor:
     return target.to(scores.dtype)
 
 
-def _full_precision(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def margin_loss(
     scores: Tensor, target: Tensor, m_plus: float = 0.9, m_minus: float = 0.1, down_weight: float = 0.5
 ) -> Tensor:
@@ -65,7 +61,7 @@ def margin_loss(
         m_minus: length below which an absent class costs nothing.
         down_weight: lambda, weight of the absent classes.
     """
-    scores = _full_precision(scores)
+    scores = upcast_half(scores)
     present = _presence(target, scores)
     missed = F.relu(m_plus - scores).square()
     invented = F.relu(scores - m_minus).square()
@@ -80,7 +76,7 @@ def spread_loss(scores: Tensor, target: Tensor, margin: float = 0.9) -> Tensor:
         target: class indices ``[b]``.
         margin: what the labelled class must lead by.
     """
-    scores = _full_precision(scores)
+    scores = upcast_half(scores)
     labelled = scores.gather(1, target.long()[:, None])  # [b, 1]
     short = F.relu(margin - (labelled - scores)).square()
     others = 1.0 - _presence(target, scores)
@@ -100,7 +96,7 @@ def cross_entropy_loss(scores: Tensor, target: Tensor, label_smoothing: float = 
         target: class indices ``[b]``, or class probabilities ``[b, n]``.
         label_smoothing: 0 to 1.
     """
-    scores = _full_precision(scores)
+    scores = upcast_half(scores)
     if target.dim() == 1:
         return F.cross_entropy(scores, target.long(), label_smoothing=label_smoothing)
     return F.cross_entropy(scores, _presence(target, scores), label_smoothing=label_smoothing)
@@ -113,7 +109,7 @@ def bce_loss(scores: Tensor, target: Tensor) -> Tensor:
         scores: logits ``[b, n]``.
         target: ``[b]`` or ``[b, n]``.
     """
-    scores = _full_precision(scores)
+    scores = upcast_half(scores)
     return F.binary_cross_entropy_with_logits(scores, _presence(target, scores))
 
 
@@ -128,7 +124,7 @@ def reconstruction_loss(reconstruction: Tensor, image: Tensor, weight: float = 0
         raise ValueError(
             f"reconstruction {tuple(reconstruction.shape)} and image {tuple(image.shape)} differ in shape"
         )
-    error = _full_precision(reconstruction) - _full_precision(image)
+    error = upcast_half(reconstruction) - upcast_half(image)
     return weight * error.square().flatten(1).sum(dim=1).mean()
 
 

@@ -241,8 +241,9 @@ def evaluate(
         data: folder of the data set; None asks `CAPSZOO_DATA`.
         device: None takes CUDA where there is one.
 
-    Returns `{"model", "dataset", "split", "top1" (per cent), "errors", "n", "stated"}`; `stated` is the metadata's
-    top1 for a whole test split, else None.
+    Returns `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated"}`: `accuracy` says
+    what `top1` counts, "top-1" or, of images with several labels, the "exact set"; `stated` is the metadata's top1
+    for a whole test split, else None.
     """
     subject = prepare(model, dataset, split, data, device=device)
     result = assess(subject, batch_size)
@@ -250,6 +251,7 @@ def evaluate(
         "model": subject.name,
         "dataset": subject.images.spec.name,
         "split": subject.images.split,
+        "accuracy": subject.images.spec.accuracy,
         "top1": round(result.accuracy, 4),
         "errors": result.errors,
         "n": result.n,
@@ -282,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(
             f"{result['model']} on {result['dataset']} ({result['split']}, n={result['n']}): "
-            f"top-1 {result['top1']:.2f}%, {result['errors']} wrong"
+            f"{result['accuracy']} {result['top1']:.2f}%, {result['errors']} wrong"
         )
     if result["stated"] is None:
         return 0

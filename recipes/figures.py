@@ -90,7 +90,7 @@ def sampling_error(top1: float, n: int) -> float:
 def counted(info: WeightsInfo) -> str:
     """What the accuracies of a checkpoint count: "top-1", or, of images with several labels, the "exact set"."""
     name = info.raw.get("dataset", {}).get("name", "")
-    return "exact set" if name in DATASETS and DATASETS[name].multi_label else "top-1"
+    return DATASETS[name].accuracy if name in DATASETS else "top-1"
 
 
 def figures_table(info: WeightsInfo) -> list[str]:

@@ -481,7 +481,7 @@ def _train(
     if best:
         evaluated.load_state_dict(best.weights)
         ended = "the last" if step == total else f"none was better in {recipe.early_stop} more"
-        log.say(f"kept: epoch {best.epoch}, validation top-1 {best.top1:.2f}% ({ended})")
+        log.say(f"kept: epoch {best.epoch}, validation {spec.accuracy} {best.top1:.2f}% ({ended})")
     with one_fate(accelerator):
         if main_process:
             details: dict[str, Any] = {
@@ -529,7 +529,7 @@ def _train(
                 figures = evaluate(result["weights"], found.test, device=device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
                 write()
-                log.say(f"test: top-1 {figures['top1']:.2f}% of {figures['n']} images")
+                log.say(f"test: {spec.accuracy} {figures['top1']:.2f}% of {figures['n']} images")
             result |= details["metrics"]
     return result
 

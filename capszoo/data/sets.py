@@ -49,6 +49,11 @@ class DatasetSpec:
     def multi_label(self) -> bool:
         return self.labels_per_image != 1
 
+    @property
+    def accuracy(self) -> str:
+        """What an accuracy on it counts: "top-1", or, of images with several labels, the "exact set"."""
+        return "exact set" if self.multi_label else "top-1"
+
 
 def keyed_generator(*key: int) -> torch.Generator:
     """A CPU generator seeded by a hash of the key, so that neighbouring keys give unrelated streams."""

@@ -35,14 +35,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .capconv import squash_groups
+from .squash import upcast_half
 
 __all__ = ["SinkhornUnit", "feature_kl", "ground_cost", "sinkhorn_divergence", "sinkhorn_plan"]
 
 COSTS = ("cosine", "l2")
-
-
-def _full_precision(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def ground_cost(x: Tensor, y: Tensor, cost: str = "cosine") -> Tensor:
@@ -58,7 +55,7 @@ def ground_cost(x: Tensor, y: Tensor, cost: str = "cosine") -> Tensor:
     """
     if cost not in COSTS:
         raise ValueError(f"cost must be one of {', '.join(COSTS)}, not {cost!r}")
-    x, y = _full_precision(x), _full_precision(y)
+    x, y = upcast_half(x), upcast_half(y)
     if cost == "l2":
         # not through matrix products: they lose small distances to cancellation, and give NaN gradients at 0
         return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
@@ -89,7 +86,7 @@ def sinkhorn_plan(cost: Tensor, num_iters: int = 10, epsilon: float = 1.0) -> Te
         raise ValueError(f"num_iters must be at least 1, not {num_iters}")
     if epsilon <= 0:
         raise ValueError(f"epsilon must be positive, not {epsilon}")
-    cost = _full_precision(cost)
+    cost = upcast_half(cost)
     n, m = cost.shape
     nearest = cost.detach().amin(dim=1, keepdim=True)
     kernel = torch.exp((nearest - cost) / epsilon)  # [n, m]
@@ -151,8 +148,8 @@ def feature_kl(x: Tensor, y: Tensor) -> Tensor:
         x, y: ``[n, l]``.
     """
     with torch.autocast(x.device.type, enabled=False):
-        log_x = F.log_softmax(_full_precision(x), dim=1)
-        log_y = F.log_softmax(_full_precision(y), dim=1)
+        log_x = F.log_softmax(upcast_half(x), dim=1)
+        log_y = F.log_softmax(upcast_half(y), dim=1)
         return (log_y.exp() * (log_y - log_x)).sum(dim=1).mean()
 
 

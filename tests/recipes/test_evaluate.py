@@ -103,7 +103,9 @@ def test_mistakes_name_the_key(tmp_path: Path, change: str, message: str) -> Non
         ("capsnet_dynamic", "multimnist", {"name": "margin", "reconstruction": 0.0005}),
     ],
 )
-def test_composed_sets_train(tiny_mnist: Path, tmp_path: Path, arch: str, data: str, loss: dict) -> None:
+def test_composed_sets_train(
+    tiny_mnist: Path, tmp_path: Path, arch: str, data: str, loss: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "r.yaml"
     tree = {
         "arch": arch,
@@ -121,6 +123,8 @@ def test_composed_sets_train(tiny_mnist: Path, tmp_path: Path, arch: str, data: 
     assert result["step"] == 12 and result["test"]["n"] == 40
     again = evaluate(result["weights"], data=tiny_mnist)
     assert (again["errors"], again["dataset"]) == (result["test"]["errors"], data)
+    assert again["accuracy"] == ("exact set" if "multi" in data else "top-1")
+    assert f"test: {again['accuracy']} {again['top1']:.2f}%" in capsys.readouterr().out
 
 
 class Mirror(nn.Module):
