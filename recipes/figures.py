@@ -171,10 +171,15 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
             lines[-1] += " It was chosen by the validation images, whose figure is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
             lines[-1] += " The paper's figure is what its note says (a mean of runs, or the best test epoch)."
+    start = (recipe.get("init") or {}).get("weights")
+    if start:
+        lines.append(f"- It began with the weights of `{start}`, whose epochs come on top.")
     if counted(info) == "exact set":
         lines.append("- An image is right where all of its labels are found, and no other.")
     if "test" in raw.get("metrics", {}):
-        lines.append("- The test set was looked at once, at the end; nothing was chosen by it.")
+        again = start and Path(start).name.startswith(info.name)  # the same checkpoint, trained on
+        looks = "at the end of both runs" if again else "once, at the end"
+        lines.append(f"- The test set was looked at {looks}; nothing was chosen by it.")
     validation = raw.get("metrics", {}).get("validation")
     if validation:
         lines.append(

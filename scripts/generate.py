@@ -107,6 +107,8 @@ def results_table() -> str:
         test = raw["metrics"]["test"]
         same = [str(figure) for figure in paper_figures(info)]
         runs = f"1 (seed {raw['seed']}), {raw['recipe']['epochs']} epochs, the last"
+        if raw["recipe"].get("init"):
+            runs += ", after those of an earlier run"
         accuracy = f"{test['top1']:.2f}{_unless_top1(info)}"
         lines.append(
             f"| `{name}` | {raw['dataset']['name']} | {accuracy} | {test['errors']} of {test['n']:,} "

@@ -129,6 +129,18 @@ def test_settings_unlike_the_papers() -> None:
     assert settings_unlike_the_papers(info_of("idpa_cnn.pets", recipe=short)) == {}
 
 
+def test_a_checkpoint_that_was_trained_on() -> None:
+    recipe = load_recipe(OURS).model_dump(mode="json")
+    for start, looks in (
+        (f"runs/{OURS}", "at the end of both runs"),
+        ("hf-hub:me/other", "once, at the end"),
+    ):
+        info = info_of(OURS, recipe=recipe | {"init": {"weights": start}}, metrics={"test": {}})
+        lines = protocol_lines(info)
+        assert f"- It began with the weights of `{start}`, whose epochs come on top." in lines
+        assert f"- The test set was looked at {looks}; nothing was chosen by it." in lines
+
+
 def test_twins_differ_in_one_thing() -> None:
     groups = twin_groups()
     assert ["resnet20_routingpool.cifar10", "resnet20_routingpool.cifar10_avg"] in groups
