@@ -20,9 +20,10 @@ from .config import CONFIGS, list_recipes, load_recipe
 
 __all__ = [
     "as_accuracy",
+    "began_with",
+    "counted",
     "figures_table",
     "header_line",
-    "counted",
     "paper_figures",
     "protocol_lines",
     "recipe_differences",
@@ -91,6 +92,11 @@ def counted(info: WeightsInfo) -> str:
     """What the accuracies of a checkpoint count: "top-1", or, of images with several labels, the "exact set"."""
     name = info.raw.get("dataset", {}).get("name", "")
     return DATASETS[name].accuracy if name in DATASETS else "top-1"
+
+
+def began_with(info: WeightsInfo) -> str | None:
+    """The weights that the run of a checkpoint began with; None where they were random."""
+    return (info.raw.get("recipe", {}).get("init") or {}).get("weights")
 
 
 def figures_table(info: WeightsInfo) -> list[str]:
@@ -171,7 +177,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
             lines[-1] += " It was chosen by the validation images, whose figure is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
             lines[-1] += " The paper's figure is what its note says (a mean of runs, or the best test epoch)."
-    start = (recipe.get("init") or {}).get("weights")
+    start = began_with(info)
     if start:
         lines.append(f"- It began with the weights of `{start}`, whose epochs come on top.")
     if counted(info) == "exact set":

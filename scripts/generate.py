@@ -25,7 +25,7 @@ from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
 from capszoo.recipes.card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
-from capszoo.recipes.figures import counted, header_line, paper_figures  # noqa: E402
+from capszoo.recipes.figures import began_with, counted, header_line, paper_figures  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
 
@@ -107,7 +107,7 @@ def results_table() -> str:
         test = raw["metrics"]["test"]
         same = [str(figure) for figure in paper_figures(info)]
         runs = f"1 (seed {raw['seed']}), {raw['recipe']['epochs']} epochs, the last"
-        if raw["recipe"].get("init"):
+        if began_with(info):
             runs += ", after those of an earlier run"
         accuracy = f"{test['top1']:.2f}{_unless_top1(info)}"
         lines.append(
