@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch._dynamo import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -368,7 +368,7 @@ def test_compiled_works_in_blocks(monkeypatch: pytest.MonkeyPatch, train: bool, 
 
 @pytest.mark.parametrize("need_couplings", [False, True])
 def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch, need_couplings: bool) -> None:
-    """Schema, fake kernels, autograd registration and AOT tracing, as torch.library checks them."""
+    """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
     monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 5 * 96)
     layer = ConvEM(2, 3, 2, 2, 1).double()
     tensors = (torch.randn(12, 8, 4, dtype=F64), torch.rand(12, 8, dtype=F64), layer._weight())
@@ -383,7 +383,7 @@ def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch, need_couplings: 
         False,
         need_couplings,
     )
-    torch.library.opcheck(em_windows.em_windows, arguments)
+    library.opcheck(em_windows.em_windows, arguments)
 
 
 # -- shared transforms --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -429,13 +429,13 @@ def test_blocks_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schema, fake kernel, autograd registration and AOT tracing, as torch.library checks them."""
+    """Schema, fake kernel, autograd registration and AOT tracing, as PyTorch checks them."""
     in_blocks(monkeypatch)
     for j, want in ((3, True), (5, False)):
         tensors = [
             torch.randn(s, dtype=F64, requires_grad=True) for s in ((4, 6, 2, 2), (6, 2, j, 2), (4, j, 4))
         ]
-        torch.library.opcheck(blocked.idpa_pass, (*tensors, want))
+        library.opcheck(blocked.idpa_pass, (*tensors, want))
         torch.autograd.gradcheck(lambda *t, want=want: blocked.idpa_pass(*t, want)[: 1 + want], tensors)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -274,7 +274,7 @@ def test_squash_is_squash_at_its_bounds() -> None:
 
 
 def test_the_operators_are_sound() -> None:
-    """Schema, fake kernels, autograd registration and AOT tracing, as torch.library checks them."""
+    """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
     shape = (2, 3, 3, 2, 2, 1, 3, 2, 2, 2)
     for norm, accumulate, couplings in (
         ("layer", False, False),
@@ -283,15 +283,13 @@ def test_the_operators_are_sound() -> None:
         tensors, options = problem(shape, torch.float32, norm)
         affine = tensors[3:] or (None, None)
         rest = (*options, accumulate, norm, *affine, EPS)
-        torch.library.opcheck(fused_pass, (*tensors[:3], couplings, True, *rest))
+        library.opcheck(fused_pass, (*tensors[:3], couplings, True, *rest))
         given = [t.detach() for t in tensors[:3]]
         grad = torch.randn_like(given[2])
-        torch.library.opcheck(
-            fused_pass_backward, (*given, grad, None, grad if accumulate else None, *options)
-        )
-        torch.library.opcheck(fused_norm, (tensors[2], 0.5, norm, *affine, EPS))
+        library.opcheck(fused_pass_backward, (*given, grad, None, grad if accumulate else None, *options))
+        library.opcheck(fused_norm, (tensors[2], 0.5, norm, *affine, EPS))
         affine = tuple(None if t is None else t.detach() for t in affine)
-        torch.library.opcheck(fused_norm_backward, (grad, given[2], 0.5, norm, *affine, EPS))
+        library.opcheck(fused_norm_backward, (grad, given[2], 0.5, norm, *affine, EPS))
 
 
 def use_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:

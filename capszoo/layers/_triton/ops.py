@@ -6,13 +6,12 @@ A fake kernel or a backward that reads a few of an operator's arguments takes th
 from typing import Any, Optional, Tuple
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 __all__ = ["fused_norm", "fused_pass"]
 
 
-@custom_op("capszoo::fused_pass", mutates_args=())
+@library.custom_op("capszoo::fused_pass", mutates_args=())
 def fused_pass(
     children: Tensor,
     weight: Tensor,
@@ -66,7 +65,7 @@ def _(
     return children.new_empty(parents.shape), children.new_empty(couplings), children.new_empty(kept)
 
 
-@custom_op("capszoo::fused_pass_backward", mutates_args=())
+@library.custom_op("capszoo::fused_pass_backward", mutates_args=())
 def fused_pass_backward(
     children: Tensor,
     weight: Tensor,
@@ -100,7 +99,7 @@ def _(children: Tensor, weight: Tensor, parents: Tensor, *rest: Any) -> Tuple[Te
     )
 
 
-@custom_op("capszoo::fused_norm", mutates_args=())
+@library.custom_op("capszoo::fused_norm", mutates_args=())
 def fused_norm(
     sums: Tensor,
     scale: float,
@@ -123,7 +122,7 @@ def _(sums: Tensor, *rest: Any) -> Tensor:
     return sums.new_empty(sums.shape)
 
 
-@custom_op("capszoo::fused_norm_backward", mutates_args=())
+@library.custom_op("capszoo::fused_norm_backward", mutates_args=())
 def fused_norm_backward(
     grad: Tensor,
     sums: Tensor,

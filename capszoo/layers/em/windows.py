@@ -7,9 +7,8 @@ import math
 from typing import Any, List, Optional, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op
 
 from .._leaving import leaves_python
 from .kept import Kept
@@ -133,7 +132,7 @@ def _votes_about(poses: Tensor, wide: Tensor, mean: Tensor, buffers: List[Tensor
     return Kept(votes.flatten(1, 2).transpose(0, 1)), Kept(squares.flatten(1, 2).transpose(0, 1))
 
 
-@custom_op("capszoo::em_windows", mutates_args=())
+@library.custom_op("capszoo::em_windows", mutates_args=())
 def em_windows(
     poses: Tensor,
     activations: Tensor,
@@ -164,7 +163,7 @@ def _(
     return poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents), couplings
 
 
-@custom_op("capszoo::em_windows_backward", mutates_args=())
+@library.custom_op("capszoo::em_windows_backward", mutates_args=())
 def _em_windows_backward(
     poses: Tensor,
     activations: Tensor,

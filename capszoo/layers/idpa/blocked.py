@@ -3,8 +3,7 @@
 from typing import Any, Optional, Tuple
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from ..squash import upcast_half
 
@@ -58,7 +57,7 @@ class _Room:
         return self.narrow[which, : i * n * self.j].view(i, n, self.j)
 
 
-@custom_op("capszoo::idpa_pass", mutates_args=())
+@library.custom_op("capszoo::idpa_pass", mutates_args=())
 def idpa_pass(
     children: Tensor, weight: Tensor, parents: Tensor, want_couplings: bool
 ) -> Tuple[Tensor, Tensor]:
@@ -96,7 +95,7 @@ def idpa_pass(
     return sums.transpose(1, 2).contiguous().to(children.dtype), couplings
 
 
-@custom_op("capszoo::idpa_pass_backward", mutates_args=())
+@library.custom_op("capszoo::idpa_pass_backward", mutates_args=())
 def _idpa_pass_backward(
     children: Tensor, weight: Tensor, parents: Tensor, grad_sums: Tensor, grad_couplings: Optional[Tensor]
 ) -> Tuple[Tensor, Tensor, Tensor]:
