@@ -9,6 +9,8 @@ batch size and on the same threads. Each measurement of a model is paired with o
 before it, and the median of the paired ratios is what is printed: a busy machine slows both. Peak memory is the
 high-water mark of a fresh process that does nothing but two training steps.
 
+``--channels-last`` and ``--compile`` treat the model and the yardstick alike.
+
 A model is named as ``name`` or ``name:argument=value,argument=value``; shell patterns take all that match.
 ``name@stage`` is the net cut off after that stage (of ``model.stages``), with average pooling behind it: what is left
 of a capsule network without its capsules. Multiply-adds are those of matrix products and convolutions, as PyTorch's
@@ -135,10 +137,26 @@ def batch_of(spec: str, batch: int) -> int:
     return min([batch, *(b for pattern, b in SMALL_BATCH.items() if fnmatch.fnmatch(spec, pattern))])
 
 
-def forward_of(spec: str, batch: int, device: torch.device) -> Callable[[], object]:
-    model, size = build(spec)
-    model.eval().to(device)
-    x = torch.rand(batch, *size, device=device)
+@dataclass(frozen=True)
+class Form:
+    """How a model is run."""
+
+    device: torch.device
+    channels_last: bool = False
+    compiled: bool = False
+
+    def built(self, spec: str, batch: int) -> tuple[nn.Module, Tensor]:
+        """A model, and images for it."""
+        model, size = build(spec)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        model = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
+        x = torch.rand(batch, *size, device=self.device).contiguous(memory_format=layout)
+        return (torch.compile(model) if self.compiled else model), x  # type: ignore[return-value]
+
+
+def forward_of(spec: str, batch: int, form: Form) -> Callable[[], object]:
+    model, x = form.built(spec, batch)
+    model.eval()
 
     @torch.inference_mode()
     def forward() -> Tensor:
@@ -147,13 +165,12 @@ def forward_of(spec: str, batch: int, device: torch.device) -> Callable[[], obje
     return forward
 
 
-def train_step_of(spec: str, batch: int, device: torch.device) -> Callable[[], object]:
+def train_step_of(spec: str, batch: int, form: Form) -> Callable[[], object]:
     """Forward, cross-entropy, backward and an SGD step with momentum."""
-    model, size = build(spec)
-    model.train().to(device)
+    model, x = form.built(spec, batch)
+    model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    x = torch.rand(batch, *size, device=device)
-    y = torch.zeros(batch, dtype=torch.long, device=device)
+    y = torch.zeros(batch, dtype=torch.long, device=form.device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -210,7 +227,7 @@ def _peak_mib() -> float:
 def measure_memory(spec: str, batch: int, device: torch.device) -> tuple[float, float]:
     """In this process: peak of two training steps, whole and above what imports alone need."""
     start = _peak_mib()
-    step = train_step_of(spec, batch, device)
+    step = train_step_of(spec, batch, Form(device))
     step()
     step()
     if device.type == "cuda":
@@ -293,7 +310,9 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def measure(spec: str, args: argparse.Namespace, device: torch.device) -> Row:
+def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
+    device = form.device
+    torch._dynamo.reset()
     batch = batch_of(spec, args.batch)
     model, size = build(spec)
     macs = multiply_adds(spec)
@@ -302,16 +321,16 @@ def measure(spec: str, args: argparse.Namespace, device: torch.device) -> Row:
     del model
     if not args.no_forward:
         row.forward_ms, row.forward_ratio = compare(
-            forward_of(spec, batch, device),
-            forward_of(YARDSTICK, batch, device),
+            forward_of(spec, batch, form),
+            forward_of(YARDSTICK, batch, form),
             args.iters,
             args.warmup,
             device,
         )
     if args.train:
         row.train_ms, row.train_ratio = compare(
-            train_step_of(spec, batch, device),
-            train_step_of(YARDSTICK, batch, device),
+            train_step_of(spec, batch, form),
+            train_step_of(YARDSTICK, batch, form),
             args.iters,
             args.warmup,
             device,
@@ -348,6 +367,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="runs before the first measurement")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--channels-last", action="store_true", help="images and weights channels-last")
+    parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--train", action="store_true", help="time a training step too")
     parser.add_argument("--no-forward", action="store_true", help="leave the forward pass out")
     parser.add_argument(
@@ -378,12 +399,14 @@ def main() -> None:
         "threads": args.threads,
         "batch": args.batch,
         "iters": args.iters,
+        "layout": "channels-last" if args.channels_last else "contiguous",
+        "compiled": args.compile,
     }
     rows: list[Row] = []
     specs = chosen(args.models)
     for number, spec in enumerate(specs, 1):
         print(f"[{number}/{len(specs)}] {spec}", file=sys.stderr, flush=True)
-        rows.append(measure(spec, args, device))
+        rows.append(measure(spec, args, Form(device, args.channels_last, args.compile)))
         for path in args.out:  # after each model, so that a run cut short leaves what it measured
             write(rows, path, settings)
     print(table(rows))

@@ -38,6 +38,10 @@ RUNNERS = ("eager", "onnxruntime", "onnxruntime-cuda", "tensorrt", "aoti")
 
 PROBES = ("random", "zero", "constant", "x100")
 
+#: Seconds of rest before each measurement. A runtime's threads spin on for some milliseconds after a run, waiting for
+#: more work, and would take a core from whatever is measured next.
+SETTLE = 0.05
+
 # Outputs smaller than this are compared as if they were this large: near zero a relative figure says nothing.
 _SCALE_FLOOR = 1e-3
 
@@ -289,6 +293,8 @@ class Timing:
 def time_runners(runners: Sequence[Runner], images: np.ndarray, repeats: int = 20) -> list[Timing]:
     """Time runners on one batch, in turns, so that a slow moment of the machine strikes all of them.
 
+    Before each measurement the threads of the one before come to rest (``SETTLE`` seconds).
+
     Raises:
         ValueError: ``repeats`` below 1.
     """
@@ -300,6 +306,7 @@ def time_runners(runners: Sequence[Runner], images: np.ndarray, repeats: int = 2
     for _ in range(repeats):
         row = []
         for runner in runners:
+            time.sleep(SETTLE)
             start = time.perf_counter()
             runner(images)
             row.append(time.perf_counter() - start)
