@@ -293,20 +293,20 @@ class Timing:
 def time_runners(runners: Sequence[Runner], images: np.ndarray, repeats: int = 20) -> list[Timing]:
     """Time runners on one batch, in turns, so that a slow moment of the machine strikes all of them.
 
-    Before each measurement the threads of the one before come to rest (``SETTLE`` seconds).
+    Before each measurement the threads of the one before come to rest (``SETTLE`` seconds), and one run goes untimed:
+    it wakes the runner's own threads and fills the caches, as a run that follows another finds them.
 
     Raises:
         ValueError: ``repeats`` below 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
-    for runner in runners:  # warm
-        runner(images)
     rows = []
     for _ in range(repeats):
         row = []
         for runner in runners:
             time.sleep(SETTLE)
+            runner(images)
             start = time.perf_counter()
             runner(images)
             row.append(time.perf_counter() - start)
