@@ -9,7 +9,8 @@ batch size and on the same threads. Each measurement of a model is paired with o
 before it, and the median of the paired ratios is what is printed: a busy machine slows both. Peak memory is the
 high-water mark of a fresh process that does nothing but two training steps.
 
-``--channels-last`` and ``--compile`` treat the model and the yardstick alike.
+``--channels-last`` and ``--compile`` treat the model and the yardstick alike where times are measured; memory is that
+of the plain form.
 
 A model is named as ``name`` or ``name:argument=value,argument=value``; shell patterns take all that match.
 ``name@stage`` is the net cut off after that stage (of ``model.stages``), with average pooling behind it: what is left
@@ -312,7 +313,7 @@ def table(rows: list[Row]) -> str:
 
 def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
     device = form.device
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # graphs of the models before
     batch = batch_of(spec, args.batch)
     model, size = build(spec)
     macs = multiply_adds(spec)
