@@ -3,6 +3,7 @@
 `python -m capszoo.recipes.weights RUN` copies a finished run's files into the package's `weights/` folder; weights that
 are too large for a wheel go to `weights-large/` at the top of the checkout, while their metadata stays in the package.
 Weights of more than `FILE_LIMIT` bytes are stored in half precision, and the figures are those of the file as stored.
+`--half` stores smaller ones so, too, and evaluates the new file: a package that is nearly full has room for twice as many.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from capszoo.models._pretrained import WeightsError, WeightsInfo, sha256_of, wei
 
 from .checkpoints import write_atomically, write_safetensors
 from .curves import history_of, read_records
+from .evaluate import evaluate
 from .subject import model_from_file
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "golden_outputs",
     "hardware",
     "source_commit",
+    "store_half",
     "write_weights",
 ]
 
@@ -102,12 +105,13 @@ def _feature_grid(net: nn.Module, input_size: tuple[int, int, int]) -> list[int]
     return list(features.shape[-2:]) if features.ndim == 4 else None
 
 
-def _as_stored(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """The tensors as they are stored, and the name of the precision: half where they take more than `FILE_LIMIT`.
+def _as_stored(tensors: Mapping[str, Tensor], limit: int | None = None) -> tuple[dict[str, Tensor], str]:
+    """The tensors as they are stored, and the name of the precision: half for more than `limit` (`FILE_LIMIT`) bytes.
 
     Vectors (biases, BatchNorm's statistics) stay as they are, and so does what half precision cannot hold.
     """
-    if sum(t.numel() * t.element_size() for t in tensors.values()) <= FILE_LIMIT:
+    limit = FILE_LIMIT if limit is None else limit
+    if sum(t.numel() * t.element_size() for t in tensors.values()) <= limit:
         return dict(tensors), "float32"
     stored = {}
     for key, tensor in tensors.items():
@@ -198,12 +202,43 @@ def write_weights(
         **({"history": history} if history else {}),
     }
     write_atomically(folder / f"{stem}.json", _metadata_text(metadata))
-    # Golden outputs come from the file just written, not from the net in memory.
+    _write_golden(weights, golden_pixels.cpu(), spec.mean, spec.std)
+    return weights
+
+
+def _write_golden(weights: Path, pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    """Golden outputs beside a weights file: of the file as it was written, not of a net in memory."""
     reread, _ = model_from_file(weights)
     buffer = io.BytesIO()
-    scores = golden_outputs(reread, golden_pixels.cpu(), spec.mean, spec.std)
-    np.savez_compressed(buffer, pixels=golden_pixels.cpu().numpy(), scores=scores)
-    write_atomically(folder / f"{stem}.golden.npz", buffer.getvalue())
+    np.savez_compressed(buffer, pixels=pixels.numpy(), scores=golden_outputs(reread, pixels, mean, std))
+    write_atomically(weights.with_suffix(".golden.npz"), buffer.getvalue())
+
+
+def store_half(run: str | Path, data: str | Path | None = None) -> Path:
+    """A finished run's weights in half precision, with the test figure and golden outputs of that file.
+
+    The three files lie in the run's folder `half/`, from where `bundle` takes them.
+
+    Arguments:
+        data: folder of the data set; None asks `CAPSZOO_DATA`.
+
+    Raises `WeightsError` where the run is not finished.
+    """
+    source = finished_run(run)
+    net, info = model_from_file(source)
+    weights = source.parent / "half" / source.name
+    weights.parent.mkdir(exist_ok=True)
+    tensors, storage = _as_stored(net.state_dict(), limit=0)
+    write_safetensors(weights, tensors)
+    path = weights.with_suffix(".json")
+    write_atomically(
+        path, _metadata_text(info.raw | {"sha256": sha256_of(weights), "storage": storage, "metrics": {}})
+    )
+    with np.load(source.with_suffix(".golden.npz")) as golden:
+        _write_golden(weights, torch.from_numpy(golden["pixels"]), info.mean, info.std)
+    figures = evaluate(weights, data=data)
+    test = {key: figures[key] for key in ("top1", "errors", "n")}
+    amend_metadata(weights, metrics=info.raw["metrics"] | {"test": test})
     return weights
 
 
@@ -253,9 +288,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m capszoo.recipes.weights", description=__doc__)
     parser.add_argument("run", help="folder of a finished run")
     parser.add_argument("--to", help="default: the package's weights/ folder")
+    parser.add_argument("--half", action="store_true", help="store in half precision and evaluate that file")
+    parser.add_argument("--data", help="folder of the data set, for --half; default: CAPSZOO_DATA")
     args = parser.parse_args(argv)
     try:
-        for path in bundle(args.run, args.to):
+        run = store_half(args.run, args.data).parent if args.half else args.run
+        for path in bundle(run, args.to):
             print(f"{path} ({path.stat().st_size:,} bytes)")
     except (WeightsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

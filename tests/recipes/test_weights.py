@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -123,6 +124,34 @@ def test_small_weights_stay_as_they_are(tmp_path: Path) -> None:
     stored = load_file(run_of(tmp_path / "run") / f"{NAME}.safetensors")
     assert not any(tensor.dtype == torch.float16 for tensor in stored.values())
     assert json.loads((tmp_path / "run" / f"{NAME}.json").read_text())["storage"] == "float32"
+
+
+def test_a_finished_run_is_stored_in_half_precision_on_request(
+    tmp_path: Path, tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path / "run")
+    full = (run / f"{NAME}.safetensors").read_bytes()
+    assert module.main([str(run), "--half", "--data", str(tiny_mnist), "--to", str(tmp_path / "zoo")]) == 0
+    weights = tmp_path / "zoo" / f"{NAME}.safetensors"
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert (run / f"{NAME}.safetensors").read_bytes() == full, "the run keeps its own"
+    _, info = model_from_file(weights)  # checks the sha256
+    assert info.raw["storage"] == "float16" and weights.stat().st_size < 0.6 * len(full)
+    assert records_of(info.raw["history"]), "the run's history came along"
+
+    figures = evaluate(weights, data=tiny_mnist)
+    assert info.raw["metrics"] == {"test": {key: figures[key] for key in ("top1", "errors", "n")}}
+    assert figures["n"] == 40 and figures["top1"] != 10.0, "measured anew, not carried over"
+    assert figures["stated"] == figures["top1"]
+    scores = {}
+    for folder in (run, tmp_path / "zoo"):
+        net, _ = model_from_file(folder / f"{NAME}.safetensors")
+        with np.load(folder / f"{NAME}.golden.npz") as golden:
+            scores[folder] = golden["scores"]
+            pixels = torch.from_numpy(golden["pixels"])
+        found = module.golden_outputs(net, pixels, info.mean, info.std)
+        np.testing.assert_allclose(found, scores[folder], atol=1e-5)
+    assert not np.array_equal(*scores.values()), "the golden outputs are the stored file's"
 
 
 def test_large_weights_lie_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
