@@ -3,7 +3,7 @@
 `python -m capszoo.recipes.weights RUN` copies a finished run's files into the package's `weights/` folder; weights that
 are too large for a wheel go to `weights-large/` at the top of the checkout, while their metadata stays in the package.
 Weights of more than `FILE_LIMIT` bytes are stored in half precision, and the figures are those of the file as stored.
-`--half` stores smaller ones so, too, and evaluates the new file: a package that is nearly full has room for twice as many.
+`--half` stores smaller ones so, too, and evaluates the new file: for a package that is nearly full.
 """
 
 from __future__ import annotations
