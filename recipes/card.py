@@ -18,7 +18,15 @@ from timm.models import get_pretrained_cfg
 from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import HUB_FILENAME, WeightsInfo
 
-from .figures import as_accuracy, began_with, counted, figures_table, paper_figures, protocol_lines
+from .figures import (
+    as_accuracy,
+    began_with,
+    counted,
+    figures_table,
+    paper_figures,
+    protocol_lines,
+    went_on,
+)
 
 __all__ = [
     "CURVES",
@@ -183,7 +191,7 @@ def model_card(
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
     about = raw.get("description") or f"{info.architecture} trained on {title}"
     start = began_with(info)
-    trained = f"Fine-tuned from `{start}` on" if start else "Trained on"
+    trained = f"Fine-tuned from `{start}` on" if start and not went_on(info) else "Trained on"
     shown = ", ".join(labels[:20]) + (
         f" and {len(labels) - 20} more (`{LABELS}`)" if len(labels) > 20 else ""
     )

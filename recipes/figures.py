@@ -31,6 +31,7 @@ __all__ = [
     "settings_unlike_the_papers",
     "shown",
     "twin_groups",
+    "went_on",
 ]
 
 #: Keys of a recipe that say what it is or how it is run, and not what comes out of it.
@@ -97,6 +98,12 @@ def counted(info: WeightsInfo) -> str:
 def began_with(info: WeightsInfo) -> str | None:
     """The weights that the run of a checkpoint began with; None where they were random."""
     return (info.raw.get("recipe", {}).get("init") or {}).get("weights")
+
+
+def went_on(info: WeightsInfo) -> bool:
+    """Whether a run went on from one of its own recipe that was broken off (the repository's `unfinished/`)."""
+    start = Path(began_with(info) or "")
+    return start.parent.name == "unfinished" and start.stem == info.name
 
 
 def figures_table(info: WeightsInfo) -> list[str]:
@@ -179,11 +186,13 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
             lines[-1] += " The paper's figure is what its note says (a mean of runs, or the best test epoch)."
     start = began_with(info)
     if start:
-        lines.append(f"- It began with the weights of `{start}`, whose epochs come on top.")
+        whose = ", of a run that was broken off," if went_on(info) else ","
+        lines.append(f"- It began with the weights of `{start}`{whose} whose epochs come on top.")
     if counted(info) == "exact set":
         lines.append("- An image is right where all of its labels are found, and no other.")
     if "test" in raw.get("metrics", {}):
-        again = start and Path(start).name.startswith(info.name)  # the same checkpoint, trained on
+        # the same checkpoint, trained on; a run that was broken off had not come to its test images
+        again = start and Path(start).name.startswith(info.name) and not went_on(info)
         looks = "at the end of both runs" if again else "once, at the end"
         lines.append(f"- The test set was looked at {looks}; nothing was chosen by it.")
     validation = raw.get("metrics", {}).get("validation")
@@ -201,7 +210,8 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         lines.append("- Settings: the recipe's own, which are the paper's.")
     if raw.get("hardware"):
         seconds = raw.get("train_seconds")
-        lines.append(f"- Trained on {raw['hardware']}" + (f" in {seconds:,} s." if seconds else "."))
+        took = f" in {seconds:,} s" + (" (this part)" if went_on(info) else "") if seconds else ""
+        lines.append(f"- Trained on {raw['hardware']}{took}.")
     if raw.get("storage", "float32") != "float32":
         lines.append(f"- Stored in {raw['storage']}; the figures are those of the stored file.")
     return lines

@@ -25,7 +25,7 @@ from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
 from capszoo.recipes.card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
-from capszoo.recipes.figures import began_with, counted, header_line, paper_figures  # noqa: E402
+from capszoo.recipes.figures import began_with, counted, header_line, paper_figures, went_on  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
 
@@ -108,7 +108,7 @@ def results_table() -> str:
         same = [str(figure) for figure in paper_figures(info)]
         runs = f"1 (seed {raw['seed']}), {raw['recipe']['epochs']} epochs, the last"
         if began_with(info):
-            runs += ", after those of an earlier run"
+            runs += ", after those of " + ("a run broken off" if went_on(info) else "an earlier run")
         accuracy = f"{test['top1']:.2f}{_unless_top1(info)}"
         lines.append(
             f"| `{name}` | {raw['dataset']['name']} | {accuracy} | {test['errors']} of {test['n']:,} "
@@ -143,6 +143,8 @@ def recipe_table() -> str:
         if name in trained:
             raw = trained[name].raw
             run = f"seed {raw['seed']}, {raw['recipe']['epochs']} epochs"
+            if went_on(trained[name]):
+                run += " after those of a run broken off"
             ours = f"{raw['metrics']['test']['top1']:.2f} (n = 1: {run})"
             cost = f"{raw['train_seconds']:,} s for that run, measured on {raw['hardware']}"
         command = f"`capszoo train {name}`"

@@ -132,14 +132,24 @@ def test_settings_unlike_the_papers() -> None:
 
 def test_a_checkpoint_that_was_trained_on() -> None:
     recipe = load_recipe(OURS).model_dump(mode="json")
-    for start, looks in (
-        (f"runs/{OURS}", "at the end of both runs"),
-        ("hf-hub:me/other", "once, at the end"),
+    broken_off = f"unfinished/{OURS}.safetensors"
+    for start, whose, looks in (
+        (f"runs/{OURS}", "", "at the end of both runs"),
+        ("hf-hub:me/other", "", "once, at the end"),
+        (broken_off, ", of a run that was broken off", "once, at the end"),
+        ("unfinished/other.safetensors", "", "once, at the end"),
     ):
-        info = info_of(OURS, recipe=recipe | {"init": {"weights": start}}, metrics={"test": {}})
+        trained_on = recipe | {"init": {"weights": start}}
+        info = info_of(
+            OURS, recipe=trained_on, metrics={"test": {}}, hardware="a processor", train_seconds=1000
+        )
         lines = protocol_lines(info)
-        assert f"- It began with the weights of `{start}`, whose epochs come on top." in lines
+        assert f"- It began with the weights of `{start}`{whose}, whose epochs come on top." in lines
         assert f"- The test set was looked at {looks}; nothing was chosen by it." in lines
+        part = " (this part)" if start == broken_off else ""
+        assert f"- Trained on a processor in 1,000 s{part}." in lines
+        card = model_card(info, "me/it").content
+        assert ("Fine-tuned from" in card) == (start != broken_off)
 
 
 def test_twins_differ_in_one_thing() -> None:
