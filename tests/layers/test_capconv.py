@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capszoo.layers.capconv import (
     CapConv,
     CapFC,
     CapGroupConv2d,
+    CoefficientConv2d,
     EncapModule,
     MasterAide,
     cap_fc,
     capconv_combine,
     grouped_pointwise,
+    groups_together,
+    merge_groups,
     squash_groups,
 )
 from capszoo.layers.squash import squash
@@ -159,6 +165,55 @@ def test_pointwise_is_a_grouped_convolution(groups, d, e) -> None:
         grouped_pointwise(x.to(memory_format=torch.channels_last), weight, None, groups),
         want - bias[:, None, None],
     )
+
+
+@pytest.mark.parametrize(
+    "groups, maps, d, together", [(32, 2, 3, 4), (32, 1, 2, 8), (6, 2, 2, 2), (1, 1, 3, 1), (2, 16, 2, 1)]
+)
+def test_merged_groups_are_the_grouped_convolution(groups, maps, d, together) -> None:
+    x = torch.randn(2, groups * d, 5, 4, dtype=torch.float64)
+    weight = torch.randn(groups * maps, d, 3, 3, dtype=torch.float64)
+    assert groups_together(groups * maps, groups) == together
+    merged = merge_groups(weight, groups, together)
+    assert merged.shape == (groups * maps, together * d, 3, 3)
+    got = F.conv2d(x, merged, None, 1, 1, 1, groups // together)
+    torch.testing.assert_close(got, F.conv2d(x, weight, None, 1, 1, 1, groups), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "mode, coefficients", [("master", "both"), *(("master_aide", c) for c in ("own", "cross", "both"))]
+)
+def test_without_gradients_the_same_and_what_was_given_stays(mode, coefficients, training) -> None:
+    options = dict(groups=8, mode=mode, coefficients=coefficients)
+    plain = disturbed(EncapModule(8 * 2, 8 * 4, 3, stride=2, **options)).train(training)
+    inference = copy.deepcopy(plain)
+    x = torch.randn(3, 16, 7, 6, dtype=torch.float64)
+    given = x.clone()
+    with torch.no_grad():
+        got = inference(x)
+    assert torch.equal(x, given)
+    torch.testing.assert_close(got, plain(x), rtol=0, atol=1e-12)
+    assert got.is_contiguous()
+    for a, b in zip(inference.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("coefficients", ["own", "both"])
+def test_prepared_for_export_the_merged_weights_are_constants(coefficients) -> None:
+    layer = disturbed(MasterAide(16, 16, 1, 1, 8, coefficients)).eval()
+    x = torch.rand(2, 16, 4, 4, dtype=torch.float64)
+    before = layer(x).detach()
+    for module in (layer.coef_master, layer.coef_aide, layer):
+        module.prepare_for_export()
+    keepers = [
+        m for m in layer.modules() if isinstance(m, (CoefficientConv2d, MasterAide)) and m.merged is not None
+    ]
+    assert len(keepers) == (1 if coefficients == "both" else 2)
+    nn.init.zeros_(layer.coef_master.weight)  # nothing is computed from them any more
+    nn.init.zeros_(layer.coef_aide.weight)
+    torch.testing.assert_close(layer(x), before)
+    assert not any("merged" in key for key in layer.state_dict())
 
 
 def test_combination() -> None:
