@@ -47,6 +47,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import capszoo  # noqa: E402
+from capszoo.layers.capconv import CoefficientConv2d  # noqa: E402
 
 YARDSTICK = "resnet18_cifar"
 
@@ -126,8 +127,14 @@ def cut_after(model: Any, stage: str) -> nn.Module:
 
 @functools.cache
 def multiply_adds(spec: str) -> float:
-    """Millions of multiply-adds of an image's forward pass, in matrix products and convolutions."""
+    """Millions of multiply-adds of an image's forward pass, in matrix products and convolutions.
+
+    Products with the zeros between capsule channels that are convolved together (capConv's coefficients) do not count.
+    """
     model, size = build(spec)
+    for module in model.modules():
+        if isinstance(module, CoefficientConv2d):
+            module.together = 1
     counter = FlopCounterMode(display=False)
     with torch.inference_mode(), counter:
         model.eval()(torch.rand(1, *size))
@@ -239,7 +246,9 @@ def measure_memory(spec: str, batch: int, device: torch.device) -> tuple[float, 
 
 
 @functools.cache
-def memory_in_subprocess(spec: str, batch: int, threads: int, device: torch.device) -> tuple[float, float]:
+def memory_in_subprocess(
+    spec: str, batch: int, threads: int, device: torch.device, keep: bool = False
+) -> tuple[float, float]:
     command = [
         sys.executable,
         __file__,
@@ -249,6 +258,7 @@ def memory_in_subprocess(spec: str, batch: int, threads: int, device: torch.devi
         str(batch),
         "--threads",
         str(threads),
+        *(["--keep-memory"] if keep else []),
     ]
     done = subprocess.run([*command, "--device", str(device)], capture_output=True, text=True)
     if done.returncode:
@@ -337,8 +347,10 @@ def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
             device,
         )
     if args.memory:
-        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(spec, batch, args.threads, device)
-        _, reference = memory_in_subprocess(YARDSTICK, batch, args.threads, device)
+        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(
+            spec, batch, args.threads, device, args.keep_memory
+        )
+        _, reference = memory_in_subprocess(YARDSTICK, batch, args.threads, device, args.keep_memory)
         row.peak_ratio = row.peak_over_start_mib / max(reference, 1.0)
     return row
 
@@ -370,6 +382,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--channels-last", action="store_true", help="images and weights channels-last")
     parser.add_argument("--compile", action="store_true", help="torch.compile")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="freed memory is kept, as training does on a CPU"
+    )
     parser.add_argument("--train", action="store_true", help="time a training step too")
     parser.add_argument("--no-forward", action="store_true", help="leave the forward pass out")
     parser.add_argument(
@@ -384,6 +399,8 @@ def main() -> None:
         if path.suffix not in (".json", ".csv"):
             parser.error(f"--out {path}: only .json and .csv files are written")
 
+    if args.keep_memory and not capszoo.keep_freed_memory():
+        parser.error("--keep-memory works with glibc alone (and not with CAPSZOO_KEEP_MEMORY=0)")
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # untrained deep EncapNets shrink to denormal numbers in eval mode
     torch.manual_seed(0)
@@ -402,6 +419,7 @@ def main() -> None:
         "iters": args.iters,
         "layout": "channels-last" if args.channels_last else "contiguous",
         "compiled": args.compile,
+        "memory kept": args.keep_memory,
     }
     rows: list[Row] = []
     specs = chosen(args.models)

@@ -18,6 +18,7 @@ if (_checkout / "hubconf.py").is_file() and (_checkout / "recipes" / "__init__.p
     __path__.append(str(_checkout))
 
 from ._api import ModelInfo, UnknownModel, create_model, list_models, list_pretrained, model_info  # noqa: E402
+from ._memory import keep_freed_memory  # noqa: E402
 from .models import CapsuleNet, CapsuleOutput, WeightsError  # noqa: E402
 from .models._feedback import FeedbackAgreement, encapnet_feedback  # noqa: E402
 from .models._surgery import replace_global_pool  # noqa: E402
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "create_model",
     "encapnet_feedback",
+    "keep_freed_memory",
     "list_models",
     "list_pretrained",
     "model_info",

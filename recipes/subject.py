@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import capszoo
 from capszoo._api import default_device
+from capszoo._memory import keep_freed_memory
 from capszoo.data import (
     PREFIXES,
     Batch,
@@ -185,6 +186,8 @@ def prepare(
     whole = len(images)
     images = drawn(images, limit, seed)
     target = torch.device(device or default_device())
+    if target.type == "cpu":
+        keep_freed_memory()
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
     channels = images.spec.input_size[0]
     known = info is not None or (cfg.get("tag") and len(cfg.get("mean") or ()) == channels)

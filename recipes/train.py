@@ -31,6 +31,7 @@ from timm.layers import convert_sync_batchnorm
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from capszoo._memory import keep_freed_memory
 from capszoo.data import Batch, Batches, ImageSet
 from capszoo.errors import CapszooError, UsageError
 from capszoo.losses import create_loss, reconstruction_loss
@@ -198,6 +199,8 @@ def _train(
 ) -> dict[str, Any]:
     device, main_process = accelerator.device, accelerator.is_main_process
     rank, world = accelerator.process_index, accelerator.num_processes
+    if device.type == "cpu":
+        keep_freed_memory()
     if not main_process:  # what is worth a warning is so on all of them: one says it
         logging.getLogger("capszoo").setLevel(logging.ERROR)
     if recipe.batch_size % (world * recipe.accumulate):

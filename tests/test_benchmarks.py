@@ -48,6 +48,7 @@ def test_yardstick_is_the_cifar_resnet18(bench: ModuleType) -> None:
 
 def test_multiply_adds(bench: ModuleType) -> None:
     assert bench.multiply_adds(bench.YARDSTICK) == pytest.approx(555.4, abs=0.1)
+    assert bench.multiply_adds("encapnet_v1") == pytest.approx(1767.4, abs=0.1)  # docs/performance.md
     # stem 3x3, 3 to 16; first stage: 6 convolutions 3x3 of 16 channels; on 32x32 positions
     stem, stage = 9 * 3 * 16 * 1024, 6 * 9 * 16 * 16 * 1024
     model, size = bench.build("resnet20_routingpool@layer1")

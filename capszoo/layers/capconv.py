@@ -87,15 +87,17 @@ def _infers(x: Tensor) -> bool:
 
 
 def _squash_factor(s: Tensor) -> Tensor:
-    """By what :func:`squash` multiplies capsules ``[b, g, d, h, w]``: ``[b, g, 1, h, w]``."""
-    if s.shape[2] <= 4:  # so few squares are added one by one, without the square of the whole
+    """By what :func:`squash` multiplies capsules ``[b, g, d, h, w]``, to the last bit: ``[b, g, 1, h, w]``."""
+    if (
+        s.shape[2] <= 4
+    ):  # so few squares are added one by one, in the order of a sum, without the square of the whole
         square = s[:, :, :1] * s[:, :, :1]
         for d in range(1, s.shape[2]):
-            square.addcmul_(s[:, :, d : d + 1], s[:, :, d : d + 1])
+            square += s[:, :, d : d + 1] * s[:, :, d : d + 1]
     else:
         square = (s * s).sum(dim=2, keepdim=True)
-    root = square.clamp_(1e-12, 1e38).sqrt()
-    return root.div_(square.add_(1.0))
+    square = square.clamp(1e-12, 1e38)
+    return square.sqrt().div_(square.add_(1.0))
 
 
 def rectified_squash(x: Tensor, groups: int) -> Tensor:
@@ -311,27 +313,15 @@ class MasterAide(nn.Module):
         return second, first
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            if self.coefficients == "both" and _infers(x):
-                return self._infer(x)
         master, aide = self.branches(x)
         alpha, beta = self.route(master, aide)
+        if not torch.jit.is_scripting():
+            if _infers(master):
+                y = master.unflatten(1, (self.groups, -1))
+                y *= alpha.unsqueeze(2)
+                y.addcmul_(aide.unflatten(1, (self.groups, -1)), beta.unsqueeze(2))
+                return master
         return capconv_combine(master, aide, alpha, beta)
-
-    @torch.jit.unused
-    def _infer(self, x: Tensor) -> Tensor:
-        """:meth:`forward` for "both" where nobody takes gradients: the branches side by side from the start."""
-        pair: Optional[Tensor] = None
-        for branch, (conv, bn) in enumerate(((self.master, self.master_bn), (self.aide, self.aide_bn))):
-            s = F.relu(bn(conv(x)), inplace=True).unflatten(1, (self.groups, -1))  # [b, g, d, h, w]
-            b, g, d, h, w = s.shape
-            if pair is None:
-                pair = s.new_empty(b, g, 2 * d, h, w)
-            torch.mul(s, _squash_factor(s), out=pair[:, :, branch * d : (branch + 1) * d])
-        assert pair is not None
-        maps = self._coefficients(pair.flatten(1, 2)).unsqueeze(3)  # [b, g, 2, 1, h, w]
-        y = pair[:, :, :d] * maps[:, :, 0]
-        return y.addcmul_(pair[:, :, d:], maps[:, :, 1]).flatten(1, 2)
 
     def _coefficients(self, pair: Tensor) -> Tensor:
         """Both coefficients ``[b, g, 2, h, w]`` of both branches side by side, ``[b, g*2d, h, w]``."""

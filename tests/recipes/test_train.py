@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import capszoo
 from capszoo.data import Batches, DataError, load_dataset, split_validation
 from capszoo.models import WeightsError
-from capszoo.recipes import checkpoints
+from capszoo.recipes import checkpoints, subject
 from capszoo.recipes import train as train_module
 from capszoo.recipes.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.config import Recipe, RecipeError
@@ -42,6 +42,16 @@ def tiny_recipe(**changes: Any) -> Recipe:
         "clip_grad": 1.0,
     }
     return Recipe.model_validate({**tree, **changes})
+
+
+def test_training_and_evaluation_on_a_cpu_keep_memory(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(train_module, "keep_freed_memory", lambda: calls.append("train"))
+    monkeypatch.setattr(subject, "keep_freed_memory", lambda: calls.append("evaluate"))
+    train(tiny_recipe(epochs=1), out=tmp_path / "run", data=tiny_mnist)  # its end is an evaluation
+    assert calls == ["train", "evaluate"]
 
 
 def files_under(folder: Path) -> set[str]:
