@@ -16,6 +16,7 @@ A model is named as ``name`` or ``name:argument=value,argument=value``; shell pa
 ``name@stage`` is the net cut off after that stage (of ``model.stages``), with average pooling behind it: what is left
 of a capsule network without its capsules. Multiply-adds are those of matrix products and convolutions, as PyTorch's
 own counter sees them; the last ratio is the time's over theirs, 1 where a net runs at ResNet-18's speed.
+``--less STAGE`` adds what a model takes more than its default's first stages, up to that one, all three in turns.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Row:
     forward_ratio: float | None = None
     train_ms: float | None = None
     train_ratio: float | None = None
+    forward_less: float | None = None
+    train_less: float | None = None
     peak_mib: float | None = None
     peak_over_start_mib: float | None = None
     peak_ratio: float | None = None
@@ -204,18 +207,27 @@ def compare(
     iters: int,
     warmup: int,
     device: torch.device,
-) -> tuple[float, float]:
-    """Median milliseconds of ``model`` and median ratio to ``yardstick``, measured in turns."""
+    part: Callable[[], object] | None = None,
+) -> tuple[float, float, float | None]:
+    """Median milliseconds of ``model`` and median ratio to ``yardstick``, measured in turns.
+
+    With a part of the model, which then takes turns with them, also the median ratio of what is left without it.
+    """
     for _ in range(warmup):
         yardstick()
         model()
-    seconds, ratios = [], []
+        if part is not None:
+            part()
+    seconds, ratios, rest = [], [], []
     for _ in range(iters):
         reference = timed(yardstick, device)
         own = timed(model, device)
         seconds.append(own)
         ratios.append(own / reference)
-    return statistics.median(seconds) * 1000, statistics.median(ratios)
+        if part is not None:
+            rest.append((own - timed(part, device)) / reference)
+    left = statistics.median(rest) if rest else None
+    return statistics.median(seconds) * 1000, statistics.median(ratios), left
 
 
 def _peak_mib() -> float:
@@ -303,9 +315,11 @@ def table(rows: list[Row]) -> str:
         ("forward, ms", lambda r: None if r.forward_ms is None else f"{r.forward_ms:.1f}"),
         ("× ResNet-18", lambda r: None if r.forward_ratio is None else f"{r.forward_ratio:.2f}"),
         ("÷ multiply-adds'", lambda r: per_work(r.forward_ratio, r)),
+        ("× less the part", lambda r: None if r.forward_less is None else f"{r.forward_less:.2f}"),
         ("training step, ms", lambda r: None if r.train_ms is None else f"{r.train_ms:.1f}"),
         ("× ResNet-18", lambda r: None if r.train_ratio is None else f"{r.train_ratio:.2f}"),
         ("÷ multiply-adds'", lambda r: per_work(r.train_ratio, r)),
+        ("× less the part", lambda r: None if r.train_less is None else f"{r.train_less:.2f}"),
         ("peak memory, MiB", lambda r: None if r.peak_mib is None else f"{r.peak_mib:.0f}"),
         (
             "of it above start-up",
@@ -330,21 +344,24 @@ def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
     parameters = sum(p.numel() for p in model.parameters())
     row = Row(spec, parameters, size, batch, macs, macs / multiply_adds(YARDSTICK))
     del model
+    part = f"{spec.partition(':')[0]}@{args.less}" if args.less else None
     if not args.no_forward:
-        row.forward_ms, row.forward_ratio = compare(
+        row.forward_ms, row.forward_ratio, row.forward_less = compare(
             forward_of(spec, batch, form),
             forward_of(YARDSTICK, batch, form),
             args.iters,
             args.warmup,
             device,
+            forward_of(part, batch, form) if part else None,
         )
     if args.train:
-        row.train_ms, row.train_ratio = compare(
+        row.train_ms, row.train_ratio, row.train_less = compare(
             train_step_of(spec, batch, form),
             train_step_of(YARDSTICK, batch, form),
             args.iters,
             args.warmup,
             device,
+            train_step_of(part, batch, form) if part else None,
         )
     if args.memory:
         row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(
@@ -386,6 +403,9 @@ def main() -> None:
         "--keep-memory", action="store_true", help="freed memory is kept, as training does on a CPU"
     )
     parser.add_argument("--train", action="store_true", help="time a training step too")
+    parser.add_argument(
+        "--less", metavar="STAGE", help="also what a model takes beyond its stages up to this one, in turns"
+    )
     parser.add_argument("--no-forward", action="store_true", help="leave the forward pass out")
     parser.add_argument(
         "--memory", action="store_true", help="peak memory of training, each in a fresh process"

@@ -64,19 +64,27 @@ def test_ratio_is_the_median_of_pairs(bench: ModuleType, monkeypatch: pytest.Mon
     # yardstick and model in turns; the second pair was disturbed, as a whole
     times = iter([1.0, 2.0, 10.0, 20.0, 1.0, 2.2])
     monkeypatch.setattr(bench, "timed", lambda run, device: next(times))
-    milliseconds, ratio = bench.compare(lambda: None, lambda: None, 3, 0, torch.device("cpu"))
-    assert ratio == 2.0 and milliseconds == 2200.0
+    milliseconds, ratio, left = bench.compare(lambda: None, lambda: None, 3, 0, torch.device("cpu"))
+    assert ratio == 2.0 and milliseconds == 2200.0 and left is None
+    # and the part, whose turn is the third
+    times = iter([1.0, 2.0, 1.5, 10.0, 20.0, 15.0, 1.0, 2.0, 0.5])
+    assert bench.compare(lambda: None, lambda: None, 3, 0, torch.device("cpu"), lambda: None)[1:] == (
+        2.0,
+        0.5,
+    )
 
 
 def test_one_run(bench: ModuleType, root: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [sys.executable, str(root / "benchmarks" / "models.py"), "--models", "resnet20_routingcaps"]
     command += ["--iters", "1", "--warmup", "0", "--batch", "1", "--threads", "1", "--train", "--memory"]
+    command += ["--less", "layer3"]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "| `resnet20_routingcaps` | 279,024 |" in done.stdout
     (row,) = json.loads(out.read_text())["rows"]
     assert row["forward_ratio"] > 0 and row["train_ratio"] > 0
+    assert row["forward_less"] < row["forward_ratio"] and row["train_less"] < row["train_ratio"]
     assert row["peak_mib"] > row["peak_over_start_mib"] > 0
 
 
