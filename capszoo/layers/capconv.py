@@ -88,9 +88,8 @@ def _infers(x: Tensor) -> bool:
 
 def _squash_factor(s: Tensor) -> Tensor:
     """By what :func:`squash` multiplies capsules ``[b, g, d, h, w]``, to the last bit: ``[b, g, 1, h, w]``."""
-    if (
-        s.shape[2] <= 4
-    ):  # so few squares are added one by one, in the order of a sum, without the square of the whole
+    # few squares are added one by one, in the order of a sum: without the square of the whole
+    if s.shape[2] <= 4:
         square = s[:, :, :1] * s[:, :, :1]
         for d in range(1, s.shape[2]):
             square += s[:, :, d : d + 1] * s[:, :, d : d + 1]
@@ -212,11 +211,9 @@ def merge_groups(weight: Tensor, groups: int, together: int) -> Tensor:
         ``[g*o, together*d, k, k]``, of the same function in ``g / together`` groups.
     """
     chans, height, width = weight.shape[1], weight.shape[2], weight.shape[3]
-    blocks = (
-        weight.flatten(1).unflatten(0, (groups // together, together, -1)).unsqueeze(3)
-    )  # [.., t, o, 1, d*k*k]
+    grouped = weight.flatten(1).unflatten(0, (groups // together, together, -1))  # [g/t, t, o, d*k*k]
     own = torch.eye(together, dtype=weight.dtype, device=weight.device).view(together, 1, together, 1)
-    return (blocks * own).flatten(0, 2).reshape(-1, together * chans, height, width)
+    return (grouped.unsqueeze(3) * own).flatten(0, 2).reshape(-1, together * chans, height, width)
 
 
 class CoefficientConv2d(XavierConv2d):
