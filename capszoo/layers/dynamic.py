@@ -29,7 +29,8 @@ How it is computed, without changing the result:
 * The logits are not updated after the last round (Procedure 1 does, and drops the result).
 * Where transforms are shared over the grid (:class:`SharedDynamicRouting`), ``sum_p c W u_p = W sum_p c u_p`` and
   ``<W u_p, v> = <u_p, Wᵀ v>``: the votes, ``e`` times as many numbers as there are couplings, are never made.
-* On a CPU, so many votes that no cache holds them are made and routed for some images (or windows) at a time, and in
+* On a CPU, so many votes that no cache holds them are not made at all where children's poses are short
+  (:mod:`capszoo.layers._voteless`). Else they are made and routed for some images (or windows) at a time, and in
   training made again in the backward pass instead of being kept, unless poses are large
   (:mod:`capszoo.layers._blockwise`).
 * On CUDA, a round of :class:`DynamicRouting` after the first is one ``capszoo::fused_pass``
@@ -50,6 +51,7 @@ from ._blockwise import BLOCK, blockwise
 from ._leaving import leaves_python
 from ._triton import fused, working_type
 from ._triton.ops import fused_norm, fused_pass
+from ._voteless import gains_without_votes, voteless_routing
 from .squash import squash, upcast_half
 
 __all__ = [
@@ -64,7 +66,7 @@ torch.fx.wrap("upcast_half")
 
 #: Votes of one block (numbers in them; 8 MiB in float32), and from how many on blocks are made. Smaller blocks pay more
 #: for each call than they save; more votes at once are memory that the system takes back and gives anew in every pass
-#: of a network. Short poses, whose votes cost less to make: blocks from half as many on, and half as large without a
+#: of a network. Short poses, whose votes cost less to make: from half as many on, and blocks half as large without a
 #: gradient.
 _BLOCK = 4 * BLOCK
 _MANY = 4 * _BLOCK
@@ -238,17 +240,23 @@ class DynamicRouting(_Routing):
         return poses, couplings.transpose(1, 2) if want_couplings else couplings
 
     @torch.jit.unused
+    def _gains_without_votes(self, x: Tensor) -> bool:
+        return gains_without_votes(x.shape[0], self.in_caps, self.in_dim, self.out_caps)
+
+    @torch.jit.unused
     def _has_many_votes(self, x: Tensor) -> bool:
-        if leaves_python(x) or torch.compiler.is_compiling():
+        if leaves_python(x) or torch.compiler.is_compiling() or x.device.type != "cpu":
             return False
+        if self._gains_without_votes(x):
+            return True
         votes = self.in_caps * self.weight.shape[2]  # of an image
         # blocks of one or two images would read all weights, which are then many, for each
         many = _MANY if self.in_dim > _DEEP else _MANY // 2
-        return x.device.type == "cpu" and x.shape[0] * votes >= many and votes <= _BLOCK // 4
+        return x.shape[0] * votes >= many and votes <= _BLOCK // 4
 
     @torch.jit.unused
     def _rounds_on_cpu(self, x: Tensor, in_blocks: bool) -> Tensor:
-        """:func:`dynamic_routing` of ``[b, i, d]``, some images at a time where that is asked for.
+        """:func:`dynamic_routing` of ``[b, i, d]``, some images at a time or without votes where that is asked for.
 
         The rounds are in float32 at least, and so are the votes; those of long poses are made in half types all the
         same, and where blocks of them are kept for a backward pass, left so.
@@ -270,6 +278,9 @@ class DynamicRouting(_Routing):
             start = self.start
             if not in_blocks:
                 poses = rounds(x, weight, start)[0]
+            elif self._gains_without_votes(x):
+                start = None if start is None else start.to(votes_dtype)
+                poses = voteless_routing(x, weight, start, self.out_caps, self.num_iters, self.softmax_over)
             elif deep and torch.is_grad_enabled():
                 parts = self._votes_through(x, weight).split(max(1, _BLOCK // size))
                 poses = torch.cat([routed(votes, start) for votes in parts])

@@ -14,6 +14,7 @@ from capszoo.layers import (
     ConvDynamicRouting,
     DynamicRouting,
     SharedDynamicRouting,
+    _voteless,
     dynamic,
     dynamic_routing,
     shared_dynamic_routing,
@@ -245,6 +246,77 @@ def test_no_blocks_of_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer(x) is None
     in_blocks_of(layer, 3, monkeypatch)
     assert layer(x) is not None
+
+
+def without_votes(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few votes there are, let the layer do without, in blocks of at most so many images."""
+    monkeypatch.setattr(_voteless, "_LEAST", 0)
+    monkeypatch.setattr(_voteless, "_IMAGES", images)
+    monkeypatch.setattr(_voteless, "_BLOCK", 0)
+    monkeypatch.setattr(layer, "_votes_through", None)
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("softmax_over", AXES)
+@pytest.mark.parametrize("num_iters", [2, 3, 4])
+@pytest.mark.parametrize("images", [4, 9])
+def test_without_votes_equals_naive(
+    images: int, num_iters: int, softmax_over: str, init: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = DynamicRouting(7, 3, 4, 5, num_iters, softmax_over, init, weight_std=0.5).double()
+    start = start_of(layer)
+    without_votes(layer, images, monkeypatch)
+    x = torch.randn(9, 7, 3, dtype=F64, requires_grad=True)
+    expected, _ = naive.route(naive.dense_votes(x, dense_transforms(layer)), num_iters, softmax_over, start)
+    assert_same(layer(x), expected, [x, *layer.parameters()])
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, atol=1e-11, rtol=1e-10)
+
+
+def test_without_votes_when_children_need_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3)
+    expected = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
+    without_votes(layer, 4, monkeypatch)
+    torch.testing.assert_close(torch.autograd.grad(layer(x).square().sum(), [layer.weight]), expected)
+
+
+def test_without_votes_no_tensor_is_as_large_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = DynamicRouting(64, 4, 10, 16), torch.randn(40, 64, 4, requires_grad=True)
+    without_votes(layer, 20, monkeypatch)
+    with LargestTensor() as made:
+        layer(x).sum().backward()
+    assert made.numel == max(2 * 20 * 64 * 4 * 10, layer.weight.numel()) < 40 * 64 * 10 * 16
+
+
+@pytest.mark.parametrize("init", ["zero", "learned"])
+def test_without_votes_in_half_types(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = DynamicRouting(40, 8, 10, 16, init=init), torch.randn(20, 40, 8, requires_grad=True)
+    start_of(layer)
+    inputs = [x, *layer.parameters()]
+    expected = layer(x)
+    expected_grads = torch.autograd.grad(expected.square().sum(), inputs)
+    without_votes(layer, 16, monkeypatch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        poses = layer(x)
+    assert poses.dtype == torch.bfloat16
+    grads = torch.autograd.grad(poses.float().square().sum(), inputs)
+    for found, right in zip((poses.float(), *grads), (expected, *expected_grads), strict=True):
+        assert found.dtype == right.dtype
+        assert (found - right).abs().max() <= 0.02 * right.abs().max()
+    half = layer.bfloat16()(x.bfloat16())
+    half.float().square().sum().backward()
+    assert half.dtype == torch.bfloat16 and (half.float() - expected).abs().max() <= 0.02
+
+
+def test_votes_are_made_for_few_images_and_long_poses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doing_without(images: int, in_dim: int, out_caps: int = 10) -> bool:
+        layer, x = DynamicRouting(1152, in_dim, out_caps, 16), torch.zeros(images, 1152, in_dim)
+        return layer._has_many_votes(x) and layer._gains_without_votes(x)
+
+    assert doing_without(16, 8) and doing_without(32, 8, out_caps=100) and doing_without(32, 4, out_caps=1)
+    assert not doing_without(16, 4, out_caps=1)  # 73,728 numbers in the keys
+    assert not doing_without(15, 8, out_caps=100) and not doing_without(32, 16)
+    assert not doing_without(32, 8, out_caps=120)  # the keys of so many parents are too large
 
 
 def test_batch_equals_one_by_one() -> None:
