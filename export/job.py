@@ -68,6 +68,11 @@ class Job:
         dtype = getattr(self.served, "input_dtype", torch.float32)
         return str(dtype).removeprefix("torch.")
 
+    def example(self, count: int) -> torch.Tensor:
+        """So many black images."""
+        dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
+        return torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
+
     def trace(self, in_parts: bool = False) -> torch.export.ExportedProgram:
         """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
 
@@ -84,13 +89,10 @@ class Job:
         smallest, usual, largest = self.batch
         # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
         count = usual if smallest == largest else 2
-        dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
-        example = torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
+        inputs, shapes = (self.example(count),), self.dynamic_shapes()
         with quiet():
             try:
-                return torch.export.export(
-                    self.served, (example,), dynamic_shapes=self.dynamic_shapes(), strict=False
-                )
+                return torch.export.export(self.served, inputs, dynamic_shapes=shapes, strict=False)
             except Exception as e:  # torch raises many kinds here, several without a common base
                 if "Constraints violated" in str(e):
                     raise ExportError(

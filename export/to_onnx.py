@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from .graph import (
 )
 from .images import RealImages
 from .job import OUTPUTS, PRECISIONS, TOLERANCES, Job, check_dtype, prepare, quiet
+from .products import convolutions_as_products
 from .report import ExportError, ExportReport, GateStep, first_line
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def write(
     job.samples = None if real is None else real.images[:32].cpu().numpy()
     say = progress or (lambda line: None)
     say("tracing")
-    program = _to_onnx_program(job, opset, in_parts=runtime == "cpu")
+    program = _to_onnx_program(job, opset, runtime == "cpu")
     proto = stripped(program.model_proto)  # plain: before the exporter's optimisation
     plain = proto
     if optimize:
@@ -289,9 +290,12 @@ def _quantised(
     return quantised, report
 
 
-def _to_onnx_program(job: Job, opset: int, in_parts: bool) -> Any:
+def _to_onnx_program(job: Job, opset: int, for_cpu: bool) -> Any:
     """torch.export, then torch.onnx without its optimisation (an ``ONNXProgram``)."""
-    exported = job.trace(in_parts)
+    with ExitStack() as stack:
+        if for_cpu and job.precision == "fp32":
+            stack.enter_context(convolutions_as_products(job.served, job.example(1)))
+        exported = job.trace(in_parts=for_cpu)
     with quiet():
         try:
             program = torch.onnx.export(

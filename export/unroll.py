@@ -23,7 +23,14 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from capszoo.errors import UsageError
 from capszoo.summary import iteration_attributes, routing_iterations
 
-__all__ = ["Served", "fold_batchnorm", "prepare_for_export", "routing_iterations", "set_routing_iterations"]
+__all__ = [
+    "Served",
+    "fold_batchnorm",
+    "is_plain_conv",
+    "prepare_for_export",
+    "routing_iterations",
+    "set_routing_iterations",
+]
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -91,7 +98,7 @@ def fold_batchnorm(model: nn.Module) -> int:
             continue
         conv_name, norm_name = str(source.target), str(node.target)
         conv, norm = modules[conv_name], modules[norm_name]
-        if not _is_plain_conv(conv) or norm.running_mean is None or norm.training:
+        if not is_plain_conv(conv) or norm.running_mean is None or norm.training:
             continue
         if calls[conv_name] != 1 or calls[norm_name] != 1 or {conv_name, norm_name} & read_apart:
             continue
@@ -103,7 +110,7 @@ def fold_batchnorm(model: nn.Module) -> int:
     return folded
 
 
-def _is_plain_conv(module: nn.Module) -> bool:
+def is_plain_conv(module: nn.Module) -> bool:
     """Whether the output is linear in the module's own weight and bias, one output channel each."""
     return type(module) in _CONVS or (
         isinstance(module, _CONVS) and getattr(module, "folds_batchnorm", False)
@@ -186,7 +193,7 @@ class _Tracer(fx.Tracer):
     """torch.fx tracing that keeps the modules whole that timm declares untraceable."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        whole = isinstance(m, tuple(get_notrace_modules())) or _is_plain_conv(m)
+        whole = isinstance(m, tuple(get_notrace_modules())) or is_plain_conv(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
 
 

@@ -184,6 +184,8 @@ class XavierConv2d(nn.Conv2d):
     """
 
     bias_start = 0.0
+    #: linear in its own weight and bias, and so are its subclasses (see capszoo.export.unroll)
+    folds_batchnorm = True
 
     def reset_parameters(self) -> None:
         nn.init.xavier_normal_(self.weight)
