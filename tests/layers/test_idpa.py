@@ -654,6 +654,16 @@ def test_scripts_and_traces(num_iters: int, routing: str) -> None:
     )
 
 
+@pytest.mark.parametrize("pose", ["matrix", "vector"])
+@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (2, 1)])
+def test_sum_of_votes_in_planes(stride: int, padding: int, pose: str) -> None:
+    """As a graph makes it, on a map that is not square."""
+    layer = ConvIDPA(3, 5, 4, stride=stride, padding=padding, pose=pose).double()
+    children = torch.randn(2, 6, 5, 3, 4, dtype=F64)
+    expected = layer._sum_of_votes(children)
+    torch.testing.assert_close(layer._sum_of_votes_in_planes(children), expected, atol=1e-12, rtol=0)
+
+
 def test_exports_to_plain_operators(tmp_path: Any) -> None:
     """Three iterations: sums of votes, votes of one layer shared between passes, votes of windows."""
     onnx = pytest.importorskip("onnx")

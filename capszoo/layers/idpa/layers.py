@@ -168,6 +168,8 @@ class ConvIDPA(IDPALayer):
 
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
+        if self.wide is not None:
+            return self._sum_of_votes_in_planes(children)
         x = rows_first(children, p, q)
         x = x.flatten(0, 1).flatten(3).permute(0, 3, 1, 2)  # [b*p, i*q, h, w], channels last
         x = F.conv2d(
@@ -175,6 +177,22 @@ class ConvIDPA(IDPALayer):
         )  # [b*p, j*r, ...]
         x = x.permute(0, 2, 3, 1).unflatten(0, [-1, p]).flatten(2, 3)  # [b, p, h'*w', j*r]
         return x.unflatten(3, [j, r]).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(2)
+
+    def _sum_of_votes_in_planes(self, children: Tensor) -> Tensor:
+        """The same with all maps as planes, as exported convolutions read and write them.
+
+        A matrix is transposed, then long runs are copied: less time than moving one row of a pose after the other.
+        """
+        p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
+        height, width = children.shape[1], children.shape[2]
+        x = children.flatten(3).flatten(1, 2).transpose(1, 2)  # [b, i*p*q, h*w]
+        x = x.reshape(-1, self.in_caps, p, q * height * width).transpose(1, 2)  # [b, p, i, q*h*w]
+        x = x.reshape(-1, self.in_caps * q, height, width)
+        weight = self.weight.flatten(2, 3).flatten(0, 1)
+        x = F.conv2d(x, weight, None, self.stride, self.padding).flatten(2)  # [b*p, j*r, h'*w']
+        places = x.shape[2]
+        x = x.reshape(-1, p, j, r * places).transpose(1, 2)  # [b, j, p, r*h'*w']
+        return x.reshape(-1, j * p * r, places).transpose(1, 2).reshape(-1, j, p * r)
 
     def _child_poses(self, children: Tensor) -> Tensor:
         x = self._windows(children.flatten(3)).flatten(0, 2)  # [n, k*l*i*d]
