@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .unroll import is_plain_conv
+from .unroll import has_hooks, is_plain_conv
 
 __all__ = ["WindowProduct", "convolutions_as_products", "gains_as_product"]
 
@@ -68,7 +68,7 @@ class WindowProduct(nn.Module):
 
 def gains_as_product(conv: nn.Conv2d, size: tuple[int, int]) -> bool:
     """Whether ONNX Runtime computes it faster as a product for maps of this size (measured: docs/export.md)."""
-    if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+    if has_hooks(conv) or conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return False
     if tuple(conv.dilation) != (1, 1) or min(conv.padding) < 1 or conv.weight.numel() < _MANY_WEIGHTS:
         return False
@@ -102,7 +102,7 @@ def convolutions_as_products(model: nn.Module, example: Tensor) -> Iterator[None
 
 
 def _map_sizes(model: nn.Module, example: Tensor) -> dict[nn.Module, set[tuple[int, int]]]:
-    """Heights and widths of the maps that each plain convolution is given."""
+    """Heights and widths of the maps that each plain convolution is given; none of a model that does not run."""
     sizes: dict[nn.Module, set[tuple[int, int]]] = {}
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -113,6 +113,8 @@ def _map_sizes(model: nn.Module, example: Tensor) -> dict[nn.Module, set[tuple[i
     try:
         with torch.no_grad():
             model(example)
+    except Exception:  # the model's own code: tracing will say what is wrong with it
+        return {}
     finally:
         for handle in handles:
             handle.remove()

@@ -117,9 +117,9 @@ def export(
         check: run the gate; without it the report says that nothing was proved.
         gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
             batch 1 and an odd one).
-        runtime: what the file is written for. ``cpu``: EM layers of windows a few positions at a time, which ONNX
-            Runtime's CPU provider is faster with; ``gpu``: whole maps, in few nodes. None: ``gpu`` for half precision,
-            else ``cpu``.
+        runtime: what the file is written for. ``cpu``: EM layers of windows a few positions at a time and, in fp32,
+            some convolutions as products (:mod:`capszoo.export.products`), which ONNX Runtime's CPU provider is faster
+            with; ``gpu``: whole maps, in few nodes, all convolutions. None: ``gpu`` for half precision, else ``cpu``.
         tolerance: allowed difference as a share of the largest output; None takes :data:`TOLERANCES`.
         images: real images ``[b, c, h, w]`` as the graph takes them (normalised, or uint8); if given, their top-1
             must agree. For int8 they are needed: it may lose 0.5 points on them (where their classes are not known,

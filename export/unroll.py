@@ -26,6 +26,7 @@ from capszoo.summary import iteration_attributes, routing_iterations
 __all__ = [
     "Served",
     "fold_batchnorm",
+    "has_hooks",
     "is_plain_conv",
     "prepare_for_export",
     "routing_iterations",
@@ -102,7 +103,7 @@ def fold_batchnorm(model: nn.Module) -> int:
             continue
         if calls[conv_name] != 1 or calls[norm_name] != 1 or {conv_name, norm_name} & read_apart:
             continue
-        if _has_hooks(conv) or _has_hooks(norm):
+        if has_hooks(conv) or has_hooks(norm):
             continue
         _replace(model, conv_name, _fold(conv, norm))
         _replace(model, norm_name, nn.Identity())
@@ -204,7 +205,8 @@ def _trace(model: nn.Module) -> fx.Graph | None:
         return None
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether more happens when the module is called than its own forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"))
 
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from capszoo.export.products import WindowProduct, convolutions_as_products, gains_as_product
-from capszoo.export.to_onnx import export
+from capszoo.export.to_onnx import ExportError, export
 from capszoo.models.idpa import PrimaryConv
 
 F64 = torch.float64
@@ -76,6 +76,19 @@ def test_which_convolutions() -> None:
     assert not gains(8, 7, 2, 3, padding_mode="circular") and not gains(8, 7, 1, 6, dilation=2)
     with torch.device("meta"):
         assert not gains_as_product(nn.Conv2d(256, 256, 5, padding="same"), (4, 4))
+
+
+def test_a_convolution_with_hooks_stays() -> None:
+    conv = nn.Conv2d(256, 256, 5, 1, 2)
+    assert gains_as_product(conv, (4, 4))
+    conv.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert not gains_as_product(conv, (4, 4))
+
+
+def test_a_model_that_does_not_run_is_an_export_error(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="cannot trace"):
+        export(Small(), tmp_path / "x.onnx", input_size=(4, 6, 6))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_model_is_itself_again() -> None:
