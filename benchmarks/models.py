@@ -16,6 +16,8 @@ A model is named as ``name`` or ``name:argument=value,argument=value``; shell pa
 ``name@stage`` is the net cut off after that stage (of ``model.stages``), with average pooling behind it: what is left
 of a capsule network without its capsules. Multiply-adds are those of matrix products and convolutions, as PyTorch's
 own counter sees them; the last ratio is the time's over theirs, 1 where a net runs at ResNet-18's speed.
+``--plain-capconv`` measures EncapNets without their capsules: nothing is squashed, the branches of a layer are added up
+unweighted, and what is left is convolutions (all of them), BatchNorm and ReLU.
 ``--less STAGE`` adds what a model takes more than its default's first stages, up to that one, all three in turns.
 """
 
@@ -48,7 +50,8 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import capszoo  # noqa: E402
-from capszoo.layers.capconv import CoefficientConv2d  # noqa: E402
+from capszoo.layers import capconv  # noqa: E402
+from capszoo.layers.capconv import CoefficientConv2d, MasterAide  # noqa: E402
 
 YARDSTICK = "resnet18_cifar"
 
@@ -129,6 +132,21 @@ def cut_after(model: Any, stage: str) -> nn.Module:
 
 
 @functools.cache
+def leave_capsules_out() -> None:
+    """Let capConv layers squash nothing, and add their branches up unweighted (their coefficients are still made)."""
+
+    def rectified(x: Tensor, groups: int) -> Tensor:
+        return F.relu(x, inplace=True)
+
+    def added(self: MasterAide, x: Tensor) -> Tensor:
+        master, aide = self.branches(x)
+        self.route(master, aide)
+        return master + aide
+
+    capconv.rectified_squash = rectified
+    MasterAide.forward = added  # type: ignore[method-assign]
+
+
 def multiply_adds(spec: str) -> float:
     """Millions of multiply-adds of an image's forward pass, in matrix products and convolutions.
 
@@ -402,6 +420,7 @@ def main() -> None:
     parser.add_argument(
         "--keep-memory", action="store_true", help="freed memory is kept, as training does on a CPU"
     )
+    parser.add_argument("--plain-capconv", action="store_true", help="EncapNets without their capsules")
     parser.add_argument("--train", action="store_true", help="time a training step too")
     parser.add_argument(
         "--less", metavar="STAGE", help="also what a model takes beyond its stages up to this one, in turns"
@@ -421,6 +440,8 @@ def main() -> None:
 
     if args.keep_memory and not capszoo.keep_freed_memory():
         parser.error("--keep-memory works with glibc alone (and not with CAPSZOO_KEEP_MEMORY=0)")
+    if args.plain_capconv:
+        leave_capsules_out()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # untrained deep EncapNets shrink to denormal numbers in eval mode
     torch.manual_seed(0)
@@ -440,6 +461,7 @@ def main() -> None:
         "layout": "channels-last" if args.channels_last else "contiguous",
         "compiled": args.compile,
         "memory kept": args.keep_memory,
+        "plain capConv": args.plain_capconv,
     }
     rows: list[Row] = []
     specs = chosen(args.models)

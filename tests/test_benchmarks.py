@@ -88,6 +88,23 @@ def test_one_run(bench: ModuleType, root: Path, tmp_path: Path) -> None:
     assert row["peak_mib"] > row["peak_over_start_mib"] > 0
 
 
+def test_capconv_without_capsules(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from capszoo.layers import MasterAide, capconv
+
+    monkeypatch.setattr(capconv, "rectified_squash", capconv.rectified_squash)  # put back at the end
+    monkeypatch.setattr(MasterAide, "forward", MasterAide.forward)
+    layer, x = MasterAide(8, 8, 3, 1, 4, "both").eval(), torch.randn(2, 8, 5, 5)
+    with torch.no_grad():
+        whole = layer(x)
+        bench.leave_capsules_out()
+        plain = layer(x)
+        expected = layer.master_bn(layer.master(x)).relu() + layer.aide_bn(layer.aide(x)).relu()
+    torch.testing.assert_close(plain, expected)
+    assert not torch.allclose(plain, whole)
+
+
 @pytest.fixture(scope="module")
 def routing(root: Path) -> ModuleType:
     return load_script(root / "benchmarks" / "routing.py")
