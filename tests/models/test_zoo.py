@@ -630,7 +630,13 @@ def _check_export(model: CapsuleNet, path: Path) -> None:
             )
 
 
-@each_model
+#: Half a minute each, of the same layers as capsnet_em and capsnet_em_norb_small.
+_LONG_GRAPHS = ("capsnet_em_norb", "capsnet_em_resnet")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in _LONG_GRAPHS else n for n in NAMES]
+)
 def test_onnx(name: str, tmp_path: Path) -> None:
     _check_export(small(name), tmp_path / "model.onnx")
 

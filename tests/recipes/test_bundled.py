@@ -36,7 +36,7 @@ def test_accuracy_within_the_sampling_error(tag: str, root: Path) -> None:
     p = raw["metrics"]["test"]["top1"] / 100
     tolerance = 4 * math.sqrt(p * (1 - p) / found["n"]) + 1 / found["n"]
     assert abs(found["top1"] / 100 - p) <= tolerance, f"{found['top1']} here, {100 * p} on the whole test set"
-    shuffled = replace(images, labels=images.labels.roll(1, dims=0))
+    shuffled = replace(images, images=images.images[:200], labels=images.labels[:200].roll(1, dims=0))
     assert evaluate(tag, shuffled)["top1"] < 50, "the test can tell right from wrong"
 
 
