@@ -131,7 +131,6 @@ def cut_after(model: Any, stage: str) -> nn.Module:
     return nn.Sequential(*kept, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-@functools.cache
 def leave_capsules_out() -> None:
     """Let capConv layers squash nothing, and add their branches up unweighted (their coefficients are still made)."""
 
@@ -147,6 +146,7 @@ def leave_capsules_out() -> None:
     MasterAide.forward = added  # type: ignore[method-assign]
 
 
+@functools.cache
 def multiply_adds(spec: str) -> float:
     """Millions of multiply-adds of an image's forward pass, in matrix products and convolutions.
 

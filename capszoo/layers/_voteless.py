@@ -75,7 +75,8 @@ def _blocks(children: Tensor, out_caps: int) -> list[tuple[int, int]]:
     """First image and number of images of every block; even blocks."""
     images = children.shape[0]
     most = max(_IMAGES, _BLOCK // (children[0].numel() * out_caps))
-    edges = [images * k // -(-images // most) for k in range(-(-images // most) + 1)]
+    count = -(-images // most)
+    edges = [images * k // count for k in range(count + 1)]
     return [(first, last - first) for first, last in itertools.pairwise(edges)]
 
 
