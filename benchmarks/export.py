@@ -38,7 +38,7 @@ from benchmarks import models, plain  # noqa: E402
 from capszoo import layers  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
 from capszoo.export import compare, to_onnx, unroll  # noqa: E402
-from capszoo.export.job import quiet  # noqa: E402
+from capszoo.export.prepare import quiet  # noqa: E402
 from tests.support import warm  # noqa: E402
 
 BATCHES = (1, 16)

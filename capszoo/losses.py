@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capszoo._suggest import unknown_name
-from capszoo.layers.squash import upcast_half
+from capszoo.layers import upcast_half
 
 __all__ = [
     "LOSSES",

@@ -18,9 +18,9 @@ import torch
 
 from capszoo.errors import CapszooError
 
-from .gate import hold_to_eager
-from .job import Job, quiet
+from .prepare import Job, quiet
 from .report import ExportError, first_line
+from .verify.gate import hold_to_eager
 
 __all__ = ["AotiRunner", "compile_program", "recompile_command", "write"]
 

@@ -24,10 +24,21 @@ import torch.nn as nn
 
 from capszoo.errors import UsageError
 
-from . import int8
-from ._workplace import workplace
-from .gate import GATES, MIN_AGREEMENT, Gate
-from .graph import (
+from .atomic import workplace
+from .passes import int8
+from .passes.conv_to_matmul import convolutions_as_products
+from .prepare import (
+    OUTPUTS,
+    PRECISIONS,
+    TOLERANCES,
+    Job,
+    check_dtype,
+    prepare,
+    quiet,
+)
+from .report import ExportError, ExportReport, GateStep, first_line
+from .verify.gate import GATES, MIN_AGREEMENT, Gate
+from .verify.graph_rules import (
     FORBIDDEN_OPS,
     MAX_RANK,
     SUPPORTED_OPS,
@@ -38,10 +49,7 @@ from .graph import (
     shape_of,
     stripped,
 )
-from .images import RealImages
-from .job import OUTPUTS, PRECISIONS, TOLERANCES, Job, check_dtype, prepare, quiet
-from .products import convolutions_as_products
-from .report import ExportError, ExportReport, GateStep, first_line
+from .verify.images import RealImages
 
 if TYPE_CHECKING:
     import onnx
@@ -111,15 +119,16 @@ def export(
         input_size: channels, height and width; None takes the model's own.
         precision: ``fp32``, ``fp16``, ``bf16`` or ``int8``; inputs and outputs stay float32, as do norms, squash,
             softmax logits and EM variances. With ``int8`` convolutions and large linear layers outside of the routing
-            compute in it (:mod:`capszoo.export.int8`).
+            compute in it (:mod:`capszoo.export.passes.int8`).
         uint8_input: take images as uint8 and normalise them inside the graph.
         optimize: let the exporter fold constants and simplify.
         check: run the gate; without it the report says that nothing was proved.
         gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
             batch 1 and an odd one).
         runtime: what the file is written for. ``cpu``: EM layers of windows a few positions at a time and, in fp32,
-            some convolutions as products (:mod:`capszoo.export.products`), which ONNX Runtime's CPU provider is faster
-            with; ``gpu``: whole maps, in few nodes, all convolutions. None: ``gpu`` for half precision, else ``cpu``.
+            some convolutions as products (:mod:`capszoo.export.passes.conv_to_matmul`), which ONNX Runtime's CPU
+            provider is faster with; ``gpu``: whole maps, in few nodes, all convolutions. None: ``gpu`` for half
+            precision, else ``cpu``.
         tolerance: allowed difference as a share of the largest output; None takes :data:`TOLERANCES`.
         images: real images ``[b, c, h, w]`` as the graph takes them (normalised, or uint8); if given, their top-1
             must agree. For int8 they are needed: it may lose 0.5 points on them (where their classes are not known,

@@ -26,9 +26,9 @@ import torch
 
 from capszoo.errors import CapszooError, UsageError
 
-from .gate import hold_to_eager
-from .job import Job
+from .prepare import Job
 from .report import ExportError, ExportReport, GateStep, first_line
+from .verify.gate import hold_to_eager
 
 __all__ = [
     "BuildOptions",

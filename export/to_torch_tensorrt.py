@@ -22,10 +22,10 @@ import torch.nn as nn
 
 from capszoo.errors import UsageError
 
-from .gate import hold_to_eager
-from .job import Job, prepare
+from .prepare import Job, prepare
 from .report import ExportError, first_line
 from .to_tensorrt import BuildOptions
+from .verify.gate import hold_to_eager
 
 __all__ = ["compile_module", "find_torch_tensorrt"]
 

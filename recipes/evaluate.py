@@ -21,7 +21,7 @@ from capszoo.data import Batches, DataError, ImageSet, StreamedSet
 from capszoo.errors import CapszooError
 from capszoo.models._pretrained import WeightsError
 
-from .subject import Subject, prepare
+from .evaluation.target import Subject, prepare
 
 __all__ = [
     "ClassFigures",

@@ -27,14 +27,21 @@ from capszoo.inference import load_model, run_weights
 from capszoo.models._pretrained import bundled_tags, hub_config, is_hub_error
 from capszoo.preprocess import per_channel
 
-from .build import RunData, check_classes, load_data, read_split
-from .card import CONFUSION, CURVES, LABELS, METADATA, model_card, public
-from .checkpoints import write_atomically
 from .config import Recipe, list_recipes, load_recipe
 from .evaluate import assess
-from .report import draw_confusion
-from .subject import prepare
+from .evaluation.report import draw_confusion
+from .evaluation.target import prepare
+from .release.model_card import (
+    CONFUSION,
+    CURVES,
+    LABELS,
+    METADATA,
+    model_card,
+    public,
+)
 from .train import train
+from .training.checkpoints import write_atomically
+from .training.setup import RunData, check_classes, load_data, read_split
 from .weights import amend_metadata
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]

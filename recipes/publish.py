@@ -37,10 +37,18 @@ from capszoo.models._pretrained import (
     sha256_of,
 )
 
-from .card import CONFUSION, CURVES, GOLDEN, LABELS, METADATA, model_card, public
-from .checkpoints import write_atomically, write_safetensors
-from .curves import draw_curves, history_of, read_records, records_of
-from .subject import model_from_file
+from .evaluation.target import model_from_file
+from .release.model_card import (
+    CONFUSION,
+    CURVES,
+    GOLDEN,
+    LABELS,
+    METADATA,
+    model_card,
+    public,
+)
+from .training.checkpoints import write_atomically, write_safetensors
+from .training.history import draw_curves, history_of, read_records, records_of
 from .weights import finished_run, golden_file, golden_outputs
 
 __all__ = ["PublishError", "publish", "publish_all", "stage"]

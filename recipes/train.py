@@ -7,8 +7,8 @@ ends with the same weights bit for bit on the CPU: the order of the data, the au
 the net are functions of (seed, epoch, step), everything else is in the checkpoint.
 
 Several processes: `accelerate launch -m capszoo.recipes.train RECIPE …`. They share each batch; all of them need the
-run's folder. `processes.py` makes them fail and stop together, `runlog.py` says how it goes, `watch.py` finds where a
-value that is not finite came from.
+run's folder. `training/distributed.py` makes them fail and stop together, `training/log.py` says how it goes,
+`training/anomaly.py` finds where a value that is not finite came from.
 """
 
 from __future__ import annotations
@@ -38,7 +38,30 @@ from capszoo.losses import create_loss, reconstruction_loss
 from capszoo.models._feedback import FeedbackAgreement
 from capszoo.models._pretrained import WeightsError
 
-from .build import (
+from .config import Recipe, RecipeError, load_recipe
+from .evaluate import all_right, count_correct, evaluate
+from .evaluation.target import score_threshold
+from .training.anomaly import Watch
+from .training.checkpoints import Checkpoint, latest_checkpoint, save_checkpoint
+from .training.distributed import (
+    PeerLost,
+    Stopped,
+    StopRequest,
+    TrainingError,
+    agree,
+    one_fate,
+)
+from .training.early_stop import BestEpoch
+from .training.log import RunLog
+from .training.routing_probe import RoutingProbe
+from .training.run_folder import (
+    check_room,
+    check_run,
+    note_session,
+    open_run,
+    versions,
+)
+from .training.setup import (
     RunData,
     create_feedback,
     create_net,
@@ -47,16 +70,6 @@ from .build import (
     hold_frozen,
     load_data,
 )
-from .checkpoints import Checkpoint, latest_checkpoint, save_checkpoint
-from .config import Recipe, RecipeError, load_recipe
-from .dynamics import RoutingProbe
-from .early_stop import BestEpoch
-from .evaluate import all_right, count_correct, evaluate
-from .processes import PeerLost, Stopped, StopRequest, TrainingError, agree, one_fate
-from .rundir import check_room, check_run, note_session, open_run, versions
-from .runlog import RunLog
-from .subject import score_threshold
-from .watch import Watch
 from .weights import hardware, source_commit, write_weights
 
 try:

@@ -28,10 +28,10 @@ import capszoo
 from capszoo.data import DatasetSpec, normalize
 from capszoo.models._pretrained import WeightsError, WeightsInfo, sha256_of, weights_folders
 
-from .checkpoints import write_atomically, write_safetensors
-from .curves import history_of, read_records
 from .evaluate import evaluate
-from .subject import model_from_file
+from .evaluation.target import model_from_file
+from .training.checkpoints import write_atomically, write_safetensors
+from .training.history import history_of, read_records
 
 __all__ = [
     "FILE_LIMIT",

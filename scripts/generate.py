@@ -23,9 +23,15 @@ import capszoo  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
-from capszoo.recipes.card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
-from capszoo.recipes.figures import began_with, counted, header_line, paper_figures, went_on  # noqa: E402
+from capszoo.recipes.release.model_card import card_data, paper_link  # noqa: E402
+from capszoo.recipes.release.paper_results import (  # noqa: E402
+    began_with,
+    counted,
+    header_line,
+    paper_figures,
+    went_on,
+)
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
 

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from capszoo._figures import save_columns
 from capszoo.data import ImageSet
 from capszoo.errors import CapszooError
 from capszoo.explain import explain
+from capszoo.explain.plotting import save_columns
+from capszoo.explain.reconstructions import answers, overlaps, save_answers, save_overlaps
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
-from capszoo.recipes.subject import prepare
-from capszoo.reconstructions import answers, overlaps, save_answers, save_overlaps
+from capszoo.recipes.evaluation.target import prepare
 from tests.support import is_packed, packed
 
 ROOT = Path(__file__).resolve().parents[1]

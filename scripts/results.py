@@ -14,8 +14,7 @@ from pathlib import Path
 from capszoo.data import dataset_spec
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.recipes.config import load_recipe
-from capszoo.recipes.curves import draw_curves, records_of
-from capszoo.recipes.figures import (
+from capszoo.recipes.release.paper_results import (
     as_accuracy,
     figures_table,
     header_line,
@@ -26,6 +25,7 @@ from capszoo.recipes.figures import (
     shown,
     twin_groups,
 )
+from capszoo.recipes.training.history import draw_curves, records_of
 from scripts.pictures import KINDS, kinds_of, stale_files
 
 HEAD = """# Results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import shutil
 import subprocess
@@ -73,9 +74,10 @@ def test_package_list_matches_the_disk(root: Path) -> None:
 
 
 def test_every_package_has_an_init(root: Path) -> None:
+    moved = {package: folder for folder, package in PACKAGE_ROOTS.items() if folder != package}
     for name in _project(root)["tool"]["setuptools"]["packages"]:
-        top = {v: k for k, v in PACKAGE_ROOTS.items()}
-        folder = root / (top[name] if name in top else name.replace(".", "/"))
+        top = next((p for p in moved if name == p or name.startswith(p + ".")), None)
+        folder = root / (name.replace(top, moved[top], 1) if top else name).replace(".", "/")
         assert (folder / "__init__.py").is_file(), f"{name} has no __init__.py"
 
 
@@ -142,7 +144,7 @@ def test_source_archive_holds_the_weights_but_for_large_ones(
         names = {name.partition("/")[2] for name in tar.getnames()}
     for path in (root / "capszoo" / "weights").glob("*"):
         assert f"capszoo/weights/{path.name}" in names
-    assert {"pyproject.toml", "recipes/publish.py", "export/bundle.py"} <= names
+    assert {"pyproject.toml", "recipes/publish.py", "export/bundle/write.py"} <= names
     with zipfile.ZipFile(wheel) as built:
         names |= set(built.namelist())
     assert not any("weights-large" in name or "large.net" in name for name in names)
@@ -290,6 +292,39 @@ def test_imports_run_one_way(root: Path) -> None:
                 continue
             wrong.append(f"{path.relative_to(root)}:{line}: {part} must not import {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def _type_checking_only(path: Path) -> set[int]:
+    """Lines of imports that never run."""
+    return {
+        line
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in node.body
+        for line in range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)
+    }
+
+
+def test_no_circle_between_files(root: Path) -> None:
+    """No file imports itself through others, at any depth of its code.
+
+    An import of ``a.b.c`` runs ``a.b`` too, which counts unless the importing file lies in ``a.b`` itself.
+    """
+    modules = dict(_modules(root))
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        skipped = _type_checking_only(path)
+        targets = {name for name, line in _imported(module, path) if line not in skipped}
+        # `from package import name`: the name is a file, or something in the package's own __init__
+        files = {t if t in modules else t.rpartition(".")[0] for t in targets} & modules.keys()
+        parents = {".".join(f.split(".")[:n]) for f in files for n in range(1, f.count(".") + 1)}
+        around = {p for p in parents if not f"{module}.".startswith(f"{p}.")}
+        graph[module] = (files | around) - {module}
+
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
 
 
 def test_layers_import_torch_alone(root: Path) -> None:

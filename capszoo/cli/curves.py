@@ -38,15 +38,15 @@ def curves_command(
     ] = None,
 ) -> None:
     """Draw runs of training in one figure: with one and with three iterations, with and without feedback."""
-    from .._figures import require_matplotlib
     from .._suggest import unknown_name
+    from ..explain.plotting import require_matplotlib
 
     for kind, value, known in (("picture", what, KINDS), ("axis", x, AXES)):
         if value not in known:
             raise UsageError(unknown_name(kind, value, known))
     require_matplotlib("curves")
-    from ..recipes.dynamics import draw_dynamics
-    from ..recipes.overlay import draw_runs, find_runs
+    from ..recipes.evaluation.plots import draw_runs, find_runs
+    from ..recipes.training.routing_probe import draw_dynamics
 
     path = out or Path(f"{what}.png")
     found = find_runs(runs)

@@ -13,9 +13,9 @@ from ..errors import CapszooError
 from .common import DeviceOption, JsonOption, ModelArgument, print_json, progress_bar, stdout
 
 if TYPE_CHECKING:
+    from ..explain.routing_stats import RoutingStats
     from ..recipes.evaluate import EvalResult
-    from ..recipes.report import Report
-    from ..routing_stats import RoutingStats
+    from ..recipes.evaluation.report import Report
 
 MOST_CLASSES = 20
 """Rows of the per-class table; of more classes those least often recognised are shown."""
@@ -67,12 +67,12 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
-    from .._figures import require_matplotlib
     from ..errors import UsageError
+    from ..explain.plotting import require_matplotlib
     from ..recipes.evaluate import reproduced
-    from ..recipes.report import measure, write
-    from ..recipes.robustness import parse_radii
-    from ..recipes.subject import prepare
+    from ..recipes.evaluation.report import measure, write
+    from ..recipes.evaluation.robustness import parse_radii
+    from ..recipes.evaluation.target import prepare
 
     radii = None if eps is None else parse_radii(eps)
     if radii is not None and not robustness:
@@ -212,7 +212,7 @@ def _print_routing(stats: RoutingStats, labels: list[str]) -> None:
 def _print_rounds(report: Report) -> None:
     if not report.rounds:
         return
-    from ..recipes.report import ROUND_IMAGES
+    from ..recipes.evaluation.report import ROUND_IMAGES
 
     out = stdout()
     out.print()

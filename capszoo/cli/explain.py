@@ -57,7 +57,7 @@ def explain_command(
     device: DeviceOption = None,
 ) -> None:
     """Draw from where a class capsule was routed, or what a decoder makes of capsules."""
-    from .._figures import require_matplotlib
+    from ..explain.plotting import require_matplotlib
 
     if what not in KINDS:
         from .._suggest import unknown_name
@@ -88,7 +88,7 @@ def _draw_image(
     picture = load_image(image)
     model = load_model(name, device=device)
     if what == "perturb":
-        from ..reconstructions import perturb, save_perturbation
+        from ..explain.reconstructions import perturb, save_perturbation
 
         changed = perturb(model, picture, target)
         written = save_perturbation(changed, path)
@@ -104,8 +104,8 @@ def _draw_image(
 def _draw_data(
     what: str, name: str, dataset: str | None, data: str | None, count: int, device: str | None, path: Path
 ) -> None:
-    from ..recipes.subject import prepare
-    from ..reconstructions import answers, overlaps, save_answers, save_overlaps
+    from ..explain.reconstructions import answers, overlaps, save_answers, save_overlaps
+    from ..recipes.evaluation.target import prepare
 
     subject = prepare(name, dataset, data=data, device=device)
 

@@ -112,7 +112,7 @@ def export_command(
     if out.suffix and not alone and out.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
         raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx, or a folder")
     from ..export import bundle, to_onnx, to_tensorrt
-    from ..export.images import CALIBRATION_IMAGES, VERIFY_IMAGES, open_images
+    from ..export.verify.images import CALIBRATION_IMAGES, VERIFY_IMAGES, open_images
     from ..inference import NoWeights, load_model
 
     if int8 and precision not in ("fp32", "int8"):

@@ -52,7 +52,7 @@ def train_command(
     """
     _check_training()
     if together:
-        from ..recipes.together import train_together
+        from ..recipes.training.multi_run import train_together
 
         train_together(recipes, overrides, out, data, cpu, profile)
         return

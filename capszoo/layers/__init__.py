@@ -1,5 +1,6 @@
 """Capsule layers: one routing per file, each a pure function and a module. Imports torch alone."""
 
+from ._precision import upcast_half
 from ._triton import use_triton
 from .capconv import (
     CapConv,
@@ -22,7 +23,7 @@ from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
 from .sinkhorn import SinkhornUnit, feature_kl, ground_cost, sinkhorn_divergence, sinkhorn_plan
-from .squash import Squash, capsule_lengths, squash, upcast_half
+from .squash import Squash, capsule_lengths, squash
 
 __all__ = [
     "CapConv",

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._leaving import leaves_python
+from ._tracing import leaves_python
 from .squash import squash
 
 __all__ = [

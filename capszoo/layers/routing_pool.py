@@ -35,7 +35,8 @@ from typing import Any, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from .squash import squash, upcast_half
+from ._precision import upcast_half
+from .squash import squash
 
 __all__ = ["RoutingCaps", "RoutingPool2d", "routing_caps", "routing_pool"]
 

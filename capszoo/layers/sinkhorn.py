@@ -34,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._precision import upcast_half
 from .capconv import squash_groups
-from .squash import upcast_half
 
 __all__ = ["SinkhornUnit", "feature_kl", "ground_cost", "sinkhorn_divergence", "sinkhorn_plan"]
 

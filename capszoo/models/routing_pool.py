@@ -18,8 +18,8 @@ import torch.nn as nn
 from timm.models import register_model
 from torch import Tensor
 
+from capszoo.layers import upcast_half
 from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
-from capszoo.layers.squash import upcast_half
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import cifar_resnet_stages, init_conv_weights

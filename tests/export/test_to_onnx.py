@@ -17,10 +17,10 @@ import capszoo
 from capszoo.errors import UsageError
 from capszoo.export import to_onnx, unroll
 from capszoo.export.compare import OnnxRunner
-from capszoo.export.gate import Gate
-from capszoo.export.graph import node_types
-from capszoo.export.images import RealImages
 from capszoo.export.to_onnx import ExportError, ExportReport, export, inspect_graph
+from capszoo.export.verify.gate import Gate
+from capszoo.export.verify.graph_rules import node_types
+from capszoo.export.verify.images import RealImages
 from tests.export.toys import ToyCaps
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "mnist_test_1000.npz"

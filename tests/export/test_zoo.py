@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from capszoo.errors import UsageError
-from capszoo.export.job import prepare
+from capszoo.export.prepare import prepare
 from capszoo.export.to_onnx import ExportError, ExportReport, export
 from tests.models import zoo_cases as zoo
 from tests.support import warm

@@ -6,7 +6,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from capszoo.layers.squash import capsule_lengths, upcast_half
+from capszoo.layers import upcast_half
+from capszoo.layers.squash import capsule_lengths
 from capszoo.models import CapsuleOutput
 
 torch.fx.wrap("upcast_half")

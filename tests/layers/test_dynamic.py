@@ -14,12 +14,12 @@ from capszoo.layers import (
     ConvDynamicRouting,
     DynamicRouting,
     SharedDynamicRouting,
-    _voteless,
-    dynamic,
     dynamic_routing,
     shared_dynamic_routing,
     squash,
 )
+from capszoo.layers.dynamic import layers as dynamic_layers
+from capszoo.layers.dynamic import vote_free
 from tests.reference import dynamic as naive
 
 F64 = torch.float64
@@ -174,8 +174,8 @@ def test_weights_are_not_expanded_over_the_batch() -> None:
 
 def in_blocks_of(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few votes there are, let the layer work in blocks of so many images."""
-    monkeypatch.setattr(dynamic, "_BLOCK", images * layer.in_caps * layer.weight.shape[2])
-    monkeypatch.setattr(dynamic, "_MANY", 0)
+    monkeypatch.setattr(dynamic_layers, "_BLOCK", images * layer.in_caps * layer.weight.shape[2])
+    monkeypatch.setattr(dynamic_layers, "_MANY", 0)
 
 
 @pytest.mark.parametrize("init", INITS)
@@ -188,7 +188,9 @@ def test_blocks_of_images_equal_naive(
     layer = DynamicRouting(7, 3, 4, 5, 3, softmax_over, init, weight_std=0.5).double()
     start = start_of(layer)
     in_blocks_of(layer, images, monkeypatch)
-    monkeypatch.setattr(dynamic, "_DEEP", 2 if deep else 3)  # whether votes are kept for the backward pass
+    monkeypatch.setattr(
+        dynamic_layers, "_DEEP", 2 if deep else 3
+    )  # whether votes are kept for the backward pass
     x = torch.randn(9, 7, 3, dtype=F64, requires_grad=True)
     expected, _ = naive.route(naive.dense_votes(x, dense_transforms(layer)), 3, softmax_over, start)
     with LargestTensor() as made:
@@ -218,7 +220,7 @@ def test_blocks_of_images_under_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("deep", [False, True])
 def test_rounds_of_half_types_are_float32(deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, whose products of half types copy their votes; poses keep the type, and gradients theirs."""
-    monkeypatch.setattr(dynamic, "_DEEP", 7 if deep else 8)
+    monkeypatch.setattr(dynamic_layers, "_DEEP", 7 if deep else 8)
     types: list[torch.dtype] = []
 
     def routing(votes: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -229,7 +231,7 @@ def test_rounds_of_half_types_are_float32(deep: bool, monkeypatch: pytest.Monkey
     inputs = [x, layer.weight]
     expected = layer(x)
     expected_grads = torch.autograd.grad(expected.square().sum(), inputs)
-    monkeypatch.setattr(dynamic, "dynamic_routing", routing)
+    monkeypatch.setattr(dynamic_layers, "dynamic_routing", routing)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         poses = layer(x)
     assert types == [torch.float32] and poses.dtype == torch.bfloat16
@@ -250,9 +252,9 @@ def test_no_blocks_of_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_votes(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few votes there are, let the layer do without, in blocks of at most so many images."""
-    monkeypatch.setattr(_voteless, "_LEAST", 0)
-    monkeypatch.setattr(_voteless, "_IMAGES", images)
-    monkeypatch.setattr(_voteless, "_BLOCK", 0)
+    monkeypatch.setattr(vote_free, "_LEAST", 0)
+    monkeypatch.setattr(vote_free, "_IMAGES", images)
+    monkeypatch.setattr(vote_free, "_BLOCK", 0)
     monkeypatch.setattr(layer, "_votes_through", None)
 
 
@@ -441,7 +443,7 @@ def test_shared_layer_routes_half_types_in_float32(monkeypatch: pytest.MonkeyPat
 
     layer, x = SharedDynamicRouting(3, 8, 10, 16), torch.randn(2, 3, 8, 25)
     expected = layer(x)
-    monkeypatch.setattr(dynamic, "shared_dynamic_routing", routing)
+    monkeypatch.setattr(dynamic_layers, "shared_dynamic_routing", routing)
     with torch.no_grad():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             poses = layer(x)

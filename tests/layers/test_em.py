@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em_routing, shared_em_routing
-from capszoo.layers.em import graph as em_graph
-from capszoo.layers.em import windows as em_windows
+from capszoo.layers.em import blocked, chunked
 from capszoo.layers.em.kept import Kept
 from capszoo.layers.em.steps import MIN_SHARE, parent_logits
 from tests.reference import em as naive
@@ -293,7 +292,7 @@ def test_blocks_equal_naive(monkeypatch: pytest.MonkeyPatch, num_iters: int, nor
     layer = ConvEM(2, 3, 2, 2, 1, num_iters, normalize_cost=normalize_cost).double()
     randomise(layer)
     x = capsule_map(2, 2, 2, 3, 4).requires_grad_()  # 12 windows of 8 * 3 * 4 votes
-    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 5 * 96)
+    monkeypatch.setattr(blocked, "_BLOCK_VOTES", 5 * 96)
     settings: dict[str, Any] = {"normalize_cost": normalize_cost}
     poses, activations, couplings = naive.convolution(
         x, layer.weight, layer.beta_v, layer.beta_a, 2, 1, num_iters, **settings
@@ -321,7 +320,7 @@ def test_blocks_equal_naive(monkeypatch: pytest.MonkeyPatch, num_iters: int, nor
 
 def test_blocks_hold_memory_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of the votes is made, forward or backward."""
-    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 1 << 18)
+    monkeypatch.setattr(blocked, "_BLOCK_VOTES", 1 << 18)
     layer = ConvEM(8, 16, stride=1)
     for batch in (4, 12):
         x = capsule_map(batch, 8, 4, 10, 10, torch.float32).requires_grad_()
@@ -333,7 +332,7 @@ def test_blocks_hold_memory_down(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_iters", [1, 2, 3])
 def test_blocks_are_freed(monkeypatch: pytest.MonkeyPatch, num_iters: int) -> None:
     """No buffer of votes outlives its training step."""
-    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 1 << 14)
+    monkeypatch.setattr(blocked, "_BLOCK_VOTES", 1 << 14)
     layer = ConvEM(4, 4, num_iters=num_iters)
     x = capsule_map(2, 4, 4, 8, 8, torch.float32).requires_grad_()
     layer(x).sum().backward()
@@ -345,7 +344,7 @@ def test_blocks_are_freed(monkeypatch: pytest.MonkeyPatch, num_iters: int) -> No
 @pytest.mark.parametrize("train", [False, True])
 def test_compiled_works_in_blocks(monkeypatch: pytest.MonkeyPatch, train: bool, num_iters: int) -> None:
     """One operator in the graph; values and gradients are those of eager mode."""
-    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 5 * 96)
+    monkeypatch.setattr(blocked, "_BLOCK_VOTES", 5 * 96)
     layer = ConvEM(2, 3, 2, 2, 1, num_iters).double()
     randomise(layer)
     x = capsule_map(2, 2, 2, 3, 4).requires_grad_()
@@ -369,7 +368,7 @@ def test_compiled_works_in_blocks(monkeypatch: pytest.MonkeyPatch, train: bool, 
 @pytest.mark.parametrize("need_couplings", [False, True])
 def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch, need_couplings: bool) -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
-    monkeypatch.setattr(em_windows, "_BLOCK_VOTES", 5 * 96)
+    monkeypatch.setattr(blocked, "_BLOCK_VOTES", 5 * 96)
     layer = ConvEM(2, 3, 2, 2, 1).double()
     tensors = (torch.randn(12, 8, 4, dtype=F64), torch.rand(12, 8, dtype=F64), layer._weight())
     tensors = (*tensors, layer._wide_weight(), layer.beta_v, layer.beta_a)
@@ -383,7 +382,7 @@ def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch, need_couplings: 
         False,
         need_couplings,
     )
-    library.opcheck(em_windows.em_windows, arguments)
+    library.opcheck(blocked.em_windows, arguments)
 
 
 # -- shared transforms --------------------------------------------------------------------------------------------
@@ -633,7 +632,7 @@ def test_exported_form_is_the_same(
     x = torch.rand(2, 34, 5, 5, dtype=torch.float64)  # nine positions: pairs, and one left over
     expected = layer.route(x)
     layer.prepare_for_export()
-    monkeypatch.setattr(em_graph, "_PART", part)
+    monkeypatch.setattr(chunked, "_PART", part)
     layer.in_parts = True
     for a, b in zip(layer.route(x), expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from capszoo.layers.idpa import blocked, engines
 from capszoo.layers.idpa.layers import rows_first
-from capszoo.layers.idpa.procedure import group_size
+from capszoo.layers.idpa.routing import group_size
 from tests.reference import idpa as naive
 
 F64 = torch.float64

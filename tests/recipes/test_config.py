@@ -20,7 +20,7 @@ from capszoo.recipes.config import (
     list_recipes,
     load_recipe,
 )
-from capszoo.recipes.subject import create_for
+from capszoo.recipes.evaluation.target import create_for
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 

@@ -16,9 +16,9 @@ from capszoo.data.sources import compose
 from capszoo.losses import margin_loss
 from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
 from capszoo.recipes.evaluate import all_right, count_correct, evaluate
-from capszoo.recipes.rundir import check_run
-from capszoo.recipes.subject import score_threshold
+from capszoo.recipes.evaluation.target import score_threshold
 from capszoo.recipes.train import Task, TrainingError, train
+from capszoo.recipes.training.run_folder import check_run
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 LABELS = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1]])

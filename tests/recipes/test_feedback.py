@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from capszoo.recipes.config import Recipe, RecipeError, load_recipe
-from capszoo.recipes.subject import model_from_file
+from capszoo.recipes.evaluation.target import model_from_file
 from capszoo.recipes.train import train
 
 

@@ -23,14 +23,14 @@ from typer.testing import CliRunner, Result
 import capszoo
 from capszoo.cli import app
 from capszoo.data import ImageSet
-from capszoo.recipes import build
 from capszoo.recipes import train as train_module
-from capszoo.recipes.build import create_optimizer
 from capszoo.recipes.config import Recipe, RecipeError
-from capszoo.recipes.early_stop import BestEpoch
 from capszoo.recipes.finetune import find_source, finetune, finetune_recipe
+from capszoo.recipes.training import setup
+from capszoo.recipes.training.early_stop import BestEpoch
+from capszoo.recipes.training.setup import create_optimizer
 from tests.models.zoo_cases import names, small
-from tests.recipes import test_processes as processes
+from tests.recipes.training import test_distributed
 from tests.support import packed
 
 MODEL = "resnet20_routingcaps.mnist"
@@ -134,13 +134,13 @@ def test_from_the_command_to_predict_and_export(root: Path, digits: ImageSet, tm
 
 
 def test_images_are_read_once(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, load = [], build.load_dataset
+    found, load = [], setup.load_dataset
 
     def counted(name: str, split: str, *args: Any, **options: Any) -> Any:
         found.append(split)
         return load(name, split, *args, **options)
 
-    monkeypatch.setattr(build, "load_dataset", counted)
+    monkeypatch.setattr(setup, "load_dataset", counted)
     finetune(MODEL, photos, tmp_path / "run", epochs=1)
     assert found == ["train"]
     finetune(MODEL, photos, tmp_path / "larger", epochs=1, overrides=["data.augment.resize=32"])
@@ -343,7 +343,7 @@ def test_two_processes_end_with_the_same_weights_and_one_writes(
     next((photos / "one").iterdir()).unlink()  # an odd number is left to learn from
     out, notes = tmp_path / "run", tmp_path / "notes"
     argv = [MODEL, str(photos), str(out), str(notes)]
-    done = processes.run(root, processes.launched("tests.recipes.run_finetune", argv, 2))
+    done = test_distributed.run(root, test_distributed.launched("tests.recipes.run_finetune", argv, 2))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("re-initialised") == 1, "what one says the other need not"
     raw = json.loads((out / "resnet20_routingcaps.my_photos.json").read_text())

@@ -18,10 +18,10 @@ from safetensors.torch import save
 
 from capszoo.data import dataset_spec
 from capszoo.recipes import publish as module
-from capszoo.recipes.card import public
 from capszoo.recipes.config import load_recipe
+from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.publish import PublishError, publish
-from capszoo.recipes.subject import create_for
+from capszoo.recipes.release.model_card import public
 from capszoo.recipes.weights import write_weights
 from tests.hub import Fault, Hub, Repo
 from tests.hub_client import Client, Done
@@ -450,7 +450,10 @@ def test_no_private_paths() -> None:
 
 
 def test_no_pickle_in_the_sources_of_publishing(root: Path) -> None:
-    text = "".join((root / "recipes" / name).read_text() for name in ("publish.py", "card.py", "curves.py"))
+    text = "".join(
+        (root / "recipes" / name).read_text()
+        for name in ("publish.py", "release/model_card.py", "training/history.py")
+    )
     assert (
         "torch.save" not in text
         and "allow_pickle=True" not in text

@@ -12,9 +12,9 @@ import torch
 
 from capszoo.data import ImageSet, dataset_spec
 from capszoo.data.sources import compose, sized
-from capszoo.recipes import build
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe
 from capszoo.recipes.train import train
+from capszoo.recipes.training import setup
 from tests.support import packed
 
 #: Networks whose updates take long: fewer images. (batch, images, epochs)
@@ -63,7 +63,7 @@ def test_loss_falls(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.M
             return replace(digits(root, count), split=split)
         return replace(patterns(data, count, kwargs.get("size"), kwargs.get("resize")), split=split)
 
-    monkeypatch.setattr(build, "load_dataset", few)
+    monkeypatch.setattr(setup, "load_dataset", few)
     changes = [f"epochs={epochs}", f"batch_size={batch}", "data.val_size=0", "precision=fp32"]
     if (
         recipe.data.name == "h_imagenet"

@@ -18,14 +18,15 @@ from safetensors.torch import load_file
 import capszoo
 from capszoo.data import Batches, DataError, load_dataset, split_validation
 from capszoo.models import WeightsError
-from capszoo.recipes import checkpoints, subject
 from capszoo.recipes import train as train_module
-from capszoo.recipes.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluate import evaluate
-from capszoo.recipes.processes import StopRequest
-from capszoo.recipes.subject import model_from_file
+from capszoo.recipes.evaluation import target
+from capszoo.recipes.evaluation.target import model_from_file
 from capszoo.recipes.train import TrainingError, main, train
+from capszoo.recipes.training import checkpoints
+from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
+from capszoo.recipes.training.distributed import StopRequest
 from capszoo.recipes.weights import bundle
 
 
@@ -49,7 +50,7 @@ def test_training_and_evaluation_on_a_cpu_keep_memory(
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(train_module, "keep_freed_memory", lambda: calls.append("train"))
-    monkeypatch.setattr(subject, "keep_freed_memory", lambda: calls.append("evaluate"))
+    monkeypatch.setattr(target, "keep_freed_memory", lambda: calls.append("evaluate"))
     train(tiny_recipe(epochs=1), out=tmp_path / "run", data=tiny_mnist)  # its end is an evaluation
     assert calls == ["train", "evaluate"]
 

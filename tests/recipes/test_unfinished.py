@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 import capszoo
 from capszoo.data import DATASETS
 from capszoo.models._pretrained import checked_pair
-from capszoo.recipes.build import create_net
 from capszoo.recipes.config import load_recipe
+from capszoo.recipes.training.setup import create_net
 
 FOLDER = Path(__file__).resolve().parents[2] / "unfinished"
 

@@ -9,7 +9,7 @@ import os
 import torch
 from torch import Tensor
 
-from .._leaving import leaves_python
+from .._tracing import leaves_python
 
 __all__ = ["fused", "use_triton", "working_type"]
 

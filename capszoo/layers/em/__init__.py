@@ -40,14 +40,14 @@ variances and log-likelihoods are then matrix-vector products of the votes and o
 tensors of that size. In eager PyTorch on the CPU they are made for a block of windows at a time, and again in the
 backward pass. Half types are computed in float32, under autocast too.
 
-Files: ``procedure`` has the routing of votes as a pure function, ``windows`` that of windows, in blocks, ``kept`` the
+Files: ``routing`` has the routing of votes as a pure function, ``blocked`` that of windows, in blocks, ``kept`` the
 products of votes in a buffer; ``base`` and ``layers`` are the layers of matrix capsules; ``shared`` the routing whose
-transforms are shared over a grid, with its layer; ``graph`` the form that is written into graphs for a CPU; ``steps``
+transforms are shared over a grid, with its layer; ``chunked`` the form that is written into graphs for a CPU; ``steps``
 what all of them take.
 """
 
 from .layers import ClassEM, ConvEM
-from .procedure import em_routing
+from .routing import em_routing
 from .shared import SharedEM, shared_em_routing
 
 __all__ = ["ClassEM", "ConvEM", "SharedEM", "em_routing", "shared_em_routing"]

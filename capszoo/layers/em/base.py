@@ -5,8 +5,8 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
+from .._precision import upcast_half
 from .._transforms import block_diagonal
-from ..squash import upcast_half
 from .steps import Settings, check_iterations
 
 __all__ = ["EMLayer", "MatrixEM"]

@@ -5,12 +5,12 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..squash import upcast_half
+from .._precision import upcast_half
 from .base import MatrixEM
-from .graph import route_in_parts
-from .procedure import em_routing
+from .blocked import window_routing
+from .chunked import route_in_parts
+from .routing import em_routing
 from .steps import EPS, INIT_NOISE, LAM_START, LAM_STEP, VAR_FLOOR, Settings
-from .windows import window_routing
 
 __all__ = ["ClassEM", "ConvEM"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._blockwise import blockwise
-from ..squash import upcast_half
+from .._precision import upcast_half
 from .base import EMLayer
 from .steps import (
     EPS,

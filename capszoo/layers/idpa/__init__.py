@@ -58,7 +58,7 @@ Speed
     take the sizes: votes in registers, windows read from the grid itself, LayerNorm at the end. Elsewhere, the plain
     form.
 
-Files: ``procedure`` has Procedure 1 as a pure function and the plain form; ``blocked`` the operator; ``engines``
+Files: ``routing`` has Procedure 1 as a pure function and the plain form; ``blocked`` the operator; ``engines``
 chooses among the forms; ``base`` and ``layers`` are the modules, ``stack`` is Procedure 2.
 
 Deviations and our choices: the agreement is scaled by 1/sqrt(e), as in the release (the text omits it; an argument).
@@ -67,7 +67,7 @@ Random starts are drawn once, at construction, and shared by all positions. What
 """
 
 from .layers import FCIDPA, CapsuleNorm, ConvIDPA
-from .procedure import idpa_routing
+from .routing import idpa_routing
 from .stack import IDPAStack
 
 __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA", "IDPAStack", "idpa_routing"]

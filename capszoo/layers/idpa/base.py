@@ -6,9 +6,15 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from ..squash import upcast_half
+from .._precision import upcast_half
 from .engines import Engine, engine_of
-from .procedure import agreement_of, block_mask, couplings_of, group_size, update_of
+from .routing import (
+    agreement_of,
+    block_mask,
+    couplings_of,
+    group_size,
+    update_of,
+)
 
 torch.fx.wrap("upcast_half")
 

@@ -5,7 +5,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from ..squash import upcast_half
+from .._precision import upcast_half
 
 __all__ = ["idpa_pass"]
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .._leaving import leaves_python
+from .._tracing import leaves_python
 from .._triton import fused, working_type
 from .._triton.ops import fused_norm, fused_pass
 from .blocked import idpa_pass
-from .procedure import couplings_of
+from .routing import couplings_of
 
 if TYPE_CHECKING:
     from .base import IDPALayer

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._leaving import leaves_python
+from .._tracing import leaves_python
 from .._transforms import block_diagonal
 from .base import IDPALayer
-from .procedure import normalised
+from .routing import normalised
 
 __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
 

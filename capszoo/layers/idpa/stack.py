@@ -6,7 +6,7 @@ from typing import List, Optional, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from ..squash import upcast_half
+from .._precision import upcast_half
 from .layers import FCIDPA, ConvIDPA
 
 torch.fx.wrap("upcast_half")

@@ -1,0 +1,14 @@
+"""What a capsule network does with an image: heat maps, reconstructions, routing statistics, convergence, plotting.
+
+>>> from capszoo.explain import explain, save_figure
+>>> explanation = explain(model, Image.open("seven.png"))
+>>> save_figure(explanation, "heat.png")
+
+``heat_map`` shows where a prediction came from and ``reconstructions`` what a decoder makes of the capsules;
+``routing_stats`` measures couplings and votes, ``convergence`` what each iteration of routing changes; ``plotting``
+is what all figures share.
+"""
+
+from .heat_map import Explanation, class_index, explain, save_figure
+
+__all__ = ["Explanation", "class_index", "explain", "save_figure"]

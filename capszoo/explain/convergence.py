@@ -1,0 +1,153 @@
+"""How much each round of routing still changes: the routing logits and the couplings, round by round.
+
+Sabour et al. 2017 ("Dynamic Routing Between Capsules", Fig. A.1) draw the mean change of the routing logits b_ij by
+iteration, to show that routing settles. Here it is read from the couplings, which every routing has: the couplings are
+a softmax, so their logarithm is the logits but for a shift that the softmax does not see; its mean over the softmax's
+axis is taken out of both sides.
+
+One layer at a time is run with 1, 2, … rounds, those below it with their own number: so the last couplings of t rounds
+are the t-th couplings of a longer routing from the same children. Concurrent routing (IDPA), where the layers wait for
+each other, is run with t rounds as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CapszooError
+from ..models._base import CouplingLayout
+from ..summary import iteration_attributes
+from .routing_stats import canonical
+
+__all__ = ["RoundChanges", "round_changes"]
+
+ROUNDS = 5
+"""Rounds that are looked at, or the network's own number where that is larger."""
+
+
+@dataclass(frozen=True)
+class RoundChanges:
+    """One routing layer, a number for each round from the first; before it, the couplings were even.
+
+    Attributes:
+        own: rounds that the network makes.
+        logits: mean absolute change of the logits (natural logarithm of a coupling, less its mean).
+        couplings: mean absolute change of the couplings, as a share of an even one.
+    """
+
+    own: int
+    logits: tuple[float, ...]
+    couplings: tuple[float, ...]
+
+
+def _count(module: nn.Module) -> int | None:
+    counts = [getattr(module, name) for name in iteration_attributes(module)]
+    return counts[0] if counts else None
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules below the model that route."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if module is not model and id(module) not in inside and _count(module) is not None:
+            found.append(module)
+            inside |= {id(part) for part in module.modules()}
+    return found
+
+
+@contextmanager
+def _rounds(router: nn.Module, count: int) -> Iterator[None]:
+    """The router, and what it is made of, with another number of rounds while the block lasts."""
+    before = [
+        (module, name, getattr(module, name))
+        for module in router.modules()
+        for name in iteration_attributes(module)
+    ]
+    try:
+        for module, name, _ in before:
+            setattr(module, name, count)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+class _Layer:
+    """Sums over the images of one layer."""
+
+    def __init__(self, layout: CouplingLayout, own: int, rounds: int) -> None:
+        self.layout, self.own = layout, own
+        self.sums = torch.zeros(2, rounds, dtype=torch.float64)
+        self.count = 0
+
+    def add(self, rounds: list[Tensor]) -> None:
+        """The couplings after each round, as the network gives them."""
+        flat = [canonical(c, self.layout) for c in rounds]  # [b, positions, parents, children]
+        axis = 2 if self.layout.over == "parents" else 3
+        even = 1 / flat[0].shape[axis]
+        before = torch.full_like(flat[0], even)
+        for t, now in enumerate(flat):
+            logits = [_logits(c, axis) for c in (before, now)]
+            self.sums[0, t] += float((logits[1] - logits[0]).abs().double().sum())
+            self.sums[1, t] += float((now - before).abs().double().sum()) / even
+            before = now
+        self.count += flat[0].numel()
+
+    def result(self) -> RoundChanges:
+        logits, couplings = (self.sums / self.count).tolist()
+        return RoundChanges(self.own, tuple(logits), tuple(couplings))
+
+
+def _logits(couplings: Tensor, axis: int) -> Tensor:
+    logits = couplings.clamp_min(torch.finfo(torch.float32).tiny).log()
+    return logits - logits.mean(axis, keepdim=True)
+
+
+@torch.no_grad()
+def round_changes(
+    model: nn.Module, batches: Iterable[Tensor], rounds: int | None = None
+) -> tuple[RoundChanges, ...]:
+    """What each round of routing changes, for each routing layer in order; empty where nothing is routed by rounds.
+
+    Args:
+        model: a network of the zoo; run in eval mode.
+        batches: images ``[b, c, h, w]``, normalised, on the model's device.
+        rounds: to look at; None takes `ROUNDS`, or the network's own number where that is larger.
+
+    Raises:
+        CapszooError: no capsule network, or no images.
+    """
+    forward: Any = getattr(model, "forward_capsules", None)
+    if forward is None or not hasattr(model, "coupling_layouts"):
+        raise CapszooError(f"{type(model).__name__} is no capsule network", "choose one: `capszoo list`")
+    layouts = model.coupling_layouts()  # type: ignore[operator]
+    routers = _routers(model)
+    if not layouts or not routers:
+        return ()
+    together = len(routers) == 1  # one module routes all layers, in step
+    own = [_count(router) or 1 for router in routers]
+    most = rounds or max(ROUNDS, *own)
+    layers = [_Layer(layout, own[0 if together else k], most) for k, layout in enumerate(layouts)]
+    was_training = model.training
+    model.eval()
+    try:
+        for images in batches:
+            for k, router in enumerate(routers):
+                outputs = []
+                for t in range(1, most + 1):
+                    with _rounds(router, t):
+                        outputs.append(forward(images).couplings)
+                for number in range(len(layers)) if together else (k,):
+                    layers[number].add([couplings[number] for couplings in outputs])
+    finally:
+        model.train(was_training)
+    if not layers[0].count:
+        raise CapszooError("there are no images", "give at least one")
+    return tuple(layer.result() for layer in layers)

@@ -1,0 +1,272 @@
+"""Pictures that a decoder draws: right and wrong answers, one capsule dimension perturbed, overlapping digits.
+
+The figures are those of Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017): Fig. 3 (:func:`answers`),
+Fig. 4 (:func:`perturb`), Fig. 5 (:func:`overlaps`). Every function takes a model created with ``decoder=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..errors import CapszooError
+from ..inference import label_names
+from ..preprocess import model_transform
+from .heat_map import class_index
+from .plotting import new_figure, save, save_columns, show
+
+__all__ = [
+    "OFFSETS",
+    "Answer",
+    "Overlap",
+    "Perturbation",
+    "answers",
+    "overlaps",
+    "perturb",
+    "save_answers",
+    "save_overlaps",
+    "save_perturbation",
+]
+
+OFFSETS = tuple(round(0.05 * k, 2) for k in range(-5, 6))
+"""What is added to a dimension: -0.25 to 0.25 by 0.05, as in Fig. 4."""
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A class capsule, decoded with one number changed at a time.
+
+    Attributes:
+        images: ``[d, k, c, h, w]`` in 0..1: dimension by dimension, offset by offset.
+        offsets: what was added.
+        image: what the model saw, ``[c, h, w]`` in 0..1.
+        label: name of the class whose capsule it is.
+    """
+
+    images: Tensor
+    offsets: tuple[float, ...]
+    image: Tensor
+    label: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An image, its label, what the model took it for, and what the decoder makes of the two capsules.
+
+    Images are ``[c, h, w]`` in 0..1.
+    """
+
+    image: Tensor
+    label: str
+    predicted: str
+    by_label: Tensor
+    by_predicted: Tensor
+
+    @property
+    def right(self) -> bool:
+        return self.label == self.predicted
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Two overlapping digits, and what the decoder makes of capsules.
+
+    Of those of both labels, of both predicted digits, and of one digit that is neither. Images are ``[c, h, w]`` in
+    0..1.
+    """
+
+    image: Tensor
+    labels: tuple[str, str]
+    predicted: tuple[str, str]
+    stranger: str
+    by_labels: tuple[Tensor, Tensor]
+    by_predicted: tuple[Tensor, Tensor]
+    by_stranger: Tensor
+
+    @property
+    def right(self) -> bool:
+        return set(self.labels) == set(self.predicted)
+
+
+def _require_decoder(model: nn.Module) -> tuple[str, ...]:
+    """The names of the classes of a model with a decoder."""
+    if getattr(model, "decoder", None) is None:
+        raise CapszooError(
+            "the model has no decoder, so it reconstructs nothing", "train one with model_args.decoder=true"
+        )
+    return tuple(label_names(model))
+
+
+def _decode(model: Any, poses: Tensor, target: Tensor) -> Tensor:
+    return model.reconstruct(poses, target).float().cpu()
+
+
+@torch.no_grad()
+def perturb(
+    model: nn.Module,
+    image: Image.Image | Tensor,
+    target: int | str | None = None,
+    offsets: Sequence[float] = OFFSETS,
+) -> Perturbation:
+    """Change one dimension of a class capsule at a time, and decode it.
+
+    Args:
+        model: with a decoder; in eval mode.
+        image: a picture, or a normalised tensor ``[c, h, w]``.
+        target: class whose capsule is changed; None for the predicted one.
+        offsets: what is added to each dimension in turn.
+
+    Raises:
+        CapszooError: no decoder.
+        UsageError: no such class.
+    """
+    labels = _require_decoder(model)
+    transform = model_transform(model)
+    x = image if isinstance(image, Tensor) else transform(image)
+    like = next(model.parameters())
+    output = model.forward_capsules(x[None].to(like.device, like.dtype))  # type: ignore[operator]
+    chosen = int(output.scores[0].argmax()) if target is None else class_index(target, labels)
+    pose = output.poses[0]  # [n, e]
+    e, k = pose.shape[1], len(offsets)
+    changed = pose.repeat(e * k, 1, 1)  # [d*k, n, e]
+    shifts = torch.tensor(offsets, device=pose.device, dtype=pose.dtype)
+    changed[:, chosen] += (torch.eye(e, device=pose.device)[:, None] * shifts[:, None]).flatten(0, 1)
+    images = _decode(model, changed, torch.full((e * k,), chosen, device=pose.device))
+    return Perturbation(images.unflatten(0, (e, k)), tuple(offsets), transform.restore(x), labels[chosen])
+
+
+@torch.no_grad()
+def answers(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], right: int = 4, wrong: int = 4
+) -> list[Answer]:
+    """The first images that are recognised, then the first that are not, each with its reconstructions.
+
+    Args:
+        model: with a decoder; in eval mode.
+        batches: images ``[b, c, h, w]``, normalised, on the model's device, and their classes ``[b]``.
+        right, wrong: how many of each; fewer where there are no more.
+    """
+    labels = _require_decoder(model)
+    transform = model_transform(model)
+    found: dict[bool, list[Answer]] = {True: [], False: []}
+    wanted = {True: right, False: wrong}
+    for images, classes in batches:
+        if classes.dim() != 1:
+            raise CapszooError("these images have several labels", "draw them with --what multi")
+        output = model.forward_capsules(images)  # type: ignore[operator]
+        predicted = output.scores.argmax(1)
+        for kind in (True, False):
+            room = wanted[kind] - len(found[kind])
+            picked = ((predicted == classes) == kind).nonzero()[:room, 0]
+            if len(picked):
+                by_label = _decode(model, output.poses[picked], classes[picked])
+                by_predicted = _decode(model, output.poses[picked], predicted[picked])
+                seen = transform.restore(images[picked])
+                for n, place in enumerate(picked.tolist()):
+                    names = labels[int(classes[place])], labels[int(predicted[place])]
+                    found[kind].append(Answer(seen[n], *names, by_label[n], by_predicted[n]))
+        if all(len(found[kind]) == wanted[kind] for kind in wanted):
+            break
+    return found[True] + found[False]
+
+
+@torch.no_grad()
+def overlaps(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], right: int = 4, wrong: int = 4
+) -> list[Overlap]:
+    """The first pairs of digits that are recognised, then the first that are not (images of two labels only).
+
+    Args:
+        model: with a decoder; in eval mode.
+        batches: images ``[b, c, h, w]``, normalised, on the model's device, and zeros and ones ``[b, n]``.
+        right, wrong: how many of each; fewer where there are no more.
+    """
+    labels = _require_decoder(model)
+    if len(labels) < 5:
+        raise CapszooError("with fewer than five classes there may be none that is neither", "choose another")
+    transform = model_transform(model)
+    found: dict[bool, list[Overlap]] = {True: [], False: []}
+    wanted = {True: right, False: wrong}
+    for images, present in batches:
+        if present.dim() != 2:
+            raise CapszooError("these images have one label each", "give --dataset multimnist")
+        output = model.forward_capsules(images)  # type: ignore[operator]
+        top = output.scores.topk(2, dim=1).indices.sort(1).values
+        for place in (present.sum(1) == 2).nonzero()[:, 0].tolist():
+            there = present[place].nonzero()[:, 0]
+            kind = bool((there == top[place]).all())
+            if len(found[kind]) == wanted[kind]:
+                continue
+            others = output.scores[place].clone()
+            others[torch.cat([there, top[place]])] = -torch.inf
+            classes = torch.cat([there, top[place], others.argmax()[None]])  # the likeliest stranger
+            drawn = _decode(model, output.poses[place].expand(5, -1, -1), classes)
+            name = [labels[number] for number in classes.tolist()]
+            seen = transform.restore(images[place])
+            found[kind].append(
+                Overlap(
+                    seen,
+                    (name[0], name[1]),
+                    (name[2], name[3]),
+                    name[4],
+                    (drawn[0], drawn[1]),
+                    (drawn[2], drawn[3]),
+                    drawn[4],
+                )
+            )
+        if all(len(found[kind]) == wanted[kind] for kind in wanted):
+            break
+    return found[True] + found[False]
+
+
+def red_and_green(first: Tensor, second: Tensor) -> Tensor:
+    """Two images ``[c, h, w]`` as one ``[3, h, w]``: the first red, the second green, both yellow."""
+    red, green = first.mean(0), second.mean(0)
+    return torch.stack([red, green, torch.zeros_like(red)]).clamp(0, 1)
+
+
+def save_perturbation(found: Perturbation, path: str | Path) -> Path:
+    """A row for each dimension, a column for each offset (Fig. 4)."""
+    rows, columns = found.images.shape[:2]
+    figure = new_figure(0.55 * columns + 0.8, 0.55 * rows + 0.6)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for row in range(rows):
+        for column in range(columns):
+            show(grid[row][column], found.images[row, column])
+        grid[row][0].set_ylabel(str(row), rotation=0, fontsize=7, labelpad=8, va="center")
+    for column, offset in enumerate(found.offsets):
+        grid[0][column].set_title(f"{offset:+.2f}", fontsize=7)
+    figure.suptitle(f"capsule of {found.label}, one dimension changed at a time", fontsize=9)
+    return save(figure, path)
+
+
+def save_answers(found: Sequence[Answer], path: str | Path, about: str | None = None) -> Path:
+    """Input above, reconstructions of the label's and of the predicted capsule below (Fig. 3)."""
+    columns = [
+        (f"label {one.label}\npredicted {one.predicted}", (one.image, one.by_label, one.by_predicted))
+        for one in found
+    ]
+    return save_columns(columns, ("input", "of the label", "of the prediction"), path, about)
+
+
+def save_overlaps(found: Sequence[Overlap], path: str | Path, about: str | None = None) -> Path:
+    """Input above; below in red and green the reconstructions of both labels, of both predicted digits, and of a label
+    with a digit that is neither label nor prediction (Fig. 5)."""
+    columns = []
+    for one in found:
+        title = f"L {one.labels[0]} {one.labels[1]}   P {one.predicted[0]} {one.predicted[1]}\nneither: {one.stranger}"
+        pictures = (
+            one.image,
+            red_and_green(*one.by_labels),
+            red_and_green(*one.by_predicted),
+            red_and_green(one.by_labels[0], one.by_stranger),
+        )
+        columns.append((title, pictures))
+    rows = ("input", "of the labels", "of the prediction", "first label (red),\nneither (green)")
+    return save_columns(columns, rows, path, about)

@@ -1,0 +1,237 @@
+"""How a network routes, over a set of images: coupling entropy, dead capsules, agreement of the votes.
+
+Three things are counted, all in one pass over the images:
+
+* the entropy of each layer's couplings, over whatever they sum to 1 over (the parents of a child, or the children of a
+  parent), divided by its maximum: 1 is even couplings, 0 one coupling that takes everything;
+* dead capsules: those that compete for couplings (the parents, or the children) and never, in any image, get more than
+  `DEAD` of an even share;
+* the curves of Li et al. 2018 ("Neural Network Encapsulation"), Fig. 2: votes sorted by their cosine with the parent
+  capsule, and for each cosine the share of the votes and their mean length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CapszooError
+from ..models._base import CouplingLayout, NoCapsules
+
+__all__ = ["AgreementCurve", "LayerStats", "RoutingStats", "canonical", "coupling_entropy", "routing_stats"]
+
+DEAD = 0.1
+"""Share of an even share that a living capsule gets at least once."""
+
+BINS = 20
+"""Bins of the cosine from -1 to 1."""
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One routing layer.
+
+    Attributes:
+        positions: places at which the routing is done anew.
+        parents, children: capsules of each place.
+        over: what the couplings sum to 1 over, ``"parents"`` or ``"children"``.
+        entropy: mean normalised entropy; None where there is nothing to choose from.
+        peak: mean of the largest coupling.
+        dead: capsules among those that compete (``over``) that never get `DEAD` of an even share.
+    """
+
+    positions: int
+    parents: int
+    children: int
+    over: str
+    entropy: float | None
+    peak: float
+    dead: int
+
+    @property
+    def competing(self) -> int:
+        return self.parents if self.over == "parents" else self.children
+
+
+@dataclass(frozen=True)
+class AgreementCurve:
+    """Votes by their cosine with the parent capsule (Fig. 2).
+
+    Attributes:
+        cosine: middle of each bin.
+        share: per cent of the votes in it.
+        length: mean length of the votes in it; None where there are none.
+        classes: whether the parent is the capsule of the image's own class; else all parents were taken.
+    """
+
+    cosine: tuple[float, ...]
+    share: tuple[float, ...]
+    length: tuple[float | None, ...]
+    classes: bool
+
+
+@dataclass(frozen=True)
+class RoutingStats:
+    """All of it, over `n` images.
+
+    Attributes:
+        layers: routing layers in order; empty where nothing is routed.
+        never_predicted: classes that were predicted for no image.
+        curve: None where the network has no votes.
+    """
+
+    n: int
+    layers: tuple[LayerStats, ...]
+    never_predicted: tuple[int, ...]
+    curve: AgreementCurve | None
+
+
+def coupling_entropy(couplings: Tensor, dim: int) -> Tensor:
+    """Entropy along an axis over which couplings sum to 1, divided by its maximum; NaN for an axis of one."""
+    count = couplings.shape[dim]
+    if count == 1:
+        return torch.full_like(couplings.select(dim, 0), math.nan)
+    return torch.special.entr(couplings).sum(dim) / math.log(count)
+
+
+def canonical(couplings: Tensor, layout: CouplingLayout) -> Tensor:
+    """Couplings of a network as ``[b, positions, parents, children]``, float32."""
+    b, parents = couplings.shape[0], couplings.shape[layout.parents]
+    positions = math.prod(couplings.shape[1 : layout.parents])
+    return couplings.float().reshape(b, positions, parents, -1)
+
+
+class _Layer:
+    """Sums over the images of one layer."""
+
+    def __init__(self, layout: CouplingLayout) -> None:
+        self.over = layout.over
+        self.layout = layout
+        self.shape = (0, 0, 0)
+        self.entropy = self.peak = 0.0
+        self.count = 0
+        self.most: Tensor | None = None
+
+    def add(self, couplings: Tensor) -> None:
+        c = canonical(couplings, self.layout)
+        self.shape = (c.shape[1], c.shape[2], c.shape[3])
+        dim = 2 if self.over == "parents" else 3
+        total = c.sum(dim)
+        if not bool(((total - 1).abs() < 1e-2).all()):  # also NaN
+            raise CapszooError(f"couplings do not sum to 1 over the {self.over}", "the weights are damaged")
+        self.entropy += float(coupling_entropy(c, dim).double().sum())
+        self.peak += float(c.amax(dim).double().sum())
+        self.count += total.numel()
+        # A parent's share of an image is over all children; a child may serve one place or parent alone.
+        share = c.mean((1, 3)) if self.over == "parents" else c.amax((1, 2))  # [b, competing]
+        most = share.amax(0)
+        self.most = most if self.most is None else torch.maximum(self.most, most)
+
+    def result(self) -> LayerStats:
+        assert self.most is not None
+        even = 1 / len(self.most)
+        entropy = self.entropy / self.count
+        return LayerStats(
+            *self.shape,
+            over=self.over,
+            entropy=None if math.isnan(entropy) else entropy,
+            peak=self.peak / self.count,
+            dead=int((self.most < DEAD * even).sum()),
+        )
+
+
+class _Curve:
+    """Votes by cosine."""
+
+    def __init__(self) -> None:
+        self.number = torch.zeros(BINS, dtype=torch.float64)
+        self.length = torch.zeros(BINS, dtype=torch.float64)
+        self.classes = False
+
+    def add(self, votes: Tensor, poses: Tensor) -> None:
+        """Votes ``[b, j, i, e]`` and parents ``[b, j, e]``."""
+        votes, poses = votes.float(), poses.float()
+        lengths = torch.linalg.vector_norm(votes, dim=-1)  # [b, j, i]
+        along = torch.matmul(votes, poses.unsqueeze(-1)).squeeze(-1)
+        cosine = along / (lengths * torch.linalg.vector_norm(poses, dim=-1, keepdim=True)).clamp_min(1e-12)
+        place = ((cosine + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).flatten().cpu()
+        self.number += torch.bincount(place, minlength=BINS)
+        self.length += torch.bincount(place, lengths.flatten().double().cpu(), minlength=BINS)
+
+    def result(self) -> AgreementCurve:
+        lengths = (self.length / self.number).tolist()
+        return AgreementCurve(
+            cosine=tuple((2 * k + 1) / BINS - 1 for k in range(BINS)),
+            share=tuple((100 * self.number / self.number.sum()).tolist()),
+            length=tuple(None if math.isnan(length) else length for length in lengths),
+            classes=self.classes,
+        )
+
+
+@torch.no_grad()
+def routing_stats(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | None]]) -> RoutingStats:
+    """Statistics of a capsule network's routing.
+
+    Args:
+        model: a network of the zoo; run in eval mode.
+        batches: images ``[b, c, h, w]``, normalised, on the model's device, and their classes ``[b]`` or zeros and ones
+            ``[b, n]``; without labels the predicted class's capsule is the parent of the curve.
+
+    Raises:
+        CapszooError: no capsule network, or couplings that are not finite.
+    """
+    forward: Any = getattr(model, "forward_capsules", None)
+    if forward is None or not hasattr(model, "coupling_layouts"):
+        raise CapszooError(f"{type(model).__name__} is no capsule network", "choose one: `capszoo list`")
+    was_training = model.training
+    model.eval()
+    layers = [_Layer(layout) for layout in model.coupling_layouts()]  # type: ignore[operator]
+    curve: _Curve | None = _Curve()
+    predicted: Tensor | None = None
+    n = 0
+    try:
+        for images, labels in batches:
+            try:
+                output = forward(images)
+            except NoCapsules as error:
+                raise CapszooError(str(error), "choose another: `capszoo list`") from None
+            for layer, couplings in zip(layers, output.couplings, strict=True):
+                layer.add(couplings)
+            answer = output.scores.argmax(1)
+            found = torch.bincount(answer, minlength=output.scores.shape[1]).cpu()
+            predicted = found if predicted is None else predicted + found
+            n += len(images)
+            if curve is not None:
+                curve = _add_votes(curve, model, images, answer if labels is None else labels)
+    finally:
+        model.train(was_training)
+    if predicted is None:
+        raise CapszooError("there are no images", "give at least one")
+    return RoutingStats(
+        n,
+        tuple(layer.result() for layer in layers),
+        tuple((predicted == 0).nonzero()[:, 0].tolist()),
+        None if curve is None else curve.result(),
+    )
+
+
+def _add_votes(curve: _Curve, model: nn.Module, images: Tensor, labels: Tensor) -> _Curve | None:
+    try:
+        votes, poses, classes = model.class_votes(images)  # type: ignore[operator]
+    except NotImplementedError:
+        return None
+    curve.classes = classes
+    if not classes:
+        curve.add(votes, poses)
+    elif labels.dim() == 1:
+        own = torch.arange(len(labels), device=labels.device)
+        curve.add(votes[own, labels].unsqueeze(1), poses[own, labels].unsqueeze(1))
+    else:  # each of an image's classes
+        own, which = labels.nonzero(as_tuple=True)
+        curve.add(votes[own, which].unsqueeze(1), poses[own, which].unsqueeze(1))
+    return curve

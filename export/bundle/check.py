@@ -1,0 +1,238 @@
+"""A bundle that was written before: checked again, run, and its runtimes held against each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from capszoo.errors import CapszooError, UsageError
+from capszoo.inference import load_model
+from capszoo.models._pretrained import WeightsError, sha256_of
+from capszoo.preprocess import load_image, model_input_size
+
+from .. import compare, to_aoti, to_tensorrt
+from ..prepare import Job, prepare
+from ..report import GateStep, first_line
+from ..verify.graph_rules import inspect_graph, require_libraries, widened
+from . import infer
+from .manifest import read_manifest, state_digest
+
+__all__ = ["BundleCheck", "check_bundle", "compare_bundle", "open_runner"]
+
+
+@dataclass
+class BundleCheck:
+    """What a second look at a bundle found."""
+
+    folder: str
+    steps: list[GateStep] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return any(step.passed for step in self.steps) and all(s.passed is not False for s in self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed}
+
+
+def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
+    """Look at a bundle again: its files, its graph, its answers.
+
+    The answers are held against those that the original gave at export (``reference.npz``), and, where the model can
+    be created again from its name with the same weights, against the model itself.
+
+    Raises:
+        CapszooError: no bundle.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    check = BundleCheck(str(folder))
+    wrong = [
+        f"{file} is {'missing' if not (folder / file).is_file() else 'not the one that was written'}"
+        for file, digest in manifest["files"].items()
+        if not (folder / file).is_file() or sha256_of(folder / file) != digest
+    ]
+    whole = f"{len(manifest['files'])} files"
+    check.steps.append(GateStep("sha256 of the files", not wrong, "; ".join(wrong) or whole))
+    if wrong:
+        return check  # nothing more is to be said of files that are not those of the manifest
+    require_libraries(True)
+    import onnx
+
+    proto = onnx.load(folder / "model.onnx")
+    batch = tuple(manifest["batch"][key] for key in ("min", "usual", "max"))
+    problems = inspect_graph(proto, batch)  # type: ignore[arg-type]
+    opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
+    if opset != manifest["opset"]:
+        problems.append(f"opset is {opset}, the manifest says {manifest['opset']}")
+    detail = problems[0] if problems else f"{len(proto.graph.node)} nodes, opset {opset}"
+    check.steps.append(GateStep("structure", not problems, detail))
+
+    runner = open_runner("onnxruntime", folder, manifest)
+    with np.load(folder / "reference.npz") as stored:
+        images, expected = stored["images"], stored["scores"]
+    index = [output["name"] for output in manifest["outputs"]].index("scores")
+    got = runner(images)[index]
+    check.steps.append(_held("parity with the stored answers", expected, got, manifest))
+    check.steps.append(_against_original(runner, images, index, manifest))
+    return check
+
+
+def _held(name: str, expected: np.ndarray, got: np.ndarray, manifest: dict[str, Any]) -> GateStep:
+    difference = compare.compare_outputs([expected], [got])
+    limit = float(manifest["tolerance"])
+    detail = (
+        f"{difference.relative:.1e} of the largest output on {len(expected)} inputs, the limit is {limit:.0e}"
+    )
+    return GateStep(name, difference.passed(limit), detail)
+
+
+def _against_original(
+    runner: compare.Runner, images: np.ndarray, index: int, manifest: dict[str, Any]
+) -> GateStep:
+    name = "parity with eager"
+    try:
+        job = _original(manifest)
+    except (CapszooError, WeightsError, ValueError, OSError) as e:
+        return GateStep(name, None, f"not run: the model is not at hand ({first_line(e)})")
+    return _held(name, compare.EagerRunner(job.original)(images)[index], runner(images)[index], manifest)
+
+
+def _original(manifest: dict[str, Any], model: str | None = None) -> Job:
+    """The model of a bundle, created again and served as it was exported.
+
+    Raises:
+        CapszooError: it has no name, or what the name gives has other weights.
+    """
+    about = manifest["model"]
+    source = model or about["source"]
+    if not source:
+        raise CapszooError("the bundle does not say where its model comes from", "name it: --model")
+    net, size = load_model(source, device="cpu"), tuple(manifest["input"]["size"])
+    if model_input_size(net)[1:] != size:
+        net = load_model(source, device="cpu", img_size=size)
+    if state_digest(net) != about["state_sha256"]:
+        raise CapszooError(f"{source} has other weights than the bundle", "name the model it was made from")
+    batch = manifest["batch"]
+    return prepare(
+        net,
+        name=manifest["name"],
+        routing_iters=about["routing_iters_asked"],
+        outputs=about["outputs"],
+        batch=(batch["min"], batch["usual"], batch["max"]),
+        uint8_input=manifest["input"]["dtype"] == "uint8",
+    )
+
+
+def open_runner(
+    kind: str,
+    folder: str | os.PathLike[str],
+    manifest: dict[str, Any] | None = None,
+    model: str | None = None,
+) -> compare.Runner:
+    """A bundle's model in one of :data:`capszoo.export.compare.RUNNERS`.
+
+    Args:
+        kind: which.
+        folder: of the bundle.
+        manifest: of the bundle, if read already.
+        model: for ``eager``: the name or path of the original, if the manifest's does not lead there.
+
+    Raises:
+        CapszooError: the bundle has no such engine, or this machine cannot run it.
+        UsageError: no such runner.
+    """
+    folder, manifest = Path(folder), manifest or read_manifest(folder)
+    if kind not in compare.RUNNERS:
+        raise UsageError(f"unknown runner '{kind}'", f"use {', '.join(compare.RUNNERS)}")
+    if kind == "eager":
+        return compare.EagerRunner(_original(manifest, model).original)
+    if kind.startswith("onnxruntime"):
+        require_libraries(True)
+        path = folder / "model.onnx"
+        if kind == "onnxruntime-cuda":
+            return compare.OnnxRunner(str(path), provider="CUDAExecutionProvider")
+        if manifest["precision"]["model"] == "bf16":  # the CPU provider has no bfloat16
+            import onnx
+
+            return compare.OnnxRunner(widened(onnx.load(path)).SerializeToString())
+        return compare.OnnxRunner(str(path))
+    described = manifest["engines"].get(kind)
+    if described is None or not described.get("file"):
+        raise CapszooError(
+            f"{folder} has no engine for {kind}",
+            f"export with --format onnx,{kind}" if described is None else described.get("note", ""),
+        )
+    path = folder / described["file"]
+    if kind == "aoti":
+        return to_aoti.AotiRunner(path, described["device"])
+    return to_tensorrt.TensorRTRunner(path)
+
+
+def compare_bundle(
+    folder: str | os.PathLike[str],
+    kinds: Sequence[str],
+    files: Sequence[str | Path] = (),
+    model: str | None = None,
+    batches: Sequence[int] = (1, 8),
+    repeats: int = 20,
+) -> dict[str, Any]:
+    """Hold the runtimes of a bundle against the first of them.
+
+    Args:
+        folder: of the bundle.
+        kinds: at least two of :data:`capszoo.export.compare.RUNNERS`, the reference first.
+        files: images; random input where there are none.
+        model: see :func:`open_runner`.
+        batches: sizes to time, cut to the bundle's profile.
+        repeats: timed calls of each.
+
+    Returns:
+        ``reference``, ``images`` (how many), ``differences`` (one per other runner) and ``timings``.
+
+    Raises:
+        CapszooError: no bundle, or a runtime that is not at hand.
+        UsageError: fewer than two runners, or an unknown one.
+    """
+    if len(kinds) < 2:
+        raise UsageError("one runner alone cannot be compared", f"name two of {', '.join(compare.RUNNERS)}")
+    manifest = read_manifest(folder)
+    spec = manifest["input"]
+    smallest, largest = manifest["batch"]["min"], manifest["batch"]["max"]
+    runners = [open_runner(kind, folder, manifest, model) for kind in kinds]
+    if files:
+        for file in files:
+            load_image(file)  # says in one line what is wrong with a file
+        inputs = np.stack([infer.preprocess(file, spec) for file in files])
+    else:
+        inputs = compare.probe_input("random", (largest, spec["channels"], *spec["size"]), 0, spec["dtype"])
+    gathered: list[list[list[np.ndarray]]] = [[] for _ in runners]
+    for start in range(0, len(inputs), largest):
+        chunk = inputs[start : start + largest]
+        filled = chunk[np.arange(max(len(chunk), smallest)) % len(chunk)]
+        for results, runner in zip(gathered, runners, strict=True):
+            results.append([output[: len(chunk)] for output in runner(filled)])
+    whole = [[np.concatenate(parts) for parts in zip(*results, strict=True)] for results in gathered]
+    differences = []
+    for kind, outputs in zip(kinds[1:], whole[1:], strict=True):
+        found = compare.compare_outputs(whole[0], outputs, "images" if files else "random", (kinds[0], kind))
+        differences.append({"runner": kind, **found.to_dict()})
+    timings = []
+    for count in sorted({min(max(count, smallest), largest) for count in batches}):
+        for kind, timing in zip(
+            kinds,
+            compare.time_runners(runners, inputs[np.arange(count) % len(inputs)], repeats),
+            strict=True,
+        ):
+            timings.append({**timing.to_dict(), "runner": kind})
+    return {
+        "reference": kinds[0],
+        "images": len(files),
+        "differences": differences,
+        "timings": timings,
+    }

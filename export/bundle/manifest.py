@@ -1,0 +1,176 @@
+"""The manifest of a bundle: what it says of the model, its input and its export, and how it is read again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from capszoo.errors import CapszooError
+from capszoo.models._pretrained import (
+    WeightsError,
+    WeightsInfo,
+    bundled_tags,
+    load_safetensors,
+    locate_weights,
+)
+from capszoo.preprocess import ImageTransform
+from capszoo.summary import iteration_attributes
+
+from .. import compare, unroll
+from ..prepare import Job
+from ..report import ExportReport, first_line
+
+__all__ = [
+    "SCHEMA",
+    "describe_model",
+    "figures",
+    "meaning",
+    "preprocessing",
+    "read_manifest",
+    "state_digest",
+]
+
+SCHEMA = 1
+
+_MEANING = {
+    "scores": "class scores; their argmax is the prediction (capsule lengths, activations or logits)",
+    "poses": "class capsules",
+    "activations": "how present each class is",
+    "couplings": "shares that each child capsule gives its parents, last iteration",
+}
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The manifest of a bundle.
+
+    Raises:
+        CapszooError: no bundle, or one that this version does not read.
+    """
+    path = Path(folder) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CapszooError(f"{folder}: no bundle (no manifest.json)", "write one: capszoo export") from None
+    except (OSError, ValueError) as e:
+        raise CapszooError(f"{path}: cannot be read ({first_line(e)})", "export again") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        raise CapszooError(f"{path}: not a manifest of schema {SCHEMA}", "export again with this version")
+    return manifest
+
+
+def preprocessing(transform: ImageTransform, report: ExportReport) -> dict[str, Any]:
+    """What a client does to an image before the graph takes it."""
+    smallest, usual, largest = report.batch
+    return {
+        "input": report.input_name,
+        "scores": "scores",
+        "dtype": report.input_dtype,
+        "layout": "NCHW",
+        "channels": transform.channels,
+        "color_order": "grey" if transform.channels == 1 else "RGB",
+        "size": list(transform.size),
+        "resize": "the shorter side to size / crop_pct, the centre cropped to size; none if it has the size",
+        "interpolation": transform.interpolation,
+        "crop_pct": transform.crop_pct,
+        "scale": "value / 255",
+        "mean": list(transform.mean),
+        "std": list(transform.std),
+        "normalisation_in_graph": report.input_dtype == "uint8",
+        "batch": {"min": smallest, "usual": usual, "max": largest},
+    }
+
+
+def describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
+    """Where the model comes from, its weights, and how it routes."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    weights: dict[str, Any] = {}
+    info = _weights_of(model, cfg)
+    if info is not None:
+        weights = {
+            "id": info.name,
+            "sha256": info.sha256,
+            "license": info.license,
+            "metrics": info.raw.get("metrics", {}),
+            "dataset": info.raw.get("dataset", {}).get("name"),
+        }
+    routing = [
+        {"layer": name, "type": type(module).__name__, "iterations": getattr(module, attribute)}
+        for name, module in job.original.named_modules()
+        if type(module).__module__.startswith("capszoo.layers")
+        for attribute in iteration_attributes(module)
+    ]
+    served = job.original if isinstance(job.original, unroll.Served) else None
+    return {
+        "architecture": cfg.get("architecture") or type(model).__name__,
+        "class": type(model).__name__,
+        "source": Path(source).name if Path(source).is_absolute() else source,
+        "weights": weights,
+        "state_sha256": state_digest(model),
+        "num_params": sum(p.numel() for p in model.parameters()),
+        "outputs": list(served.outputs) if served else ["scores"],
+        "routing": routing,
+        "routing_iters": job.routing_iters,
+        "routing_iters_asked": job.routing_iters[0] if len(job.routing_iters) == 1 else None,
+    }
+
+
+def _weights_of(model: nn.Module, cfg: dict[str, Any]) -> WeightsInfo | None:
+    """The checkpoint that a model holds, if it holds one unchanged: beside its file, or bundled."""
+    beside = Path(cfg["file"]).with_suffix(".json") if cfg.get("file") else None
+    if beside is not None and beside.is_file():
+        info, file = WeightsInfo.from_json(beside), Path(cfg["file"])
+    else:
+        found = bundled_tags().get(f"{cfg.get('architecture')}.{cfg.get('tag')}")
+        if found is None:
+            return None
+        try:
+            info, file = found, locate_weights(found)
+        except WeightsError:
+            return None
+    state, own = load_safetensors(file), model.state_dict()
+    equal = all(k in state and torch.equal(v.cpu(), state[k]) for k, v in own.items())
+    return info if equal else None
+
+
+def state_digest(model: nn.Module) -> str:
+    """One sha256 over all parameters and buffers, in the order of their names."""
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def figures(report: ExportReport) -> dict[str, Any]:
+    """Exported against eager; and, in half precision, half against float32 in PyTorch."""
+
+    def summary(differences: list[compare.Difference]) -> dict[str, Any]:
+        real = [d for d in differences if d.probe == "images"]
+        count = sum(d.batch for d in real)
+        return {
+            "max_difference": max((d.max_abs for d in differences), default=None),
+            "share_of_largest_output": max((d.relative for d in differences), default=None),
+            "inputs": len(differences),
+            "images": count,
+            "top1_agreement": sum(d.top1_agreement * d.batch for d in real) / count if count else None,
+        }
+
+    found: dict[str, Any] = {"onnxruntime against eager": summary(report.comparisons)}
+    if report.float_comparisons:
+        found["onnxruntime before quantisation against eager"] = summary(report.float_comparisons)
+    if report.accuracy:
+        found["accuracy on real images, points"] = report.accuracy
+    if report.half_comparisons:
+        found[f"eager {report.precision} against eager fp32"] = summary(report.half_comparisons)
+    return found
+
+
+def meaning(output: str) -> str:
+    """What an output of the graph holds."""
+    return next((text for key, text in _MEANING.items() if output.split("_")[0] == key), "")

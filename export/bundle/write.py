@@ -1,0 +1,330 @@
+"""A folder that is ready to serve: the model's files, what they were proved to do, and all that a client must know.
+
+>>> from capszoo.export.bundle import check_bundle, export_bundle
+>>> manifest = export_bundle(model, "digits", triton=True)
+>>> check_bundle("digits").passed
+
+The folder is written under a temporary name beside its own and renamed at the end: a failure or a kill leaves no
+half-written bundle under that name, and an older one as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+import capszoo
+from capszoo.errors import UsageError
+from capszoo.inference import label_names
+from capszoo.models._pretrained import sha256_of
+from capszoo.preprocess import model_transform
+
+from .. import compare, to_aoti, to_onnx, to_tensorrt
+from ..atomic import old_name, workplace
+from ..prepare import Job, prepare
+from ..report import ExportReport, GateStep
+from ..verify.images import RealImages
+from .check import BundleCheck, check_bundle, compare_bundle, open_runner
+from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing, read_manifest
+
+__all__ = [
+    "FORMATS",
+    "BundleCheck",
+    "check_bundle",
+    "compare_bundle",
+    "export_bundle",
+    "open_runner",
+    "read_manifest",
+]
+
+FORMATS = ("onnx", "tensorrt", "aoti")
+
+
+def export_bundle(
+    model: nn.Module,
+    out: str | os.PathLike[str],
+    *,
+    name: str = "",
+    source: str = "",
+    formats: Sequence[str] = ("onnx",),
+    routing_iters: int | None = None,
+    outputs: Sequence[str] = ("scores",),
+    opset: int | None = None,
+    batch: tuple[int, int, int] | int = (1, 8, 32),
+    precision: str = "fp32",
+    uint8_input: bool = False,
+    gate: str = "full",
+    runtime: str | None = None,
+    images: torch.Tensor | RealImages | None = None,
+    calibration: torch.Tensor | RealImages | None = None,
+    triton: bool = False,
+    engine: to_tensorrt.BuildOptions | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Export a classifier and all that serving it needs.
+
+    Args:
+        model: the classifier, in float32; left as it is.
+        out: folder to write. An older bundle there is replaced, another folder that holds files is refused.
+        name: name of the model in the bundle; its class where empty.
+        source: the name under which ``capszoo.inference.load_model`` finds the model again.
+        formats: any of :data:`FORMATS`. The ONNX file is always written: the gate runs on it.
+        routing_iters, outputs, opset, batch, precision, uint8_input, gate, runtime, images, calibration: see
+            :func:`capszoo.export.to_onnx.export`. The outputs must include the scores. With the format tensorrt the
+            file is written for a GPU unless told otherwise.
+        triton: add a model repository for Triton Inference Server.
+        engine: how a TensorRT engine is built.
+        progress: called with one line before each step.
+
+    Returns:
+        The manifest, as stored; ``notes`` says what could not be done here.
+
+    Raises:
+        ExportError: the model cannot be exported, or failed the gate; nothing was written.
+        UsageError: arguments that make no sense.
+    """
+    unknown = [word for word in formats if word not in FORMATS]
+    if unknown or not formats:
+        raise UsageError(f"unknown format '{unknown[0] if unknown else ''}'", f"use {', '.join(FORMATS)}")
+    if "scores" not in outputs:
+        raise UsageError("a bundle needs the output scores", "add it to the outputs")
+    if precision == "int8" and "aoti" in formats:
+        raise UsageError("AOTInductor takes no int8", "leave the format aoti out")
+    target = Path(out)
+    _check_target(target)
+    transform = model_transform(model)
+    labels = label_names(model)
+    if not labels:
+        raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
+    job = prepare(
+        model,
+        name=name,
+        routing_iters=routing_iters,
+        outputs=outputs,
+        batch=batch,
+        precision=precision,
+        uint8_input=uint8_input,
+        progress=progress,
+    )
+    safe = re.sub(r"[^\w.-]+", "_", job.name)
+    with workplace(target, folder=True) as work:
+        report = to_onnx.write(
+            job,
+            work / "model.onnx",
+            opset=opset,
+            gate=gate,
+            runtime=runtime or ("gpu" if "tensorrt" in formats else None),
+            images=images,
+            calibration=calibration,
+            progress=progress,
+        )
+        report.gate.append(to_tensorrt.rtx_step(work / "model.onnx", report))
+        notes: list[str] = []
+        engines: dict[str, Any] = {}
+        if "aoti" in formats:
+            engines["aoti"] = to_aoti.write(job, work, progress=progress)
+            report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
+        options = engine or to_tensorrt.BuildOptions()
+        if "tensorrt" in formats:
+            engines["tensorrt"], steps = to_tensorrt.write(job, report, work, options, progress)
+            report.gate.extend(steps)
+            if engines["tensorrt"]["note"]:
+                notes.append(engines["tensorrt"]["note"])
+        else:
+            why = "not run: the format tensorrt was not asked for"
+            report.gate.append(GateStep("TensorRT builds the engine", None, why))
+        report.path = "model.onnx"
+        spec = preprocessing(transform, report)
+        _write_json(work / "preprocess.json", spec)
+        (work / "labels.txt").write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
+        shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
+        _write_reference(job, work / "reference.npz")
+        if triton:
+            _write_triton(work, safe, report, len(labels), "tensorrt" in formats)
+        manifest: dict[str, Any] = {
+            "schema": SCHEMA,
+            "name": safe,
+            "model": describe_model(model, job, source),
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "exported_with": {
+                "capszoo": capszoo.__version__,
+                "python": platform.python_version(),
+                **report.versions,
+            },
+            "opset": report.opset,
+            "ir_version": report.ir_version,
+            "input": {
+                **spec,
+                "name": spec["input"],
+                "shape": list(report.input_shape),
+                "range": "0..255" if spec["dtype"] == "uint8" else "0..1 before normalisation",
+            },
+            "outputs": [
+                {"name": key, "shape": list(shape), "dtype": "float32", "meaning": meaning(key)}
+                for key, shape in report.outputs.items()
+            ],
+            "labels": labels,
+            "precision": {"model": precision, **report.precision_map},
+            "batch": spec["batch"],
+            "engines": engines,
+            "comparison": figures(report),
+            "tolerance": report.tolerance,
+            "gates": [asdict(step) for step in report.gate],
+            "notes": notes,
+            "graph": {"nodes": report.num_nodes, "operators": report.node_types, "max_rank": report.max_rank},
+        }
+        (work / "README.md").write_text(_readme(manifest, triton), encoding="utf-8")
+        manifest["files"] = {
+            file.relative_to(work).as_posix(): sha256_of(file)
+            for file in sorted(work.rglob("*"))
+            if file.is_file()
+        }
+        _write_json(work / "manifest.json", manifest)
+        _put_in_place(work, target)
+    return manifest
+
+
+def _check_target(target: Path) -> None:
+    if target.is_file():
+        raise UsageError(f"{target} is a file", "give the name of a folder, or FILE.onnx for the file alone")
+    if target.is_dir() and any(target.iterdir()) and not (target / "manifest.json").is_file():
+        raise UsageError(f"{target} holds files and is no bundle", "give a new folder")
+
+
+def _put_in_place(work: Path, target: Path) -> None:
+    """Rename; an older bundle stays until the new one is complete."""
+    old = old_name(work)
+    if target.exists():
+        os.replace(target, old)
+    try:
+        os.replace(work, target)
+    except OSError:
+        with suppress(OSError):
+            os.replace(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_reference(job: Job, path: Path) -> None:
+    """Inputs, and the scores that the original gives for them: the probes, and up to four real images.
+
+    int8 is made for values such as real images have: those alone, up to eight.
+    """
+    shape, dtype = (1, *job.size), job.input_dtype
+    inputs = [compare.probe_input(probe, shape, 0, dtype) for probe in compare.PROBES]
+    if job.samples is not None:
+        inputs = [job.samples[:8]] if job.precision == "int8" else [*inputs, job.samples[:4]]
+    stacked = np.concatenate(inputs)
+    smallest, _, largest = job.batch
+    # a fixed or large batch takes as many as it must, a small one no more than it can
+    stacked = stacked[np.arange(max(smallest, min(len(stacked), largest))) % len(stacked)]
+    scores = compare.EagerRunner(job.original)(stacked)[job.output_names.index("scores")]
+    np.savez_compressed(path, images=stacked, scores=scores)
+
+
+def _write_triton(folder: Path, name: str, report: ExportReport, classes: int, tensorrt: bool) -> None:
+    """Model repositories: ``triton`` for ONNX Runtime, ``triton-tensorrt`` for the engine."""
+    repositories = [("triton", 'backend: "onnxruntime"', "model.onnx")]
+    if tensorrt:
+        repositories.append(("triton-tensorrt", 'platform: "tensorrt_plan"', "model.plan"))
+    for repository, backend, file in repositories:
+        place = folder / repository / name
+        (place / "1").mkdir(parents=True)
+        (place / "config.pbtxt").write_text(_triton_config(name, backend, file, report), encoding="utf-8")
+        shutil.copyfile(folder / "labels.txt", place / "labels.txt")
+        model = folder / ("model.onnx" if file == "model.onnx" else "tensorrt/model.plan")
+        if model.is_file():
+            shutil.copyfile(model, place / "1" / file)
+        else:
+            (place / "1" / "README").write_text("put model.plan here: tensorrt/build_engine.sh makes it\n")
+
+
+def _triton_config(name: str, backend: str, file: str, report: ExportReport) -> str:
+    """Triton's model configuration; dims are those of one image, unless the batch is fixed in the graph."""
+    smallest, usual, largest = report.batch
+    fixed = smallest == largest
+    lines = [f'name: "{name}"', backend, f'default_model_filename: "{file}"']
+    lines.append(f"max_batch_size: {0 if fixed else largest}")
+
+    def tensor(kind: str, key: str, dtype: str, shape: tuple[int | str, ...], extra: str = "") -> str:
+        sizes = ", ".join(str(s) for s in (shape if fixed else shape[1:]))
+        return f'{kind} [\n  {{\n    name: "{key}"\n    data_type: {dtype}\n    dims: [ {sizes} ]{extra}\n  }}\n]'
+
+    dtype = "TYPE_UINT8" if report.input_dtype == "uint8" else "TYPE_FP32"
+    lines.append(tensor("input", report.input_name, dtype, report.input_shape))
+    for key, shape in report.outputs.items():
+        extra = '\n    label_filename: "labels.txt"' if key == "scores" else ""
+        lines.append(tensor("output", key, "TYPE_FP32", shape, extra))
+    if not fixed:
+        preferred = sorted({usual, largest})
+        sizes = ", ".join(map(str, preferred))
+        lines.append(
+            f"dynamic_batching {{\n  preferred_batch_size: [ {sizes} ]\n  max_queue_delay_microseconds: 500\n}}"
+        )
+    dims = ", ".join(str(s) for s in (report.input_shape if fixed else report.input_shape[1:]))
+    lines.append(
+        f'model_warmup [\n  {{\n    name: "zero"\n    batch_size: {0 if fixed else usual}\n    inputs {{\n'
+        f'      key: "{report.input_name}"\n      value {{ data_type: {dtype} dims: [ {dims} ] zero_data: true }}\n'
+        "    }\n  }\n]"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _readme(manifest: dict[str, Any], triton: bool) -> str:
+    """How to use the bundle, and what is known about it."""
+    spec, batch = manifest["input"], manifest["batch"]
+    channels, (height, width) = spec["channels"], spec["size"]
+    normal = (
+        "uint8 values 0..255; the graph normalises"
+        if spec["normalisation_in_graph"]
+        else f"float32, value / 255, minus {spec['mean']}, divided by {spec['std']}"
+    )
+    run = [step for step in manifest["gates"] if step["passed"]]
+    not_run = [step for step in manifest["gates"] if step["passed"] is None]
+    lines = [
+        f"# {manifest['name']}",
+        "",
+        f"Exported by capszoo {manifest['exported_with']['capszoo']}; `manifest.json` has every detail.",
+        "",
+        "```sh",
+        "pip install numpy pillow onnxruntime",
+        "python infer.py IMAGE...",
+        "```",
+        "",
+        f"- Input `{spec['name']}`: [batch, {channels}, {height}, {width}], {spec['color_order']}, {normal}.",
+        f"- Batch: {batch['min']} to {batch['max']}.",
+        f"- Precision: {manifest['precision']['model']}; inputs and outputs "
+        f"{'are uint8 and float32' if spec['dtype'] == 'uint8' else 'are float32'}.",
+        *(f"- Output `{o['name']}` {o['shape']}: {o['meaning']}." for o in manifest["outputs"]),
+    ]
+    if triton:
+        lines += [
+            "",
+            f"Triton Inference Server: `tritonserver --model-repository=triton` ({manifest['name']}).",
+        ]
+    for engine in manifest["engines"].values():
+        lines += ["", *engine["readme"]]
+    lines += ["", "## What was checked", ""]
+    lines += [f"- {step['name']}: {step['detail']}" for step in run] or ["- nothing"]
+    lines += ["", "## What was not checked", ""]
+    lines += [f"- {s['name']}: {s['detail'].removeprefix('not run: ')}" for s in not_run]
+    lines += ["- Triton Inference Server was not run on this folder."] if triton else []
+    lines += ["", "`capszoo export --check .` checks the files, the graph and the answers again.", ""]
+    return "\n".join(lines)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Parts of the evaluation: what is evaluated, what is counted, crops, robustness, the report and all plots."""

@@ -1,0 +1,305 @@
+"""How accuracy falls when images are turned, sheared, scaled or moved, and under attack; affNIST's protocol.
+
+Sweeps: every image is moved by one amount at a time (`SWEEPS`), bilinearly about its middle, black where nothing lands,
+and rounded to 8 bits; the amount that changes nothing gives the clean accuracy exactly.
+
+PGD (Madry et al. 2018), in the L-infinity norm, untargeted: from a random start in the ball of radius eps about the
+image, `steps` times a step of 2.5 eps / steps along the sign of the gradient of (the largest score of another class -
+the score of the own class), each time back into the ball and into [0, 1]. Pixels are in [0, 1], before normalisation;
+the model is differentiated whole, routing included. An image counts as recognised where the model is right on the
+image itself, on the start and after every step; what is wrong is attacked no further. This loss, unlike cross-entropy,
+is the same for logits and for capsule lengths.
+
+affNIST: the regenerated test set and the expanded (shifted) one of `capszoo.data`, 40x40 pixels, one image for each
+digit of MNIST's test set. The protocol trains on MNIST at random places on 40x40; other training is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from capszoo.data import DataError, dataset_spec, keyed_generator, load_dataset
+from capszoo.data.augment import affine_matrices, crop, warp
+from capszoo.errors import CapszooError, UsageError
+
+from ..evaluate import all_right, assess
+from .target import Subject, drawn
+
+__all__ = [
+    "SWEEPS",
+    "AffnistResult",
+    "AttackResult",
+    "SweepResult",
+    "affnist",
+    "attack",
+    "attack_loss",
+    "default_eps",
+    "move",
+    "parse_radii",
+    "pgd",
+    "sweeps",
+]
+
+SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "rotation": ("degrees", (-90, -60, -45, -30, -20, -10, 0, 10, 20, 30, 45, 60, 90)),
+    "translation x": ("share of the width", (-0.3, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.3)),
+    "translation y": ("share of the height", (-0.3, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.3)),
+    "scale": ("factor", (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6)),
+    "shear": ("pixels per row", (-0.6, -0.4, -0.2, -0.1, 0, 0.1, 0.2, 0.4, 0.6)),
+}
+"""Unit and amounts of each sweep. Rotation is counter-clockwise; translations are rounded to whole pixels."""
+
+STEPS = 20
+"""Steps of PGD."""
+
+STEP_SHARE = 2.5
+"""All steps together, in radii of the ball."""
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """Accuracy in per cent (`all_right`) at each amount."""
+
+    name: str
+    unit: str
+    amounts: tuple[float, ...]
+    accuracy: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """Accuracy in per cent under PGD of radius `eps` on pixels in [0, 1]."""
+
+    eps: float
+    steps: int
+    step_size: float
+    accuracy: float
+
+
+def move(pixels: Tensor, name: str, amount: float) -> Tensor:
+    """uint8 [b, c, h, w] moved as a sweep does, to the same shape.
+
+    Arguments:
+        name: a key of `SWEEPS`.
+        amount: in the sweep's unit.
+    """
+    b, _, h, w = pixels.shape
+    if name.startswith("translation"):
+        across, down = (round(amount * w), 0) if name.endswith("x") else (0, round(amount * h))
+        room = max(abs(across), abs(down))
+        return crop(pixels, torch.full((b,), room - down), torch.full((b,), room - across), (h, w), room)
+
+    def all_by(value: float) -> Tensor:
+        return torch.full((b,), float(value))
+
+    factor = all_by(amount if name == "scale" else 1)
+    matrices = affine_matrices(
+        all_by(amount if name == "rotation" else 0), all_by(amount if name == "shear" else 0), factor, factor
+    )
+    return warp(pixels.float(), matrices).round_().clamp_(0, 255).to(torch.uint8)
+
+
+@torch.no_grad()
+def sweeps(
+    subject: Subject,
+    names: Sequence[str] = tuple(SWEEPS),
+    batch_size: int = 500,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[SweepResult, ...]:
+    """Accuracy at every amount of the sweeps named, one view of each image."""
+    spec = subject.images.spec
+    right = {name: [0] * len(SWEEPS[name][1]) for name in names}
+    for batch in _single(subject).batches(batch_size, progress):
+        for name in names:
+            for place, amount in enumerate(SWEEPS[name][1]):
+                scores = subject.net(subject.normalised(move(batch.pixels, name, amount)))
+                found = all_right(scores, batch.labels, spec.labels_per_image, subject.threshold)
+                right[name][place] += int(found.sum())
+    return tuple(
+        SweepResult(name, *SWEEPS[name], tuple(100 * count / subject.n for count in right[name]))
+        for name in names
+    )
+
+
+def _single(subject: Subject) -> Subject:
+    if subject.crops:
+        raise UsageError("robustness is measured on one view of each image", "leave --crops multi out")
+    return subject
+
+
+def default_eps(channels: int) -> tuple[float, ...]:
+    """Radii to try: MNIST's usual ones for grey images, those of colour images else."""
+    return (0.0, 0.05, 0.1, 0.2, 0.3) if channels == 1 else (0.0, 1 / 255, 2 / 255, 4 / 255, 8 / 255)
+
+
+def attack_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Largest score of another class less that of the own class, [b]; above 0 the image is not recognised."""
+    own = scores.gather(1, labels[:, None])[:, 0]
+    others = scores.scatter(1, labels[:, None], -torch.inf)
+    return others.amax(1) - own
+
+
+def pgd(
+    forward: Callable[[Tensor], Tensor],
+    images: Tensor,
+    labels: Tensor,
+    eps: float,
+    steps: int = STEPS,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attack images by projected gradient steps.
+
+    Arguments:
+        forward: from pixels in [0, 1] to scores [b, n]; differentiable.
+        images: float [b, c, h, w] in [0, 1].
+        labels: classes [b].
+        eps: radius of the ball, at least 0; at 0 nothing is attacked.
+        generator: on the CPU, of the random start.
+
+    Returns the attacked images, the first that fooled the model or else the last tried, and whether each image was
+    recognised throughout, bool [b].
+    """
+    if not 0 <= eps <= 1:
+        raise UsageError(f"eps is {eps}", "give a radius of 0 to 1, such as 8/255")
+    if steps < 1:
+        raise UsageError(f"{steps} steps of PGD make no sense", "give 1 or more")
+    with torch.no_grad():
+        standing = forward(images).argmax(1) == labels
+    result = images.clone()
+    if eps == 0:
+        return result, standing
+    low, high = (images - eps).clamp_(0, 1), (images + eps).clamp_(0, 1)
+    start = torch.rand(images.shape, generator=generator).to(images) * (2 * eps) - eps
+    tried = torch.minimum(torch.maximum(images + start, low), high)
+    step = STEP_SHARE * eps / steps
+    left = standing.nonzero()[:, 0]
+    for number in range(steps + 1):
+        if not len(left):
+            break
+        x = tried[left].requires_grad_(number < steps)
+        with torch.set_grad_enabled(number < steps):
+            scores = forward(x)
+            fooled = scores.detach().argmax(1) != labels[left]
+            if number < steps and not bool(fooled.all()):
+                (gradient,) = torch.autograd.grad(attack_loss(scores, labels[left]).sum(), x)
+        x = x.detach()
+        result[left] = x
+        if number < steps and not bool(fooled.all()):
+            moved = x + step * gradient.sign()
+            tried[left] = torch.minimum(torch.maximum(moved, low[left]), high[left])
+        standing[left[fooled]] = False
+        left = left[~fooled]
+    return result, standing
+
+
+def attack(
+    subject: Subject,
+    radii: Sequence[float],
+    steps: int = STEPS,
+    seed: int = 0,
+    batch_size: int = 250,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[AttackResult, ...]:
+    """Accuracy under PGD at each radius; the random start depends on (seed, batch) and so on the batch size."""
+    if subject.images.spec.multi_label:
+        raise CapszooError("PGD is defined here for one label an image", "choose another data set")
+    pixels_of = _pixels_to_scores(subject.net, subject.mean, subject.std)
+    right = [0] * len(radii)
+    frozen = [p for p in subject.net.parameters() if p.requires_grad]
+    for p in frozen:  # their gradients would be computed for nothing
+        p.requires_grad_(False)
+    try:
+        for number, batch in enumerate(_single(subject).batches(batch_size, progress)):
+            images = batch.pixels.float() / 255
+            for place, eps in enumerate(radii):
+                generator = keyed_generator(seed, number)
+                _, standing = pgd(pixels_of, images, batch.labels, eps, steps, generator)
+                right[place] += int(standing.sum())
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)
+    return tuple(
+        AttackResult(eps, steps, STEP_SHARE * eps / steps, 100 * count / subject.n)
+        for eps, count in zip(radii, right, strict=True)
+    )
+
+
+def _pixels_to_scores(
+    net: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Callable[[Tensor], Tensor]:
+    def forward(images: Tensor) -> Tensor:
+        shape = (1, -1, 1, 1)
+        shifted = images - torch.tensor(mean, device=images.device).view(shape)
+        x = shifted / torch.tensor(std, device=images.device).view(shape)
+        return net(x.contiguous(memory_format=torch.channels_last))
+
+    return forward
+
+
+@dataclass(frozen=True)
+class AffnistResult:
+    """Accuracy in per cent on affNIST's two test sets; None and a reason where the model cannot take them.
+
+    Attributes:
+        trained: whether the weights are of the protocol's training set.
+    """
+
+    n: int
+    regenerated: float | None
+    expanded: float | None
+    trained: bool
+    reason: str = ""
+
+
+def affnist(
+    subject: Subject, data: str | Path | None, limit: int | None = None, seed: int = 0, batch_size: int = 500
+) -> AffnistResult:
+    """The protocol's test, for models of digits (trained on MNIST or a set composed of it).
+
+    Arguments:
+        data: folder of MNIST; None asks `CAPSZOO_DATA`.
+        limit, seed: use so many images of each set, drawn by the seed.
+    """
+    spec = dataset_spec("affnist")
+    name = subject.recipe.get("data", {}).get("name", subject.images.spec.name)
+    trained = name == "affnist"
+    reason = ""
+    size = tuple(getattr(subject.net, "img_size", ()))
+    if name not in ("mnist", "affnist") or subject.images.spec.multi_label:
+        reason = f"the protocol is of MNIST's digits, the model is of {name}"
+    elif getattr(subject.net, "fixed_input_size", True) and size != spec.input_size[1:]:
+        reason = f"the model was built for {'x'.join(map(str, size))} pixels, the protocol has 40x40"
+    if reason:
+        return AffnistResult(0, None, None, trained, reason)
+    accuracy = []
+    n = 0
+    for split in ("test", "expanded"):
+        try:
+            images = drawn(load_dataset("affnist", split, data), limit, seed)
+        except DataError as error:  # what was measured before must not be lost
+            return AffnistResult(0, None, None, trained, str(error))
+        n = len(images)
+        accuracy.append(assess(subject.on(images), batch_size).accuracy)
+    return AffnistResult(n, accuracy[0], accuracy[1], trained)
+
+
+def parse_radii(text: str) -> tuple[float, ...]:
+    """``0.1,8/255`` as radii; `UsageError` where one is no number from 0 to 1."""
+    radii = []
+    for word in text.split(","):
+        top, _, bottom = word.partition("/")
+        try:
+            radius = float(top) / (float(bottom) if bottom else 1)
+        except (ValueError, ZeroDivisionError):
+            radius = -1.0
+        if not 0 <= radius <= 1:
+            raise UsageError(
+                f"--eps {text} makes no sense", "give radii of 0 to 1, such as 0.1 or 2/255,8/255"
+            )
+        radii.append(radius)
+    return tuple(radii)

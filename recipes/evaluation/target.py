@@ -1,0 +1,289 @@
+"""What is evaluated: a model under any of its names, and the images that it is to be tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import capszoo
+from capszoo._api import default_device
+from capszoo._memory import keep_freed_memory
+from capszoo.data import (
+    PREFIXES,
+    Batch,
+    Batches,
+    DataError,
+    ImageSet,
+    StreamedSet,
+    dataset_spec,
+    keyed_generator,
+    load_dataset,
+    normalize,
+    split_validation,
+)
+from capszoo.errors import CapszooError, UsageError
+from capszoo.inference import load_model, run_weights
+from capszoo.models._pretrained import WeightsInfo, bundled_tags, checked_pair, load_safetensors
+from capszoo.preprocess import model_input_size
+
+from .crops import Crops, default_side
+
+__all__ = ["Subject", "create_for", "drawn", "model_from_file", "prepare", "score_threshold"]
+
+
+def score_threshold(loss: str) -> float:
+    """The score from which a class is there: half a capsule length, or a logit of zero, by the loss trained with."""
+    return 0.5 if loss in ("margin", "spread") else 0.0
+
+
+def create_for(
+    architecture: str,
+    num_classes: int,
+    input_size: tuple[int, int, int],
+    model_args: Mapping[str, Any],
+    create: Callable[..., nn.Module] | None = None,
+) -> nn.Module:
+    """Create a net for a data set; timm's own architectures work too (those that take no `img_size` get none).
+
+    `create` is called with the arguments alone; None creates the architecture with random weights.
+    """
+    args: dict[str, Any] = {"num_classes": num_classes, "in_chans": input_size[0]}
+    if architecture in capszoo.list_models():
+        args["img_size"] = input_size[1:]
+    create = create or partial(capszoo.create_model, architecture)
+    return create(**{**args, **model_args})
+
+
+def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
+    """Build a trained model from `<arch>.<tag>.safetensors` (or its `.json`), the two lying side by side.
+
+    Raises `WeightsError` where the sha256 differs from the metadata's.
+    """
+    weights, info = checked_pair(path)
+    model = create_for(info.architecture, info.num_classes, info.input_size, info.model_args)
+    model.load_state_dict(load_safetensors(weights))
+    return model.eval(), info
+
+
+def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | None]:
+    """A model and, where it has any, its metadata.
+
+    Arguments:
+        model: a module, a name with weights, `hf-hub:…`, a weights file or its metadata, or the folder of a run.
+    """
+    if isinstance(model, nn.Module):
+        return model, None
+    path, name = Path(model), str(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        path = run_weights(path)
+    if path.suffix in (".safetensors", ".json"):
+        return model_from_file(path)
+    net = load_model(name, device="cpu")
+    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+    return net, bundled_tags().get(f"{cfg.get('architecture')}.{cfg.get('tag')}")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on its device, and the images it is tried on.
+
+    Attributes:
+        name: of the model.
+        images: as many as are evaluated; larger than the model's input where `crops` cuts them.
+        whole: images of the split, of which `images` may be a part.
+        mean, std: normalisation.
+        threshold: score from which a class counts as found (`score_threshold`).
+        info: the weights' metadata, where known.
+        crops: None for one view of each image.
+    """
+
+    name: str
+    net: nn.Module
+    images: ImageSet | StreamedSet
+    whole: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    threshold: float
+    info: WeightsInfo | None
+    crops: Crops | None = None
+
+    @property
+    def n(self) -> int:
+        return len(self.images)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        return self.info.raw.get("recipe", {}) if self.info else {}
+
+    def batches(self, batch_size: int, progress: Callable[[int], None] | None = None) -> Iterator[Batch]:
+        """Every image once, in order; `progress` is called with the number of images after each batch."""
+        for batch in Batches(self.images, batch_size, mean=self.mean, std=self.std).epoch():
+            yield batch
+            if progress:
+                progress(len(batch.labels))
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """uint8 [b, c, h, w] as the model takes it."""
+        return normalize(pixels, self.mean, self.std).contiguous(memory_format=torch.channels_last)
+
+    def on(self, images: ImageSet | StreamedSet) -> Subject:
+        """The same model on other images, one view of each."""
+        return replace(self, images=images.to(self.images.device), whole=len(images), crops=None)
+
+
+def prepare(
+    model: nn.Module | str | Path,
+    dataset: str | ImageSet | StreamedSet | None = None,
+    split: str = "test",
+    data: str | Path | None = None,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    crops: str = "single",
+    device: str | torch.device | None = None,
+) -> Subject:
+    """Find a model and its images.
+
+    Arguments:
+        model: as for `find_model`.
+        dataset: a name, or images; None takes the data set that the weights were trained on.
+        split: "test", "train" or another of the data set's; "val" is the part that the recipe held out of "train".
+        data: folder of the data set (None asks `CAPSZOO_DATA`), or a data set such as `imagefolder:PATH`.
+        limit: evaluate so many images, drawn by `seed`.
+        crops: "single", or "multi" (see `evaluation.crops`).
+        device: None takes CUDA where there is one.
+
+    Raises `DataError`, `WeightsError` or `CapszooError`, one line each, where something is missing or does not fit.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"a limit of {limit} images makes no sense", "give 1 or more")
+    if crops not in ("single", "multi"):
+        raise UsageError(f"unknown crops '{crops}'", "use single or multi")
+    if data is not None and str(data).startswith(tuple(PREFIXES)):
+        if dataset is not None:
+            raise UsageError(f"--data {data} names a data set already", "leave --dataset out")
+        dataset, data = str(data), None
+    net, info = find_model(model)
+    if dataset is None:
+        if info is None or "dataset" not in info.raw:
+            raise DataError("name the data set: the model does not say which one it was trained on")
+        dataset = str(info.raw["dataset"]["name"])
+    recipe = info.raw.get("recipe", {}) if info else {}
+    views: Crops | None = None
+    if isinstance(dataset, str):
+        images, views = _load(dataset, split, data, net, recipe, crops == "multi")
+    elif crops == "multi":
+        raise UsageError("several crops need a data set's name", "give it, so that its images can be resized")
+    else:
+        images = dataset
+    _check_fit(net, images, views)
+    whole = len(images)
+    images = drawn(images, limit, seed)
+    target = torch.device(device or default_device())
+    if target.type == "cpu":
+        keep_freed_memory()
+    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+    channels = images.spec.input_size[0]
+    known = info is not None or (cfg.get("tag") and len(cfg.get("mean") or ()) == channels)
+    mean, std = (info.mean, info.std) if info else (tuple(cfg.get("mean", ())), tuple(cfg.get("std", ())))
+    return Subject(
+        name=info.name if info else type(net).__name__ if isinstance(model, nn.Module) else str(model),
+        net=net.to(target).to(memory_format=torch.channels_last).eval(),
+        images=images.to(target),
+        whole=whole,
+        mean=mean if known else images.spec.mean,
+        std=std if known else images.spec.std,
+        threshold=score_threshold(recipe.get("loss", {}).get("name", "margin")),
+        info=info,
+        crops=views,
+    )
+
+
+def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:
+    """So many of the images, drawn by a seed; all of them where there are no more, or no limit."""
+    if limit is None or limit >= len(images):
+        return images
+    order = torch.randperm(len(images), generator=keyed_generator(seed))
+    return images.fixed().subset(order[:limit].sort().values)
+
+
+def _load(
+    dataset: str, split: str, data: str | Path | None, net: nn.Module, recipe: dict[str, Any], multi: bool
+) -> tuple[ImageSet | StreamedSet, Crops | None]:
+    """Images of the size that the model sees, or of the size that its crops are cut out of."""
+    trained = recipe.get("data", {}) if recipe.get("data", {}).get("name") == dataset else {}
+    augment = trained.get("augment", {})
+    _, *model_size = model_input_size(net)
+    folder = dataset.startswith(("imagefolder:", "hf:"))
+    composed = False
+    if dataset.startswith(tuple(PREFIXES)):
+        native, stored = None, None
+    else:
+        spec = dataset_spec(dataset)
+        native, stored = list(spec.input_size[1:]), spec.side
+        composed = bool(spec.base)
+        if composed and multi:
+            raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
+    size: int | None = trained.get("size")
+    if model_size != native and size is None and not composed:
+        if model_size[0] != model_size[1]:
+            raise DataError(f"the model takes {model_size[0]}x{model_size[1]} images, data sets are square")
+        size = model_size[0]
+    # As in training: the middle of images resized in the same way.
+    resize: int | None = augment.get("resize")
+    if folder and not trained:
+        cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+        resize = round(model_size[0] / float(cfg.get("crop_pct") or 1.0))
+    side = resize
+    seen = size or (native[0] if native else model_size[0])
+    shift = int(augment.get("shift") or 0) if side is None else 0
+    if multi and not shift and (side or 0) <= seen:
+        side = round(seen * stored / native[0]) if stored and native else default_side(seen)
+        size = size or seen
+    name, part = (dataset, "train") if split in ("val", "validation") else (dataset, split)
+    images = load_dataset(name, part, data, size=size, resize=side)
+    if split in ("val", "validation"):
+        held_out = int(trained.get("val_size") or 0)
+        if not held_out:
+            raise DataError("the model does not say which images its training held out: use --split test")
+        images = split_validation(images, held_out, int(trained.get("val_seed", 0)))[1]
+    if not multi:
+        return images, None
+    rows, cols = images.spec.input_size[1:]
+    if shift:
+        return images, Crops(rows + 2 * shift, (rows, cols), bool(augment.get("flip")), shift)
+    views = Crops(images.size[0], (rows, cols), bool(augment.get("flip")))
+    if images.size[0] == rows:
+        raise DataError(f"images of {rows} pixels leave nothing to crop: evaluate them with --crops single")
+    whole = replace(images.spec, input_size=(images.spec.input_size[0], *images.size))
+    return replace(images, spec=whole), views
+
+
+def _check_fit(net: nn.Module, images: ImageSet | StreamedSet, crops: Crops | None) -> None:
+    """Raise `CapszooError` where the images are none for the model."""
+    spec = images.spec
+    classes = getattr(net, "num_classes", spec.num_classes)
+    if classes != spec.num_classes:
+        raise CapszooError(
+            f"the model has {classes} classes, {spec.name} has {spec.num_classes}",
+            "give the data set it was trained for",
+        )
+    channels = getattr(net, "in_chans", spec.input_size[0])
+    if channels != spec.input_size[0]:
+        raise CapszooError(
+            f"the model takes {channels} channels, {spec.name} has {spec.input_size[0]}",
+            "give the data set it was trained for",
+        )
+    size = tuple(crops.size if crops else spec.input_size[1:])
+    if getattr(net, "fixed_input_size", False) and tuple(getattr(net, "img_size", size)) != size:
+        rows, cols = net.img_size  # type: ignore[misc]
+        raise CapszooError(
+            f"the model was built for {rows}x{cols} images, {spec.name} has {size[0]}x{size[1]}",
+            "give the data set it was trained for",
+        )

@@ -1,0 +1,1 @@
+"""What is published beside weights: model cards, and our results beside those of the papers."""

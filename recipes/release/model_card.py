@@ -1,0 +1,299 @@
+"""The model card of a checkpoint: what the Hub shows of it, written from its metadata alone.
+
+The YAML header (licence, tags, data set, model-index) is made and checked by huggingface_hub's own classes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from timm.models import get_pretrained_cfg
+
+from capszoo.models._papers import PAPERS
+from capszoo.models._pretrained import HUB_FILENAME, WeightsInfo
+
+from .paper_results import (
+    as_accuracy,
+    began_with,
+    counted,
+    figures_table,
+    paper_figures,
+    protocol_lines,
+    went_on,
+)
+
+__all__ = [
+    "CURVES",
+    "GOLDEN",
+    "LABELS",
+    "METADATA",
+    "card_data",
+    "model_card",
+    "paper_ids",
+    "paper_link",
+    "public",
+]
+
+#: Names of further files of a repository, beside the weights, `config.json` and `README.md`.
+GOLDEN, METADATA, LABELS = "golden.safetensors", "metadata.json", "labels.txt"
+CURVES, CONFUSION = "curves.png", "confusion.png"
+
+#: Where a paper's identifier leads.
+PAPER_LINKS = {
+    "arXiv": "https://arxiv.org/abs/{}",
+    "doi": "https://doi.org/{}",
+    "openreview": "https://openreview.net/forum?id={}",
+}
+
+#: The Hub's copies of the data sets that have a well-known one there.
+HUB_DATASETS = {
+    "mnist": "ylecun/mnist",
+    "fashion_mnist": "zalando-datasets/fashion_mnist",
+    "cifar10": "uoft-cs/cifar10",
+    "cifar100": "uoft-cs/cifar100",
+}
+
+#: Classes that a card's table shows at once; more are folded away.
+MOST_ROWS = 25
+
+PICTURES = {CURVES: "Training curves", CONFUSION: "Confusion matrix"}
+
+
+def paper_link(paper_id: str) -> str:
+    """`"arXiv:1710.09829"` as a markdown link."""
+    kind, _, identifier = paper_id.partition(":")
+    return f"[{paper_id}]({PAPER_LINKS[kind].format(identifier)})"
+
+
+def public(value: Any) -> Any:
+    """The same value with paths of this machine cut down to their last part (`imagefolder:/home/me/pets`)."""
+    if isinstance(value, dict):
+        return {key: public(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [public(item) for item in value]
+    found = (
+        re.fullmatch(r"(\w{2,}:)?(/.*|~.*|\.\.?[/\\].*|[A-Za-z]:[\\/].*)", value)
+        if isinstance(value, str)
+        else None
+    )
+    if not found:
+        return value
+    kind: type[PurePath] = PureWindowsPath if "\\" in found[2] else PurePosixPath
+    return f"{found[1] or ''}{kind(found[2]).name}"
+
+
+def paper_ids(info: WeightsInfo) -> list[str]:
+    """Identifiers of the papers behind an architecture of the zoo; none for timm's, which names its weights' papers."""
+    cfg = get_pretrained_cfg(info.architecture) if info.architecture in PAPERS else None
+    found = getattr(cfg, "paper_ids", None) or ()
+    ids = (found,) if isinstance(found, str) else tuple(found)
+    return [paper_id for paper_id in ids if paper_id.partition(":")[0] in PAPER_LINKS]
+
+
+def _dataset(info: WeightsInfo) -> tuple[str, str, str]:
+    """Name, title and source of what it was trained on."""
+    raw = public(info.raw.get("dataset", {}))
+    name = str(raw.get("name", "unknown"))
+    return name, str(raw.get("title") or name), str(raw.get("source") or "")
+
+
+def _results(info: WeightsInfo) -> list[EvalResult]:
+    """Our figure, and the papers' marked as theirs."""
+    name, title, _ = _dataset(info)
+    where: dict[str, Any] = dict(
+        task_type="image-classification",
+        task_name="Image Classification",
+        dataset_type=HUB_DATASETS.get(name, name),
+        dataset_name=title,
+        metric_type="accuracy",
+    )
+    results = []
+    for split, found in info.raw.get("metrics", {}).items():
+        if split != "validation" and "top1" in found:
+            named = f"{counted(info)}, % (this file, n = {found['n']} images)"
+            results.append(
+                EvalResult(**where, metric_value=found["top1"], metric_name=named, dataset_split=split)
+            )
+    for figure in paper_figures(info):
+        note = f", {figure.note}" if figure.note else ""
+        results.append(
+            EvalResult(
+                **where,
+                metric_value=as_accuracy(figure),
+                metric_name=f"{counted(info)}, % (the paper's, not this file: {figure.metric} {figure.value:g}{note})",
+                dataset_split="test",
+            )
+        )
+    return results
+
+
+def card_data(info: WeightsInfo) -> ModelCardData:
+    """The card's header."""
+    name, _, _ = _dataset(info)
+    results = _results(info)
+    return ModelCardData(
+        license=info.license,
+        library_name="capszoo",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "capsule-network", "capszoo", "pytorch", info.architecture],
+        datasets=[HUB_DATASETS[name]] if name in HUB_DATASETS else None,
+        metrics=["accuracy"],
+        model_name=info.name if results else None,
+        eval_results=results or None,
+    )
+
+
+def snippet(info: WeightsInfo, name: str) -> str:
+    """Python that loads the model by its name and classifies an image with it; it runs as it stands."""
+    channels, height, width = info.input_size
+    mode = "L" if channels == 1 else "RGB"
+    return f"""import torch
+from capszoo.inference import label_names, load_model
+from capszoo.preprocess import model_transform
+from PIL import Image
+
+model = load_model("{name}", device="cpu")
+image = Image.new("{mode}", ({width}, {height}))  # in its place: Image.open("picture.png")
+with torch.no_grad():
+    scores = model(model_transform(model)(image).unsqueeze(0))[0]
+for score, index in zip(*scores.topk(min(3, len(scores)))):
+    print(label_names(model)[index], f"{{score:.4f}}")"""
+
+
+def model_card(
+    info: WeightsInfo,
+    repo_id: str,
+    private: bool = False,
+    pictures: Sequence[str] = (),
+    local: bool = False,
+) -> ModelCard:
+    """The card of a checkpoint under the name `repo_id`.
+
+    Arguments:
+        info: its metadata.
+        repo_id: `user/repository`, or with `local` the name of the run's folder.
+        private: whether others will need a token to read it.
+        pictures: which of `CURVES` and `CONFUSION` lie beside the card.
+        local: for the folder of a run, which is on no Hub.
+    """
+    raw = public(info.raw)
+    known_as = repo_id if local else f"hf-hub:{repo_id}"
+    name, title, source = _dataset(info)
+    labels = info.label_names or ()
+    papers = [paper_link(paper_id) for paper_id in paper_ids(info)]
+    size = "×".join(map(str, info.input_size))
+    from_paper = f" Paper: {', '.join(papers)}." if papers else ""
+    about = raw.get("description") or f"{info.architecture} trained on {title}"
+    start = began_with(info)
+    trained = f"Fine-tuned from `{start}` on" if start and not went_on(info) else "Trained on"
+    shown = ", ".join(labels[:20]) + (
+        f" and {len(labels) - 20} more (`{LABELS}`)" if len(labels) > 20 else ""
+    )
+    parts = [
+        f"# {repo_id}",
+        f"{about[0].upper()}{about[1:].rstrip('.')}: `{info.architecture}` of "
+        f"[timm](https://github.com/huggingface/pytorch-image-models)'s registry once capszoo is imported, "
+        f"{raw.get('num_params', 0):,} parameters, for images of {size} (channels, height, width).{from_paper}",
+        f"{trained} {title}"
+        + (f" ({source})." if source not in ("", title) else ".")
+        + (f" Classes: {shown}." if labels else ""),
+        "## Use",
+        "With capszoo installed (`pip install .` in its checkout)"
+        + (", and after `hf auth login`, as the repository is private:" if private else "")
+        + (", from the folder above this one:" if local else "" if private else ":"),
+        f"```python\n{snippet(info, known_as)}\n```",
+        "On the command line:"
+        if local
+        else f'`timm.create_model("{known_as}", pretrained=True)` works after `import capszoo`; on the command line:',
+        f"```sh\ncapszoo predict {shlex.quote(known_as)} picture.png\n"
+        f"capszoo export {shlex.quote(known_as)} --out bundle\n```",
+        "## Figures",
+        f"Accuracy of the file in this {'folder' if local else 'repository'}, "
+        "± its standard error for that number of images"
+        + (
+            ", and what the paper reports:"
+            if paper_figures(info)
+            else "; no paper reports a figure for this:"
+        ),
+        "\n".join(figures_table(info)),
+        "\n".join(protocol_lines(info)),
+        _classes(info),
+        "## Training",
+        *(f"![{alt}]({file})" for file, alt in PICTURES.items() if file in pictures),
+        *(_recipe_parts(raw.get("recipe"))),
+        _provenance(info, raw),
+        "## Limits",
+        _limits(info, title),
+        "## Files",
+        _files(info, local),
+    ]
+    card = ModelCard(f"---\n{card_data(info).to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
+    return card
+
+
+def _classes(info: WeightsInfo) -> str:
+    """What is right of each class, where the metadata have it (as `finetune` writes it), as a table."""
+    found = info.raw.get("per_class")
+    if not found:
+        return ""
+    lines = [f"| class | images of {found['split']} | right, % |", "|---|---:|---:|"]
+    for label, n, right in zip(info.label_names or (), found["images"], found["right"], strict=True):
+        lines.append(f"| {label} | {n:,} | {f'{100 * right / n:.1f}' if n else ''} |")
+    table = "\n".join(lines)
+    if len(lines) <= MOST_ROWS + 2:
+        return table
+    return f"<details><summary>By class</summary>\n\n{table}\n\n</details>"
+
+
+def _files(info: WeightsInfo, local: bool) -> str:
+    weights, metadata, golden = (
+        (f"{info.name}.safetensors", f"{info.name}.json", f"{info.name}.golden.npz")
+        if local
+        else (HUB_FILENAME, METADATA, GOLDEN)
+    )
+    config = "recipe.yaml`: every setting" if local else "config.json`: architecture, input, labels, for timm"
+    return (
+        f"- `{weights}`: the weights (sha256 `{info.sha256}`), which loading checks; there is no pickle\n"
+        f"- `{metadata}`: recipe, seed, commit, data set fingerprint, figures, history\n"
+        f"- `{golden}`: a few images and the scores they must get\n"
+        f"- `{config}; `{LABELS}`: the labels, one a line"
+    )
+
+
+def _recipe_parts(recipe: dict[str, Any] | None) -> list[str]:
+    if not recipe:
+        return []
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip()
+    return [f"<details><summary>The recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>"]
+
+
+def _provenance(info: WeightsInfo, raw: dict[str, Any]) -> str:
+    lines = []
+    if raw.get("commit"):
+        changed = " and changes that were not committed" if str(raw["commit"]).endswith("+changes") else ""
+        lines.append(f"- Code: commit `{str(raw['commit']).removesuffix('+changes')}`{changed}")
+    versions = ", ".join(f"{key} {value}" for key, value in raw.get("versions", {}).items())
+    if versions:
+        lines.append(f"- Versions: {versions}")
+    for split, digest in raw.get("dataset", {}).get("sha256", {}).items():
+        lines.append(f"- Fingerprint of the {split} images and labels: `{digest}`")
+    return "\n".join(lines)
+
+
+def _limits(info: WeightsInfo, title: str) -> str:
+    height, width = info.input_size[1:]
+    lines = [
+        f"- It knows the {info.num_classes} classes of {title} and nothing else: any image gets one of them.",
+        f"- Images are scaled to {height}×{width} pixels: what looks alike at that size, it cannot tell apart.",
+        "- Scores are capsule lengths, activations or logits, made for comparison with each other: no probabilities.",
+        "- Robustness (to noise, shifts, other cameras) and fairness have not been measured.",
+    ]
+    if "test" not in info.raw.get("metrics", {}):
+        lines.append("- No test set was at hand: there is no figure that says how well it does.")
+    return "\n".join(lines)

@@ -1,0 +1,232 @@
+"""What there is to say about a checkpoint's figures: the papers' beside ours, the settings that differ, its twins.
+
+The README's table, `docs/results.md` and the model cards are written from here, and this from the metadata beside the
+weights: nobody types a figure twice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from capszoo.data import DATASETS
+from capszoo.models._papers import PAPERS, PaperFigure
+from capszoo.models._pretrained import WeightsInfo
+
+from ..config import CONFIGS, list_recipes, load_recipe
+
+__all__ = [
+    "as_accuracy",
+    "began_with",
+    "counted",
+    "figures_table",
+    "header_line",
+    "paper_figures",
+    "protocol_lines",
+    "recipe_differences",
+    "sampling_error",
+    "settings_unlike_the_papers",
+    "shown",
+    "twin_groups",
+    "went_on",
+]
+
+#: Keys of a recipe that say what it is or how it is run, and not what comes out of it.
+NO_SETTINGS = (
+    "arch",
+    "tag",
+    "description",
+    "profile",
+    "seed",
+    "channels_last",
+    "compile",
+    "checkpoint_every",
+    "routing_images",
+)
+
+
+def header_line(recipe: str, key: str) -> str:
+    """What a recipe file says at its head after `# <key>:`, in that line; empty where it says nothing."""
+    path = CONFIGS / f"{recipe}.yaml"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        if line.startswith(f"# {key}: "):
+            return line.removeprefix(f"# {key}: ").strip()
+        if not line.startswith("#"):
+            break
+    return ""
+
+
+def as_accuracy(figure: PaperFigure) -> float:
+    """A paper's figure as accuracy in per cent."""
+    return figure.value if figure.metric == "accuracy" else round(100 - figure.value, 4)
+
+
+def paper_figures(info: WeightsInfo) -> list[PaperFigure]:
+    """The papers' figures for this network on this data set.
+
+    Where the head of its recipe names some of them by their numbers (one of two pooling methods, say), these alone;
+    where it says "none", none.
+    """
+    line = header_line(info.name, "Paper")
+    if line.startswith("none"):
+        return []
+    title = str(info.raw.get("dataset", {}).get("title", ""))
+    same = [
+        f
+        for f in PAPERS.get(info.architecture, ())
+        if title == f.dataset or title.startswith(f"{f.dataset} (")
+    ]
+    named = {float(number) for number in re.findall(r"\d+\.\d+|\d+", line)}
+    return [f for f in same if f.value in named or as_accuracy(f) in named] or same
+
+
+def sampling_error(top1: float, n: int) -> float:
+    """Standard error of an accuracy in per cent that was counted on n images, by chance of the images alone."""
+    p = top1 / 100
+    return 100 * math.sqrt(p * (1 - p) / n)
+
+
+def counted(info: WeightsInfo) -> str:
+    """What the accuracies of a checkpoint count: "top-1", or, of images with several labels, the "exact set"."""
+    name = info.raw.get("dataset", {}).get("name", "")
+    return DATASETS[name].accuracy if name in DATASETS else "top-1"
+
+
+def began_with(info: WeightsInfo) -> str | None:
+    """The weights that the run of a checkpoint began with; None where they were random."""
+    return (info.raw.get("recipe", {}).get("init") or {}).get("weights")
+
+
+def went_on(info: WeightsInfo) -> bool:
+    """Whether a run went on from one of its own recipe that was broken off (the repository's `unfinished/`)."""
+    start = Path(began_with(info) or "")
+    return start.parent.name == "unfinished" and start.stem == info.name
+
+
+def figures_table(info: WeightsInfo) -> list[str]:
+    """Ours and the papers' figures as the lines of a markdown table."""
+    lines = [f"| figure | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
+    for split, found in info.raw.get("metrics", {}).items():
+        if "top1" not in found:
+            continue
+        top1, n = found["top1"], found["n"]
+        wrong = f", {found['errors']:,} wrong" if "errors" in found else ""
+        which = "held out of the training set" if split == "validation" else f"{split} set"
+        lines.append(
+            f"| {'**this file**' if split == 'test' else 'this run'} | {top1:.2f} ± {sampling_error(top1, n):.2f} "
+            f"| {100 - top1:.2f} | {n:,} images ({which}){wrong} |"
+        )
+    for figure in paper_figures(info):
+        accuracy, note = as_accuracy(figure), f" ({figure.note})" if figure.note else ""
+        lines.append(
+            f"| the paper: {figure.source}{note} | {accuracy:.2f} | {100 - accuracy:.2f} | {figure.dataset} |"
+        )
+    return lines
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if not prefix and key in NO_SETTINGS:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            # an empty section says as little as none; a model's argument of 0 is not its default
+            yield f"{prefix}{key}", value if prefix == "model_args." else value or None
+
+
+def recipe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ between two recipes, by dotted key.
+
+    A key that only one of them has counts where both know its section and it is set (recipes of earlier versions
+    lack what came later).
+    """
+    first, second = dict(_flat(one)), dict(_flat(other))
+    return {
+        key: (first.get(key), second.get(key))
+        for key in sorted(first.keys() | second.keys())
+        if first.get(key) != second.get(key)
+        and (key in first) + (key in second) + key.startswith("model_args") > 1
+    }
+
+
+def settings_unlike_the_papers(info: WeightsInfo) -> dict[str, tuple[Any, Any]]:
+    """Settings of the run that differ from its recipe's own, which are the paper's: key to (ours, the paper's).
+
+    Empty for what has no recipe in the package.
+    """
+    if info.name not in list_recipes() or "recipe" not in info.raw:
+        return {}
+    return recipe_differences(info.raw["recipe"], load_recipe(info.name).model_dump(mode="json"))
+
+
+def shown(value: Any) -> str:
+    """A setting's value for people to read."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(shown, value))
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def protocol_lines(info: WeightsInfo) -> list[str]:
+    """How the figures came about, and where that differs from the papers' way, as a markdown list."""
+    raw = info.raw
+    recipe: Mapping[str, Any] = raw.get("recipe", {})
+    lines = []
+    if recipe:
+        kept = f"epoch {raw['epoch']} of" if raw.get("epoch") else "the last of"
+        lines.append(
+            f"- One run, seed {raw.get('seed', recipe.get('seed'))}; {kept} {recipe['epochs']} epochs."
+        )
+        if raw.get("epoch"):
+            lines[-1] += " It was chosen by the validation images, whose figure is therefore optimistic."
+        if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
+            lines[-1] += " The paper's figure is what its note says (a mean of runs, or the best test epoch)."
+    start = began_with(info)
+    if start:
+        whose = ", of a run that was broken off," if went_on(info) else ","
+        lines.append(f"- It began with the weights of `{start}`{whose} whose epochs come on top.")
+    if counted(info) == "exact set":
+        lines.append("- An image is right where all of its labels are found, and no other.")
+    if "test" in raw.get("metrics", {}):
+        # the same checkpoint, trained on; a run that was broken off had not come to its test images
+        again = start and Path(start).name.startswith(info.name) and not went_on(info)
+        looks = "at the end of both runs" if again else "once, at the end"
+        lines.append(f"- The test set was looked at {looks}; nothing was chosen by it.")
+    validation = raw.get("metrics", {}).get("validation")
+    if validation:
+        lines.append(
+            f"- {validation['n']:,} training images were held out to watch the run, and not trained on."
+        )
+    unlike = settings_unlike_the_papers(info)
+    if unlike:
+        listed = "; ".join(
+            f"`{key}` {shown(ours)} (the paper's: {shown(theirs)})" for key, (ours, theirs) in unlike.items()
+        )
+        lines.append(f"- Settings unlike the paper's: {listed}.")
+    elif info.name in list_recipes() and paper_figures(info):
+        lines.append("- Settings: the recipe's own, which are the paper's.")
+    if raw.get("hardware"):
+        seconds = raw.get("train_seconds")
+        took = f" in {seconds:,} s" + (" (this part)" if went_on(info) else "") if seconds else ""
+        lines.append(f"- Trained on {raw['hardware']}{took}.")
+    if raw.get("storage", "float32") != "float32":
+        lines.append(f"- Stored in {raw['storage']}; the figures are those of the stored file.")
+    return lines
+
+
+def twin_groups(names: list[str] | None = None) -> list[list[str]]:
+    """Recipes that differ in one thing and should be read side by side: `…cifar10`, `…cifar10_avg`, `…cifar10_max`.
+
+    Arguments:
+        names: recipes to look among; None takes all of the package.
+    """
+    known = list_recipes() if names is None else sorted(names)
+    groups = []
+    for base in known:
+        twins = [name for name in known if name.startswith(f"{base}_") and Path(base).suffix]
+        if twins:
+            groups.append([base, *twins])
+    return groups

@@ -1,0 +1,112 @@
+"""What a run tells while it goes: metrics.jsonl, TensorBoard events, curves.png, a progress bar, a line per epoch."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from .checkpoints import write_atomically
+from .history import draw_curves, read_records
+
+try:
+    import matplotlib  # noqa: F401  (missing, it is missed before the first epoch, not after it)
+    from torch.utils.tensorboard import SummaryWriter
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "training needs matplotlib and tensorboard: pip install 'capszoo[train]'"
+    ) from error
+
+__all__ = ["RunLog"]
+
+SECONDS_BETWEEN_LINES = 60
+
+
+class RunLog:
+    """One run's log; on all processes but the first it does nothing.
+
+    Arguments:
+        out: folder of the run.
+        active: False on the other processes.
+        total: updates of the whole run.
+        done: updates made by earlier sessions, from whose records later ones are dropped.
+    """
+
+    def __init__(self, out: Path, active: bool, total: int, done: int) -> None:
+        self.out, self.active, self.total, self.done = out, active, total, done
+        self.metrics = out / "metrics.jsonl"
+        self.began = self.shown = time.monotonic()
+        self.console = Console(quiet=not active, highlight=False)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not (active and self.console.is_terminal),
+        )
+        self.task = self.progress.add_task("training", total=total, completed=done, note="")
+        self.events: Any = None
+        if active:
+            self._forget_after(done)
+            # What an earlier session logged of updates that this one makes again is purged when TensorBoard reads it.
+            self.events = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1, flush_secs=30)
+
+    def _forget_after(self, step: int) -> None:
+        if self.metrics.is_file():
+            write_atomically(
+                self.metrics, "".join(f"{json.dumps(record)}\n" for record in self.records(step))
+            )
+
+    def records(self, up_to: int | None = None) -> list[dict[str, Any]]:
+        """The epochs' records, up to an update; a line cut short by a kill is left out."""
+        return [r for r in read_records(self.metrics) if up_to is None or r["step"] <= up_to]
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """Keep the record of an epoch: a line, scalars, the curves. Raises `OSError` where it cannot."""
+        if not self.active:
+            return
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        for key, value in record.items():
+            if key not in ("epoch", "step", "routing") and value is not None:
+                self.events.add_scalar(f"epoch/{key}", value, record["step"])
+        self.events.flush()
+        draw_curves(self.out / "curves.png", self.out.name, self.records())
+
+    def look(self, step: int, loss: float, lr: float, rate: float, note: str) -> None:
+        """Log the mean loss since the last look, move the bar; where the output is no terminal, a line a minute."""
+        if not self.active:
+            return
+        for key, value in (("loss", loss), ("lr", lr), ("images_per_s", rate)):
+            self.events.add_scalar(f"update/{key}", value, step)
+        note = f"{note}  loss {loss:.4f}  {rate:.0f} images/s"
+        self.progress.update(self.task, completed=step, note=note)
+        if not self.console.is_terminal and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
+            self.shown = time.monotonic()
+            left = (self.shown - self.began) * (self.total - step) / max(step - self.done, 1)
+            self.say(f"update {step}/{self.total}  {note}  {timedelta(seconds=round(left))} left")
+
+    def say(self, line: str) -> None:
+        self.progress.console.print(line, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        self.progress.stop()
+        if self.events is not None:
+            with suppress(OSError):  # a full disk has been reported already
+                self.events.close()

@@ -1,0 +1,253 @@
+"""What a recipe asks for, made: data, net, optimiser, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from torch import nn
+
+import capszoo
+from capszoo._suggest import unknown_name
+from capszoo.data import DataError, DatasetSpec, ImageSet, StreamedSet, load_dataset, split_validation
+from capszoo.errors import CapszooError
+from capszoo.inference import load_model
+from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
+from capszoo.models._pretrained import WeightsError
+
+from ..config import Recipe, RecipeError
+from ..evaluation.target import create_for
+
+__all__ = [
+    "RunData",
+    "check_classes",
+    "create_feedback",
+    "create_net",
+    "create_optimizer",
+    "create_scheduler",
+    "hold_frozen",
+    "load_data",
+    "read_split",
+]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The images of a run; `validation` may be empty, `test` None.
+
+    Attributes:
+        fingerprints: sha256 of each split as it was read.
+        skipped: a line about each image that was left out because it cannot be read.
+    """
+
+    training: ImageSet | StreamedSet
+    validation: ImageSet | StreamedSet
+    test: ImageSet | StreamedSet | None
+    fingerprints: dict[str, str]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> ImageSet | StreamedSet:
+        """What the finished net is looked at with: the test split, else validation, else training images."""
+        return next(
+            part for part in (self.test, self.validation, self.training) if part is not None and len(part)
+        )
+
+
+def read_split(
+    name: str, split: str, root: str | Path | None, size: int | None, resize: int | None, skip_bad: bool
+) -> tuple[ImageSet | StreamedSet, tuple[str, ...]]:
+    """A split of a data set, by `load_dataset`, and a line about each image that was left out of it."""
+    skipped: list[str] | None = [] if skip_bad else None
+    return load_dataset(name, split, root, size=size, resize=resize, skipped=skipped), tuple(skipped or ())
+
+
+def load_data(
+    recipe: Recipe,
+    data: str | Path | None,
+    read: Callable[..., tuple[ImageSet | StreamedSet, tuple[str, ...]]] = read_split,
+) -> RunData:
+    """Read the splits that a recipe uses; `DataError` where they do not go together.
+
+    Arguments:
+        data: folder of the data set; None asks `CAPSZOO_DATA`.
+        read: reads a split; a `read_split` that remembers, for one who has read some of them before.
+    """
+    settings = recipe.data
+    skipped: list[str] = []
+
+    def load(split: str) -> ImageSet | StreamedSet:
+        found, left_out = read(
+            settings.name, split, data, settings.size, settings.augment.resize, settings.skip_bad
+        )
+        skipped.extend(left_out)
+        channels = found.spec.input_size[0]
+        for key, values in (("mean", settings.mean), ("std", settings.std)):
+            if values is None:
+                continue
+            if len(values) != channels:
+                raise RecipeError(
+                    f"{recipe.name}: data.{key} has {len(values)} values for {channels} channels"
+                )
+            found = replace(found, spec=replace(found.spec, **{key: values}))  # type: ignore[arg-type]
+        return found
+
+    whole = load("train")
+    test = load("test") if settings.test else None
+    if settings.validation == "own":
+        training, validation = whole, load("val")
+    else:
+        stratified = settings.validation == "stratified"
+        training, validation = split_validation(whole, settings.val_size, settings.val_seed, stratified)
+    own = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
+    check_classes({split: part for split, part in own.items() if part is not None})
+    if settings.limit:
+        training = training.subset(torch.arange(min(settings.limit, len(training))))
+    fingerprints = {split: part.fingerprint() for split, part in own.items() if part is not None}
+    return RunData(training, validation, test, fingerprints, tuple(skipped))
+
+
+def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
+    """Refuse splits with other classes than the training split, a single class, or a class without images."""
+    spec = parts["train"].spec
+    if spec.num_classes < 2:
+        raise DataError(
+            f"{spec.name}: only one class ({spec.label_names[0]}): there is nothing to tell apart"
+        )
+    for split, part in parts.items():
+        if part.spec.label_names != spec.label_names:
+            other = sorted(set(part.spec.label_names) ^ set(spec.label_names))
+            raise DataError(
+                f"{spec.name}: the classes of {split} are not those of train "
+                f"({f'they differ in {other[0]}' if other else 'another order'})"
+            )
+        if split == "test" or spec.multi_label:  # a test split that lacks a class measures the others
+            continue
+        counts = torch.bincount(part.labels.cpu(), minlength=spec.num_classes)
+        empty = [spec.label_names[k] for k in (counts == 0).nonzero().flatten().tolist()]
+        if empty:
+            raise DataError(
+                f"{spec.name}: {split} has no images of {', '.join(empty[:5])}{', …' if len(empty) > 5 else ''}: "
+                "add some, or take the class out"
+            )
+
+
+def create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
+    """The recipe's net for a data set: with random weights, or those of `recipe.init`, fitted and frozen as it says."""
+    init = recipe.init
+    try:
+        if init is None:
+            return create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args)
+        load = partial(load_model, init.weights, device="cpu")
+        net = create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args, create=load)
+    except (CapszooError, WeightsError):
+        raise
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{recipe.name}: {error}") from error
+    found: Any = getattr(net, "pretrained_cfg", None) or {}
+    if found.get("architecture") != recipe.arch:
+        raise RecipeError(f"{recipe.name}: {init.weights} are weights of {found.get('architecture')}")
+    if init.new_classes:
+        net.reset_classifier(spec.num_classes)  # type: ignore[operator]
+    _freeze(recipe, net, init.freeze)
+    return net.train()
+
+
+def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
+    """Exclude parts of a net from training: "body", "all", or modules by name. The class layer always learns."""
+    modules = dict(net.named_modules())
+    body = getattr(net, "stages", None) if isinstance(net, capszoo.CapsuleNet) else net
+    modules |= {"body": body, "all": net}
+    for part in parts:
+        if part not in modules or not part:
+            raise RecipeError(f"{recipe.name}: init.freeze: {unknown_name('module', part, modules)}")
+        modules[part].requires_grad_(False)
+    net.get_classifier().requires_grad_(True)
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise RecipeError(f"{recipe.name}: init.freeze leaves nothing to train")
+
+
+def hold_frozen(net: nn.Module) -> None:
+    """Put what is frozen into eval mode, so that the statistics of its norms stay as they are."""
+    for module in net.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
+
+
+class _Trained(nn.Module):
+    """All that the optimiser updates, the net's own wishes about weight decay kept."""
+
+    def __init__(self, net: nn.Module, feedback: nn.Module) -> None:
+        super().__init__()
+        self.net: Any = net
+        self.feedback = feedback
+
+    def no_weight_decay(self) -> set[str]:
+        return {f"net.{name}" for name in getattr(self.net, "no_weight_decay", set)()}
+
+
+def create_feedback(recipe: Recipe, net: nn.Module) -> FeedbackAgreement | None:
+    """The feedback agreement that the recipe asks for."""
+    settings = recipe.feedback
+    if settings is None:
+        return None
+    if recipe.compile:
+        raise RecipeError(f"{recipe.name}: feedback listens inside the net, so compile must be false")
+    options = {"weight": settings.weight, **settings.options}
+    try:
+        if settings.pairs == "encapnet":
+            return encapnet_feedback(net, settings.units, **options)
+        return FeedbackAgreement(net, settings.pairs, **options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{recipe.name}: feedback: {error}") from error
+
+
+def create_optimizer(
+    recipe: Recipe, net: nn.Module, feedback: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """The recipe's optimiser of all that is to be trained."""
+    settings = recipe.optimizer
+    if settings.layer_decay and recipe.feedback:
+        raise RecipeError(f"{recipe.name}: optimizer.layer_decay and feedback do not go together")
+    try:
+        return create_optimizer_v2(
+            _Trained(net, feedback) if feedback else net,
+            opt=settings.name,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            momentum=settings.momentum,
+            layer_decay=settings.layer_decay,
+            **settings.options,
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise RecipeError(f"{recipe.name}: optimizer {settings.name}: {error}") from error
+
+
+def create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler | None:
+    """The recipe's schedule, for so many updates an epoch; None keeps the rate."""
+    settings = recipe.schedule
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=settings.name,
+        num_epochs=recipe.epochs,
+        warmup_epochs=settings.warmup_epochs,  # type: ignore[arg-type]  # timm multiplies it by the updates
+        warmup_lr=settings.warmup_lr,
+        min_lr=settings.min_lr,
+        decay_milestones=list(settings.milestones),  # type: ignore[arg-type]
+        decay_epochs=settings.decay_epochs,
+        decay_rate=settings.decay_rate,
+        step_on_epochs=False,
+        updates_per_epoch=steps,
+    )
+    if scheduler is None:  # it would apply what layers' rates are scaled by
+        for group in optimizer.param_groups:
+            group["lr"] *= group.get("lr_scale", 1.0)
+    return scheduler

@@ -1,0 +1,126 @@
+"""Pictures of a decoder: each shows the capsule that it says it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from capszoo.errors import CapszooError, UsageError
+from capszoo.explain import explain, save_figure
+from capszoo.explain.reconstructions import (
+    OFFSETS,
+    answers,
+    overlaps,
+    perturb,
+    red_and_green,
+    save_answers,
+    save_overlaps,
+    save_perturbation,
+)
+from capszoo.preprocess import model_transform
+from tests.explain.test_routing_stats import FAMILIES
+from tests.export.toys import ToyCaps
+from tests.models.zoo_cases import small
+
+
+@pytest.fixture
+def model() -> ToyCaps:
+    return ToyCaps(decoder=True).eval()
+
+
+def batch(count: int = 12) -> Tensor:
+    return torch.randn(count, 1, 10, 10, generator=torch.Generator().manual_seed(3))
+
+
+def drawn(path: Path) -> int:
+    with Image.open(path) as figure:
+        colours = figure.convert("RGB").getcolors(maxcolors=figure.width * figure.height)
+        assert colours is not None
+        return len(colours)
+
+
+def test_one_dimension_is_changed_at_a_time(model: ToyCaps, tmp_path: Path) -> None:
+    assert OFFSETS[0] == -0.25 and OFFSETS[5] == 0 and len(OFFSETS) == 11
+    picture = Image.effect_noise((10, 10), 90)
+    found = perturb(model, picture, "b")
+    assert found.images.shape == (3, 11, 1, 10, 10) and found.label == "b"
+    with torch.no_grad():
+        poses = model.forward_capsules(model_transform(model)(picture)[None]).poses
+        for dimension, place in ((0, 0), (2, 10), (1, 5)):
+            changed = poses.clone()
+            changed[0, 1, dimension] += OFFSETS[place]
+            expected = model.reconstruct(changed, torch.tensor([1]))[0]
+            torch.testing.assert_close(found.images[dimension, place], expected)
+    assert drawn(save_perturbation(found, tmp_path / "perturb.png")) > 50
+    predicted = perturb(model, picture)
+    assert predicted.label == explain(model, picture).labels[explain(model, picture).predicted]
+
+
+def test_right_and_wrong_answers(model: ToyCaps, tmp_path: Path) -> None:
+    images = batch()
+    with torch.no_grad():
+        output = model.forward_capsules(images)
+    predicted = output.scores.argmax(1)
+    labels = predicted.clone()
+    labels[[1, 4, 7]] = (predicted[[1, 4, 7]] + 1) % 5
+    found = answers(model, [(images[:6], labels[:6]), (images[6:], labels[6:])], right=2, wrong=3)
+    assert [one.right for one in found] == [True, True, False, False, False]
+    assert [one.label for one in found] == ["abcde"[int(labels[k])] for k in (0, 2, 1, 4, 7)]
+    with torch.no_grad():
+        by_label = model.reconstruct(output.poses[[4]], labels[[4]])[0]
+        by_predicted = model.reconstruct(output.poses[[4]], predicted[[4]])[0]
+    torch.testing.assert_close(found[3].by_label, by_label)
+    torch.testing.assert_close(found[3].by_predicted, by_predicted)
+    assert drawn(save_answers(found, tmp_path / "answers.png")) > 50
+    few = answers(model, [(images[:2], predicted[:2])], right=4, wrong=4)
+    assert len(few) == 2, "there are no more"
+
+
+def test_overlapping_digits(model: ToyCaps, tmp_path: Path) -> None:
+    images = batch()
+    with torch.no_grad():
+        output = model.forward_capsules(images)
+    top = output.scores.topk(2, dim=1).indices
+    present = torch.zeros(12, 5).scatter_(1, top, 1.0)
+    present[3] = present[3].roll(1)
+    present[5] = torch.eye(5)[0]  # one digit alone: passed over
+    found = overlaps(model, [(images, present)], right=2, wrong=1)
+    assert [one.right for one in found] == [True, True, False]
+    wrong = found[2]
+    assert wrong.stranger not in (*wrong.labels, *wrong.predicted)
+    with torch.no_grad():
+        stranger = model.reconstruct(output.poses[[3]], torch.tensor(["abcde".index(wrong.stranger)]))[0]
+    torch.testing.assert_close(wrong.by_stranger, stranger)
+    assert drawn(save_overlaps(found, tmp_path / "multi.png")) > 50
+    both = red_and_green(torch.ones(1, 2, 2), torch.zeros(1, 2, 2))
+    assert both[0].min() == 1 and both[1:].max() == 0
+
+
+def test_errors(model: ToyCaps, tmp_path: Path) -> None:
+    images = batch(2)
+    with pytest.raises(CapszooError, match="no decoder"):
+        perturb(ToyCaps().eval(), images[0])
+    with pytest.raises(CapszooError, match="several labels"):
+        answers(model, [(images, torch.zeros(2, 5))])
+    with pytest.raises(CapszooError, match="give --dataset multimnist"):
+        overlaps(model, [(images, torch.zeros(2, dtype=torch.long))])
+    with pytest.raises(UsageError, match="nothing to draw"):
+        save_answers([], tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_heat_map_of_every_routing(name: str, tmp_path: Path) -> None:
+    model = small(name).eval()
+    chans = 1 if model.in_chans == 2 else model.in_chans
+    if chans != model.in_chans:
+        model = small(name, in_chans=1).eval()
+    rows, cols = model.img_size
+    picture = Image.effect_noise((cols, rows), 90).convert("RGB")
+    explanation = explain(model, picture)
+    assert explanation.heat.dim() == 2 and float(explanation.heat.min()) >= 0
+    assert float(explanation.heat.sum()) == pytest.approx(1, abs=1e-3)
+    assert drawn(save_figure(explanation, tmp_path / "heat.png")) > 50

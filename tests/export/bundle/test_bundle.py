@@ -1,0 +1,454 @@
+"""The bundle: everything in it is true, serves without torch, can be checked again, and is never half-written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import capszoo
+from capszoo.cli import app
+from capszoo.errors import CapszooError, UsageError
+from capszoo.export import bundle, compare, to_onnx
+from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, read_manifest, write
+from capszoo.export.verify.images import load_images
+from capszoo.inference import load_model, predict
+from capszoo.models._pretrained import bundled_tags, sha256_of
+from tests.export.toys import ToyCaps
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+NAME = "resnet20_routingcaps.mnist"
+ASSETS = Path(capszoo.__file__).parent / "assets"
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three digits as they are, one large and coloured, one of 16 bits."""
+    folder = tmp_path_factory.mktemp("pictures")
+    files = sorted(ASSETS.glob("digit_[135].png"))
+    with Image.open(ASSETS / "digit_7.png") as image:
+        image.convert("RGB").resize((70, 90), Image.Resampling.BICUBIC).save(folder / "large.png")
+        deep = np.asarray(image.convert("L"), dtype=np.uint16) * 257
+        Image.fromarray(deep).save(folder / "deep.png")
+    return [*files, folder / "large.png", folder / "deep.png"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, pictures: list[Path]) -> tuple[Path, dict[str, Any]]:
+    """One bundle by the full gate, shared by the tests that only look at it."""
+    out = tmp_path_factory.mktemp("served") / "digits"
+    net = load_model(NAME, device="cpu")
+    manifest = export_bundle(
+        net,
+        out,
+        name=NAME,
+        source=NAME,
+        formats=("onnx", "tensorrt"),
+        batch=(1, 4, 8),
+        images=load_images(net, pictures),
+        triton=True,
+    )
+    return out, manifest
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with a fixed batch, uint8 input and couplings, of a toy that no name leads to."""
+    torch.manual_seed(0)
+    out = tmp_path_factory.mktemp("fixed") / "toy"
+    model = ToyCaps().eval()
+    options: dict[str, Any] = dict(batch=3, uint8_input=True, gate="quick", triton=True)
+    export_bundle(model, out, outputs=("couplings", "scores"), **options)
+    return out
+
+
+def test_manifest(served: tuple[Path, dict[str, Any]]) -> None:
+    out, manifest = served
+    assert read_manifest(out) == manifest
+    info = bundled_tags()[NAME]
+    assert manifest["model"]["weights"]["id"] == NAME
+    assert manifest["model"]["weights"]["sha256"] == info.sha256
+    assert manifest["model"]["weights"]["metrics"] == info.raw["metrics"]
+    assert manifest["model"]["routing"] == [{"layer": "class_caps", "type": "RoutingCaps", "iterations": 3}]
+    spec = manifest["input"]
+    assert (spec["name"], spec["dtype"], spec["shape"]) == ("input", "float32", ["batch", 1, 28, 28])
+    assert (spec["mean"], spec["std"], spec["color_order"]) == ([0.1307], [0.3081], "grey")
+    assert manifest["outputs"][0]["name"] == "scores" and "prediction" in manifest["outputs"][0]["meaning"]
+    assert manifest["opset"] == 20 and manifest["precision"]["model"] == "fp32"
+    assert {"capszoo", "torch", "onnx", "onnxscript", "onnxruntime"} <= manifest["exported_with"].keys()
+    figures = manifest["comparison"]["onnxruntime against eager"]
+    assert figures["images"] == 5 and figures["top1_agreement"] == 1.0
+    assert 0 <= figures["share_of_largest_output"] <= 1e-4
+    assert manifest["labels"] == (out / "labels.txt").read_text().split() == [str(i) for i in range(10)]
+
+
+def test_manifest_names_every_file_and_every_step(served: tuple[Path, dict[str, Any]]) -> None:
+    out, manifest = served
+    on_disk = {f.relative_to(out).as_posix() for f in out.rglob("*") if f.is_file()}
+    assert set(manifest["files"]) == on_disk - {"manifest.json"}
+    assert all(sha256_of(out / name) == digest for name, digest in manifest["files"].items())
+    gates = {step["name"]: step["passed"] for step in manifest["gates"]}
+    assert all(
+        gates[name] is True
+        for name in (
+            "structure",
+            "parity with eager",
+            "top-1 on real images",
+            "plain and optimised graph agree",
+        )
+    )
+    readme = (out / "README.md").read_text()
+    checked, unchecked = readme.split("## What was not checked")
+    for step in manifest["gates"]:
+        assert step["name"] in (checked if step["passed"] else unchecked)
+    assert "Triton Inference Server was not run" in unchecked
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
+def test_without_tensorrt_all_but_the_engine_is_written(served: tuple[Path, dict[str, Any]]) -> None:
+    out, manifest = served
+    (note,) = manifest["notes"]
+    assert "capszoo[tensorrt]" in note and "\n" not in note
+    assert manifest["engines"]["tensorrt"]["file"] is None
+    profile = json.loads((out / "tensorrt" / "profile.json").read_text())
+    assert profile["shapes"] == {"min": [1, 1, 28, 28], "opt": [4, 1, 28, 28], "max": [8, 1, 28, 28]}
+    script = (out / "tensorrt" / "build_engine.sh").read_text()
+    assert manifest["engines"]["tensorrt"]["trtexec"] in script and "--onnx=../model.onnx" in script
+    assert {s["name"]: s["passed"] for s in manifest["gates"]}["TensorRT builds the engine"] is None
+    with pytest.raises(CapszooError, match="no engine for tensorrt: no engine was built"):
+        bundle.open_runner("tensorrt", out)
+
+
+def run_infer(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """infer.py in a process in which neither torch nor this package can be imported."""
+    code = (
+        "import runpy, sys\n"
+        "for name in ('torch', 'torchvision', 'timm', 'capszoo', 'onnx'): sys.modules[name] = None\n"
+        f"sys.argv = ['infer.py', *{[str(a) for a in arguments]!r}]\n"
+        f"runpy.run_path({str(folder / 'infer.py')!r}, run_name='__main__')\n"
+    )
+    command = [sys.executable, "-I", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+
+
+def test_infer_without_torch_answers_as_predict(
+    served: tuple[Path, dict[str, Any]], pictures: list[Path]
+) -> None:
+    done = run_infer(served[0], *pictures, "--topk", 3, "--json")
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)["results"]
+    expected = [r.to_dict() for r in predict(load_model(NAME, device="cpu"), list(pictures), 3)]
+    assert len(got) == len(expected) == 5
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine["image"] == theirs["image"]
+        for a, b in zip(mine["predictions"], theirs["predictions"], strict=True):
+            assert (a["index"], a["label"]) == (b["index"], b["label"])
+            assert a["score"] == pytest.approx(b["score"], abs=2e-5)
+    plain = run_infer(served[0], pictures[0], "--topk", 1)
+    assert plain.stdout.split()[1] == "1"
+
+
+def test_infer_says_what_it_cannot_read(served: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "no.png").write_text("no image")
+    done = run_infer(served[0], tmp_path / "no.png", ASSETS / "digit_3.png")
+    assert done.returncode == 1 and "digit_3.png" in done.stdout
+    assert done.stderr.count("\n") == 1 and "no.png: cannot be read" in done.stderr
+
+
+def test_infer_with_a_fixed_batch_and_uint8(fixed: Path) -> None:
+    done = run_infer(fixed, *sorted(ASSETS.glob("digit_*.png"))[:4], "--topk", 5, "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert len(results) == 4 and {p["label"] for p in results[0]["predictions"]} == set("abcde")
+
+
+# -- Triton -------------------------------------------------------------------------------------------------------
+
+
+def triton_schema() -> Any:
+    """tritonclient's generated module for model configurations; it needs protobuf alone, the package grpc."""
+    found = importlib.util.find_spec("tritonclient")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("needs tritonclient (pip install --no-deps tritonclient)")
+    file = Path(found.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def parsed(path: Path) -> Any:
+    from google.protobuf import text_format
+
+    return text_format.Parse(path.read_text(), triton_schema().ModelConfig())
+
+
+def test_triton_repository(served: tuple[Path, dict[str, Any]], fixed: Path) -> None:
+    out, _ = served
+    place = out / "triton" / NAME
+    assert sha256_of(place / "1" / "model.onnx") == sha256_of(out / "model.onnx")
+    assert (place / "labels.txt").read_text() == (out / "labels.txt").read_text()
+    text = (place / "config.pbtxt").read_text()
+    assert 'backend: "onnxruntime"' in text and "max_batch_size: 8" in text
+    assert (out / "triton-tensorrt" / NAME / "config.pbtxt").is_file()
+    assert "max_batch_size: 0" in (fixed / "triton" / "ToyCaps" / "config.pbtxt").read_text()
+
+
+def test_triton_configuration_parses(served: tuple[Path, dict[str, Any]], fixed: Path) -> None:
+    out, _ = served
+    config = parsed(out / "triton" / NAME / "config.pbtxt")
+    assert (config.name, config.backend, config.max_batch_size) == (NAME, "onnxruntime", 8)
+    assert list(config.input[0].dims) == [1, 28, 28] and list(config.output[0].dims) == [10]
+    assert config.output[0].label_filename == "labels.txt"
+    assert list(config.dynamic_batching.preferred_batch_size) == [4, 8]
+    assert config.model_warmup[0].inputs["input"].zero_data
+    engine = parsed(out / "triton-tensorrt" / NAME / "config.pbtxt")
+    assert (engine.platform, engine.default_model_filename) == ("tensorrt_plan", "model.plan")
+    whole = parsed(fixed / "triton" / "ToyCaps" / "config.pbtxt")  # the batch is part of the shape
+    assert whole.max_batch_size == 0 and list(whole.input[0].dims) == [3, 1, 10, 10]
+    kinds = {value.name: value.number for value in triton_schema().DataType.DESCRIPTOR.values}
+    assert whole.input[0].data_type == kinds["TYPE_UINT8"]
+    assert [o.name for o in whole.output] == ["couplings", "scores"]
+
+
+# -- a second look ------------------------------------------------------------------------------------------------
+
+
+def test_check(served: tuple[Path, dict[str, Any]], fixed: Path) -> None:
+    found = check_bundle(served[0])
+    assert found.passed and [step.passed for step in found.steps] == [True] * 4
+    other = check_bundle(fixed)
+    assert other.passed and [step.passed for step in other.steps] == [True, True, True, None]
+    assert "not at hand" in other.steps[3].detail
+
+
+def copied(folder: Path, to: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(folder, to / "copy"))
+
+
+def resigned(folder: Path, name: str) -> None:
+    """Write a file's new digest into the manifest, as one who means harm would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = sha256_of(folder / name)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_check_sees_changed_and_missing_files(fixed: Path, tmp_path: Path) -> None:
+    folder = copied(fixed, tmp_path)
+    (folder / "labels.txt").write_text("x\n")
+    (folder / "infer.py").unlink()
+    found = check_bundle(folder)
+    assert not found.passed and len(found.steps) == 1
+    assert (
+        "labels.txt is not the one" in found.steps[0].detail
+        and "infer.py is missing" in found.steps[0].detail
+    )
+    line = CliRunner().invoke(app, ["export", "--check", str(folder)])
+    assert line.exit_code == 1 and "sha256 of the files failed" in line.stderr
+
+
+def test_check_sees_another_model(fixed: Path, tmp_path: Path) -> None:
+    import onnx
+
+    folder = copied(fixed, tmp_path)
+    proto = onnx.load(folder / "model.onnx")
+    weight = next(t for t in proto.graph.initializer if t.name.endswith("class_caps.weight"))
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 1.1, weight.name))
+    onnx.save(proto, folder / "model.onnx")
+    resigned(folder, "model.onnx")
+    found = check_bundle(folder)
+    assert {s.name: s.passed for s in found.steps}["parity with the stored answers"] is False
+
+
+def test_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(CapszooError, match="no bundle"):
+        check_bundle(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(CapszooError, match="cannot be read"):
+        check_bundle(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"schema": 99}')
+    with pytest.raises(CapszooError, match="schema"):
+        check_bundle(tmp_path)
+
+
+# -- comparing ----------------------------------------------------------------------------------------------------
+
+
+def test_compare(served: tuple[Path, dict[str, Any]], pictures: list[Path]) -> None:
+    result = compare_bundle(served[0], ("eager", "onnxruntime"), pictures, batches=(1, 100), repeats=2)
+    (row,) = result["differences"]
+    assert row["runner"] == "onnxruntime" and row["top1_agreement"] == 1.0 and row["relative"] <= 1e-4
+    assert row["batch"] == 5 and result["images"] == 5
+    assert [(t["runner"], t["batch"]) for t in result["timings"]] == [
+        (kind, count) for count in (1, 8) for kind in ("eager", "onnxruntime")
+    ]
+    assert all(t["milliseconds"] > 0 for t in result["timings"]) and result["timings"][0]["ratio"] == 1.0
+
+
+def test_compare_on_the_command_line(served: tuple[Path, dict[str, Any]]) -> None:
+    arguments = [
+        "compare",
+        str(served[0]),
+        "--repeats",
+        "1",
+        "--batch",
+        "2",
+        "--runners",
+        "onnxruntime,eager",
+    ]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "against onnxruntime, random input" in done.stdout and "images/s" in done.stdout
+    as_json = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert as_json["reference"] == "onnxruntime"
+    for extra, message in (
+        (["--runners", "eager"], "alone cannot be compared"),
+        (["--runners", "eager,java"], "unknown runner 'java'"),
+        (["--batch", "0"], "makes no sense"),
+    ):
+        failed = CliRunner().invoke(app, ["compare", str(served[0]), *extra])
+        assert failed.exit_code == 2 and message in failed.stderr
+    missing = CliRunner().invoke(app, ["compare", str(served[0]), "--runners", "eager,aoti"])
+    assert missing.exit_code == 1 and "export with --format onnx,aoti" in missing.stderr
+
+
+def test_eager_needs_the_same_weights(served: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(CapszooError, match="other weights than the bundle"):
+        bundle.open_runner("eager", served[0], model="idpa_cnn.mnist")
+
+
+def test_runners_are_timed_in_turns() -> None:
+    calls: list[str] = []
+
+    class Runner:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+            calls.append(self.name)
+            return []
+
+    timings = compare.time_runners([Runner("a"), Runner("b")], np.zeros((3, 1)), repeats=2)
+    assert calls == ["a", "a", "b", "b"] * 2 and [t.batch for t in timings] == [3, 3]
+    with pytest.raises(ValueError, match="repeats"):
+        compare.time_runners([Runner("a")], np.zeros((1, 1)), repeats=0)
+
+
+def test_runners_are_timed_once_the_threads_of_the_one_before_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the worker threads of ONNX Runtime and OpenMP do: they spin for some milliseconds after a run."""
+    assert compare.SETTLE >= 0.03
+    monkeypatch.setattr(compare, "SETTLE", 0.3)  # a busy machine may be late to end the spinning
+    spinning: list[tuple[object, threading.Event]] = []
+    disturbed: list[bool] = []
+
+    class Spinning:
+        name = "spins on after its run"
+
+        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+            disturbed.append(any(not rests.is_set() for runner, rests in spinning if runner is not self))
+            rests = threading.Event()
+            spinning.append((self, rests))
+            threading.Timer(0.02, rests.set).start()
+            return []
+
+    compare.time_runners([Spinning(), Spinning()], np.zeros((1, 1)), repeats=3)
+    assert len(disturbed) == 12 and not any(disturbed)
+
+
+# -- what must fail, and leave nothing ----------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_a_failure(fixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied(fixed, tmp_path)
+    before = {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    spoilt = ToyCaps()
+    with torch.no_grad():
+        spoilt.class_caps.weight[0, 0, 0] = float("nan")
+    with pytest.raises(to_onnx.ExportError, match="NaN"):
+        export_bundle(spoilt, folder)
+
+    def stopped(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write, "_readme", stopped)  # the last thing before the manifest
+    with pytest.raises(KeyboardInterrupt):
+        export_bundle(ToyCaps(1), folder, gate="quick")
+    assert {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()} == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_an_older_bundle_is_replaced_whole(fixed: Path, tmp_path: Path) -> None:
+    folder = copied(fixed, tmp_path)
+    manifest = export_bundle(ToyCaps(1).eval(), folder, gate="quick", batch=(1, 2, 3))
+    assert read_manifest(folder) == manifest and not (folder / "triton").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_wrong_usage(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for options, message in (
+        ({"formats": ("onyx",)}, "unknown format 'onyx'"),
+        ({"formats": ()}, "unknown format"),
+        ({"outputs": ("poses",)}, "needs the output scores"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            export_bundle(ToyCaps(), tmp_path / "new", **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="holds files and is no bundle"):
+        export_bundle(ToyCaps(), tmp_path / "mine")
+    with pytest.raises(UsageError, match="is a file"):
+        export_bundle(ToyCaps(), tmp_path / "file")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["file", "mine"]
+
+
+def test_command_line(tmp_path: Path) -> None:
+    out = tmp_path / "digits"
+    common = ["export", NAME, "--quick", "--batch", "1,2,4"]
+    done = CliRunner().invoke(
+        app, [*common, "--out", str(out), "--uint8-input", "--outputs", "scores,couplings"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "parity with eager" in done.stdout and re.search(r"fp32, opset 20, batch 1 to 4", done.stdout)
+    manifest = read_manifest(out)
+    assert manifest["input"]["dtype"] == "uint8" and len(manifest["outputs"]) > 1
+    again = CliRunner().invoke(app, ["export", "--check", str(out), "--json"])
+    assert again.exit_code == 0 and json.loads(again.stdout)["passed"] is True
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--out", "x.onnx", "--format", "aoti"], "is one file"),
+        (["--out", "x.onnx", "--triton"], "is one file"),
+        (["--out", "x", "--precision", "int4"], "unknown precision 'int4'"),
+        (["--out", "x", "--format", "coreml"], "unknown format 'coreml'"),
+        (["--out", "x", "--batch", "4,2,1"], "makes no sense"),
+        (["--out", "x", "--outputs", "logits,scores"], "unknown output 'logits'"),
+        ([], "Missing option '--out'"),
+    ],
+)
+def test_command_line_refuses(
+    extra: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["export", NAME, *extra])
+    assert done.exit_code == 2 and message in done.stderr
+    assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []

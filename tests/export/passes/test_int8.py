@@ -1,0 +1,242 @@
+"""INT8: what is quantised and what is not, what it costs on real images, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import capszoo
+from capszoo.cli import app
+from capszoo.errors import CapszooError, UsageError
+from capszoo.export import to_onnx
+from capszoo.export.bundle import check_bundle, export_bundle
+from capszoo.export.passes import int8
+from capszoo.export.to_onnx import ExportError
+from capszoo.export.verify.images import RealImages, open_images, transformed
+from tests.export.toys import ToyCaps
+from tests.support import packed
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+def pictures(root: Path, name: str, picked: Sequence[int] | range) -> list[Image.Image]:
+    images = packed(root, name).images[list(picked)]
+    return [Image.fromarray(image.permute(1, 2, 0).numpy().squeeze()) for image in images]
+
+
+def real(root: Path, model: torch.nn.Module, name: str, picked: range) -> RealImages:
+    labels = packed(root, name).labels[list(picked)]
+    return RealImages(transformed(model, pictures(root, name, picked)), labels, f"{name}, packed")
+
+
+def toy_images(count: int, labels: bool = False) -> RealImages:
+    images = torch.randn(count, 1, 10, 10, generator=torch.Generator().manual_seed(count))
+    return RealImages(images, torch.zeros(count, dtype=torch.long) if labels else None, "noise")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("resnet20_routingcaps.mnist", "mnist"),
+        ("idpa_cnn.mnist", "mnist"),
+        ("resnet20_routingpool.cifar10", "cifar10"),
+    ],
+)
+def test_bundled_weights_lose_at_most_half_a_point(name: str, data: str, root: Path, tmp_path: Path) -> None:
+    model = capszoo.create_model(name, pretrained=True)
+    calibration, images = real(root, model, data, range(200)), real(root, model, data, range(200, 1000))
+    report = to_onnx.export(
+        model,
+        tmp_path / "model.onnx",
+        precision="int8",
+        gate="quick",
+        calibration=calibration,
+        images=images,
+    )
+    assert report.passed and report.accuracy["images"] == 800
+    assert report.accuracy["lost"] <= int8.MAX_LOSS and report.accuracy["eager"] > 85
+    # the graph before quantisation is held to float32's own limit
+    assert max(d.relative for d in report.float_comparisons) <= to_onnx.TOLERANCES["fp32"]
+
+    proto = onnx.load(tmp_path / "model.onnx")
+    values = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    made_by = {output: node for node in proto.graph.node for output in node.output}
+    wide, per_channel = ("Exp", "Softmax", "Sqrt", "ReduceSum", "ReduceL2", "LayerNormalization"), 0
+    for node in proto.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            zero = values[node.input[2]]
+            assert zero.dtype == np.int8 and not zero.any()  # symmetric, as TensorRT wants it
+            axes = [a.i for a in node.attribute if a.name == "axis"]
+            if values[node.input[1]].size > 1:
+                per_channel += 1
+                assert axes == [0] and values[node.input[0]].dtype == np.int8
+        elif node.op_type in wide:
+            assert not any(made_by[i].op_type == "DequantizeLinear" for i in node.input if i in made_by), (
+                f"{node.op_type} reads quantised values"
+            )
+    operators = report.precision_map["operators"]
+    assert per_channel == operators["Conv"]["int8"] >= 2 and "int8" not in operators.get("MatMul", {})
+    assert report.precision_map["weights"]["int8"] > 0
+    assert (tmp_path / "model.onnx").stat().st_size < 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_only_plain_layers_are_quantised() -> None:
+    model = capszoo.create_model("idpa_cnn").eval()
+    weights = int8.plain_layers(model)
+    routing = {name for name, module in model.named_modules() if "IDPA" in type(module).__name__}
+    assert weights and routing
+    assert not [w for w in weights if any(w.startswith(f"{r}.") for r in routing if r)]
+    assert "fc.weight" not in int8.plain_layers(capszoo.create_model("resnet20_routingpool"))  # 640 weights
+    big = int8.plain_layers(capszoo.create_model("cnn_sabour", img_size=20))
+    assert any(w.endswith("weight") for w in big) and len(big) == 5  # 3 convolutions, 2 of 3 linear layers
+
+
+def test_a_bundle_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "MAX_LOSS", 20.0)  # untrained: many answers are near a tie
+    model, out = ToyCaps(1).eval(), tmp_path / "toy"
+    manifest = export_bundle(
+        model,
+        out,
+        precision="int8",
+        gate="quick",
+        batch=(1, 2, 4),
+        calibration=toy_images(64),
+        images=toy_images(16),
+        uint8_input=False,
+    )
+    assert manifest["precision"]["model"] == "int8"
+    assert manifest["precision"]["operators"]["Conv"] == {"int8": 2}
+    names = [step["name"] for step in manifest["gates"]]
+    assert "before quantisation: parity with eager" in names and "accuracy on real images" in names
+    assert check_bundle(out).passed
+
+
+def test_what_is_lost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ToyCaps(1).eval()
+    options = dict(precision="int8", gate="quick", calibration=toy_images(32), batch=(1, 2, 8))
+    monkeypatch.setattr(int8, "MAX_LOSS", -200.0)  # nothing can be good enough
+    for images, words in (
+        (toy_images(16, labels=True), "int8 loses -?[0-9.]+ points on 16 real"),
+        (toy_images(16), "int8 loses [0-9.]+ points"),
+    ):
+        with pytest.raises(ExportError, match=words) as caught:
+            to_onnx.export(model, tmp_path / "x.onnx", images=images, **options)  # type: ignore[arg-type]
+        assert caught.value.report is not None and caught.value.report.gate[-1].passed is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_ranges_are_refused(tmp_path: Path) -> None:
+    """Calibrated on nearly nothing, every real value is cut off: the gate must notice."""
+    dark = RealImages(toy_images(32).images * 1e-4, None, "darkness")
+    with pytest.raises(ExportError, match="real images: differs|int8 loses"):
+        to_onnx.export(
+            ToyCaps(1).eval(),
+            tmp_path / "x.onnx",
+            precision="int8",
+            gate="quick",
+            calibration=dark,
+            images=toy_images(32),
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_usage(tmp_path: Path) -> None:
+    model, out = ToyCaps(1).eval(), tmp_path / "x.onnx"
+    with pytest.raises(UsageError, match="at least 16 real images to calibrate it, there are none"):
+        to_onnx.export(model, out, precision="int8", images=toy_images(16))
+    with pytest.raises(UsageError, match="there are 3"):
+        to_onnx.export(model, out, precision="int8", calibration=toy_images(3))
+    with pytest.raises(UsageError, match="--verify-data"):
+        to_onnx.export(model, out, precision="int8", calibration=toy_images(16))
+    with pytest.raises(UsageError, match="fp16 is not calibrated"):
+        to_onnx.export(model, out, precision="fp16", calibration=toy_images(16))
+    with pytest.raises(UsageError, match="AOTInductor takes no int8"):
+        export_bundle(model, tmp_path / "b", precision="int8", formats=("onnx", "aoti"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def save(folder: Path, files: dict[str, Image.Image]) -> Path:
+    for name, picture in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / name)
+    return folder
+
+
+def test_the_command(root: Path, tmp_path: Path) -> None:
+    digits = packed(root, "mnist")
+    plain = save(
+        tmp_path / "plain", {f"{i}.png": p for i, p in enumerate(pictures(root, "mnist", range(40)))}
+    )
+    classes = save(
+        tmp_path / "classes",
+        {
+            f"{digits.labels[i]}/{i}.png": p
+            for i, p in zip(range(50, 110), pictures(root, "mnist", range(50, 110)), strict=True)
+        },
+    )
+    out = tmp_path / "digits.onnx"
+    call = ["export", "resnet20_routingcaps.mnist", "--out", str(out), "--int8", "--quick"]
+    runner = CliRunner()
+    done = runner.invoke(app, [*call, "--calibrate", str(plain), "--verify-data", str(classes), "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["precision"] == "int8" and report["accuracy"]["images"] == 60
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--int8"], "int8 needs --calibrate"),
+        (["--int8", "--calibrate", "x"], "int8 needs --verify-data"),
+        (["--calibrate", "x"], "--calibrate does nothing for fp32"),
+        (["--int8", "--precision", "fp16"], "exclude each other"),
+        (["--int8", "--calibrate", "mnist", "--verify-data", "mnits"], "no folder and no data set: .*mnist"),
+    ],
+)
+def test_the_command_refuses_in_one_line(more: list[str], words: str, tmp_path: Path) -> None:
+    import re
+
+    call = ["export", "resnet20_routingcaps.mnist", "--out", str(tmp_path / "x.onnx"), *more]
+    done = CliRunner().invoke(app, call, env={"CAPSZOO_DATA": str(tmp_path)})
+    assert done.exit_code in (1, 2) and re.search(words, " ".join(done.output.split()))
+    assert "Traceback" not in done.output and list(tmp_path.iterdir()) == []
+
+
+def test_images_of_folders_and_data_sets(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = capszoo.create_model("resnet20_routingcaps.mnist", pretrained=True)
+    digits = pictures(root, "mnist", range(6))
+    mixed = save(tmp_path, {f"{i % 2}/{i}.png": p for i, p in enumerate(digits)})
+    found = open_images(model, str(mixed), limit=4)
+    assert found.images.shape == (4, 1, *model.img_size) and found.labels is not None
+    assert set(found.labels.tolist()) == {0, 1}
+    digits[0].save(tmp_path / "loose.png")
+    assert open_images(model, str(mixed)).labels is None  # one class is not known: none is trusted
+    assert open_images(model, str(mixed), uint8_input=True).images.dtype == torch.uint8
+
+    monkeypatch.setattr(
+        "capszoo.export.verify.images.load_dataset", lambda name, split, data: packed(root, name)
+    )
+    named = open_images(model, "mnist", limit=10)
+    assert len(named) == 10 and torch.equal(named.labels, packed(root, "mnist").labels[::100])
+    expected = transformed(model, pictures(root, "mnist", range(0, 1000, 100)))
+    assert torch.equal(named.images, expected)
+    ten = capszoo.create_model("resnet20_routingcaps", num_classes=4)
+    with pytest.raises(CapszooError, match="mnist has 10 classes, the model 4"):
+        open_images(ten, "mnist")
+    with pytest.raises(CapszooError, match="several classes in an image"):
+        monkeypatch.undo()
+        multi = "diverse_multimnist"
+        monkeypatch.setattr(
+            "capszoo.export.verify.images.load_dataset",
+            lambda name, split, data: type("Set", (), {"spec": capszoo.data.dataset_spec(multi)})(),
+        )
+        open_images(model, multi)

@@ -1,0 +1,189 @@
+"""What is counted from scores, against counts made by hand; several crops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from capszoo.data import DataError, ImageSet, dataset_spec
+from capszoo.data.augment import resize
+from capszoo.errors import CapszooError, UsageError
+from capszoo.recipes.evaluate import Tally, assess, scored, stated_top1
+from capszoo.recipes.evaluation.crops import Crops, default_side
+from capszoo.recipes.evaluation.target import prepare
+from tests.support import packed
+
+MODEL = "resnet20_routingcaps.mnist"
+
+
+def test_classes_and_confusion_by_hand() -> None:
+    tally = Tally(3, 1, 0.5)
+    answers = torch.tensor([0, 0, 1, 1, 2, 0])
+    labels = torch.tensor([0, 0, 0, 1, 1, 1])
+    scores = nn.functional.one_hot(answers, 3).float()
+    tally.add(scores[:4], labels[:4])
+    tally.add(scores[4:], labels[4:])
+    result = tally.result(["a", "b", "c"])
+    assert (result.n, result.errors, result.top1) == (6, 3, 50.0)
+    assert result.top5 is None and result.exact_set is None, "three classes, one label"
+    assert result.confusion is not None and result.confusion.tolist() == [[2, 1, 0], [1, 1, 1], [0, 0, 0]]
+    a, b, c = result.per_class
+    assert (a.label, a.n) == ("a", 3)
+    assert (a.recall, a.precision, a.f1) == pytest.approx((200 / 3, 200 / 3, 200 / 3))
+    assert (b.recall, b.precision, b.f1) == pytest.approx((100 / 3, 50.0, 40.0))
+    assert (c.n, c.recall, c.precision, c.f1) == (0, None, 0.0, 0.0)
+
+
+def test_top_five() -> None:
+    tally = Tally(7, 1, 0.5)
+    scores = torch.arange(7.0).expand(7, 7)  # the highest five are 2 to 6
+    tally.add(scores, torch.arange(7))
+    result = tally.result("abcdefg")
+    assert result.top1 == pytest.approx(100 / 7) and result.top5 == pytest.approx(500 / 7)
+
+
+def test_several_labels_by_hand() -> None:
+    labels = torch.tensor([[1.0, 1, 0], [0, 1, 1], [1, 0, 1]])
+    scores = torch.tensor([[0.9, 0.8, 0.1], [0.6, 0.9, 0.2], [0.9, 0.8, 0.7]])
+    known, free = Tally(3, 2, 0.5), Tally(3, None, 0.5)
+    for tally in (known, free):
+        tally.add(scores, labels)
+    by_two, by_threshold = known.result("abc"), free.result("abc")
+    assert by_two.exact_set == by_threshold.exact_set == pytest.approx(100 / 3)
+    assert by_two.top1 is None and by_two.confusion is None
+    a, b, c = by_threshold.per_class  # found: ab, ab, abc
+    assert (a.n, b.n, c.n) == (2, 2, 2)
+    assert (a.recall, a.precision) == pytest.approx((100.0, 200 / 3))
+    assert (b.recall, b.precision) == pytest.approx((100.0, 200 / 3))
+    assert (c.recall, c.precision, c.f1) == pytest.approx((50.0, 100.0, 200 / 3))
+
+
+def test_scores_that_are_no_numbers_are_an_error() -> None:
+    tally = Tally(3, 1, 0.5)
+    with pytest.raises(CapszooError, match="no images"):
+        tally.result("abc")
+    tally.add(torch.tensor([[0.0, float("nan"), 1.0], [1.0, 0.0, 0.0]]), torch.tensor([0, 0]))
+    with pytest.raises(CapszooError, match="scores of 1 of 2 images are NaN"):
+        tally.result("abc")
+
+
+def test_crops_are_corners_and_middle() -> None:
+    pixels = torch.arange(36, dtype=torch.uint8).view(1, 1, 6, 6)
+    views = list(Crops(6, (4, 4), False).views(pixels))
+    assert [int(view[0, 0, 0, 0]) for view in views] == [0, 2, 12, 14, 7]
+    both = list(Crops(6, (4, 4), True).views(pixels))
+    assert len(both) == 10 and torch.equal(both[1], views[0].flip(3)) and torch.equal(both[8], views[4])
+    assert default_side(32) == 34 and default_side(28) == 30
+    assert str(Crops(40, (32, 32), False, 4)) == "5 of 32x32 out of 40x40 (padded by 4): corners, middle"
+    assert str(Crops(34, (32, 32), True)) == "10 of 32x32 out of 34x34: corners, middle, each mirrored too"
+
+
+class Brightness(nn.Module):
+    """Scores that depend on where the ink lies."""
+
+    num_classes, in_chans, img_size = 10, 1, (28, 28)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, ::80][:, :10].contiguous()
+
+
+def by_hand(large: Tensor, offsets: tuple[int, ...]) -> Tensor:
+    """Mean scores over the corners and the middle of 28x28, at rows and columns `offsets` (first, last, middle)."""
+    first, last, middle = offsets
+    total = torch.zeros(len(large), 10)
+    for top, left in ((first, first), (first, last), (last, first), (last, last), (middle, middle)):
+        cut = large[:, :, top : top + 28, left : left + 28].float() / 255
+        total += Brightness()((cut - 0.1307) / 0.3081)
+    return total / 5
+
+
+def test_several_crops_are_the_mean_of_crops_made_by_hand(
+    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capszoo.models._pretrained import bundled_tags
+
+    single = prepare(MODEL, data=tiny_mnist, device="cpu").images
+    subject = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
+    assert subject.crops == Crops(32, (28, 28), False, 2), "trained on shifts of 2, without mirroring"
+    ((scores, labels),) = scored(replace(subject, net=Brightness()), 100)
+    padded = nn.functional.pad(single.images, (2, 2, 2, 2))  # type: ignore[union-attr]
+    torch.testing.assert_close(scores, by_hand(padded, (0, 4, 2)), rtol=1e-4, atol=1e-4)
+    assert torch.equal(labels, single.labels)
+
+    augment = bundled_tags()[MODEL].raw["recipe"]["data"]["augment"]
+    monkeypatch.setitem(augment, "shift", 0)
+    subject = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
+    assert subject.crops == Crops(30, (28, 28), False), "34/32 of the input"
+    ((scores, labels),) = scored(replace(subject, net=Brightness()), 100)
+    large = resize(single.images, (30, 30))  # type: ignore[union-attr]
+    torch.testing.assert_close(scores, by_hand(large, (0, 2, 1)), rtol=1e-4, atol=1e-4)
+    monkeypatch.setitem(augment, "resize", 32)
+    monkeypatch.setitem(augment, "flip", True)
+    assert prepare(MODEL, data=tiny_mnist, crops="multi").crops == Crops(32, (28, 28), True)
+
+
+def test_a_limit_draws_images_by_its_seed(tiny_mnist: Path) -> None:
+    whole = prepare(MODEL, data=tiny_mnist, device="cpu")
+    one, again, other = (
+        prepare(MODEL, data=tiny_mnist, device="cpu", limit=10, seed=seed) for seed in (0, 0, 1)
+    )
+    assert whole.n == one.whole == 40 and one.n == 10
+    assert torch.equal(one.images.images, again.images.images)  # type: ignore[union-attr]
+    assert not torch.equal(one.images.images, other.images.images)  # type: ignore[union-attr]
+    assert stated_top1(whole) is None, "the metadata state it for 10,000 images"
+
+
+def test_held_out_images_are_those_of_the_recipe(tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from capszoo.models._pretrained import bundled_tags
+
+    recipe = bundled_tags()[MODEL].raw["recipe"]["data"]
+    monkeypatch.setitem(recipe, "val_size", 20)
+    held_out = prepare(MODEL, split="val", data=tiny_mnist, device="cpu")
+    assert held_out.images.split == "validation" and held_out.n == 20
+    monkeypatch.setitem(recipe, "val_size", 0)
+    with pytest.raises(DataError, match="use --split test"):
+        prepare(MODEL, split="val", data=tiny_mnist, device="cpu")
+
+
+def test_what_does_not_fit_is_said(root: Path, tiny_mnist: Path, tmp_path: Path) -> None:
+    cifar = packed(root, "cifar10")
+    with pytest.raises(CapszooError, match="the model takes 1 channels, cifar10 has 3"):
+        prepare(MODEL, cifar)
+    three = replace(cifar.spec, label_names=("a", "b", "c"))
+    with pytest.raises(CapszooError, match="10 classes, cifar10 has 3"):
+        prepare("resnet20_routingpool.cifar10", replace(cifar, spec=three))
+    with pytest.raises(UsageError, match="unknown crops 'many'"):
+        prepare(MODEL, data=tiny_mnist, crops="many")
+    with pytest.raises(UsageError, match="limit of 0"):
+        prepare(MODEL, data=tiny_mnist, limit=0)
+    with pytest.raises(CapszooError, match="built for 28x28 images, affnist has 40x40"):
+        prepare("idpa_cnn.mnist", "affnist", data=tiny_mnist)
+
+
+def test_a_folder_of_images_is_a_data_set(root: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    digits = packed(root, "mnist")
+    for split, part in (("train", slice(0, 100)), ("test", slice(100, 160))):
+        for n, (image, label) in enumerate(zip(digits.images[part], digits.labels[part], strict=True)):
+            folder = tmp_path / split / str(int(label))
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).save(folder / f"{n}.png")
+    subject = prepare(MODEL, data=f"imagefolder:{tmp_path}", device="cpu")
+    found = assess(subject)
+    same = assess(prepare(MODEL, digits.subset(torch.arange(100, 160)), device="cpu"))
+    assert found.n == 60 and found.confusion is not None and same.confusion is not None
+    assert torch.equal(found.confusion, same.confusion), "the same digits, neither scaled nor cropped"
+    with pytest.raises(UsageError, match="names a data set already"):
+        prepare(MODEL, "mnist", data=f"imagefolder:{tmp_path}")
+
+
+def test_images_in_memory(root: Path) -> None:
+    digits: ImageSet = packed(root, "mnist").subset(torch.arange(100))
+    found = assess(prepare(MODEL, digits, device="cpu"))
+    assert found.n == 100 and found.confusion is not None and int(found.confusion.sum()) == 100
+    assert found.errors == 100 - int(found.confusion.diag().sum()) and dataset_spec("mnist") == digits.spec

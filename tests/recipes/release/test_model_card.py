@@ -1,0 +1,195 @@
+"""Model cards and the page of results: the header parses, figures are those of the metadata, papers' are marked."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from capszoo.models._papers import PAPERS
+from capszoo.models._pretrained import WeightsInfo, bundled_tags
+from capszoo.recipes.config import list_recipes, load_recipe
+from capszoo.recipes.release.model_card import model_card
+from capszoo.recipes.release.paper_results import (
+    as_accuracy,
+    counted,
+    figures_table,
+    paper_figures,
+    protocol_lines,
+    recipe_differences,
+    sampling_error,
+    settings_unlike_the_papers,
+    twin_groups,
+)
+from tests.support import load_script
+
+OURS = "resnet20_routingpool.cifar10"
+
+
+def info_of(name: str, title: str = "CIFAR-10", **raw: object) -> WeightsInfo:
+    """Metadata of a checkpoint that does not exist."""
+    architecture, tag = name.split(".")
+    whole = {"dataset": {"name": tag, "title": title}, **raw}
+    return WeightsInfo(architecture, tag, "0" * 64, 10, (3, 32, 32), (0.5,) * 3, (0.5,) * 3, raw=whole)
+
+
+@pytest.mark.parametrize("name", sorted(bundled_tags()))
+def test_the_header_parses_and_states_the_metadata(name: str) -> None:
+    info = bundled_tags()[name]
+    card = ModelCard(model_card(info, f"me/{name}", pictures=["curves.png"]).content)
+    data, test = card.data, info.raw["metrics"]["test"]
+    assert data.license == "apache-2.0" and data.to_dict()["library_name"] == "capszoo"
+    assert info.architecture in data.tags
+    assert data.pipeline_tag == "image-classification" and data.model_name == name
+    ours, *papers = data.eval_results
+    assert ours.metric_value == test["top1"] and f"n = {test['n']}" in ours.metric_name
+    assert ours.dataset_split == "test" and ours.dataset_name == info.raw["dataset"]["title"]
+    assert [result.metric_value for result in papers] == [as_accuracy(f) for f in paper_figures(info)]
+    assert all("the paper's, not this file" in result.metric_name for result in papers)
+    assert "this file" in ours.metric_name and "not this file" not in ours.metric_name
+    for said in (
+        info.sha256,
+        f"{test['top1']:.2f}",
+        f"{test['errors']:,} wrong",
+        f"hf-hub:me/{name}",
+        "no pickle",
+    ):
+        assert said in card.text
+    assert "\n## Limits" in card.text and "![Training curves](curves.png)" in card.text
+
+
+def test_the_papers_figure_stands_beside_ours() -> None:
+    info = bundled_tags()[OURS]
+    card, top1 = model_card(info, "me/x"), info.raw["metrics"]["test"]["top1"]
+    assert [result.metric_value for result in card.data.eval_results] == [top1, 91.51]
+    assert f"| **this file** | {top1:.2f}" in card.text and "| 91.51 | 8.49 | CIFAR-10 |" in card.text
+    assert "curves.png" not in card.text
+
+
+def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() -> None:
+    info = replace(
+        info_of("resnet20_routingcaps.pets", "pets"), label_names=tuple(f"breed {i}" for i in range(30))
+    )
+    card = model_card(info, "me/pets", private=True)
+    assert card.data.eval_results is None and card.data.datasets is None
+    assert "no paper reports a figure for this" in card.text and "there is no figure" in card.text
+    assert "and 10 more" in card.text and "breed 29" not in card.text and "hf auth login" in card.text
+    info.raw["metrics"] = {"test": {"top1": 50.0, "n": 40}, "validation": {"top1": 40.0, "n": 10}}
+    (result,) = model_card(info, "me/pets").data.eval_results
+    assert result.metric_value == 50.0 and result.dataset_name == "pets"
+    info.raw.update(epoch=3, recipe={"epochs": 9, "init": {"weights": "idpa_cnn.mnist"}}, seed=1)
+    text = model_card(info, "me/pets", pictures=["confusion.png"]).text
+    assert "Fine-tuned from `idpa_cnn.mnist` on pets" in text and "![Confusion matrix](confusion.png)" in text
+    assert "seed 1; epoch 3 of 9 epochs. It was chosen by the validation images" in text
+    foreign = replace(info, architecture="resnet18")  # timm's own: no paper of ours
+    assert "Paper:" not in model_card(foreign, "me/pets").text
+
+
+def test_several_labels_are_not_called_top_1() -> None:
+    info = bundled_tags()["resnet20_routingcaps.affnist"]
+    assert counted(info) == "top-1" and "| top-1, % |" in figures_table(info)[0]
+    several = replace(info, raw={**info.raw, "dataset": {"name": "multimnist", "title": "MultiMNIST"}})
+    assert counted(several) == "exact set" and "| exact set, % |" in figures_table(several)[0]
+    card = str(model_card(several, "owner/name"))
+    assert "all of its labels" in card and "exact set, % (this file" in card and "top-1" not in card
+
+
+def test_the_recipe_names_the_papers_figure() -> None:
+    for name, expected in (
+        ("resnet20_routingpool.cifar10", [91.51]),
+        ("resnet20_routingpool.cifar10_avg", [91.27]),
+        ("idpa_resnet.cifar10", [95.14, 94.85]),
+        ("capsnet_em_norb_small.mnist", []),
+    ):
+        title = "CIFAR-10" if "cifar10" in name else "MNIST"
+        assert [as_accuracy(figure) for figure in paper_figures(info_of(name, title))] == expected
+    unnamed = info_of("resnet20_routingpool.own")
+    assert paper_figures(unnamed) == list(PAPERS["resnet20_routingpool"]), "all of that data set"
+    uniform = info_of("resnet20_routingcaps.affnist_uniform", "affNIST (regenerated)")
+    assert paper_figures(uniform) == [], "its recipe says that there is none"
+    assert [
+        f.value for f in paper_figures(info_of("resnet20_routingcaps.affnist", "affNIST (regenerated)"))
+    ] == [5.12]
+
+
+def test_settings_unlike_the_papers() -> None:
+    recipe = load_recipe(OURS).model_dump(mode="json")
+    assert settings_unlike_the_papers(info_of(OURS, recipe=recipe)) == {}
+    lines = "\n".join(protocol_lines(info_of(OURS, recipe=recipe)))
+    assert "the recipe's own, which are the paper's" in lines
+    short = load_recipe(OURS, profile="short").model_dump(mode="json")
+    unlike = settings_unlike_the_papers(info_of(OURS, recipe=short))
+    assert unlike["epochs"] == (60, 164) and unlike["precision"] == ("bf16", "fp32") and "tag" not in unlike
+    assert "`epochs` 60 (the paper's: 164)" in "\n".join(protocol_lines(info_of(OURS, recipe=short)))
+    older = {key: value for key, value in recipe.items() if key not in ("feedback", "accumulate")}
+    assert settings_unlike_the_papers(info_of(OURS, recipe=older)) == {}, "a recipe of an earlier version"
+    assert settings_unlike_the_papers(info_of("idpa_cnn.pets", recipe=short)) == {}
+
+
+def test_a_checkpoint_that_was_trained_on() -> None:
+    recipe = load_recipe(OURS).model_dump(mode="json")
+    broken_off = f"unfinished/{OURS}.safetensors"
+    for start, whose, looks in (
+        (f"runs/{OURS}", "", "at the end of both runs"),
+        ("hf-hub:me/other", "", "once, at the end"),
+        (broken_off, ", of a run that was broken off", "once, at the end"),
+        ("unfinished/other.safetensors", "", "once, at the end"),
+    ):
+        trained_on = recipe | {"init": {"weights": start}}
+        info = info_of(
+            OURS, recipe=trained_on, metrics={"test": {}}, hardware="a processor", train_seconds=1000
+        )
+        lines = protocol_lines(info)
+        assert f"- It began with the weights of `{start}`{whose}, whose epochs come on top." in lines
+        assert f"- The test set was looked at {looks}; nothing was chosen by it." in lines
+        part = " (this part)" if start == broken_off else ""
+        assert f"- Trained on a processor in 1,000 s{part}." in lines
+        card = model_card(info, "me/it").content
+        assert ("Fine-tuned from" in card) == (start != broken_off)
+
+
+def test_twins_differ_in_one_thing() -> None:
+    groups = twin_groups()
+    assert ["resnet20_routingpool.cifar10", "resnet20_routingpool.cifar10_avg"] in groups
+    assert not any("cifar100" in name for group in groups for name in group[1:])
+    for base, *others in groups:
+        for name in others:
+            one, other = (load_recipe(twin).model_dump(mode="json") for twin in (base, name))
+            changed = recipe_differences(one, other)
+            assert len(changed) == 1 and all(key.startswith("model_args.") for key in changed), name
+    assert set(sum(groups, [])) <= set(list_recipes())
+    assert sampling_error(90.0, 900) == pytest.approx(1.0)
+
+
+def test_the_page_of_results(root: Path, tmp_path: Path) -> None:
+    results = load_script(root / "scripts" / "results.py")
+    page = (root / "docs" / "results.md").read_text(encoding="utf-8")
+    assert page == results.results_page(), "out of date: make docs"
+    for name, info in bundled_tags().items():
+        assert f"\n## {name}\n" in page and f"](curves/{name}.svg)" in page
+        assert f"| **this file** | {info.raw['metrics']['test']['top1']:.2f}" in page
+    assert results.stale_curves(root / "docs") == []
+    missing = results.stale_curves(tmp_path)
+    assert {path.stem for path in missing} == set(bundled_tags())
+    results.write_curves(missing[0])
+    (tmp_path / "curves" / "gone.mnist.svg").write_text("<svg/>")
+    assert len(results.stale_curves(tmp_path)) == len(missing)
+    results.write_curves(tmp_path / "curves" / "gone.mnist.svg")
+    assert [path.name for path in (tmp_path / "curves").iterdir()] == [missing[0].name]
+
+
+def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = load_script(root / "scripts" / "results.py")
+    ours = bundled_tags()[OURS]
+    raw = json.loads(json.dumps(ours.raw))
+    raw["recipe"]["model_args"] = {"pool": "avg"}
+    raw["metrics"]["test"]["top1"] -= 0.5
+    twin = replace(ours, tag="cifar10_avg", raw=raw)
+    monkeypatch.setattr(results, "bundled_tags", lambda: {OURS: ours, f"{OURS}_avg": twin})
+    (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
+    assert "`model_args.pool`: default / avg |" in line and "| 91.51 / 91.27 |" in line
+    assert re.search(r"\| \+0\.50 ± 0\.\d\d \|$", line)

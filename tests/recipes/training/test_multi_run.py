@@ -1,0 +1,100 @@
+"""Several recipes side by side: each runs as it would alone, and one that fails leaves the others alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from capszoo.recipes.config import RecipeError
+from capszoo.recipes.train import train
+from capszoo.recipes.training.distributed import TrainingError
+from capszoo.recipes.training.multi_run import train_together
+
+from .test_distributed import TINY, environment, newest
+
+
+def write_recipes(folder: Path, data: Path, *tags: str, **changes: Any) -> list[str]:
+    """Recipe files over the tests' images as plain idx files: a process of its own knows no smaller MNIST."""
+    paths = []
+    for tag in tags:
+        source = {**TINY["data"], "name": f"idx:{data / 'mnist'}"}
+        path = folder / f"{tag}.yaml"
+        path.write_text(yaml.safe_dump({**TINY, "epochs": 1, "tag": tag, "data": source, **changes}))
+        paths.append(str(path))
+    return paths
+
+
+def test_each_trains_as_it_would_alone_and_one_that_fails_leaves_the_other_alone(
+    tmp_path: Path,
+    data: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    good, bad = write_recipes(tmp_path, data, "good", "bad")
+    Path(bad).write_text(Path(bad).read_text().replace("batch_size: 20", "batch_size: 101"))
+    with pytest.raises(TrainingError, match=r"1 of 2 runs failed: idpa_cnn.bad; their logs say why"):
+        train_together([good, bad], out=tmp_path / "runs", cpu=True)
+    printed = capsys.readouterr().out
+    assert "idpa_cnn.bad: failed (1): error: 100 training images do not fill one batch" in printed
+    assert "idpa_cnn.good: finished: test: top-1" in printed
+    assert "do not fill" in (tmp_path / "runs" / "idpa_cnn.bad.log").read_text()
+    alone = train(good, out=tmp_path / "alone", cpu=True)
+    a, b = load_file(alone["weights"]), load_file(tmp_path / "runs" / "idpa_cnn.good" / alone["weights"].name)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -> None:
+    first, second = write_recipes(tmp_path, data, "first", "second")
+    for recipes, overrides, expected in (
+        ([first, first], None, "two of the recipes are idpa_cnn.first"),
+        ([first, second], ["epoch=1"], "unknown key 'epoch'"),
+    ):
+        with pytest.raises(RecipeError, match=expected):
+            train_together(recipes, overrides, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: Path) -> None:
+    recipes = write_recipes(tmp_path, data, "one", "two", epochs=5000, checkpoint_every=2)
+    runs = tmp_path / "runs"
+    command = [sys.executable, "-m", "capszoo", "train", *recipes, "--together", "--cpu", "--out", str(runs)]
+    process = subprocess.Popen(
+        command, cwd=root, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not all(
+            list((runs / f"idpa_cnn.{tag}").glob("checkpoints/step-*[1-9]")) for tag in ("one", "two")
+        ):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "stopped 2 of 2 runs; the same command goes on" in err
+    for tag in ("one", "two"):
+        last = (runs / f"idpa_cnn.{tag}.log").read_text().splitlines()[-1]
+        step = int(newest(runs / f"idpa_cnn.{tag}").name.split("-")[1])
+        assert last == f"error: stopped at update {step} of 25000; the same command goes on from there"
+        assert f"idpa_cnn.{tag}: failed (143)" in out
+
+
+def test_several_recipes_need_the_option(root: Path) -> None:
+    command = [sys.executable, "-m", "capszoo", "train", "idpa_cnn.mnist", "resnet20_routingcaps.mnist"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "error: 2 recipes were given: --together trains them side by side\n"
+    command = [sys.executable, "-m", "capszoo", "train", "resnet20_routingpool.cifar10", "--profile", "shrot"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "unknown profile 'shrot': did you mean 'short'" in done.stderr

@@ -1,0 +1,163 @@
+"""Routing in the course of training, and several runs in one figure: what is recorded, drawn, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from capszoo.data import Batches, load_dataset, split_validation
+from capszoo.errors import CapszooError, UsageError
+from capszoo.explain.routing_stats import routing_stats
+from capszoo.recipes.config import Recipe, RecipeError
+from capszoo.recipes.evaluation import plots
+from capszoo.recipes.evaluation.plots import draw_runs, find_runs
+from capszoo.recipes.evaluation.target import model_from_file
+from capszoo.recipes.train import train
+from capszoo.recipes.training import routing_probe
+from capszoo.recipes.training.routing_probe import draw_dynamics, shown_epochs
+from tests.test_cli import fails, succeeds
+
+TREE: dict[str, Any] = {
+    "arch": "resnet20_routingcaps",
+    "tag": "mnist",
+    "model_args": {"depth": 8},
+    "data": {"name": "mnist", "val_size": 20},
+    "epochs": 2,
+    "batch_size": 50,
+    "loss": {"name": "margin"},
+    "routing_images": 15,
+}
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def runs(tiny_mnist: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A run with the probe, and the same one without."""
+    for name, more in (("watched", {}), ("plain", {"routing_images": 0})):
+        train(Recipe.model_validate({**TREE, **more}), out=tmp_path / name, data=tiny_mnist, cpu=True)
+    return tmp_path / "watched", tmp_path / "plain"
+
+
+def test_a_run_records_its_routing_and_is_not_changed_by_it(
+    runs: tuple[Path, Path], tiny_mnist: Path, tmp_path: Path
+) -> None:
+    watched, plain = runs
+    weights = [load_file(out / "resnet20_routingcaps.mnist.safetensors") for out in runs]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert [record["epoch"] for record in records(watched)] == [1, 2]
+    assert "routing" not in records(plain)[0]
+
+    # The last epoch's record is what the finished weights give on the same images.
+    net, _ = model_from_file(watched / "resnet20_routingcaps.mnist.safetensors")
+    _, validation = split_validation(load_dataset("mnist", "train", tiny_mnist), 20, 0)
+    some = Batches(validation.subset(torch.arange(15)), 15)
+    found = routing_stats(net, ((batch.images, batch.labels) for batch in some.epoch()))
+    last = records(watched)[-1]["routing"]
+    assert last["n"] == 15 and found.curve and last["dead"] == [layer.dead for layer in found.layers]
+    assert last["entropy"] == pytest.approx([layer.entropy for layer in found.layers], rel=1e-3)
+    assert last["share"] == pytest.approx(found.curve.share, rel=1e-3, abs=0.1)
+    lengths = [
+        [-1 if length is None else length for length in side] for side in (last["length"], found.curve.length)
+    ]
+    assert lengths[0] == pytest.approx(lengths[1], rel=1e-3)
+    assert records(watched)[0]["routing"] != last
+
+    written = succeeds("curves", watched, "--what", "routing", "--out", tmp_path / "fig2.png")
+    assert "fig2.png" in written and Image.open(tmp_path / "fig2.png").size[0] > 600
+    assert "kept no agreement" in fails(1, "curves", plain, "--what", "routing", "--out", tmp_path / "no.png")
+    assert not (tmp_path / "no.png").exists()
+
+
+def test_what_cannot_be_probed_is_said_before_the_first_update(tiny_mnist: Path, tmp_path: Path) -> None:
+    for more, message in (
+        ({"data": {"name": "mnist", "val_size": 0}}, "needs validation images"),
+        ({"arch": "resnet18", "model_args": {}, "loss": {"name": "cross_entropy"}}, "no capsule network"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            train(Recipe.model_validate({**TREE, **more}), out=tmp_path / "run", data=tiny_mnist, cpu=True)
+        assert not (tmp_path / "run").exists()
+
+
+def test_epochs_that_are_shown() -> None:
+    assert shown_epochs(list(range(1, 201))) == [1, 6, 34, 200]
+    assert (
+        shown_epochs([3]) == [3] and shown_epochs([1, 2]) == [1, 2] and shown_epochs([1, 2, 3]) == [1, 2, 3]
+    )
+
+
+def write_run(folder: Path, batch_size: int, losses: list[float]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(f"batch_size: {batch_size}\n")
+    lines = [
+        {"epoch": k, "step": 5 * k, "train_loss": loss, "train_top1": 50 + k}
+        for k, loss in enumerate(losses, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def lines_of(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Any]:
+    """The figures that a module saves, kept as they are drawn."""
+    kept: list[matplotlib.figure.Figure] = []
+    save = module.save
+    monkeypatch.setattr(module, "save", lambda figure, path: (kept.append(figure), save(figure, path))[1])
+    return kept
+
+
+def test_runs_in_one_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = lines_of(monkeypatch, plots)
+    one = write_run(tmp_path / "one", 10, [3.0, 2.0])
+    three = write_run(tmp_path / "three", 20, [4.0, 2.5, 1.5])
+    draw_runs(find_runs([one, three]), tmp_path / "a.png", x="images", log=True)
+    loss, top1 = kept[0].axes
+    drawn = [[list(map(float, data)) for data in line.get_data()] for line in loss.lines]
+    assert drawn == [[[50, 100], [3.0, 2.0]], [[100, 200, 300], [4.0, 2.5, 1.5]]]
+    assert [line.get_label() for line in top1.lines] == ["one, training", "three, training"]
+    assert loss.get_yscale() == "log" and loss.get_xlabel() == "training images seen"
+    draw_runs(find_runs([one, "resnet20_routingcaps.mnist"]), tmp_path / "b.svg")
+    labels = [line.get_label() for line in kept[1].axes[1].lines]
+    assert labels == ["one, training", "resnet20_routingcaps.mnist, validation"]
+    same = write_run(tmp_path / "other" / "one", 10, [1.0])
+    assert list(find_runs([one, same])) == [str(one), str(same)], "alike: the whole path"
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", 10, [3.0, 2.0])
+    out = ("--out", tmp_path / "x.png")
+    assert "neither the folder of a run nor a checkpoint" in fails(1, "curves", tmp_path / "none", *out)
+    assert "no epoch has ended yet" in fails(1, "curves", write_run(tmp_path / "new", 1, []), *out)
+    assert "did you mean 'routing'" in fails(2, "curves", one, "--what", "routin", *out)
+    assert "did you mean 'images'" in fails(2, "curves", one, "--x", "image", *out)
+    assert "cannot write this kind of file" in fails(2, "curves", one, "--out", tmp_path / "x.doc")
+    line = fails(2, "curves", "resnet20_routingcaps.mnist", "--x", "images", *out)
+    assert "does not say how many images" in line
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "new"}, "nothing was written"
+    text = succeeds("curves", one, *out)
+    assert "one, epoch 2: train_loss 2, train_top1 52" in text and (tmp_path / "x.png").is_file()
+    with pytest.raises(UsageError):
+        draw_runs(find_runs(["resnet20_routingcaps.mnist"]), tmp_path / "y.png", x="images")
+
+
+def test_panels_show_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = lines_of(monkeypatch, routing_probe)
+    routing = [{"share": [60.0, 40.0], "length": [None, 2.0 * k]} for k in (1, 2)]
+    made = [{"epoch": k, "routing": values} for k, values in enumerate(routing, 1)]
+    draw_dynamics({"a": made, "b": made[:1]}, tmp_path / "x.png")
+    titles = [axes.get_title() for axes in kept[0].axes if axes.get_title()]
+    assert titles == ["a, epoch 1", "a, epoch 2", "b, epoch 1"]
+    bars = [axes for axes in kept[0].axes if axes.patches]
+    assert [patch.get_height() for patch in bars[0].patches] == [60.0, 40.0]
+    lines = [line.get_xydata().tolist() for axes in kept[0].axes for line in axes.lines]
+    assert lines == [[[0.5, 2.0]], [[0.5, 4.0]], [[0.5, 2.0]]], "no votes, no length"
+    with pytest.raises(CapszooError, match="b kept no agreement"):
+        draw_dynamics({"a": made, "b": [{"epoch": 1}]}, tmp_path / "y.png")

@@ -1,0 +1,214 @@
+"""The runtime's options and records: TensorBoard, curves, precision, accumulation, clipping, compiling, older runs."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from capszoo.recipes import train as train_module
+from capszoo.recipes.config import Recipe
+from capszoo.recipes.train import TrainingError, train
+from capszoo.recipes.training import checkpoints
+from capszoo.recipes.training.checkpoints import latest_checkpoint
+
+from .test_distributed import TINY, newest
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate({**TINY, "batch_size": 32, "epochs": 2, **changes})
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(newest(out) / "model.safetensors")
+
+
+def test_events_and_curves_of_a_resumed_run(tiny_mnist: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(recipe(checkpoint_every=1), out=out, data=tiny_mnist, stop_after=5)
+    shutil.rmtree(out / "checkpoints" / "step-00000005")  # as if killed before it: update 5 is made twice
+    picture = (out / "curves.png").read_bytes()
+    train(recipe(checkpoint_every=1), out=out, data=tiny_mnist)
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("update/loss")]
+    assert steps == [1, 2, 3, 4, 5, 6], "nothing twice, nothing missing"
+    assert [event.step for event in events.Scalars("epoch/val_top1")] == [3, 6]
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [e.value for e in events.Scalars("epoch/train_loss")] == pytest.approx(
+        [record["train_loss"] for record in records]
+    )
+    later = (out / "curves.png").read_bytes()
+    assert later != picture and Image.open(io.BytesIO(later)).size == (1200, 360)
+
+    sessions = json.loads((out / "sessions.json").read_text())
+    assert [session["from_update"] for session in sessions] == [0, 4]
+    for session in sessions:
+        assert session["versions"]["torch"] == torch.__version__ and session["versions"]["python"]
+        assert session["seed"] == 0 and session["processes"] == 1 and session["hardware"]
+        assert "commit" in session and session["started"].endswith("+00:00")
+
+
+def test_no_room_is_said_before_the_first_update(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    expected = r"no room for checkpoints of about 0.05 MB in .*: 0.14 MB more must be free"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
+        with pytest.raises(TrainingError, match=expected):
+            train(recipe(), out=tmp_path / "run", data=tiny_mnist)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert train(recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)["step"] == 1
+
+
+def test_fp16_needs_a_gpu(tiny_mnist: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        TrainingError, match=r"precision fp16 does not work on this device, a CPU: take bf16 or fp32"
+    ):
+        train(recipe(precision="fp16"), out=tmp_path / "run", data=tiny_mnist, cpu=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+def test_fp16_resumes_on_a_gpu(tiny_mnist: Path, tmp_path: Path) -> None:
+    for limit in (2, None):
+        result = train(recipe(precision="fp16"), out=tmp_path / "run", data=tiny_mnist, stop_after=limit)
+    assert result["finished"]
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_weights(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes: list[torch.dtype] = []
+    original = train_module.create_net
+
+    def create(*args: Any) -> Any:
+        net = original(*args)
+        layer = net.get_submodule("stages.stem.conv")
+        layer.register_forward_hook(lambda _, __, output: dtypes.append(output.dtype))
+        return net
+
+    monkeypatch.setattr(train_module, "create_net", create)
+    train(recipe(precision="bf16"), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
+    assert dtypes == [torch.bfloat16]
+    assert {value.dtype for value in weights(tmp_path / "run").values()} == {torch.float32}
+
+
+def test_parts_of_a_batch_make_the_same_update(tiny_mnist: Path, tmp_path: Path) -> None:
+    sgd = {"name": "momentum", "lr": 0.01, "momentum": 0.0}
+    for accumulate in (1, 4):
+        changes = {"accumulate": accumulate, "optimizer": sgd, "clip_grad": None}
+        train(recipe(**changes), out=tmp_path / str(accumulate), data=tiny_mnist, stop_after=2)
+    whole, parts = weights(tmp_path / "1"), weights(tmp_path / "4")
+    for key, value in whole.items():
+        torch.testing.assert_close(parts[key], value, atol=1e-5, rtol=1e-5)
+
+
+def test_clipping_bounds_the_update(tiny_mnist: Path, tmp_path: Path) -> None:
+    sgd = {"name": "momentum", "lr": 1.0, "momentum": 0.0}
+    moved = {}
+    for clip in (None, 0.01):
+        out = tmp_path / str(clip)
+        changes = {"optimizer": sgd, "clip_grad": clip, "schedule": {"name": "none"}}
+        train(recipe(**changes), out=out, data=tiny_mnist, stop_after=1)
+        start = load_file(out / "checkpoints" / "step-00000000" / "model.safetensors")
+        moved[clip] = float(sum((weights(out)[key] - start[key]).square().sum() for key in start)) ** 0.5
+    assert moved[0.01] == pytest.approx(0.01, rel=1e-3) and moved[None] > 0.05
+
+
+def test_ema_is_the_average_of_the_weights(tiny_mnist: Path, tmp_path: Path) -> None:
+    """With a decay of d every update takes d of the average and 1 - d of the weights."""
+    out = tmp_path / "run"
+    changes = {"ema_decay": 0.5, "checkpoint_every": 1}
+    train(recipe(**changes), out=out, data=tiny_mnist, stop_after=4)
+    before = load_file(newest(out) / "ema.safetensors")
+    result = train(recipe(**changes), out=out, data=tiny_mnist, stop_after=1)
+    assert result["step"] == 5
+    after, now = load_file(newest(out) / "ema.safetensors"), weights(out)
+    shares = [
+        float(((after[key] - before[key]) / (now[key] - before[key])).nanmedian())
+        for key in now
+        if (now[key] - before[key]).abs().max() > 1e-4
+    ]
+    assert shares and max(shares) - min(shares) < 1e-2 and shares[0] == pytest.approx(0.5, abs=1e-2)
+    finished = train(recipe(**changes), out=out, data=tiny_mnist)
+    exported, average = load_file(finished["weights"]), load_file(newest(out) / "ema.safetensors")
+    assert all(torch.equal(exported[key], average[key]) for key in average), "the average is what is kept"
+
+
+def test_channels_last(tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, layouts = train_module._update, []
+
+    def spy(accelerator: Any, task: Any, *args: Any) -> Any:
+        weight = task.net.get_submodule("stages.layer2.0.conv1").weight
+        layouts.append(weight.is_contiguous(memory_format=torch.channels_last))
+        return original(accelerator, task, *args)
+
+    monkeypatch.setattr(train_module, "_update", spy)
+    found = []
+    for wanted in (True, False):
+        out = tmp_path / str(wanted)
+        changes = {"arch": "resnet20_routingcaps", "model_args": {"depth": 8}, "channels_last": wanted}
+        changes["optimizer"] = {"name": "sgd", "lr": 0.01}
+        train(recipe(**changes), out=out, data=tiny_mnist, stop_after=1)
+        found.append(weights(out))
+    assert layouts == [True, False]
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_net_resumes_bit_for_bit(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda net: compiled.append(net) or original(net))
+    changes = {"compile": True, "ema_decay": 0.9}
+    whole = train(recipe(**changes), out=tmp_path / "whole", data=tiny_mnist)
+    for limit in (2, None):
+        torch._dynamo.reset()  # what a new process would compile again
+        parts = train(recipe(**changes), out=tmp_path / "parts", data=tiny_mnist, stop_after=limit)
+    assert len(compiled) == 3 and parts["finished"]
+    expected, found = load_file(whole["weights"]), load_file(parts["weights"])
+    assert expected.keys() == found.keys() and not any("_orig_mod" in key for key in found)
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_run_begun_by_an_earlier_version_goes_on(tiny_mnist: Path, tmp_path: Path) -> None:
+    """It has recipe.json without the newer keys, and random states in its checkpoints."""
+    whole = train(recipe(), out=tmp_path / "whole", data=tiny_mnist)
+    out = tmp_path / "old"
+    train(recipe(), out=out, data=tiny_mnist, stop_after=3)
+    old = recipe().model_dump(mode="json")
+    for key in ("profile", "feedback"):
+        old.pop(key, None)
+    old["data"].pop("size")
+    old["data"]["augment"] = {"shift": 2, "flip": False}
+    (out / "recipe.json").write_text(json.dumps(old, indent=1))
+    (out / "recipe.yaml").unlink()
+    (out / "sessions.json").unlink()
+    shutil.rmtree(out / "tensorboard")
+    shutil.rmtree(out / "checkpoints" / "step-00000000")
+    folder = newest(out)
+    tensors = torch.load(folder / "optimizer.pt", weights_only=True)
+    torch.save({**tensors, "cpu_random": torch.get_rng_state()}, folder / "optimizer.pt")
+    state = json.loads((folder / "state.json").read_text())
+    state["files"]["optimizer.pt"] = hashlib.sha256((folder / "optimizer.pt").read_bytes()).hexdigest()
+    (folder / "state.json").write_text(json.dumps(state))
+    checkpoint, skipped = latest_checkpoint(out)
+    assert checkpoint is not None and not skipped
+    resumed = train(out / "recipe.json", out=out, data=tiny_mnist)
+    expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
