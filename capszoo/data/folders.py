@@ -20,9 +20,8 @@ from torch import Tensor
 
 from .augment import resize as resize_images
 from .errors import DataError
-from .readers import decode_image, image_mode, parquet_label_names, read_parquet
-from .sets import DatasetSpec, Decoder, ImageSet, StreamedSet
-from .sources import idx_pair, read_idx_pair, sized
+from .readers import decode_image, idx_pair, image_mode, parquet_label_names, read_idx_pair, read_parquet
+from .sets import DatasetSpec, Decoder, ImageSet, StreamedSet, sized
 
 __all__ = [
     "MEMORY_LIMIT",

@@ -74,6 +74,25 @@ def read_idx(path: str | Path) -> Tensor:
     return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy())
 
 
+def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
+    """Files of images and labels of a split, by the names that are in use; None where they are not there."""
+
+    def find(kind: str) -> Path | None:
+        names = (f"{stem}-{kind}-ubyte", f"{stem}-{kind.replace('-idx', '.idx')}-ubyte")
+        return next((p for n in names for p in (folder / n, folder / f"{n}.gz") if p.is_file()), None)
+
+    images, labels = find("images-idx3"), find("labels-idx1")
+    return (images, labels) if images and labels else None
+
+
+def read_idx_pair(pair: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
+    """Images [n, 1, h, w] and labels [n] of a split."""
+    images, labels = read_idx(pair[0]), read_idx(pair[1])
+    if images.ndim != 3 or labels.ndim != 1:
+        raise DataError(f"{pair[0]} and {pair[1]} do not hold images and labels")
+    return images.unsqueeze(1), labels.long()
+
+
 def _check_shards(files: Sequence[Path]) -> None:
     """Hub shards say in their names how many there are: `train-00000-of-00004.parquet`."""
     match = re.search(r"-of-(\d+)\.parquet$", files[0].name)

@@ -277,3 +277,13 @@ def split_validation(
     held_out, rest = chosen.nonzero().flatten(), (~chosen).nonzero().flatten()
     validation = data.subset(held_out, split="validation")
     return data.subset(rest), validation.fixed() if size else validation
+
+
+def sized(spec: DatasetSpec, size: int | None, resize: int | None) -> tuple[DatasetSpec, int]:
+    """A specification with another input size, and the side of the images to keep, of which patches are cropped."""
+    native = spec.input_size[1]
+    size = size or native
+    side = resize or round(size * (spec.side or native) / native)
+    if side < size:
+        raise DataError(f"images resized to {side} pixels are smaller than the {size} that the model sees")
+    return replace(spec, input_size=(spec.input_size[0], size, size)), side

@@ -21,8 +21,8 @@ from .augment import resize as resize_images
 from .download import fetch, remote_files
 from .errors import DataError
 from .generate import Composer, Distort, Overlay, Scatter
-from .readers import read_cifar_binary, read_idx, read_norb_matrix, read_parquet, read_svhn_mat
-from .sets import DatasetSpec, ImageSet, StreamedSet
+from .readers import idx_pair, read_cifar_binary, read_idx_pair, read_norb_matrix, read_parquet, read_svhn_mat
+from .sets import DatasetSpec, ImageSet, StreamedSet, sized
 from .specs import PREFIXES, dataset_spec
 
 __all__ = ["TEST_SEEDS", "load_dataset"]
@@ -58,25 +58,6 @@ def _folders(spec: DatasetSpec, roots: list[Path]) -> Iterator[Path]:
         for sub in spec.folders:
             if (root / sub).is_dir():
                 yield root / sub
-
-
-def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
-    """Files of images and labels of a split, by the names that are in use; None where they are not there."""
-
-    def find(kind: str) -> Path | None:
-        names = (f"{stem}-{kind}-ubyte", f"{stem}-{kind.replace('-idx', '.idx')}-ubyte")
-        return next((p for n in names for p in (folder / n, folder / f"{n}.gz") if p.is_file()), None)
-
-    images, labels = find("images-idx3"), find("labels-idx1")
-    return (images, labels) if images and labels else None
-
-
-def read_idx_pair(pair: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
-    """Images [n, 1, h, w] and labels [n] of a split."""
-    images, labels = read_idx(pair[0]), read_idx(pair[1])
-    if images.ndim != 3 or labels.ndim != 1:
-        raise DataError(f"{pair[0]} and {pair[1]} do not hold images and labels")
-    return images.unsqueeze(1), labels.long()
 
 
 def _read_cifar(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
@@ -230,16 +211,6 @@ def load_dataset(
         spec, side = sized(spec, size, resize)
         images = resize_images(images, (side, side))
     return ImageSet(spec, split, images, labels)
-
-
-def sized(spec: DatasetSpec, size: int | None, resize: int | None) -> tuple[DatasetSpec, int]:
-    """A specification with another input size, and the side of the images to keep, of which patches are cropped."""
-    native = spec.input_size[1]
-    size = size or native
-    side = resize or round(size * (spec.side or native) / native)
-    if side < size:
-        raise DataError(f"images resized to {side} pixels are smaller than the {size} that the model sees")
-    return replace(spec, input_size=(spec.input_size[0], size, size)), side
 
 
 def compose(spec: DatasetSpec, split: str, digits: ImageSet) -> ImageSet:

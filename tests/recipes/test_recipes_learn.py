@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from capszoo.data import ImageSet, dataset_spec
-from capszoo.data.sources import compose, sized
+from capszoo.data.sets import sized
+from capszoo.data.sources import compose
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe
 from capszoo.recipes.train import train
 from capszoo.recipes.training import setup
