@@ -8,20 +8,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from capszoo.data import Batches, DataError, ImageSet, StreamedSet
+from capszoo.data import DataError, ImageSet, StreamedSet
 from capszoo.errors import CapszooError
 from capszoo.models._pretrained import WeightsError
 
-from .evaluation.target import Subject, prepare
+from .evaluation.metrics import (
+    ClassFigures,
+    EvalResult,
+    Tally,
+    all_right,
+    assess,
+    count_correct,
+    reproduced,
+    scored,
+    stated_top1,
+)
+from .evaluation.target import prepare
 
 __all__ = [
     "ClassFigures",
@@ -32,195 +40,10 @@ __all__ = [
     "count_correct",
     "evaluate",
     "main",
+    "reproduced",
     "scored",
     "stated_top1",
 ]
-
-
-def answers(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
-    """The classes that the scores name: zeros and ones [b, n], as the labels."""
-    if count:
-        return torch.zeros_like(labels).scatter_(1, scores.topk(count, dim=1).indices, 1.0)
-    return (scores > threshold).to(labels.dtype)
-
-
-def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
-    """Which images are recognised: bool [b].
-
-    Arguments:
-        scores: [b, n].
-        labels: classes [b]; or [b, n] with a one for each class that is there, all of which must be found and no other.
-        count: how many classes each image has, where that is known: the highest so many scores are the answer.
-        threshold: else the scores above it are the answer (0.5 for capsule lengths, 0 for logits).
-    """
-    if labels.dim() == 1:
-        return scores.argmax(1) == labels
-    return (answers(scores, labels, count, threshold) == labels).all(1)
-
-
-@dataclass(frozen=True)
-class ClassFigures:
-    """One class: images that have it, and in per cent how many of these are found (recall), how many of those taken
-    for it are it (precision), and their harmonic mean; None where there is nothing to divide by."""
-
-    label: str
-    n: int
-    recall: float | None
-    precision: float | None
-    f1: float | None
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """What was counted over `n` images; accuracies are per cent.
-
-    Attributes:
-        errors: images that are not recognised (`all_right`).
-        top1, top5: of images with one label; top5 only where there are more than five classes.
-        exact_set: of images with several labels: all of them found, and no other.
-        confusion: int64 [n, n], row the label, column the answer; None with several labels.
-    """
-
-    n: int
-    errors: int
-    top1: float | None
-    top5: float | None
-    exact_set: float | None
-    per_class: tuple[ClassFigures, ...]
-    confusion: Tensor | None
-
-    @property
-    def accuracy(self) -> float:
-        return 100 * (self.n - self.errors) / self.n
-
-
-class Tally:
-    """Counts over batches of scores; holds nothing that grows with the number of images.
-
-    Arguments:
-        num_classes: columns of the scores.
-        count: labels of each image; None where that varies (see `all_right`).
-        threshold: of a score, where several labels are sought.
-        device: of the scores.
-    """
-
-    def __init__(
-        self, num_classes: int, count: int | None, threshold: float, device: torch.device | str = "cpu"
-    ) -> None:
-        self.count, self.threshold, self.num_classes = count, threshold, num_classes
-        self.single = count == 1
-        whole = {"dtype": torch.int64, "device": device}
-        self.totals = torch.zeros(4, **whole)  # type: ignore[call-overload]  # right, in the first five, finite, all
-        rows = num_classes if self.single else 3
-        self.table = torch.zeros(rows, num_classes, **whole)  # type: ignore[call-overload]
-
-    def add(self, scores: Tensor, labels: Tensor) -> None:
-        """Scores [b, n] and labels [b] or [b, n]."""
-        n = self.num_classes
-        self.totals[0] += all_right(scores, labels, self.count, self.threshold).sum()
-        self.totals[2] += torch.isfinite(scores).all(1).sum()
-        self.totals[3] += len(labels)
-        if self.single:
-            self.totals[1] += (scores.topk(min(5, n), dim=1).indices == labels[:, None]).sum()
-            cells = labels * n + scores.argmax(1)
-            self.table += torch.bincount(cells, minlength=n * n).view(n, n)
-        else:  # there and found, there, found
-            found = answers(scores, labels, self.count, self.threshold)
-            self.table += torch.stack([(found * labels).sum(0), labels.sum(0), found.sum(0)]).long()
-
-    def result(self, label_names: Sequence[str]) -> EvalResult:
-        """The figures; `CapszooError` where there were no images, or scores that are not finite."""
-        right, first_five, finite, n = self.totals.tolist()
-        if not n:
-            raise CapszooError("there are no images to evaluate", "give a data set that has some")
-        if finite < n:
-            raise CapszooError(
-                f"the scores of {n - finite} of {n} images are NaN or infinite", "the weights are damaged"
-            )
-        table = self.table.cpu()
-        hits, there, found = (table.diag(), table.sum(1), table.sum(0)) if self.single else table
-        return EvalResult(
-            n=n,
-            errors=n - right,
-            top1=100 * right / n if self.single else None,
-            top5=100 * first_five / n if self.single and self.num_classes > 5 else None,
-            exact_set=None if self.single else 100 * right / n,
-            per_class=tuple(
-                ClassFigures(label, t, _per_cent(h, t), _per_cent(h, f), _per_cent(2 * h, t + f))
-                for label, h, t, f in zip(
-                    label_names, hits.tolist(), there.tolist(), found.tolist(), strict=True
-                )
-            ),
-            confusion=table if self.single else None,
-        )
-
-
-def _per_cent(part: int, whole: int) -> float | None:
-    return 100 * part / whole if whole else None
-
-
-@torch.no_grad()
-def scored(
-    subject: Subject, batch_size: int, progress: Callable[[int], None] | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores [b, n] and labels of every image: those of one view, or the mean over its crops."""
-    for batch in subject.batches(batch_size, progress):
-        if subject.crops is None:
-            yield subject.net(batch.images.contiguous(memory_format=torch.channels_last)), batch.labels
-            continue
-        total: Any = 0
-        for view in subject.crops.views(batch.pixels):
-            total = total + subject.net(subject.normalised(view))
-        yield total / len(subject.crops), batch.labels
-
-
-def assess(
-    subject: Subject, batch_size: int = 500, progress: Callable[[int], None] | None = None
-) -> EvalResult:
-    """Everything that is counted, in float32 and eval mode."""
-    spec = subject.images.spec
-    tally = Tally(spec.num_classes, spec.labels_per_image, subject.threshold, subject.images.device)
-    for scores, labels in scored(subject, batch_size, progress):
-        tally.add(scores, labels)
-    return tally.result(spec.label_names)
-
-
-@torch.no_grad()
-def count_correct(
-    net: nn.Module,
-    batches: Batches,
-    autocast: AbstractContextManager[Any] | None = None,
-    threshold: float = 0.5,
-) -> Tensor:
-    """Run the net in eval mode over one epoch; returns int64 (right, all) [2] on the data's device.
-
-    `threshold` counts where images have several labels, in a number that varies: see `all_right`.
-    """
-    was_training = net.training
-    net.eval()
-    totals = torch.zeros(2, dtype=torch.int64, device=batches.device)
-    with autocast or nullcontext():
-        for batch in batches.epoch():
-            images = batch.images.contiguous(memory_format=torch.channels_last)
-            known = batches.data.spec.labels_per_image
-            totals[0] += all_right(net(images), batch.labels, known, threshold).sum()
-            totals[1] += len(batch.labels)
-    net.train(was_training)
-    return totals
-
-
-def stated_top1(subject: Subject) -> float | None:
-    """The accuracy that the weights' metadata state for these images; None where they state none."""
-    info = subject.info
-    if info is None or subject.crops or info.raw.get("dataset", {}).get("name") != subject.images.spec.name:
-        return None
-    stated = info.raw.get("metrics", {}).get(subject.images.split, {})
-    return stated.get("top1") if stated.get("n") == subject.n else None
-
-
-def reproduced(stated: float, found: float, n: int) -> bool:
-    """Whether a figure is the stated one: an image may fall on the other side where a processor rounds differently."""
-    return abs(stated - found) <= 100 * 2 / n + 1e-9
 
 
 def evaluate(

@@ -28,8 +28,8 @@ from capszoo.models._pretrained import bundled_tags, hub_config, is_hub_error
 from capszoo.preprocess import per_channel
 
 from .config import Recipe, list_recipes, load_recipe
-from .evaluate import assess
-from .evaluation.report import draw_confusion
+from .evaluation.metrics import assess
+from .evaluation.plots import draw_confusion
 from .evaluation.target import prepare
 from .release.model_card import (
     CONFUSION,

@@ -37,6 +37,7 @@ from capszoo.models._pretrained import (
     sha256_of,
 )
 
+from .evaluation.plots import draw_curves
 from .evaluation.target import model_from_file
 from .release.model_card import (
     CONFUSION,
@@ -48,7 +49,7 @@ from .release.model_card import (
     public,
 )
 from .training.checkpoints import write_atomically, write_safetensors
-from .training.history import draw_curves, history_of, read_records, records_of
+from .training.history import history_of, read_records, records_of
 from .weights import finished_run, golden_file, golden_outputs
 
 __all__ = ["PublishError", "publish", "publish_all", "stage"]

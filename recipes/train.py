@@ -39,7 +39,8 @@ from capszoo.models._feedback import FeedbackAgreement
 from capszoo.models._pretrained import WeightsError
 
 from .config import Recipe, RecipeError, load_recipe
-from .evaluate import all_right, count_correct, evaluate
+from .evaluate import evaluate
+from .evaluation.metrics import all_right, count_correct
 from .evaluation.target import score_threshold
 from .training.anomaly import Watch
 from .training.checkpoints import Checkpoint, latest_checkpoint, save_checkpoint

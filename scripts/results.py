@@ -14,6 +14,7 @@ from pathlib import Path
 from capszoo.data import dataset_spec
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.recipes.config import load_recipe
+from capszoo.recipes.evaluation.plots import draw_curves
 from capszoo.recipes.release.paper_results import (
     as_accuracy,
     figures_table,
@@ -25,7 +26,7 @@ from capszoo.recipes.release.paper_results import (
     shown,
     twin_groups,
 )
-from capszoo.recipes.training.history import draw_curves, records_of
+from capszoo.recipes.training.history import records_of
 from scripts.pictures import KINDS, kinds_of, stale_files
 
 HEAD = """# Results

@@ -45,8 +45,8 @@ def curves_command(
         if value not in known:
             raise UsageError(unknown_name(kind, value, known))
     require_matplotlib("curves")
-    from ..recipes.evaluation.plots import draw_runs, find_runs
-    from ..recipes.training.routing_probe import draw_dynamics
+    from ..recipes.evaluation.plots import draw_dynamics, draw_runs
+    from ..recipes.training.history import find_runs
 
     path = out or Path(f"{what}.png")
     found = find_runs(runs)

@@ -14,7 +14,7 @@ from .common import DeviceOption, JsonOption, ModelArgument, print_json, progres
 
 if TYPE_CHECKING:
     from ..explain.routing_stats import RoutingStats
-    from ..recipes.evaluate import EvalResult
+    from ..recipes.evaluation.metrics import EvalResult
     from ..recipes.evaluation.report import Report
 
 MOST_CLASSES = 20
@@ -69,7 +69,7 @@ def eval_command(
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
     from ..errors import UsageError
     from ..explain.plotting import require_matplotlib
-    from ..recipes.evaluate import reproduced
+    from ..recipes.evaluation.metrics import reproduced
     from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import prepare

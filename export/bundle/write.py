@@ -1,8 +1,4 @@
-"""A folder that is ready to serve: the model's files, what they were proved to do, and all that a client must know.
-
->>> from capszoo.export.bundle import check_bundle, export_bundle
->>> manifest = export_bundle(model, "digits", triton=True)
->>> check_bundle("digits").passed
+"""Write a bundle: the model's files, what they were proved to do, and all that a client must know.
 
 The folder is written under a temporary name beside its own and renamed at the end: a failure or a kill leaves no
 half-written bundle under that name, and an older one as it was.
@@ -35,20 +31,12 @@ from capszoo.preprocess import model_transform
 from .. import compare, to_aoti, to_onnx, to_tensorrt
 from ..atomic import old_name, workplace
 from ..prepare import Job, prepare
-from ..report import ExportReport, GateStep
+from ..report import GateStep
 from ..verify.images import RealImages
-from .check import BundleCheck, check_bundle, compare_bundle, open_runner
-from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing, read_manifest
+from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing
+from .triton import write_triton
 
-__all__ = [
-    "FORMATS",
-    "BundleCheck",
-    "check_bundle",
-    "compare_bundle",
-    "export_bundle",
-    "open_runner",
-    "read_manifest",
-]
+__all__ = ["FORMATS", "export_bundle"]
 
 FORMATS = ("onnx", "tensorrt", "aoti")
 
@@ -153,7 +141,7 @@ def export_bundle(
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
         _write_reference(job, work / "reference.npz")
         if triton:
-            _write_triton(work, safe, report, len(labels), "tensorrt" in formats)
+            write_triton(work, safe, report, len(labels), "tensorrt" in formats)
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "name": safe,
@@ -233,54 +221,6 @@ def _write_reference(job: Job, path: Path) -> None:
     stacked = stacked[np.arange(max(smallest, min(len(stacked), largest))) % len(stacked)]
     scores = compare.EagerRunner(job.original)(stacked)[job.output_names.index("scores")]
     np.savez_compressed(path, images=stacked, scores=scores)
-
-
-def _write_triton(folder: Path, name: str, report: ExportReport, classes: int, tensorrt: bool) -> None:
-    """Model repositories: ``triton`` for ONNX Runtime, ``triton-tensorrt`` for the engine."""
-    repositories = [("triton", 'backend: "onnxruntime"', "model.onnx")]
-    if tensorrt:
-        repositories.append(("triton-tensorrt", 'platform: "tensorrt_plan"', "model.plan"))
-    for repository, backend, file in repositories:
-        place = folder / repository / name
-        (place / "1").mkdir(parents=True)
-        (place / "config.pbtxt").write_text(_triton_config(name, backend, file, report), encoding="utf-8")
-        shutil.copyfile(folder / "labels.txt", place / "labels.txt")
-        model = folder / ("model.onnx" if file == "model.onnx" else "tensorrt/model.plan")
-        if model.is_file():
-            shutil.copyfile(model, place / "1" / file)
-        else:
-            (place / "1" / "README").write_text("put model.plan here: tensorrt/build_engine.sh makes it\n")
-
-
-def _triton_config(name: str, backend: str, file: str, report: ExportReport) -> str:
-    """Triton's model configuration; dims are those of one image, unless the batch is fixed in the graph."""
-    smallest, usual, largest = report.batch
-    fixed = smallest == largest
-    lines = [f'name: "{name}"', backend, f'default_model_filename: "{file}"']
-    lines.append(f"max_batch_size: {0 if fixed else largest}")
-
-    def tensor(kind: str, key: str, dtype: str, shape: tuple[int | str, ...], extra: str = "") -> str:
-        sizes = ", ".join(str(s) for s in (shape if fixed else shape[1:]))
-        return f'{kind} [\n  {{\n    name: "{key}"\n    data_type: {dtype}\n    dims: [ {sizes} ]{extra}\n  }}\n]'
-
-    dtype = "TYPE_UINT8" if report.input_dtype == "uint8" else "TYPE_FP32"
-    lines.append(tensor("input", report.input_name, dtype, report.input_shape))
-    for key, shape in report.outputs.items():
-        extra = '\n    label_filename: "labels.txt"' if key == "scores" else ""
-        lines.append(tensor("output", key, "TYPE_FP32", shape, extra))
-    if not fixed:
-        preferred = sorted({usual, largest})
-        sizes = ", ".join(map(str, preferred))
-        lines.append(
-            f"dynamic_batching {{\n  preferred_batch_size: [ {sizes} ]\n  max_queue_delay_microseconds: 500\n}}"
-        )
-    dims = ", ".join(str(s) for s in (report.input_shape if fixed else report.input_shape[1:]))
-    lines.append(
-        f'model_warmup [\n  {{\n    name: "zero"\n    batch_size: {0 if fixed else usual}\n    inputs {{\n'
-        f'      key: "{report.input_name}"\n      value {{ data_type: {dtype} dims: [ {dims} ] zero_data: true }}\n'
-        "    }\n  }\n]"
-    )
-    return "\n".join(lines) + "\n"
 
 
 def _readme(manifest: dict[str, Any], triton: bool) -> str:

@@ -27,7 +27,7 @@ from capszoo.data import DataError, dataset_spec, keyed_generator, load_dataset
 from capszoo.data.augment import affine_matrices, crop, warp
 from capszoo.errors import CapszooError, UsageError
 
-from ..evaluate import all_right, assess
+from .metrics import all_right, assess
 from .target import Subject, drawn
 
 __all__ = [

@@ -1,29 +1,22 @@
-"""How a run went, epoch by epoch: the history that travels with its weights, and its picture."""
+"""How a run went, epoch by epoch: its records, and the history that travels with its weights."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from capszoo.explain.plotting import new_figure
+import yaml
 
-from .checkpoints import write_atomically
+from capszoo.errors import CapszooError
+from capszoo.models._pretrained import bundled_tags
 
-__all__ = ["draw_curves", "history_of", "read_records", "records_of"]
+__all__ = ["find_runs", "history_of", "read_records", "records_of"]
 
 #: What of an epoch's record is kept with the weights: no times, which say more about the machine than about the run.
 KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1")
-
-#: Panels of the picture and the keys that they show.
-PANELS = {
-    "loss": ("train_loss", "val_loss"),
-    "top-1, %": ("train_top1", "val_top1"),
-    "learning rate": ("lr",),
-}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -47,36 +40,33 @@ def records_of(history: Mapping[str, Sequence[float | None]]) -> list[dict[str, 
     return [dict(zip(history, row, strict=True)) for row in zip(*history.values(), strict=True)]
 
 
-def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **metadata: str) -> None:
-    """Loss, top-1 and learning rate by epoch, as a picture that is there whole or not at all.
+def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
+    """The epochs' records of runs: folders (unfinished ones, too), or checkpoints of the zoo with a history.
 
-    Arguments:
-        path: .png or .svg.
-        metadata: kept inside the file, under the names that the format has for such (`Description`).
+    Records of a folder get `images`, the training images seen so far.
+
+    Returns records by the folder's last name, or the whole path where two are alike.
+
+    Raises:
+        CapszooError: nothing of the name, or no epoch has ended yet.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("curves need matplotlib: pip install 'capszoo[train]'") from error
+    found: dict[str, list[dict[str, Any]]] = {}
+    last = [Path(name).resolve().name if Path(name).is_dir() else str(name) for name in names]
+    for name, short in zip(map(str, names), last, strict=True):
+        records = _records(name)
+        if not records:
+            raise CapszooError(f"{name}: no epoch has ended yet", "wait for the first")
+        found[short if last.count(short) == 1 else name] = records
+    return found
 
-    kind = path.suffix.lstrip(".")
-    # Text stays text and nothing depends on the day, so that the same curves give the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure = new_figure(12, 3.6)
-        for axes, (label, keys) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
-            drawn = 0
-            for key in keys:
-                points = [(r["epoch"], r[key]) for r in records if r.get(key) is not None]
-                if points:
-                    marker = "." if len(points) < 30 else ""
-                    axes.plot(*zip(*points, strict=True), marker=marker, label=key)
-                    drawn += 1
-            axes.set(xlabel="epoch", ylabel=label)
-            axes.grid(alpha=0.3)
-            if drawn > 1:
-                axes.legend()
-        figure.suptitle(title)
-        picture = io.BytesIO()
-        about: dict[str, Any] = {**metadata, **({"Date": None} if kind == "svg" else {})}
-        figure.savefig(picture, format=kind, dpi=100, metadata=about)
-    write_atomically(path, picture.getvalue())
+
+def _records(name: str) -> list[dict[str, Any]]:
+    folder = Path(name)
+    if name in bundled_tags():
+        return records_of(bundled_tags()[name].raw.get("history", {}))
+    if not (folder / "recipe.yaml").is_file():
+        raise CapszooError(
+            f"{name}: neither the folder of a run nor a checkpoint of the zoo", "give what --out of train was"
+        )
+    batch = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))["batch_size"]
+    return [record | {"images": record["step"] * batch} for record in read_records(folder / "metrics.jsonl")]

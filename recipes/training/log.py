@@ -19,8 +19,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..evaluation.plots import draw_curves
 from .checkpoints import write_atomically
-from .history import draw_curves, read_records
+from .history import read_records
 
 try:
     import matplotlib  # noqa: F401  (missing, it is missed before the first epoch, not after it)

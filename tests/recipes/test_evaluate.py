@@ -15,7 +15,8 @@ from capszoo.data import Augment, Batches, ImageSet, dataset_spec
 from capszoo.data.sources import compose
 from capszoo.losses import margin_loss
 from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
-from capszoo.recipes.evaluate import all_right, count_correct, evaluate
+from capszoo.recipes.evaluate import evaluate
+from capszoo.recipes.evaluation.metrics import all_right, count_correct
 from capszoo.recipes.evaluation.target import score_threshold
 from capszoo.recipes.train import Task, TrainingError, train
 from capszoo.recipes.training.run_folder import check_run

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from capszoo.data import DataError, ImageSet, dataset_spec
 from capszoo.data.augment import resize
 from capszoo.errors import CapszooError, UsageError
-from capszoo.recipes.evaluate import Tally, assess, scored, stated_top1
 from capszoo.recipes.evaluation.crops import Crops, default_side
+from capszoo.recipes.evaluation.metrics import Tally, assess, scored, stated_top1
 from capszoo.recipes.evaluation.target import prepare
 from tests.support import packed
 

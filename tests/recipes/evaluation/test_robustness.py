@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from capszoo.errors import CapszooError, UsageError
-from capszoo.recipes.evaluate import assess
+from capszoo.recipes.evaluation.metrics import assess
 from capszoo.recipes.evaluation.robustness import (
     SWEEPS,
     affnist,

@@ -17,11 +17,10 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.explain.routing_stats import routing_stats
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluation import plots
-from capszoo.recipes.evaluation.plots import draw_runs, find_runs
+from capszoo.recipes.evaluation.plots import draw_dynamics, draw_runs, shown_epochs
 from capszoo.recipes.evaluation.target import model_from_file
 from capszoo.recipes.train import train
-from capszoo.recipes.training import routing_probe
-from capszoo.recipes.training.routing_probe import draw_dynamics, shown_epochs
+from capszoo.recipes.training.history import find_runs
 from tests.test_cli import fails, succeeds
 
 TREE: dict[str, Any] = {
@@ -149,7 +148,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_panels_show_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = lines_of(monkeypatch, routing_probe)
+    kept = lines_of(monkeypatch, plots)
     routing = [{"share": [60.0, 40.0], "length": [None, 2.0 * k]} for k in (1, 2)]
     made = [{"epoch": k, "routing": values} for k, values in enumerate(routing, 1)]
     draw_dynamics({"a": made, "b": made[:1]}, tmp_path / "x.png")

@@ -1,0 +1,58 @@
+"""Model repositories for Triton Inference Server."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ..report import ExportReport
+
+__all__ = ["write_triton"]
+
+
+def write_triton(folder: Path, name: str, report: ExportReport, classes: int, tensorrt: bool) -> None:
+    """Model repositories: ``triton`` for ONNX Runtime, ``triton-tensorrt`` for the engine."""
+    repositories = [("triton", 'backend: "onnxruntime"', "model.onnx")]
+    if tensorrt:
+        repositories.append(("triton-tensorrt", 'platform: "tensorrt_plan"', "model.plan"))
+    for repository, backend, file in repositories:
+        place = folder / repository / name
+        (place / "1").mkdir(parents=True)
+        (place / "config.pbtxt").write_text(_triton_config(name, backend, file, report), encoding="utf-8")
+        shutil.copyfile(folder / "labels.txt", place / "labels.txt")
+        model = folder / ("model.onnx" if file == "model.onnx" else "tensorrt/model.plan")
+        if model.is_file():
+            shutil.copyfile(model, place / "1" / file)
+        else:
+            (place / "1" / "README").write_text("put model.plan here: tensorrt/build_engine.sh makes it\n")
+
+
+def _triton_config(name: str, backend: str, file: str, report: ExportReport) -> str:
+    """Triton's model configuration; dims are those of one image, unless the batch is fixed in the graph."""
+    smallest, usual, largest = report.batch
+    fixed = smallest == largest
+    lines = [f'name: "{name}"', backend, f'default_model_filename: "{file}"']
+    lines.append(f"max_batch_size: {0 if fixed else largest}")
+
+    def tensor(kind: str, key: str, dtype: str, shape: tuple[int | str, ...], extra: str = "") -> str:
+        sizes = ", ".join(str(s) for s in (shape if fixed else shape[1:]))
+        return f'{kind} [\n  {{\n    name: "{key}"\n    data_type: {dtype}\n    dims: [ {sizes} ]{extra}\n  }}\n]'
+
+    dtype = "TYPE_UINT8" if report.input_dtype == "uint8" else "TYPE_FP32"
+    lines.append(tensor("input", report.input_name, dtype, report.input_shape))
+    for key, shape in report.outputs.items():
+        extra = '\n    label_filename: "labels.txt"' if key == "scores" else ""
+        lines.append(tensor("output", key, "TYPE_FP32", shape, extra))
+    if not fixed:
+        preferred = sorted({usual, largest})
+        sizes = ", ".join(map(str, preferred))
+        lines.append(
+            f"dynamic_batching {{\n  preferred_batch_size: [ {sizes} ]\n  max_queue_delay_microseconds: 500\n}}"
+        )
+    dims = ", ".join(str(s) for s in (report.input_shape if fixed else report.input_shape[1:]))
+    lines.append(
+        f'model_warmup [\n  {{\n    name: "zero"\n    batch_size: {0 if fixed else usual}\n    inputs {{\n'
+        f'      key: "{report.input_name}"\n      value {{ data_type: {dtype} dims: [ {dims} ] zero_data: true }}\n'
+        "    }\n  }\n]"
+    )
+    return "\n".join(lines) + "\n"
