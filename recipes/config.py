@@ -17,7 +17,7 @@ from capszoo.data import Augment, DataError, check_name
 from capszoo.errors import UsageError
 
 try:
-    from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("recipes need pydantic: pip install 'capszoo[train]'") from error
 
@@ -31,6 +31,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "ScheduleConfig",
+    "StageConfig",
     "find_recipe",
     "list_profiles",
     "list_recipes",
@@ -61,8 +62,14 @@ class AugmentConfig(_Section):
 
     shift: NonNegative = 0
     """Largest shift in pixels, filled with black; the same as padding by it and cropping at random."""
-    flip: bool = False
-    """Mirror half of the images."""
+    flip: bool | Literal["alternating"] = False
+    """Mirror half of the images; alternating: those that are mirrored in one epoch are not in the next."""
+    pad_mode: Literal["constant", "reflect"] = "constant"
+    """What a shift brings in: black, or the image reflected at its edge."""
+    cutout: NonNegative = 0
+    """Side in pixels of a square at a random place that is set to the data set's mean."""
+    cutout_off_epochs: NonNegative = 0
+    """Last epochs of the run, which are without cutout."""
     resize: Positive | None = None
     """Side to which all images are resized; the model sees a random patch of them (the middle in evaluation)."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
@@ -86,7 +93,7 @@ class AugmentConfig(_Section):
         return scale
 
     def build(self) -> Augment:
-        return Augment(**self.model_dump())
+        return Augment(**self.model_dump(exclude={"cutout_off_epochs"}))
 
 
 class DataConfig(_Section):
@@ -120,6 +127,16 @@ class DataConfig(_Section):
             return check_name(name)
         except DataError as error:
             raise ValueError(str(error)) from error
+
+
+class StageConfig(_Section):
+    """Some of the first epochs of a run on images of another size."""
+
+    size: Positive
+    """Side of the images in pixels."""
+    epochs: Positive
+    cutout: NonNegative | None = None
+    """Side of the cutout square at this size; data.augment.cutout where it is left out."""
 
 
 class OptimizerConfig(_Section):
@@ -192,6 +209,8 @@ class Recipe(_Section):
     model_args: dict[str, Any] = {}
     data: DataConfig
     epochs: Positive
+    stages: tuple[StageConfig, ...] = ()
+    """Sizes of the images in the first epochs, in order; the epochs left, at least 30%, are at data.size."""
     batch_size: Positive = 128
     """Images per update, over all processes and accumulated parts together."""
     accumulate: Positive = 1
@@ -223,6 +242,21 @@ class Recipe(_Section):
             raise ValueError("a tag is a short name without '.' or '/', beginning with its data set")
         return tag
 
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Recipe:
+        if not self.stages:
+            return self
+        full = self.epochs - sum(stage.epochs for stage in self.stages)
+        if full < 0.3 * self.epochs:
+            raise ValueError(
+                f"stages leave {max(full, 0)} of {self.epochs} epochs at the full size: leave at least 30%"
+            )
+        if self.early_stop:
+            raise ValueError(
+                "stages and early_stop do not go together: accuracies at two sizes do not compare"
+            )
+        return self
+
     @property
     def name(self) -> str:
         return f"{self.arch}.{self.tag}"
@@ -251,6 +285,8 @@ def _one_line(error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{where}: the key '{key}' is missing"
     message = first["msg"].removeprefix("Value error, ")
+    if not key:  # several keys together are wrong; the message names them
+        return f"{where}: {message}"
     if isinstance(first["input"], str | int | float | bool | None):
         return f"{where}: '{key}: {first['input']}' is wrong: {message}"
     return f"{where}: '{key}' is wrong: {message}"

@@ -1,10 +1,12 @@
 """Train a recipe: `python -m capszoo.recipes.train RECIPE --data FOLDER`, or `capszoo train RECIPE`.
 
-One loop, from top to bottom of `_train`: data in memory on the device, model, loss, optimiser, schedule, epochs with
-validation on images held out of the training set, a checkpoint after each, and at the end, once, the test set. The
-last epoch's weights are what is kept; nothing is selected. The same command resumes a run that was cut short, and
-ends with the same weights bit for bit on the CPU: the order of the data, the augmentation and the random numbers of
-the net are functions of (seed, epoch, step), everything else is in the checkpoint.
+One loop, `_train`: epochs with validation on images held out of the training set, a checkpoint after each, and at the
+end, once, the test set. The last epoch's weights are what is kept; nothing is selected. `Run` is what stays the same,
+`TrainState` what changes; a recipe with `stages` makes a new state for each size of the images (`training/stages.py`).
+
+The same command resumes a run that was cut short, and ends with the same weights bit for bit on the CPU: the order of
+the data, the augmentation and the random numbers of the net are functions of (seed, epoch, step), everything else is
+in the checkpoint.
 
 Several processes: `accelerate launch -m capszoo.recipes.train RECIPE …`. They share each batch; all of them need the
 run's folder. `training/distributed.py` makes them fail and stop together, `training/log.py` says how it goes,
@@ -22,12 +24,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.layers import convert_sync_batchnorm
+from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
@@ -43,7 +47,7 @@ from .evaluate import evaluate
 from .evaluation.metrics import all_right, count_correct
 from .evaluation.target import score_threshold
 from .training.anomaly import Watch
-from .training.checkpoints import Checkpoint, latest_checkpoint, save_checkpoint
+from .training.checkpoints import Checkpoint, latest_checkpoint, save_checkpoint, threads_of_run
 from .training.distributed import (
     PeerLost,
     Stopped,
@@ -71,6 +75,16 @@ from .training.setup import (
     hold_frozen,
     load_data,
 )
+from .training.stages import (
+    Stage,
+    all_stages,
+    fit_weights,
+    optimizer_state_without,
+    reset_batch_norm,
+    stage_at,
+    stage_spec,
+    staged_data,
+)
 from .weights import hardware, source_commit, write_weights
 
 try:
@@ -91,7 +105,7 @@ LOOK_SECONDS = 2.0
 GOLDEN_IMAGES = 4
 
 
-class Task(nn.Module):
+class TrainStep(nn.Module):
     """The net and its loss as one module, so that Accelerate's precision and processes wrap the whole of a step."""
 
     def __init__(self, net: Any, recipe: Recipe, feedback: FeedbackAgreement | None = None) -> None:
@@ -169,6 +183,92 @@ def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
         AcceleratorState._reset_state()
 
 
+@dataclass(frozen=True)
+class Run:
+    """What stays the same in the course of a run.
+
+    Attributes:
+        steps: updates of an epoch.
+        stop_after: updates of this call after which it stops.
+        commit: of the code, read at the start: the files may have moved on by the end.
+    """
+
+    recipe: Recipe
+    out: Path
+    accelerator: Accelerator
+    data: RunData
+    steps: int
+    stop_after: int | None
+    commit: str | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def world(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    @property
+    def total(self) -> int:
+        """Updates of the whole run."""
+        return self.steps * self.recipe.epochs
+
+    @property
+    def layout(self) -> torch.memory_format:
+        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+
+
+@dataclass
+class TrainState:
+    """What changes in the course of a run; a change of stage makes a new one.
+
+    Attributes:
+        stage: the part of the run that this is, on images of one size.
+        step_module: net and loss; `ddp_module` is what Accelerate makes of it, as `optimizer` of the optimiser.
+        best: the best epoch on validation images, with `early_stop`.
+        step: updates made. `saved_step`: updates made at the last checkpoint.
+        seconds: trained so far, over all sessions.
+        sums: loss, right answers and images of the epoch so far.
+        losses: of the updates since the last look at them.
+        next_look: update after which they are looked at.
+    """
+
+    stage: Stage
+    batches: Batches
+    held_out: Batches | None
+    net: Any
+    ema: ModelEmaV3 | None
+    feedback: FeedbackAgreement | None
+    best: BestEpoch | None
+    step_module: TrainStep
+    ddp_module: nn.Module
+    optimizer: Any
+    scheduler: Scheduler | None
+    probe: RoutingProbe | None
+    sums: Tensor
+    step: int = 0
+    saved_step: int = 0
+    seconds: float = 0.0
+    losses: list[Tensor] = field(default_factory=list)
+    next_look: int = 1
+    epoch_began: float = 0.0
+    epoch_first: int = 0
+
+    @property
+    def evaluated(self) -> Any:
+        """The net that is evaluated and kept: the moving average where there is one."""
+        return self.ema.module if self.ema else self.net
+
+    def first_step(self, run: Run) -> int:
+        """First update of the stage, counted from 0."""
+        return self.stage.first_epoch * run.steps
+
+
 def train(
     recipe: str | Path | Recipe,
     overrides: list[str] | None = None,
@@ -178,6 +278,7 @@ def train(
     cpu: bool = False,
     stop_after: int | None = None,
     profile: str | None = None,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Train a recipe to its end, or go on where an earlier run of it stopped.
 
@@ -190,6 +291,7 @@ def train(
         cpu: leave an accelerator unused.
         stop_after: checkpoint and stop after so many updates of this call (for trials and tests).
         profile: name of one of the recipe's profiles; None takes its own settings.
+        threads: CPU threads; None: those that the run began with, else PyTorch's.
 
     Returns `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
     `"validation"` and `"test"`, as far as there are such images.
@@ -200,355 +302,526 @@ def train(
     recipe = load_recipe(recipe, overrides, profile)
     run = Path(out) if out else Path("runs") / recipe.name
     with _accelerator(recipe, cpu) as accelerator:
-        return _train(recipe, run, data, resume, stop_after, accelerator)
+        return _train(_prepare(recipe, run, data, resume, stop_after, accelerator, threads))
 
 
-def _train(
+def _prepare(
     recipe: Recipe,
     out: Path,
     data: str | Path | RunData | None,
     resume: bool,
     stop_after: int | None,
     accelerator: Accelerator,
-) -> dict[str, Any]:
-    device, main_process = accelerator.device, accelerator.is_main_process
-    rank, world = accelerator.process_index, accelerator.num_processes
-    if device.type == "cpu":
+    threads: int | None,
+) -> Run:
+    """Check what can be checked before anything is built, and read the data."""
+    world = accelerator.num_processes
+    if accelerator.device.type == "cpu":
         keep_freed_memory()
-    if not main_process:  # what is worth a warning is so on all of them: one says it
+        if threads or (threads := threads_of_run(out)):
+            torch.set_num_threads(threads)
+    if not accelerator.is_main_process:  # what is worth a warning is so on all of them: one says it
         logging.getLogger("capszoo").setLevel(logging.ERROR)
     if recipe.batch_size % (world * recipe.accumulate):
         raise RecipeError(
             f"{recipe.name}: batch_size {recipe.batch_size} cannot be shared by {world} processes "
             f"in {recipe.accumulate} parts each"
         )
-    commit = source_commit()  # now, not at the end: the files may have moved on by then
+    commit = source_commit()
     with one_fate(accelerator):
-        if main_process:
+        if accelerator.is_main_process:
             check_run(recipe, out, resume)
-
-        # Data: uint8 tensors on the device.
         found = data if isinstance(data, RunData) else load_data(recipe, data)
-        training, validation = found.training, found.validation
-        spec = training.spec
-        batches = Batches(
-            training.to(device),
-            recipe.batch_size,
-            train=True,
-            augment=recipe.data.augment.build(),
-            seed=recipe.seed,
-            rank=rank,
-            world=world,
-            balance=recipe.data.balance,
-        )
-        held_out = Batches(validation.to(device), 500, rank=rank, world=world) if len(validation) else None
-        if recipe.early_stop and not held_out:
-            raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")
-        steps = len(batches)
-        total = steps * recipe.epochs
+        steps = len(found.training) // recipe.batch_size
+        run = Run(recipe, out, accelerator, found, steps, stop_after, commit)
+        _check_stages(run)
+    return run
 
-        # Model, optimiser, schedule.
-        accelerate.utils.set_seed(recipe.seed)
-        layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        net = create_net(recipe, spec).to(device).to(memory_format=layout)
-        normalises = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.modules())
-        if normalises and world > 1 and device.type == "cuda":
-            net = convert_sync_batchnorm(net)  # the statistics of the whole batch, as on one GPU
-        ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
-        feedback = create_feedback(recipe, net)
-        optimizer = create_optimizer(recipe, net, feedback)
-        best = BestEpoch(recipe.early_stop) if recipe.early_stop else None
-        try:
-            goal = Task(net, recipe, feedback)
-        except (TypeError, ValueError) as error:
-            raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
-        schedule = create_scheduler(recipe, optimizer, steps)
-        probe = None
-        if recipe.routing_images and main_process:
-            probe = RoutingProbe(recipe, net, validation.to(device))
 
-        # Only now, when nothing is wrong with the recipe or the data, the run's folder.
-        if main_process:
-            open_run(recipe, out)
-            check_room(out, recipe, net)
-    task, wrapped = accelerator.prepare(goal, optimizer)
+def _check_stages(run: Run) -> None:
+    """Refuse a network whose weights cannot be carried from one size to the next, before it trains for hours."""
+    if not run.recipe.stages:
+        return
+    weights: dict[str, Tensor] = {}
+    size = (0, 0)
+    for stage in all_stages(run.recipe):
+        spec = stage_spec(run.data.training.spec, stage)
+        with torch.device("meta"):
+            net = create_net(run.recipe.model_copy(update={"init": None}), spec)
+        if weights:
+            fit_weights(run.recipe, net, weights, size)
+        weights, size = net.state_dict(), spec.input_size[1:]
 
-    # Where an earlier run stopped.
-    step, kept_step, seconds, sums = 0, 0, 0.0, torch.zeros(3, dtype=torch.float64, device=device)
 
-    def restore(checkpoint: Checkpoint) -> None:
-        """Take the state of a checkpoint; the schedule and all random numbers follow from its step."""
-        nonlocal step, seconds
-        net.load_state_dict(checkpoint.weights["model"])
-        if feedback:
-            feedback.load_state_dict(checkpoint.weights["feedback"])
-        if ema:
-            ema.module.load_state_dict(checkpoint.weights["ema"])
-        if best:
-            best.restore(checkpoint.state["best"], checkpoint.weights.get("best", {}))
-        optimizer.load_state_dict(checkpoint.optimizer["optimizer"])
-        if accelerator.scaler is not None:
-            accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
-        step, seconds = checkpoint.state["step"], checkpoint.state["seconds"]
-        sums.copy_(torch.tensor(checkpoint.state["sums"], dtype=torch.float64))
-
-    def keep() -> None:
-        """Write a checkpoint of the present state."""
-        nonlocal kept_step
-        state: dict[str, Any] = {"epoch": step // steps, "seconds": seconds, "sums": sums.tolist()}
-        state["recipe"] = recipe.name
-        tensors: dict[str, Any] = {"optimizer": optimizer.state_dict()}
-        if accelerator.scaler is not None:
-            tensors["scaler"] = accelerator.scaler.state_dict()
-        kept = {"model": net, "ema": ema.module if ema else None, "feedback": feedback}
-        weights = {name: module.state_dict() for name, module in kept.items() if module is not None}
-        if best:
-            state["best"] = best.state()
-            weights |= {"best": best.weights} if best.weights else {}
-        with one_fate(accelerator):
-            try:
-                if main_process:
-                    save_checkpoint(out, step, weights, tensors, state)
-            except OSError as error:
-                raise TrainingError(
-                    f"cannot write a checkpoint to {out}: {error.strerror or error}; "
-                    + (f"the state of update {kept_step} is kept: " if step else "")
-                    + "make room and run the same command"
-                ) from error
-        kept_step = step
-
-    with one_fate(accelerator):
-        checkpoint, skipped = latest_checkpoint(out)
-        if checkpoint:
-            restore(checkpoint)
-            kept_step = step
-        if world > 1 and len(set(gather_object([step]))) > 1:
-            raise TrainingError(f"the processes see different checkpoints: {out} must be a folder they share")
-        log = RunLog(out, main_process, total, step)
-        if main_process:
-            session = {"from_update": step, "seed": recipe.seed, "processes": world, "commit": commit}
-            started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            note_session(
-                out, {"started": started, **session, "hardware": hardware(device), "versions": versions()}
-            )
-    for line in (*skipped, *(f"left out: {line}" for line in found.skipped)):
-        log.say(line)
-    parameters = sum(p.numel() for p in net.parameters())
-    log.say(
-        f"{recipe.name}: {parameters:,} parameters, {len(training)} images, {recipe.epochs} epochs of {steps} updates, "
-        f"{hardware(device)}" + (f"; going on from update {step}" if step else "")
+def _create_state(run: Run, stage: Stage) -> TrainState:
+    """Everything that a stage trains with, from random (or the recipe's initial) weights."""
+    recipe, device = run.recipe, run.device
+    training, validation = staged_data(recipe, run.data, stage)
+    augment = recipe.data.augment
+    if stage.cutout is not None:
+        augment = augment.model_copy(update={"cutout": stage.cutout})
+    shares = {"rank": run.accelerator.process_index, "world": run.world}
+    batches = Batches(
+        training.to(device),
+        recipe.batch_size,
+        train=True,
+        augment=augment.build(),
+        seed=recipe.seed,
+        balance=recipe.data.balance,
+        cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
+        **shares,
     )
-    if normalises and world > 1 and device.type != "cuda":
+    held_out = Batches(validation.to(device), 500, **shares) if len(validation) else None
+    if recipe.early_stop and not held_out:
+        raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")
+
+    accelerate.utils.set_seed(recipe.seed)
+    net = create_net(recipe, training.spec).to(device).to(memory_format=run.layout)
+    if _normalises(net) and run.world > 1 and device.type == "cuda":
+        net = convert_sync_batchnorm(net)  # the statistics of the whole batch, as on one GPU
+    ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
+    feedback = create_feedback(recipe, net)
+    optimizer = create_optimizer(recipe, net, feedback)
+    best = BestEpoch(recipe.early_stop) if recipe.early_stop else None
+    try:
+        step_module = TrainStep(net, recipe, feedback)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
+    scheduler = create_scheduler(recipe, optimizer, run.steps)
+    probe = None
+    if recipe.routing_images and run.main:
+        probe = RoutingProbe(recipe, net, validation.to(device))
+    return TrainState(
+        stage=stage,
+        batches=batches,
+        held_out=held_out,
+        net=net,
+        ema=ema,
+        feedback=feedback,
+        best=best,
+        step_module=step_module,
+        ddp_module=step_module,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        probe=probe,
+        sums=torch.zeros(3, dtype=torch.float64, device=device),
+    )
+
+
+def _normalises(net: nn.Module) -> bool:
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.modules())
+
+
+def _distribute(run: Run, state: TrainState) -> None:
+    """Hand net and optimiser to Accelerate, which brings precision and processes."""
+    state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
+
+
+def _restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
+    """Take the state of a checkpoint; the schedule and all random numbers follow from its step.
+
+    A checkpoint at the first update of a later stage holds the weights of the stage before: they are fitted to the
+    new size (see `training/stages.py`).
+    """
+    position, weights, optimizer = checkpoint.state, checkpoint.weights, checkpoint.optimizer["optimizer"]
+    state.step, state.seconds = position["step"], position["seconds"]
+    enters = state.stage.number > 0 and state.step == state.first_step(run)
+    if enters:
+        before = stage_spec(run.data.training.spec, stage_at(run.recipe, state.stage.first_epoch - 1))
+        fitted, resampled = fit_weights(run.recipe, state.net, weights["model"], before.input_size[1:])
+        state.net.load_state_dict(fitted)
+        reset_batch_norm(state.net)
+        optimizer = optimizer_state_without(state.optimizer, state.net, optimizer, resampled)
+    else:
+        state.net.load_state_dict(weights["model"])
+    if state.feedback:
+        state.feedback.load_state_dict(weights["feedback"])
+    if state.ema:
+        state.ema.module.load_state_dict(state.net.state_dict() if enters else weights["ema"])
+    if state.best:
+        state.best.restore(position["best"], weights.get("best", {}))
+    state.optimizer.load_state_dict(optimizer)
+    if run.accelerator.scaler is not None:
+        run.accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
+    state.sums.copy_(torch.tensor(position["sums"], dtype=torch.float64))
+
+
+def _save_checkpoint(run: Run, state: TrainState) -> None:
+    """Write a checkpoint of the present state."""
+    position: dict[str, Any] = {
+        "epoch": state.step // run.steps,
+        "seconds": state.seconds,
+        "sums": state.sums.tolist(),
+        "recipe": run.recipe.name,
+        "threads": torch.get_num_threads(),
+    }
+    tensors: dict[str, Any] = {"optimizer": state.optimizer.state_dict()}
+    if run.accelerator.scaler is not None:
+        tensors["scaler"] = run.accelerator.scaler.state_dict()
+    modules = {
+        "model": state.net,
+        "ema": state.ema.module if state.ema else None,
+        "feedback": state.feedback,
+    }
+    weights = {name: module.state_dict() for name, module in modules.items() if module is not None}
+    if state.best:
+        position["best"] = state.best.state()
+        weights |= {"best": state.best.weights} if state.best.weights else {}
+    with one_fate(run.accelerator):
+        try:
+            if run.main:
+                save_checkpoint(run.out, state.step, weights, tensors, position)
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write a checkpoint to {run.out}: {error.strerror or error}; "
+                + (f"the state of update {state.saved_step} is kept: " if state.step else "")
+                + "make room and run the same command"
+            ) from error
+    state.saved_step = state.step
+
+
+def _start(run: Run) -> tuple[TrainState, RunLog]:
+    """The state that the run goes on from, and its log."""
+    with one_fate(run.accelerator):
+        checkpoint, skipped = latest_checkpoint(run.out)
+        epoch = checkpoint.state["step"] // run.steps if checkpoint else 0
+        state = _create_state(run, stage_at(run.recipe, epoch))
+        # Only now, when nothing is wrong with the recipe or the data, the run's folder.
+        if run.main:
+            open_run(run.recipe, run.out)
+            check_room(run.out, run.recipe, state.net)
+    _distribute(run, state)
+    with one_fate(run.accelerator):
+        if checkpoint:
+            _restore(run, state, checkpoint)
+            state.saved_step = state.step
+        if run.world > 1 and len(set(gather_object([state.step]))) > 1:
+            raise TrainingError(
+                f"the processes see different checkpoints: {run.out} must be a folder they share"
+            )
+        log = RunLog(run.out, run.main, run.total, state.step)
+        if run.main:
+            _note_session(run, state)
+    for line in (*skipped, *(f"left out: {line}" for line in run.data.skipped)):
+        log.say(line)
+    parameters = sum(p.numel() for p in state.net.parameters())
+    log.say(
+        f"{run.recipe.name}: {parameters:,} parameters, {len(run.data.training)} images, "
+        f"{run.recipe.epochs} epochs of {run.steps} updates, {hardware(run.device)}"
+        + (f"; going on from update {state.step}" if state.step else "")
+    )
+    if _normalises(state.net) and run.world > 1 and run.device.type != "cuda":
         log.say("note: on CPUs, BatchNorm takes the statistics of each process's share of a batch alone")
     if not checkpoint:
-        keep()  # a folder that cannot be written is found now, and a failure in the first updates can be traced
+        # A folder that cannot be written is found now, and a failure in the first updates can be traced.
+        _save_checkpoint(run, state)
+    return state, log
 
-    losses: list[Tensor] = []  # of the updates since the last look
-    next_look = step + 1
 
-    def advance(batch: Any) -> Tensor:
-        """Make update number `step`, counted from 0, and return its loss."""
-        _seed_update(recipe.seed, step, rank)
-        if schedule:
-            schedule.step_update(step)
-        goal.set_progress(step / total)
-        loss = _update(accelerator, task, wrapped, batch, recipe, layout, sums, spec.labels_per_image)
-        if ema:
-            ema.update(net, step=step)
-        return loss
+def _note_session(run: Run, state: TrainState) -> None:
+    session = {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "from_update": state.step,
+        "seed": run.recipe.seed,
+        "processes": run.world,
+        "commit": run.commit,
+        "hardware": hardware(run.device),
+        "versions": versions(),
+    }
+    note_session(run.out, session)
 
-    def look() -> int:
-        """Are the losses since the last look finite? Has a signal come (its number, else 0)? All processes agree."""
-        nonlocal next_look
-        bad, mean = 0, torch.zeros((), device=device)
-        if losses:
-            values = torch.stack(losses)
-            finite, mean = values.isfinite().tolist(), values.mean()
-            bad = 0 if all(finite) else step - len(finite) + finite.index(False) + 1
-        pace = (time.monotonic() - epoch_began) / max(step - epoch_first, 1)
-        news = torch.tensor([-bad or -math.inf, stop.number, pace], dtype=torch.float64, device=device)
-        if world > 1:
-            torch.distributed.all_reduce(news, torch.distributed.ReduceOp.MAX)
-            mean = accelerator.reduce(mean, "mean")
-        bad, number, pace = (0 if value == -math.inf else value for value in news.tolist())
-        next_look = step + min(LOOK_EVERY, max(1, int(LOOK_SECONDS / max(pace, 1e-6))))
-        if bad:
-            explain(int(-bad))
-        if losses:
-            lr = _rate(optimizer)
-            log.look(step, mean.item(), lr, recipe.batch_size / pace, f"epoch {epoch + 1}/{recipe.epochs}")
-        losses.clear()
-        return int(number)
 
-    def explain(bad: int) -> None:
-        """Go back to the last checkpoint, make the updates up to `bad` anew and watch the last two; raises."""
-        log.say(
-            f"the loss is not finite at update {bad}: making updates {kept_step + 1} to {bad} anew to see where"
-        )
-        checkpoint, _ = latest_checkpoint(out)
-        place = ""
-        if checkpoint:
-            restore(checkpoint)
-            goal.net = net  # hooks see nothing inside a compiled net
-            place = replay(bad)
-        place = next((text for text in gather_object([place]) if text), "which did not happen again there")
-        agree(
-            accelerator,
-            TrainingError(
-                f"the loss is not finite at update {bad} (epoch {(bad - 1) // steps + 1}), {place}; "
-                f"the state of update {kept_step} is kept: lower optimizer.lr or set clip_grad"
-            ),
-        )
+def _next_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
+    """The state of the stage after this one, from the checkpoint that it ended with."""
+    checkpoint, _ = latest_checkpoint(run.out)
+    if checkpoint is None or checkpoint.state["step"] != before.step:
+        raise TrainingError(f"the checkpoint of update {before.step} in {run.out} cannot be read")
+    run.accelerator.free_memory()
+    if run.recipe.compile:
+        torch._dynamo.reset()  # else the next size would be compiled for any size
+    state = _create_state(run, stage_at(run.recipe, before.step // run.steps))
+    _distribute(run, state)
+    _restore(run, state, checkpoint)
+    state.saved_step, state.next_look = state.step, state.step + 1
+    log.say(f"stage {state.stage.number + 1}: images of {'x'.join(map(str, state.batches.target))} pixels")
+    return state
 
-    def replay(bad: int) -> str:
-        nonlocal step
-        while step < bad:
-            for batch in batches.epoch(*divmod(step, steps)):
-                watch = Watch(goal, gradients=accelerator.scaler is None) if step >= bad - 2 else None
-                advance(batch)
-                step += 1
-                if watch:
-                    watch.close()
-                    if watch.found:
-                        return watch.found + (f" at update {step}" if step != bad else "")
-                if step == bad:
-                    break
-        return ""
 
-    def write_epoch(record: dict[str, Any]) -> None:
-        with one_fate(accelerator):
-            if probe:
-                record["routing"] = probe.measure(evaluated)
-            try:
-                log.epoch(record)
-            except OSError as error:
-                raise TrainingError(f"cannot write to {out}: {error.strerror or error}") from error
+def _train_step(run: Run, state: TrainState, batch: Batch) -> Tensor:
+    """Make update number `state.step`, counted from 0, and return its loss."""
+    recipe = run.recipe
+    _seed_update(recipe.seed, state.step, run.accelerator.process_index)
+    if state.scheduler:
+        state.scheduler.step_update(state.step)
+    state.step_module.set_progress(state.step / run.total)
+    known = run.data.training.spec.labels_per_image
+    loss = _update(
+        run.accelerator, state.ddp_module, state.optimizer, batch, recipe, run.layout, state.sums, known
+    )
+    if state.ema:
+        state.ema.update(state.net, step=state.step - state.first_step(run))
+    return loss
 
-    evaluated = ema.module if ema else net
-    began, first, earlier = time.monotonic(), step, seconds
+
+def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest) -> int:
+    """Are the losses since the last look finite? Has a signal come (its number, else 0)? All processes agree."""
+    bad, mean = 0, torch.zeros((), device=run.device)
+    if state.losses:
+        values = torch.stack(state.losses)
+        finite, mean = values.isfinite().tolist(), values.mean()
+        bad = 0 if all(finite) else state.step - len(finite) + finite.index(False) + 1
+    pace = (time.monotonic() - state.epoch_began) / max(state.step - state.epoch_first, 1)
+    news = torch.tensor([-bad or -math.inf, stop.number, pace], dtype=torch.float64, device=run.device)
+    if run.world > 1:
+        torch.distributed.all_reduce(news, torch.distributed.ReduceOp.MAX)
+        mean = run.accelerator.reduce(mean, "mean")
+    bad, number, pace = (0 if value == -math.inf else value for value in news.tolist())
+    state.next_look = state.step + min(LOOK_EVERY, max(1, int(LOOK_SECONDS / max(pace, 1e-6))))
+    if bad:
+        _locate_nonfinite(run, state, log, int(-bad))
+    if state.losses:
+        epoch = (state.step - 1) // run.steps + 1
+        rate = run.recipe.batch_size / pace
+        log.look(state.step, mean.item(), _rate(state.optimizer), rate, f"epoch {epoch}/{run.recipe.epochs}")
+    state.losses.clear()
+    return int(number)
+
+
+def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> None:
+    """Go back to the last checkpoint, repeat the updates up to `bad` and watch the last two; raises."""
+    log.say(
+        f"the loss is not finite at update {bad}: making updates {state.saved_step + 1} to {bad} anew to see where"
+    )
+    checkpoint, _ = latest_checkpoint(run.out)
+    place = ""
+    if checkpoint:
+        _restore(run, state, checkpoint)
+        state.step_module.net = state.net  # hooks see nothing inside a compiled net
+        place = _replay(run, state, bad)
+    place = next((text for text in gather_object([place]) if text), "which did not happen again there")
+    agree(
+        run.accelerator,
+        TrainingError(
+            f"the loss is not finite at update {bad} (epoch {(bad - 1) // run.steps + 1}), {place}; "
+            f"the state of update {state.saved_step} is kept: lower optimizer.lr or set clip_grad"
+        ),
+    )
+
+
+def _replay(run: Run, state: TrainState, bad: int) -> str:
+    """Repeat the updates up to `bad`; where a value that is not finite arose, or an empty text."""
+    while state.step < bad:
+        for batch in state.batches.epoch(*divmod(state.step, run.steps)):
+            scaled = run.accelerator.scaler is not None
+            watch = Watch(state.step_module, gradients=not scaled) if state.step >= bad - 2 else None
+            _train_step(run, state, batch)
+            state.step += 1
+            if watch:
+                watch.close()
+                if watch.found:
+                    return watch.found + (f" at update {state.step}" if state.step != bad else "")
+            if state.step == bad:
+                break
+    return ""
+
+
+class _Pause(Exception):
+    """This call has made the updates that it was asked for."""
+
+
+def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, clock: _Clock) -> None:
+    """The updates of one epoch, or what is left of it.
+
+    Raises:
+        Stopped: a signal came. _Pause: `stop_after` updates were made. Both after a checkpoint.
+    """
+    epoch, start = divmod(state.step, run.steps)
+    every = run.recipe.checkpoint_every
+    state.ddp_module.train()
+    hold_frozen(state.net)
+    state.epoch_began, state.epoch_first = time.monotonic(), state.step
+    for batch in state.batches.epoch(epoch, start):
+        state.losses.append(_train_step(run, state, batch))
+        state.step += 1
+        state.seconds = clock.seconds()
+        last = state.step % run.steps == 0
+        at_limit = clock.at_limit(run, state)
+        periodic = every is not None and state.step % every == 0
+        number = 0
+        due = last or at_limit or periodic or state.step >= state.next_look
+        if due or (run.world == 1 and stop.number):
+            number = _sync_and_log(run, state, log, stop)
+        if last:
+            continue
+        if at_limit or periodic or number:
+            _save_checkpoint(run, state)
+        if number:
+            raise Stopped(
+                f"stopped at update {state.step} of {run.total}; the same command goes on from there", number
+            )
+        if at_limit:
+            raise _Pause
+
+
+def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
+    """Validation, record and checkpoint of an epoch that is complete."""
+    recipe, epoch = run.recipe, state.step // run.steps - 1
+    rate = (state.step - state.epoch_first) * recipe.batch_size / (time.monotonic() - state.epoch_began)
+    record = _epoch_record(run.accelerator, state.sums, state.optimizer, state.step, epoch, rate)
+    if recipe.stages:
+        record["size"] = state.batches.target[0]
+    if state.held_out:
+        if run.world > 1:  # on CPUs norms have the statistics of each process's share: the first one's count
+            for buffer in state.evaluated.buffers():
+                torch.distributed.broadcast(buffer, 0)
+        threshold = score_threshold(recipe.loss.name)
+        counts = count_correct(state.evaluated, state.held_out, run.accelerator.autocast(), threshold)
+        right, n = run.accelerator.reduce(counts).tolist()
+        record["val_top1"] = round(100 * right / n, 4)
+        if state.best:
+            state.best.see(epoch + 1, record["val_top1"], state.evaluated)
+    state.seconds = clock.seconds()
+    record["seconds"] = round(state.seconds, 1)
+    state.sums.zero_()
+    # The record first: a run that is killed between the two makes its epoch's end again.
+    with one_fate(run.accelerator):
+        if state.probe:
+            record["routing"] = state.probe.measure(state.evaluated)
+        try:
+            log.epoch(record)
+        except OSError as error:
+            raise TrainingError(f"cannot write to {run.out}: {error.strerror or error}") from error
+    _save_checkpoint(run, state)
+    log.progress.update(log.task, completed=state.step)
+    told = (f"{key} {value}" for key, value in record.items() if key not in ("step", "routing"))
+    log.say("  ".join(told))
+    state.next_look = state.step + 1
+
+
+class _Clock:
+    """Seconds trained, over all sessions, and the updates that this call may make."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.first, self.earlier, self.began = state.step, state.seconds, time.monotonic()
+
+    def seconds(self) -> float:
+        return self.earlier + time.monotonic() - self.began
+
+    def at_limit(self, run: Run, state: TrainState) -> bool:
+        return run.stop_after is not None and state.step - self.first >= run.stop_after
+
+
+def _over(run: Run, state: TrainState) -> bool:
+    """Whether the run has come to its end."""
+    at_epoch = state.step % run.steps == 0
+    return state.step >= run.total or bool(
+        state.best and at_epoch and state.best.over(state.step // run.steps)
+    )
+
+
+def _train(run: Run) -> dict[str, Any]:
+    state, log = _start(run)
+    clock = _Clock(state)
     try:
         log.progress.start()
         with StopRequest() as stop:
-            while step < total and not (best and step % steps == 0 and best.over(step // steps)):
-                epoch, start = divmod(step, steps)
-                task.train()
-                hold_frozen(net)
-                epoch_began, epoch_first = time.monotonic(), step
-                for batch in batches.epoch(epoch, start):
-                    losses.append(advance(batch))
-                    step += 1
-                    seconds = earlier + time.monotonic() - began
-                    last = step % steps == 0
-                    at_limit = stop_after is not None and step - first >= stop_after
-                    periodic = recipe.checkpoint_every is not None and step % recipe.checkpoint_every == 0
-                    number = 0
-                    if last or at_limit or periodic or step >= next_look or (world == 1 and stop.number):
-                        number = look()
-                    if (at_limit or periodic or number) and not last:
-                        keep()
-                    if number and not last:
-                        raise Stopped(
-                            f"stopped at update {step} of {total}; the same command goes on from there",
-                            number,
-                        )
-                    if at_limit and not last:
-                        return {"out": out, "finished": False, "step": step, "epoch": step // steps}
-                rate = (step - epoch_first) * recipe.batch_size / (time.monotonic() - epoch_began)
-                record = _epoch_record(accelerator, sums, optimizer, step, epoch, rate)
-                if held_out:
-                    if (
-                        world > 1
-                    ):  # on CPUs norms have the statistics of each process's share: the first one's count
-                        for buffer in evaluated.buffers():
-                            torch.distributed.broadcast(buffer, 0)
-                    threshold = score_threshold(recipe.loss.name)
-                    right, n = accelerator.reduce(
-                        count_correct(evaluated, held_out, accelerator.autocast(), threshold)
-                    ).tolist()
-                    record["val_top1"] = round(100 * right / n, 4)
-                    if best:
-                        best.see(epoch + 1, record["val_top1"], evaluated)
-                seconds = earlier + time.monotonic() - began
-                record["seconds"] = round(seconds, 1)
-                sums.zero_()
-                # The record first: a run that is killed between the two makes its epoch's end again.
-                write_epoch(record)
-                keep()
-                log.progress.update(log.task, completed=step)
-                told = (f"{key} {value}" for key, value in record.items() if key not in ("step", "routing"))
-                log.say("  ".join(told))
-                next_look = step + 1
-                if stop_after is not None and step - first >= stop_after and step < total:
-                    return {"out": out, "finished": False, "step": step, "epoch": step // steps}
+            while not _over(run, state):
+                if state.step == state.stage.end_epoch * run.steps:
+                    state = _next_stage(run, state, log)
+                _train_epoch(run, state, log, stop, clock)
+                _end_epoch(run, state, log, clock)
+                if clock.at_limit(run, state) and state.step < run.total:
+                    raise _Pause
+    except _Pause:
+        return {"out": run.out, "finished": False, "step": state.step, "epoch": state.step // run.steps}
     except Stopped as stopped:
-        agree(accelerator, stopped)
+        agree(run.accelerator, stopped)
     except KeyboardInterrupt:
         raise TrainingError(
-            f"stopped at once; the same command goes on from update {kept_step} of {total}"
+            f"stopped at once; the same command goes on from update {state.saved_step} of {run.total}"
         ) from None
     except RuntimeError as error:
-        if world > 1 and not isinstance(error, CapszooError) and _lost_peer(error):
+        if run.world > 1 and not isinstance(error, CapszooError) and _lost_peer(error):
             raise PeerLost from error
         raise
     finally:
         log.close()
+    return _finish(run, state, log)
 
-    # The test set, once, from the file that is kept.
-    result: dict[str, Any] = {"out": out, "finished": True, "step": step, "epoch": step // steps}
-    if best:
-        evaluated.load_state_dict(best.weights)
-        ended = "the last" if step == total else f"none was better in {recipe.early_stop} more"
-        log.say(f"kept: epoch {best.epoch}, validation {spec.accuracy} {best.top1:.2f}% ({ended})")
-    with one_fate(accelerator):
-        if main_process:
-            details: dict[str, Any] = {
-                "description": recipe.description or None,
-                "recipe": recipe.model_dump(mode="json"),
-                "seed": recipe.seed,
-                "commit": commit,
-                "dataset": {
-                    "name": spec.name,
-                    "title": spec.title,
-                    "source": spec.source,
-                    "sha256": found.fingerprints,
-                    **({"left_out": list(found.skipped)} if found.skipped else {}),
-                },
-                "hardware": hardware(device),
-                "train_seconds": round(seconds),
-                "versions": versions(),
-                "metrics": {},
-            }
-            if best:
-                details["epoch"] = best.epoch
-            if not (isinstance(training, ImageSet) and training.composer) and batches.margin[0]:
-                details["crop_pct"] = (
-                    spec.input_size[1] / training.size[0]
-                )  # as evaluation crops, so does predict
-            if held_out:
-                top1 = best.top1 if best else log.records()[-1]["val_top1"]
-                details["metrics"]["validation"] = {"top1": top1, "n": len(validation)}
+
+def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
+    """Write the weights, and measure the test set, once, from the file that is kept."""
+    recipe, spec = run.recipe, run.data.training.spec
+    result: dict[str, Any] = {
+        "out": run.out,
+        "finished": True,
+        "step": state.step,
+        "epoch": state.step // run.steps,
+    }
+    if state.best:
+        state.evaluated.load_state_dict(state.best.weights)
+        ended = "the last" if state.step == run.total else f"none was better in {recipe.early_stop} more"
+        log.say(
+            f"kept: epoch {state.best.epoch}, validation {spec.accuracy} {state.best.top1:.2f}% ({ended})"
+        )
+    with one_fate(run.accelerator):
+        if run.main:
+            details = _details(run, state, log)
 
             def write() -> Path:
                 return write_weights(
-                    out,
-                    evaluated,
+                    run.out,
+                    state.evaluated,
                     architecture=recipe.arch,
                     tag=recipe.tag,
                     model_args=recipe.model_args,
                     spec=spec,
-                    golden_pixels=next(Batches(found.measured, GOLDEN_IMAGES).epoch()).pixels,
+                    golden_pixels=next(Batches(run.data.measured, GOLDEN_IMAGES).epoch()).pixels,
                     details=details,
                 )
 
             result["weights"] = write()
             log.say(f"weights in {result['weights']}")
-            if found.test is not None:
-                figures = evaluate(result["weights"], found.test, device=device)
+            if run.data.test is not None:
+                figures = evaluate(result["weights"], run.data.test, device=run.device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
                 write()
                 log.say(f"test: {spec.accuracy} {figures['top1']:.2f}% of {figures['n']} images")
             result |= details["metrics"]
     return result
+
+
+def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
+    """What the metadata of the weights say about the run."""
+    recipe, data, spec = run.recipe, run.data, run.data.training.spec
+    details: dict[str, Any] = {
+        "description": recipe.description or None,
+        "recipe": recipe.model_dump(mode="json"),
+        "seed": recipe.seed,
+        "commit": run.commit,
+        "dataset": {
+            "name": spec.name,
+            "title": spec.title,
+            "source": spec.source,
+            "sha256": data.fingerprints,
+            **({"left_out": list(data.skipped)} if data.skipped else {}),
+        },
+        "chosen": "best validation epoch" if state.best else "last epoch",
+        "hardware": hardware(run.device),
+        "train_seconds": round(state.seconds),
+        "versions": versions(),
+        "metrics": {},
+    }
+    if state.best:
+        details["epoch"] = state.best.epoch
+    composed = isinstance(data.training, ImageSet) and data.training.composer
+    if not composed and state.batches.margin[0]:
+        # as evaluation crops, so does predict
+        details["crop_pct"] = spec.input_size[1] / data.training.size[0]
+    if state.held_out:
+        top1 = state.best.top1 if state.best else log.records()[-1]["val_top1"]
+        details["metrics"]["validation"] = {"top1": top1, "n": len(data.validation)}
+    return details
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:
@@ -636,6 +909,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--profile", help="one of the recipe's profiles, such as short")
     parser.add_argument("--no-resume", action="store_true", help="refuse a folder that already holds a run")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: those that the run began with")
     parser.add_argument("--cpu", action="store_true", help="leave an accelerator unused")
     args = parser.parse_args(argv)
     try:
@@ -647,6 +921,7 @@ def main(argv: list[str] | None = None) -> int:
             not args.no_resume,
             args.cpu,
             profile=args.profile,
+            threads=args.threads,
         )
     except (CapszooError, WeightsError, OSError) as error:
         # What is wrong with the call is wrong on every process: one says so.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,19 @@ from torch.nn import functional as F
 
 from .errors import DataError
 
-__all__ = ["Augment", "Draws", "affine_matrices", "crop", "jitter", "normalize", "resize", "share", "warp"]
+__all__ = [
+    "Augment",
+    "Draws",
+    "affine_matrices",
+    "crop",
+    "cut_out",
+    "jitter",
+    "normalize",
+    "reflected",
+    "resize",
+    "share",
+    "warp",
+]
 
 Draws = dict[str, Tensor]
 """Random numbers by name, one row per image of the global batch."""
@@ -32,7 +45,11 @@ class Augment:
         shear: largest horizontal shear, either way: a row y pixels off the middle moves by shear * y.
         scale: smallest and largest factor of the size.
         shift: largest shift in pixels, filled with black; the same as padding by it and cropping at random.
-        flip: mirror half of the images left to right.
+        flip: mirror half of the images left to right, drawn anew in each epoch; or ``"alternating"``: an image that is
+            mirrored in one epoch is not in the next, which half begins is drawn once (Jordan 2024, arXiv:2404.00498).
+        pad_mode: what a shift brings in: ``"constant"`` (black) or ``"reflect"`` (the image mirrored at its edge).
+        cutout: side in pixels of a square that is set to the data set's mean, its middle drawn uniformly over the
+            image, so that part of it may lie outside (DeVries and Taylor 2017, arXiv:1708.04552); 0: none.
         brightness, contrast, saturation: largest relative change; the factor lies in 1 - x to 1 + x.
         hue: largest change as a share of the colour circle, at most 0.5.
     """
@@ -42,7 +59,9 @@ class Augment:
     shear: float = 0.0
     scale: tuple[float, float] = (1.0, 1.0)
     shift: int = 0
-    flip: bool = False
+    flip: bool | Literal["alternating"] = False
+    pad_mode: Literal["constant", "reflect"] = "constant"
+    cutout: int = 0
     brightness: float = 0.0
     contrast: float = 0.0
     saturation: float = 0.0
@@ -56,6 +75,9 @@ class Augment:
             "shear": 0 <= self.shear <= 2,
             "scale": 0 < low <= high < math.inf,
             "shift": self.shift >= 0,
+            "flip": self.flip in (False, True, "alternating"),
+            "pad_mode": self.pad_mode in ("constant", "reflect"),
+            "cutout": self.cutout >= 0,
             "brightness": 0 <= self.brightness <= 1,
             "contrast": 0 <= self.contrast <= 1,
             "saturation": 0 <= self.saturation <= 1,
@@ -83,17 +105,34 @@ class Augment:
         if channels != 3 and (self.saturation or self.hue):
             raise DataError(f"augment.saturation and augment.hue need 3 channels, the images have {channels}")
 
-    def draw(self, n: int, margin: tuple[int, int], generator: torch.Generator) -> Draws:
-        """Random numbers for `n` images that are larger than the model's input by `margin` (rows, columns)."""
+    def draw(
+        self,
+        n: int,
+        margin: tuple[int, int],
+        generator: torch.Generator,
+        mirrored: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> Draws:
+        """Random numbers of a batch.
+
+        Args:
+            n: images in the global batch.
+            margin: rows and columns by which the images are larger than the model's input.
+            generator: of this batch.
+            mirrored: bool [n], images to mirror instead of a random half; what alternating flips need.
+            size: rows and columns of the model's input; what cutout needs.
+        """
         draws: Draws = {}
         if self.shift or self.flip or any(margin):
             # The order of these two is part of what a seed means: a run that resumes must see the same images.
             draws["top"], draws["left"] = (
                 torch.randint(0, 2 * self.shift + space + 1, (n,), generator=generator) for space in margin
             )
-            mirrored = torch.rand(n, 1, generator=generator)[:, 0] < 0.5
+            random_half = torch.rand(n, 1, generator=generator)[:, 0] < 0.5
+            if self.flip == "alternating" and mirrored is None:
+                raise ValueError("alternating flips need to be told which images are mirrored in this epoch")
             if self.flip:
-                draws["mirrored"] = mirrored
+                draws["mirrored"] = random_half if mirrored is None else mirrored
 
         def uniform(low: float, high: float) -> Tensor:
             return low + (high - low) * torch.rand(n, generator=generator)
@@ -108,15 +147,29 @@ class Augment:
                 draws[name] = uniform(1 - largest, 1 + largest)
         if self.hue:
             draws["hue"] = uniform(-self.hue, self.hue)
+        if self.cutout:
+            if size is None:
+                raise ValueError("cutout needs the size of the model's input")
+            # The middle of the square; the last numbers drawn, so that runs without cutout see what they saw before.
+            draws["cut_row"], draws["cut_col"] = (
+                torch.randint(0, side, (n,), generator=generator) for side in size
+            )
         return draws
 
-    def apply(self, pixels: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
-        """uint8 [b, c, h, w] to uint8 [b, c, *size] by the numbers of `draw`."""
+    def apply(
+        self, pixels: Tensor, draws: Draws, size: tuple[int, int], fill: tuple[float, ...] | None = None
+    ) -> Tensor:
+        """uint8 [b, c, h, w] to uint8 [b, c, *size] by the numbers of `draw`.
+
+        `fill`: what cutout puts in, per channel in 0..1 (the mean of the data set); None: black.
+        """
         result = pixels
         if "matrix" in draws:
             result = warp(result.float(), draws["matrix"])
         if "top" in draws:
-            result = crop(result, draws["top"], draws["left"], size, self.shift, draws.get("mirrored"))
+            result = crop(
+                result, draws["top"], draws["left"], size, self.shift, draws.get("mirrored"), self.pad_mode
+            )
         colours = {
             name: draws[name] for name in ("brightness", "contrast", "saturation", "hue") if name in draws
         }
@@ -126,6 +179,8 @@ class Augment:
             result = jitter(planes / 255, **colours) * 255
         if result.dtype != torch.uint8:
             result = result.round_().clamp_(0, 255).to(torch.uint8)
+        if "cut_row" in draws:
+            result = cut_out(result, draws["cut_row"], draws["cut_col"], self.cutout, fill)
         return result
 
 
@@ -135,6 +190,9 @@ RANGES = {
     "shear": "0 to 2",
     "scale": "smallest and largest factor, above 0",
     "shift": "pixels, at least 0",
+    "flip": "true, false or alternating",
+    "pad_mode": "constant or reflect",
+    "cutout": "pixels, at least 0",
     "brightness": "0 to 1",
     "contrast": "0 to 1",
     "saturation": "0 to 1",
@@ -154,15 +212,17 @@ def crop(
     size: tuple[int, int],
     padding: int = 0,
     mirrored: Tensor | None = None,
+    pad_mode: str = "constant",
 ) -> Tensor:
-    """Cut a window out of each image, black where it reaches beyond, and mirror some of them left to right.
+    """Cut a window out of each padded image, and mirror some of them left to right.
 
     Arguments:
         images: [b, c, h, w], any dtype and memory format.
         top, left: first row and column of each window [b], counted in the padded image.
         size: rows and columns of the windows.
-        padding: black pixels added on each side.
+        padding: pixels added on each side.
         mirrored: bool [b], or None.
+        pad_mode: ``"constant"``: they are black; ``"reflect"``: the image mirrored at its edge, which is not repeated.
 
     Returns [b, c, *size].
     """
@@ -171,11 +231,48 @@ def crop(
     cols = left[:, None] + torch.arange(size[1])  # [b, cols]
     if mirrored is not None:
         cols = torch.where(mirrored[:, None], cols.flip(1), cols)
+    if pad_mode == "reflect":
+        if padding >= min(images.shape[2:]):
+            raise DataError(
+                f"augment.shift: {padding} pixels cannot be reflected in images of {tuple(images.shape[2:])}"
+            )
+        rows, cols = reflected(rows - padding, images.shape[2]), reflected(cols - padding, images.shape[3])
+        padding = 0
     padded = F.pad(images, (padding, padding, padding, padding)).permute(0, 2, 3, 1)
     batch = torch.arange(len(images), device=device)[:, None, None]
     # One gather does it all; indexing a channels-last view keeps the result channels-last.
     picked = padded[batch, rows.to(device)[:, :, None], cols.to(device)[:, None, :]]  # [b, rows, cols, c]
     return picked.permute(0, 3, 1, 2)
+
+
+def reflected(places: Tensor, size: int) -> Tensor:
+    """Places beyond an edge (-size < p < 2 size - 1) mirrored into 0 to size - 1: -1 becomes 1, size size - 2."""
+    return (size - 1) - ((size - 1) - places.abs()).abs()
+
+
+def cut_out(
+    images: Tensor, row: Tensor, col: Tensor, side: int, fill: tuple[float, ...] | None = None
+) -> Tensor:
+    """Set a square of each image to one colour; what of it lies outside is lost.
+
+    Args:
+        images: uint8 [b, c, h, w].
+        row, col: middle of each square [b].
+        side: of the squares, in pixels.
+        fill: colour, per channel in 0..1; None: black.
+
+    Returns uint8 [b, c, h, w].
+    """
+    h, w = images.shape[2:]
+
+    def inside(middle: Tensor, places: int) -> Tensor:  # [b, places]
+        first = (middle - side // 2)[:, None]
+        place = torch.arange(places)
+        return ((place >= first) & (place < first + side)).to(images.device)
+
+    square = inside(row, h)[:, None, :, None] & inside(col, w)[:, None, None, :]
+    colour = torch.tensor(fill or (0.0,), device=images.device).mul(255).round().to(images.dtype)
+    return torch.where(square, colour.view(1, -1, 1, 1), images)
 
 
 def affine_matrices(degrees: Tensor, shear: Tensor, scale_y: Tensor, scale_x: Tensor) -> Tensor:

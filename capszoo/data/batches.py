@@ -8,6 +8,7 @@ share a global batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class Batches:
         rank, world: this process takes images rank, rank + world, … of each global batch.
         mean, std: normalisation; None takes the data set's.
         balance: in training, show each class equally often (see `balanced_order`).
+        cutout_epochs: epochs, counted from the first, in which `augment.cutout` is on; None: all.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Batches:
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
         balance: bool = False,
+        cutout_epochs: int | None = None,
     ) -> None:
         if train and len(data) < batch_size:
             raise DataError(f"{len(data)} training images do not fill one batch of {batch_size}")
@@ -102,6 +105,7 @@ class Batches:
         self.data = data if train else data.fixed()
         self.batch_size, self.train, self.seed = batch_size, train, seed
         self.augment = (augment or Augment()) if train else Augment()
+        self.cutout_epochs = cutout_epochs
         self.rank, self.world = rank, world
         self.mean = mean or data.spec.mean
         self.std = std or data.spec.std
@@ -140,23 +144,39 @@ class Batches:
         steps = range(start, len(self))
         globally = [order[step * self.batch_size : (step + 1) * self.batch_size] for step in steps]
         mine = [picked[self.rank :: self.world] for picked in globally]
+        augment = self.augment
+        if self.cutout_epochs is not None and epoch >= self.cutout_epochs:
+            augment = replace(augment, cutout=0)
+        # A half of the images, drawn once, is mirrored in the even epochs, the other half in the odd ones.
+        alternating = augment.flip == "alternating"
+        mirrored = (
+            torch.rand(n, generator=keyed_generator(self.seed, "mirrored")) < 0.5 if alternating else None
+        )
         streamed = self.data.read(mine) if isinstance(self.data, StreamedSet) else None
         for step, everyone, picked in zip(steps, globally, mine, strict=True):
             # Random numbers are drawn for the whole global batch: each process uses its share of them.
             generator = keyed_generator(self.seed, epoch, step)
             composing, augmenting = (
-                share(draws, self.rank, self.world) for draws in self._draw(everyone, generator)
+                share(draws, self.rank, self.world)
+                for draws in self._draw(
+                    everyone,
+                    generator,
+                    augment,
+                    None if mirrored is None else mirrored[everyone] ^ (epoch % 2 == 1),
+                )
             )
             if streamed is not None:
                 found = Composed(next(streamed), self.data.labels[picked.to(self.device)])
             else:
                 found = self._pick(picked, composing)
-            pixels = self.augment.apply(found.images, augmenting, self.target)
+            pixels = augment.apply(found.images, augmenting, self.target, self.mean)
             yield Batch(
                 normalize(pixels, self.mean, self.std), found.labels, pixels, found.parts, found.part_labels
             )
 
-    def _draw(self, picked: Tensor, generator: torch.Generator) -> tuple[Draws, Draws]:
+    def _draw(
+        self, picked: Tensor, generator: torch.Generator, augment: Augment, mirrored: Tensor | None
+    ) -> tuple[Draws, Draws]:
         """Random numbers of a global batch: for composition and for augmentation."""
         if not self.train:
             if not any(self.margin):
@@ -169,7 +189,7 @@ class Batches:
         composing: Draws = {}
         if self.index is not None:
             composing = self.data.composer.draw(self.index, picked, generator)  # type: ignore[union-attr]
-        return composing, self.augment.draw(len(picked), self.margin, generator)
+        return composing, augment.draw(len(picked), self.margin, generator, mirrored, self.target)
 
     def _pick(self, picked: Tensor, draws: Draws) -> Composed:
         data = self.data

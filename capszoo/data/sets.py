@@ -55,7 +55,7 @@ class DatasetSpec:
         return "exact set" if self.multi_label else "top-1"
 
 
-def keyed_generator(*key: int) -> torch.Generator:
+def keyed_generator(*key: int | str) -> torch.Generator:
     """A CPU generator seeded by a hash of the key, so that neighbouring keys give unrelated streams."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))

@@ -8,7 +8,20 @@ number of classes, are made and replaced here.
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Set,
+    Tuple,
+    Union,
+)
 
 import torch
 import torch.nn as nn
@@ -226,6 +239,44 @@ class CapsuleNet(nn.Module):
         if self.decoder is None:
             raise RuntimeError("this model has no decoder: create it with decoder=True")
         return self.decoder(poses, target)
+
+    # -- another image size ---------------------------------------------------------------------------------------
+
+    @torch.jit.ignore
+    def fit_to_size(
+        self, weights: Mapping[str, Tensor], img_size: Union[int, Tuple[int, int]]
+    ) -> Tuple[Dict[str, Tensor], Tuple[str, ...]]:
+        """Fit the weights of this network at another image size to its own size.
+
+        Weights that do not depend on the size are taken as they are; for the others, the network needs a rule
+        (:meth:`_resample`).
+
+        Args:
+            weights: state dict of the same network, created with ``img_size``.
+            img_size: height and width of its images, in pixels.
+
+        Returns:
+            A state dict for this network, and the names of the tensors that were resampled.
+
+        Raises:
+            ValueError: a weight depends on the size and the network has no rule for it.
+        """
+        own = self.state_dict()
+        changed = tuple(name for name, value in weights.items() if own[name].shape != value.shape)
+        fitted = dict(weights)
+        for name in changed:
+            resampled = self._resample(name, weights[name], to_2tuple(img_size))
+            if resampled is None or resampled.shape != own[name].shape:
+                raise ValueError(
+                    f"{name} depends on the image size, and {type(self).__name__} has no rule for another size"
+                )
+            fitted[name] = resampled
+        return fitted, changed
+
+    @torch.jit.ignore
+    def _resample(self, name: str, weight: Tensor, img_size: Tuple[int, int]) -> Optional[Tensor]:
+        """A weight of this network at another image size, fitted to its own; None where there is no rule."""
+        return None
 
     # -- class layer and decoder --------------------------------------------------------------------------------
 

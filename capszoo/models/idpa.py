@@ -18,10 +18,11 @@ parameters" is given no layout: ``idpa_multimnist(pose="matrix", num_caps=64)`` 
 
 from collections import OrderedDict
 from functools import partial
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.models import register_model
 from torch import Tensor
 
@@ -144,13 +145,12 @@ class IdpaNet(CapsuleNet):
             activations=activations,
             drop=drop_rate,
         )
-        height, width = (((size + 1) // 2 - primary_kernel) // primary_stride + 1 for size in self.img_size)
-        self.grid = (height, width)  # of the features
+        self._primary = (primary_kernel, primary_stride)
+        self.grid = self._feature_grid(self.img_size)
         layers: "OrderedDict[str, nn.Module]" = OrderedDict()
         for i, stride in enumerate(conv_strides):
-            layer = ConvIDPA(num_caps, num_caps, pose_dim, stride=stride, **self._options)
-            height, width = layer.out_size(height), layer.out_size(width)
-            layers[f"conv{i + 1}"] = layer
+            layers[f"conv{i + 1}"] = ConvIDPA(num_caps, num_caps, pose_dim, stride=stride, **self._options)
+        height, width = self._grid_behind(layers.values(), self.grid)
         if min(height, width) < 1:
             raise ValueError(
                 f"images of {self.img_size[0]}x{self.img_size[1]} leave no capsules: use larger ones"
@@ -168,6 +168,39 @@ class IdpaNet(CapsuleNet):
             nn.Conv2d(self.num_features, num_caps, 1) if activations else nn.Identity()
         )
         self.score: nn.Module = nn.Linear(pose_dim, 1)  # the classes share it
+
+    def _feature_grid(self, img_size: Tuple[int, int]) -> Tuple[int, int]:
+        """Grid of the primary capsules for images of a size."""
+        kernel, stride = self._primary
+        height, width = (((size + 1) // 2 - kernel) // stride + 1 for size in img_size)
+        return height, width
+
+    @staticmethod
+    def _grid_behind(layers: Iterable[Any], grid: Tuple[int, int]) -> Tuple[int, int]:
+        """Grid behind the convolutional capsule layers among ``layers``."""
+        height, width = grid
+        for layer in layers:
+            if isinstance(layer, ConvIDPA):
+                height, width = layer.out_size(height), layer.out_size(width)
+        return height, width
+
+    @torch.jit.ignore
+    def _resample(self, name: str, weight: Tensor, img_size: Tuple[int, int]) -> Optional[Tensor]:
+        """The first fully connected layer: bilinear between the transforms of neighbouring grid positions.
+
+        The sum of votes runs over the positions, so that the weights are scaled by the old number of positions over
+        the new one.
+        """
+        layers = list(self.capsules.named_children())
+        first = next((key for key, layer in layers if isinstance(layer, FCIDPA)), "")
+        if name != f"capsules.{first}.weight":
+            return None
+        old = self._grid_behind(self.capsules.children(), self._feature_grid(img_size))
+        new = self._grid_behind(self.capsules.children(), self.grid)
+        maps = weight.float().unflatten(0, (*old, -1)).flatten(2).permute(2, 0, 1)[None]  # [1, i*q*j*r, h, w]
+        maps = F.interpolate(maps, new, mode="bilinear", align_corners=False)[0].permute(1, 2, 0)
+        scale = old[0] * old[1] / (new[0] * new[1])
+        return (maps * scale).reshape(-1, *weight.shape[1:]).to(weight.dtype)
 
     def _make_classifier(self) -> nn.Module:
         if self.num_classes == 0:

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "latest_checkpoint",
     "room_missing",
     "save_checkpoint",
+    "threads_of_run",
     "write_atomically",
     "write_safetensors",
 ]
@@ -140,6 +142,14 @@ def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             skipped.append(f"skipped the damaged checkpoint {folder.name}: {reason}")
     return None, skipped
+
+
+def threads_of_run(run: Path) -> int | None:
+    """CPU threads that the newest checkpoint was made with: floating-point sums depend on their number."""
+    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["threads"])
+    return None
 
 
 def clear_leftovers(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def generator(seed: int = 3) -> torch.Generator:
 def augmented(images: Tensor, augment: Augment, seed: int = 3, size: tuple[int, int] | None = None) -> Tensor:
     h, w = images.shape[2:]
     size = size or (h, w)
-    draws = augment.draw(len(images), (h - size[0], w - size[1]), generator(seed))
+    draws = augment.draw(len(images), (h - size[0], w - size[1]), generator(seed), size=size)
     return augment.apply(images, draws, size)
 
 
@@ -48,6 +49,43 @@ def test_shift_and_flip(channels: int, shift: int, flip: bool) -> None:
         assert not torch.equal(result, images)
     else:
         assert result is images
+
+
+def test_a_reflected_shift_is_numpys_reflect_padding() -> None:
+    images = torch.randint(1, 256, (9, 3, 7, 6), dtype=torch.uint8)
+    result = augmented(images, Augment(shift=3, flip=True, pad_mode="reflect"))
+    random = generator()
+    top, left = (torch.randint(0, 7, (9,), generator=random) for _ in range(2))
+    mirrored = torch.rand(9, 1, generator=random)[:, 0] < 0.5
+    padded = np.pad(images.numpy(), ((0, 0), (0, 0), (3, 3), (3, 3)), mode="reflect")
+    for n in range(9):
+        y, x = int(top[n]), int(left[n])
+        window = padded[n, :, y : y + 7, x : x + 6]
+        assert np.array_equal(result[n].numpy(), window[:, :, ::-1] if mirrored[n] else window)
+    with pytest.raises(DataError, match="cannot be reflected"):
+        augmented(images, Augment(shift=6, pad_mode="reflect"))
+
+
+def test_cutout_sets_a_square_to_the_mean() -> None:
+    images = torch.full((400, 2, 9, 8), 200, dtype=torch.uint8)
+    augment = Augment(cutout=3)
+    draws = augment.draw(400, (0, 0), generator(), size=(9, 8))
+    result = augment.apply(images, draws, (9, 8), (0.5, 0.1))
+    for n in range(400):
+        expected = images[n].clone()
+        y, x = int(draws["cut_row"][n]), int(draws["cut_col"][n])
+        rows, cols = slice(max(y - 1, 0), y + 2), slice(max(x - 1, 0), x + 2)
+        expected[0, rows, cols], expected[1, rows, cols] = 128, 26
+        assert torch.equal(result[n], expected)
+    assert draws["cut_row"].unique().tolist() == list(range(9)), "the middle may lie anywhere"
+    assert draws["cut_col"].unique().tolist() == list(range(8))
+
+
+def test_cutout_draws_last() -> None:
+    """Runs with and without cutout see the same crops and flips."""
+    plain = Augment(shift=2, flip=True, brightness=0.1).draw(9, (0, 0), generator())
+    cut = Augment(shift=2, flip=True, brightness=0.1, cutout=4).draw(9, (0, 0), generator(), size=(8, 8))
+    assert all(torch.equal(plain[name], cut[name]) for name in plain) and len(cut) == len(plain) + 2
 
 
 def test_shift_keeps_every_place_and_both_sides() -> None:

@@ -42,8 +42,12 @@ def test_an_epoch_shows_each_image_once(numbered: ImageSet) -> None:
     assert len(Batches(numbered, 20, train=True)) == 2
 
 
-def test_batches_are_the_same_from_any_position(colour: ImageSet) -> None:
-    batches = Batches(colour, 8, train=True, augment=STRONG, seed=5)
+REGULARISED = Augment(shift=4, flip="alternating", pad_mode="reflect", cutout=8)
+
+
+@pytest.mark.parametrize("augment", [STRONG, REGULARISED])
+def test_batches_are_the_same_from_any_position(colour: ImageSet, augment: Augment) -> None:
+    batches = Batches(colour, 8, train=True, augment=augment, seed=5)
     whole = list(batches.epoch(3))
     rest = list(batches.epoch(3, start=4))
     assert len(rest) == len(whole) - 4 and whole[0].images.shape == (8, 3, 32, 32)
@@ -52,15 +56,23 @@ def test_batches_are_the_same_from_any_position(colour: ImageSet) -> None:
     assert not torch.equal(whole[0].pixels, next(batches.epoch(4)).pixels)
 
 
+@pytest.mark.parametrize("augment", [STRONG, REGULARISED])
 @pytest.mark.parametrize("train", [True, False])
-def test_processes_share_the_global_batch(colour: ImageSet, train: bool) -> None:
-    options: dict[str, Any] = {"train": train, "augment": STRONG, "seed": 1}
+def test_processes_share_the_global_batch(colour: ImageSet, train: bool, augment: Augment) -> None:
+    options: dict[str, Any] = {"train": train, "augment": augment, "seed": 1}
     alone = list(Batches(colour, 8, **options).epoch(0))
     shares = [list(Batches(colour, 8, rank=rank, world=2, **options).epoch(0)) for rank in (0, 1)]
     for number, batch in enumerate(alone):
         for rank in (0, 1):
             torch.testing.assert_close(batch.images[rank::2], shares[rank][number].images, atol=0, rtol=0)
             assert torch.equal(batch.labels[rank::2], shares[rank][number].labels)
+
+
+def test_cutout_ends_before_the_last_epochs(colour: ImageSet) -> None:
+    cut = Batches(colour, 50, train=True, augment=Augment(cutout=16), cutout_epochs=1)
+    plain = Batches(colour, 50, train=True, augment=Augment())
+    assert not torch.equal(next(cut.epoch(0)).pixels, next(plain.epoch(0)).pixels)
+    assert torch.equal(next(cut.epoch(1)).pixels, next(plain.epoch(1)).pixels)
 
 
 def test_the_middle_is_cropped_in_evaluation(colour: ImageSet) -> None:

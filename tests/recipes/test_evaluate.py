@@ -18,7 +18,7 @@ from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_reci
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation.metrics import all_right, count_correct
 from capszoo.recipes.evaluation.target import score_threshold
-from capszoo.recipes.train import Task, TrainingError, train
+from capszoo.recipes.train import TrainingError, TrainStep, train
 from capszoo.recipes.training.run_folder import check_run
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
@@ -66,7 +66,9 @@ def test_augment_keys_are_those_of_the_data_package() -> None:
     assert AugmentConfig().build() == Augment()
     given = {
         "shift": 1,
-        "flip": True,
+        "flip": "alternating",
+        "pad_mode": "reflect",
+        "cutout": 8,
         "resize": 34,
         "rotation": 5.0,
         "shear": 0.1,
@@ -146,7 +148,7 @@ def test_each_digit_is_rebuilt_alone() -> None:
     part_labels = torch.tensor([[1, 4], [2, -1]])
     parts = torch.tensor([[51, 102], [51, 0]], dtype=torch.uint8).view(2, 2, 1, 1, 1).expand(2, 2, 1, 2, 2)
     pixels = parts.sum(1).to(torch.uint8)
-    loss, scores = Task(Mirror(), recipe)(torch.zeros(2, 1, 2, 2), labels, pixels, parts, part_labels)
+    loss, scores = TrainStep(Mirror(), recipe)(torch.zeros(2, 1, 2, 2), labels, pixels, parts, part_labels)
     # Class k is rebuilt as (k + 1) / 10: 0.2 against 0.2, 0.5 against 0.4, 0.3 against 0.2, nothing against black.
     expected = 4 * (0.0**2 + 0.1**2 + 0.1**2) / 2
     assert float(loss - margin_loss(scores, labels)) == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,153 @@
+"""Stages of the input size: a run that begins on smaller images and ends at the network's own size.
+
+Progressive resizing (Howard et al. 2018, fast.ai's DAWNBench entry; Touvron et al. 2019, arXiv:1906.06423, on why
+networks tell sizes apart): early epochs on small images cost less. Between two stages
+
+- weights that depend on grid positions are resampled by the network's own rule (`CapsuleNet.fit_to_size`), all others
+  stay;
+- the momentum (and any other optimiser state) of the resampled tensors starts anew, that of the others stays;
+- the statistics of BatchNorm and the moving average of the weights start anew.
+
+A change of stage is a function of the checkpoint at its first update, so a run that was killed there resumes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from capszoo.data import DatasetSpec, ImageSet, StreamedSet
+
+from ..config import Recipe, RecipeError
+from .setup import RunData
+
+__all__ = [
+    "Stage",
+    "all_stages",
+    "fit_weights",
+    "optimizer_state_without",
+    "reset_batch_norm",
+    "stage_at",
+    "stage_spec",
+    "staged_data",
+]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run on images of one size.
+
+    Attributes:
+        number: counted from 0.
+        size: side of the images in pixels; None: the data set's.
+        first_epoch, end_epoch: first epoch, and the one after the last, counted from 0.
+        cutout: side of the cutout square in pixels; None: the recipe's.
+    """
+
+    number: int
+    size: int | None
+    first_epoch: int
+    end_epoch: int
+    cutout: int | None = None
+
+
+def all_stages(recipe: Recipe) -> list[Stage]:
+    """The stages of a recipe in order; the last is at the full size."""
+    stages: list[Stage] = []
+    begin = 0
+    for number, part in enumerate(recipe.stages):
+        stages.append(Stage(number, part.size, begin, begin + part.epochs, part.cutout))
+        begin += part.epochs
+    return [*stages, Stage(len(stages), recipe.data.size, begin, recipe.epochs)]
+
+
+def stage_at(recipe: Recipe, epoch: int) -> Stage:
+    """The stage of an epoch, counted from 0; that of the last epoch for any later one."""
+    return next((stage for stage in all_stages(recipe) if epoch < stage.end_epoch), all_stages(recipe)[-1])
+
+
+def stage_spec(spec: DatasetSpec, stage: Stage) -> DatasetSpec:
+    """What the network sees in a stage."""
+    if stage.size is None:
+        return spec
+    return replace(spec, input_size=(spec.input_size[0], stage.size, stage.size))
+
+
+def staged_data(recipe: Recipe, data: RunData, stage: Stage) -> tuple[Any, Any]:
+    """Training and validation images of a stage.
+
+    Raises:
+        RecipeError: these images cannot be resized.
+    """
+    if not recipe.stages or stage.number == len(recipe.stages):
+        return data.training, data.validation
+
+    def resized(images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:
+        if isinstance(images, StreamedSet) or images.composer or recipe.data.augment.resize:
+            raise RecipeError(
+                f"{recipe.name}: stages resize images that are held in memory, so they go neither with streamed "
+                "or composed data sets nor with data.augment.resize: leave stages out"
+            )
+        assert stage.size is not None
+        return replace(images.resized(stage.size), spec=stage_spec(images.spec, stage))
+
+    return resized(data.training), resized(data.validation) if len(data.validation) else data.validation
+
+
+def fit_weights(
+    recipe: Recipe, net: nn.Module, weights: Mapping[str, Tensor], size: tuple[int, int]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Weights of the network at another image size, fitted to this one's.
+
+    Args:
+        net: the network at the new size.
+        weights: its state dict at the old size.
+        size: old height and width of the images in pixels.
+
+    Returns:
+        The state dict for `net`, and the names of the tensors that were resampled.
+
+    Raises:
+        RecipeError: the network has weights that depend on the size, and no rule for them.
+    """
+    try:
+        if hasattr(net, "fit_to_size"):
+            fitted: tuple[dict[str, Tensor], tuple[str, ...]] = net.fit_to_size(weights, size)  # type: ignore[operator]
+            return fitted
+        own = net.state_dict()
+        unfit = [name for name, value in weights.items() if own[name].shape != value.shape]
+        if unfit:
+            raise ValueError(
+                f"{unfit[0]} depends on the image size, and {type(net).__name__} has no rule for it"
+            )
+    except ValueError as error:
+        raise RecipeError(f"{recipe.name}: stages: {error}: leave stages out") from error
+    return dict(weights), ()
+
+
+def reset_batch_norm(net: nn.Module) -> None:
+    """Let the running statistics of BatchNorm start anew."""
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.reset_running_stats()
+
+
+def optimizer_state_without(
+    optimizer: Any, net: nn.Module, state: Mapping[str, Any], names: tuple[str, ...]
+) -> dict[str, Any]:
+    """An optimiser's state dict without what it keeps of some parameters (momentum, moments).
+
+    Args:
+        optimizer: the new one, whose groups hold the parameters in the order of `state`.
+        net: its parameters.
+        names: of the parameters to leave out.
+    """
+    left_out = {id(parameter) for name, parameter in net.named_parameters() if name in names}
+    numbers: dict[int, Any] = {}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        numbers.update(zip(saved["params"], group["params"], strict=True))
+    kept = {number: value for number, value in state["state"].items() if id(numbers[number]) not in left_out}
+    return {**state, "state": kept}

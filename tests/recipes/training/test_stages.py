@@ -1,0 +1,195 @@
+"""Stages of the input size: what is carried over, what starts anew, exact resuming, and one line where it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import capszoo
+from capszoo.data import Batches, load_dataset, split_validation
+from capszoo.recipes.config import Recipe, RecipeError, load_recipe
+from capszoo.recipes.train import train
+from capszoo.recipes.training.checkpoints import latest_checkpoint
+from capszoo.recipes.training.stages import all_stages, optimizer_state_without, reset_batch_norm, stage_at
+
+MEASURES: dict[str, Any] = {
+    "model_args": {"backbone_chans": 8, "num_caps": 4},
+    "data": {
+        "name": "mnist",
+        "val_size": 20,
+        "augment": {
+            "shift": 2,
+            "flip": "alternating",
+            "pad_mode": "reflect",
+            "cutout": 8,
+            "cutout_off_epochs": 1,
+        },
+    },
+    "epochs": 4,
+    "stages": [{"size": 20, "epochs": 1, "cutout": 5}, {"size": 24, "epochs": 1}],
+    "optimizer": {"name": "sgd", "lr": 0.05, "weight_decay": 5e-4},
+    "schedule": {"name": "poly", "warmup_epochs": 1},
+    "loss": {"name": "cross_entropy", "options": {"label_smoothing": 0.1}},
+    "ema_decay": 0.9,
+}
+
+
+def staged_recipe(**changes: Any) -> Recipe:
+    tree = {"arch": "idpa_cnn", "tag": "mnist", "batch_size": 32, **MEASURES, **changes}
+    return Recipe.model_validate(tree)
+
+
+def test_stages_cover_the_run() -> None:
+    stages = all_stages(staged_recipe())
+    assert [(s.size, s.first_epoch, s.end_epoch, s.cutout) for s in stages] == [
+        (20, 0, 1, 5),
+        (24, 1, 2, None),
+        (None, 2, 4, None),
+    ]
+    assert [stage_at(staged_recipe(), epoch).number for epoch in range(6)] == [0, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4])
+def test_resume_in_any_stage_is_bit_exact(tiny_mnist: Path, tmp_path: Path, stop_after: int) -> None:
+    """Three updates an epoch: runs stop within stages, and at the first update of each."""
+    recipe = staged_recipe()
+    whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
+    parts = train(recipe, out=tmp_path / "parts", data=tiny_mnist, stop_after=stop_after)
+    while not parts["finished"]:
+        parts = train(recipe, out=tmp_path / "parts", data=tiny_mnist, stop_after=stop_after)
+    expected, found = load_file(whole["weights"]), load_file(parts["weights"])
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+    def records(folder: str) -> list[dict[str, Any]]:
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        timed = ("seconds", "images_per_s")
+        return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+
+    assert records("whole") == records("parts")
+    assert [record["size"] for record in records("whole")] == [20, 24, 28, 28]
+
+
+def test_what_starts_anew(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = staged_recipe(arch="idpa_resnet")
+    train(recipe, out=tmp_path, data=tiny_mnist, stop_after=3)
+    before, _ = latest_checkpoint(tmp_path)
+    train(recipe, out=tmp_path, data=tiny_mnist, stop_after=1)
+    after, _ = latest_checkpoint(tmp_path)
+    assert before is not None and after is not None
+    weights, old = after.weights["model"], before.weights["model"]
+    changed = [key for key in weights if weights[key].shape != old[key].shape]
+    assert changed == ["capsules.classes.weight"]
+    counted = [value for key, value in weights.items() if key.endswith("num_batches_tracked")]
+    assert counted and all(int(value) == 1 for value in counted), "BatchNorm's statistics start anew"
+    assert (
+        int(old["stages.stem.bn.num_batches_tracked"]) == 3
+        if "stages.stem.bn.num_batches_tracked" in old
+        else True
+    )
+
+
+def test_momentum_of_the_resampled_tensor_starts_anew() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer_state_without(optimizer, net, optimizer.state_dict(), ("1.weight",))
+    assert set(state["state"]) == {0, 1, 3} and set(optimizer.state_dict()["state"]) == {0, 1, 2, 3}
+    optimizer.load_state_dict(state)
+
+
+def test_a_network_without_a_rule_is_refused_before_training(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = staged_recipe(arch="capsnet_dynamic", model_args={}, stages=[{"size": 24, "epochs": 1}])
+    with pytest.raises(
+        RecipeError, match=r"class_caps.weight depends on the image size.*no rule.*leave stages"
+    ):
+        train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": [{"size": 20, "epochs": 3}]}, "leave 1 of 4 epochs at the full size: leave at least 30%"),
+        ({"early_stop": 2}, "stages and early_stop do not go together"),
+        ({"stages": [{"size": 20, "epochs": 1, "cutuot": 3}]}, "did you mean 'cutout'"),
+    ],
+)
+def test_stages_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe({"arch": "idpa_cnn", "tag": "mnist", **MEASURES, **changes})
+
+
+def test_networks_that_pool_need_no_rule(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = staged_recipe(
+        arch="resnet20_routingpool", model_args={"depth": 8}, stages=[{"size": 20, "epochs": 2}]
+    )
+    assert train(recipe, out=tmp_path, data=tiny_mnist)["finished"]
+
+
+def test_threads_are_restored(tiny_mnist: Path, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        train(staged_recipe(), out=tmp_path, data=tiny_mnist, stop_after=1, threads=threads + 1)
+        torch.set_num_threads(threads)
+        train(staged_recipe(), out=tmp_path, data=tiny_mnist, stop_after=1)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_alternating_flips_show_both_sides_in_two_epochs(tiny_mnist: Path) -> None:
+    recipe = staged_recipe(data={"name": "mnist", "augment": {"flip": "alternating"}})
+    images = load_dataset("mnist", "train", tiny_mnist)
+    batches = Batches(images, 120, train=True, augment=recipe.data.augment.build())
+    shown = []
+    for epoch in range(4):
+        (batch,) = batches.epoch(epoch)
+        keys = {}
+        for pixels in batch.pixels:
+            straight, mirrored = pixels.numpy().tobytes(), pixels.flip(-1).contiguous().numpy().tobytes()
+            keys[min(straight, mirrored)] = straight < mirrored
+        shown.append(keys)
+    assert len(shown[0]) == 120
+    assert all(shown[0][key] != shown[1][key] for key in shown[0] if key in shown[1])
+    assert shown[0] == shown[2] and shown[1] == shown[3]
+    assert 30 < sum(shown[0].values()) < 90
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("CAPSZOO_DATA" not in os.environ, reason="needs CIFAR-10: CAPSZOO_DATA")
+@pytest.mark.parametrize("size", [24, 28])
+def test_carrying_over_keeps_the_answers(size: int) -> None:
+    """idpa_resnet at 32 pixels and, carried over, at another size give one answer on 90% of 1,000 resized images.
+
+    BatchNorm's statistics are estimated at each size, as training does. The images are resized from the small size,
+    so that both networks see the same content.
+    """
+    whole = load_dataset("cifar10", "train", os.environ["CAPSZOO_DATA"])
+    _, images = split_validation(whole, 1000, 0)
+    large = capszoo.create_model("idpa_resnet.cifar10", pretrained=True)
+    small = capszoo.create_model("idpa_resnet", img_size=size)
+    weights, _ = small.fit_to_size(large.state_dict(), 32)
+    small.load_state_dict(weights)
+    answers = []
+    for net, side in ((small, size), (large, 32)):
+        pixels = images.resized(size).resized(side)  # type: ignore[union-attr]
+        pixels = replace(pixels, spec=replace(pixels.spec, input_size=(3, side, side)))
+        reset_batch_norm(net)
+        net.train()
+        with torch.no_grad():
+            for module in net.modules():
+                if isinstance(module, torch.nn.BatchNorm2d):
+                    module.momentum = None  # a plain mean over the batches
+            for batch in Batches(pixels, 200).epoch():
+                net(batch.images)
+            net.eval()
+            answers.append(torch.cat([net(batch.images).argmax(1) for batch in Batches(pixels, 200).epoch()]))
+    assert (answers[0] == answers[1]).float().mean() >= 0.9
