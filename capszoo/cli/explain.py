@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from .._catalogue import check_model_argument
 from ..errors import UsageError
-from .common import DeviceOption, ModelArgument, stdout
+from .common import DeviceOption, ModelArgument, check_paths, stdout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,8 @@ def explain_command(
         raise UsageError(f"--what {what} draws one IMAGE", "leave --data and --dataset out")
     if not of_data and image is None:
         raise UsageError("Missing argument 'IMAGE'", "give an image file")
+    check_model_argument(model)
+    check_paths([] if image is None else [image])
     require_matplotlib("explain")  # said before the model is loaded and run
     path = out or Path(f"{what}.png")
     if of_data:

@@ -18,9 +18,9 @@ from timm.models._pretrained import DefaultCfg, PretrainedCfg
 from torch import nn
 
 from capszoo._suggest import unknown_name
+from capszoo.errors import UnknownArgument, WeightsError
 
 from ._pretrained import (
-    WeightsError,
     adapt_state_dict,
     bundled_tags,
     download_weights,
@@ -43,10 +43,6 @@ _BUILDER_ARGS = frozenset(
 #: Mean and standard deviation per channel of the training images, whose values lie in 0..1.
 CIFAR10: dict[str, Any] = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 MNIST: dict[str, Any] = dict(mean=(0.1307,), std=(0.3081,))
-
-
-class UnknownArgument(TypeError):
-    """A keyword that the model does not take; the message names the nearest one that it takes."""
 
 
 def model_cfg(**kwargs: Any) -> dict[str, Any]:
