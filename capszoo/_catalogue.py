@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ._metadata import WeightsInfo, read_metadata, weights_folders
+from ._metadata import WeightsInfo, default_weights, read_metadata, weights_folders
 from ._suggest import unknown_name
 from .errors import CapszooError, UnknownModel, UsageError
 
@@ -119,7 +119,9 @@ def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]
         ]
     rows = []
     for name, entry in architectures().items():
-        weights = [checkpoint_row(info) for info in checkpoints().values() if info.architecture == name]
+        own = [info for info in checkpoints().values() if info.architecture == name]
+        own.sort(key=lambda info: info is not default_weights(checkpoints(), name))  # the default first
+        weights = [checkpoint_row(info) for info in own]
         if not any(fnmatch.fnmatch(known, pattern) for known in (name, *(row["name"] for row in weights))):
             continue
         rows.append(
@@ -129,6 +131,7 @@ def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]
                 "parameters": entry["parameters"],
                 "input_size": entry["input_size"],
                 "paper_ids": entry["paper_ids"],
+                "default_tag": own[0].tag if own else None,
                 "tags": [row["name"].partition(".")[2] for row in weights],
                 "weights": [{key: row[key] for key in ("name", "dataset", "top1")} for row in weights],
             }
@@ -165,6 +168,8 @@ def weights_entry(info: WeightsInfo) -> dict[str, Any]:
         "dataset": info.raw.get("dataset", {}).get("name"),
         "metrics": info.raw.get("metrics", {}),
         "sha256": info.sha256,
+        "score_kind": info.score_kind,
+        "default": default_weights(checkpoints(), info.architecture) == info,
     }
 
 

@@ -7,14 +7,15 @@ the weights were trained for, the recipe, the measured accuracy and the sha256 o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import WeightsError
+from .scores import SCORE_KINDS, kind_for
 
-__all__ = ["HUB_ORG", "WeightsInfo", "read_metadata", "weights_folders"]
+__all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "weights_folders"]
 
 #: Namespace on the Hugging Face Hub under which every checkpoint is (to be) published, as ``<HUB_ORG>/<name>.<tag>``.
 HUB_ORG = "capszoo"
@@ -46,6 +47,24 @@ class WeightsInfo:
     @property
     def hub_id(self) -> str:
         return f"{HUB_ORG}/{self.name}"
+
+    @property
+    def canonical(self) -> bool:
+        """Whether a bare architecture name means these weights."""
+        return bool(self.raw.get("canonical"))
+
+    @property
+    def score_kind(self) -> str:
+        """What the scores are, see `capszoo.scores`; earlier metadata lack the key, their loss says it."""
+        stated = self.raw.get("score_kind")
+        if stated is None:
+            stated = kind_for(self.raw.get("recipe", {}).get("loss", {}).get("name", "cross_entropy"))
+        return str(stated) if stated in SCORE_KINDS else "logits"
+
+    @property
+    def own_keys(self) -> dict[str, Any]:
+        """What timm's configuration has no place for: a model's ``pretrained_cfg["capszoo"]``."""
+        return {"score_kind": self.score_kind}
 
     @classmethod
     def from_json(cls, path: Path) -> WeightsInfo:
@@ -93,3 +112,16 @@ def read_metadata(folders: Iterable[Path]) -> dict[str, WeightsInfo]:
                 )
             found.setdefault(info.name, info)
     return dict(sorted(found.items()))
+
+
+def default_weights(known: Mapping[str, WeightsInfo], architecture: str) -> WeightsInfo | None:
+    """The checkpoint that a bare architecture name means: the canonical one, else the only one, else the first.
+
+    A test holds that an architecture with several checkpoints has one canonical one.
+
+    Args:
+        known: checkpoints by their full name.
+        architecture: registered name without a tag.
+    """
+    own = [info for info in known.values() if info.architecture == architecture]
+    return next((info for info in own if info.canonical), own[0] if own else None)

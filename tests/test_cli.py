@@ -184,6 +184,7 @@ def test_predict_json_is_pure_and_right(trained: Path, pictures: Path) -> None:
         )
     )
     assert [Path(entry["image"]).name for entry in found["results"]] == ["a.png", "b.jpg"]
+    assert found["score_kind"] == "lengths"
     from capszoo.inference import load_model
     from capszoo.preprocess import load_image, model_transform
 
@@ -192,6 +193,8 @@ def test_predict_json_is_pure_and_right(trained: Path, pictures: Path) -> None:
         with torch.no_grad():
             scores = model(model_transform(model)(load_image(entry["image"]))[None])[0]
         values, indices = scores.topk(2)
+        shares = (scores / scores.sum())[indices]  # the run has no recipe; its network gives capsule lengths
+        assert [p["probability"] for p in entry["predictions"]] == pytest.approx(shares.tolist(), abs=1e-6)
         assert [p["index"] for p in entry["predictions"]] == indices.tolist()
         assert [p["score"] for p in entry["predictions"]] == pytest.approx(values.tolist(), abs=1e-6)
         assert [p["label"] for p in entry["predictions"]] == [

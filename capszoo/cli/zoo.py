@@ -57,7 +57,7 @@ def _model_table(rows: list[dict[str, Any]]) -> Table:
     table.add_column("model", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("input", no_wrap=True)
-    for title in ("weights (test top-1 %)", "what it is", "paper"):
+    for title in ("weights, the default first (test top-1 %)", "what it is", "paper"):
         table.add_column(title)
     for row in rows:
         weights = (
@@ -144,14 +144,17 @@ def info_command(
         if model in architectures():
             out.print("no weights yet: `capszoo train` makes them")
         return
-    weights = Table("weights", "data set", "top-1 %", "input", "licence", "sha256", box=None, pad_edge=False)
+    weights = Table(
+        "weights", "data set", "top-1 %", "input", "scores", "licence", "sha256", box=None, pad_edge=False
+    )
     for entry in about["weights"]:
         measured = entry["metrics"].get("test", {}).get("top1")
         weights.add_row(
-            entry["name"],
+            entry["name"] + (" (default)" if entry["default"] and len(about["weights"]) > 1 else ""),
             entry["dataset"] or "",
             "" if measured is None else f"{measured:.2f}",
             _size(entry["input_size"]),
+            entry["score_kind"],
             entry["license"],
             entry["sha256"][:12],
         )
@@ -172,6 +175,7 @@ def predict_command(
     check_paths(images)
     from ..inference import load_model, predict
     from ..preprocess import find_images, model_input_size
+    from ..scores import score_kind
 
     files = find_images(images)
     net = load_model(
@@ -180,15 +184,16 @@ def predict_command(
     with progress_bar("predicting", len(files)) as advance:
         results = predict(net, files, topk, advance=advance)
     failed = [result for result in results if result.error]
+    kind = score_kind(net)
     if as_json:
-        print_json({"model": model, "results": [result.to_dict() for result in results]})
+        document = {"model": model, "score_kind": kind, "results": [result.to_dict() for result in results]}
+        print_json(document)
     else:
-        table = Table("image", "class", "score", box=None, pad_edge=False)
+        table = Table("image", "class", "probability", f"score ({kind})", box=None, pad_edge=False)
         for result in results:
             for rank, scored in enumerate(result.top):
-                table.add_row(
-                    escape(result.image) if rank == 0 else "", escape(scored.label), f"{scored.score:.4f}"
-                )
+                shown = f"{scored.probability:.4f}", f"{scored.score:.4f}"
+                table.add_row(escape(result.image) if rank == 0 else "", escape(scored.label), *shown)
         if table.row_count:
             stdout().print(table)
     _, height, width = model_input_size(net)
