@@ -1,7 +1,8 @@
 """capszoo: capsule networks with the interfaces of timm, pretrained weights and a tested export.
 
 >>> import capszoo
->>> model = capszoo.create_model("resnet20_routingcaps", pretrained=True)
+>>> model = capszoo.load("idpa_resnet.cifar10")  # predict, explain and export; see capszoo.facade
+>>> net = capszoo.create_model("resnet20_routingcaps", pretrained=True)  # the PyTorch module, as timm gives it
 
 Importing the package registers every architecture with timm, so ``timm.create_model`` knows the names too, whichever of
 the two is imported first. Nothing heavy is loaded before it is used: public names are resolved on first access (PEP
@@ -20,6 +21,8 @@ from ._register import register_with_timm as _register_with_timm
 if _TYPE_CHECKING:
     from ._api import ModelInfo, UnknownModel, create_model, list_models, list_pretrained, model_info
     from ._memory import keep_freed_memory
+    from .facade import ExportedModel, LoadedModel, load
+    from .inference import ImagePrediction, ScoredClass
     from .models import CapsuleNet, CapsuleOutput, WeightsError
     from .models._feedback import FeedbackAgreement, encapnet_feedback
     from .models._surgery import replace_global_pool
@@ -34,8 +37,12 @@ if (_checkout / "hubconf.py").is_file() and (_checkout / "recipes" / "__init__.p
 __all__ = [
     "CapsuleNet",
     "CapsuleOutput",
+    "ExportedModel",
     "FeedbackAgreement",
+    "ImagePrediction",
+    "LoadedModel",
     "ModelInfo",
+    "ScoredClass",
     "UnknownModel",
     "WeightsError",
     "__version__",
@@ -44,6 +51,7 @@ __all__ = [
     "keep_freed_memory",
     "list_models",
     "list_pretrained",
+    "load",
     "model_info",
     "replace_global_pool",
 ]
@@ -52,8 +60,12 @@ __all__ = [
 _DEFINED_IN = {
     "CapsuleNet": "models",
     "CapsuleOutput": "models",
+    "ExportedModel": "facade",
     "FeedbackAgreement": "models._feedback",
+    "ImagePrediction": "inference",
+    "LoadedModel": "facade",
     "ModelInfo": "_api",
+    "ScoredClass": "inference",
     "UnknownModel": "errors",
     "WeightsError": "errors",
     "create_model": "_api",
@@ -61,14 +73,15 @@ _DEFINED_IN = {
     "keep_freed_memory": "_memory",
     "list_models": "_api",
     "list_pretrained": "_api",
+    "load": "facade",
     "model_info": "_api",
     "replace_global_pool": "models._surgery",
 }
 
 #: Modules that are attributes of the package without an import of their own.
 _MODULES = frozenset(
-    ("cli", "data", "errors", "explain", "export", "inference", "layers", "losses", "models", "preprocess")
-    + ("recipes", "summary")
+    ("cli", "data", "errors", "explain", "export", "facade", "inference", "layers", "losses", "models")
+    + ("preprocess", "recipes", "scores", "summary")
 )
 
 
