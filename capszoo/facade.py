@@ -61,8 +61,10 @@ class LoadedModel:
         size = "x".join(map(str, self.input_size))
         return f"{type(self).__name__}({self.name!r}, input={size}, classes={len(self.labels)})"
 
-    @overload
-    def predict(self, images: ImageLike, topk: int = 5, batch_size: int = 32) -> ImagePrediction: ...
+    @overload  # a path is an iterable of characters to the type checker, and one image here
+    def predict(  # type: ignore[overload-overlap]
+        self, images: ImageLike, topk: int = 5, batch_size: int = 32
+    ) -> ImagePrediction: ...
     @overload
     def predict(
         self, images: Iterable[ImageLike], topk: int = 5, batch_size: int = 32
