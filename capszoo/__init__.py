@@ -1,14 +1,31 @@
 """capszoo: capsule networks with the interfaces of timm, pretrained weights and a tested export.
 
 >>> import capszoo
->>> model = capszoo.create_model("resnet20_routingcaps", pretrained=True)
+>>> model = capszoo.load("idpa_resnet.cifar10")  # predict, explain and export; see capszoo.facade
+>>> net = capszoo.create_model("resnet20_routingcaps", pretrained=True)  # the PyTorch module, as timm gives it
 
-Importing the package registers every architecture with timm, so ``timm.create_model`` knows the names too.
+Importing the package registers every architecture with timm, so ``timm.create_model`` knows the names too, whichever of
+the two is imported first. Nothing heavy is loaded before it is used: public names are resolved on first access (PEP
+562), so that ``capszoo --help`` starts without torch.
 """
 
 from __future__ import annotations
 
+import importlib as _importlib
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+from ._register import register_with_timm as _register_with_timm
+
+if _TYPE_CHECKING:
+    from ._api import ModelInfo, UnknownModel, create_model, list_models, list_pretrained, model_info
+    from ._memory import keep_freed_memory
+    from .facade import ExportedModel, LoadedModel, load
+    from .inference import ImagePrediction, ScoredClass
+    from .models import CapsuleNet, CapsuleOutput, WeightsError
+    from .models._feedback import FeedbackAgreement, encapnet_feedback
+    from .models._surgery import replace_global_pool
 
 __version__ = "0.1.0"
 
@@ -17,17 +34,15 @@ if (_checkout / "hubconf.py").is_file() and (_checkout / "recipes" / "__init__.p
     # a plain checkout has `recipes` and `export` beside the package; an install has them inside it
     __path__.append(str(_checkout))
 
-from ._api import ModelInfo, UnknownModel, create_model, list_models, list_pretrained, model_info  # noqa: E402
-from ._memory import keep_freed_memory  # noqa: E402
-from .models import CapsuleNet, CapsuleOutput, WeightsError  # noqa: E402
-from .models._feedback import FeedbackAgreement, encapnet_feedback  # noqa: E402
-from .models._surgery import replace_global_pool  # noqa: E402
-
 __all__ = [
     "CapsuleNet",
     "CapsuleOutput",
+    "ExportedModel",
     "FeedbackAgreement",
+    "ImagePrediction",
+    "LoadedModel",
     "ModelInfo",
+    "ScoredClass",
     "UnknownModel",
     "WeightsError",
     "__version__",
@@ -36,6 +51,52 @@ __all__ = [
     "keep_freed_memory",
     "list_models",
     "list_pretrained",
+    "load",
     "model_info",
     "replace_global_pool",
 ]
+
+#: Public name -> the module that defines it.
+_DEFINED_IN = {
+    "CapsuleNet": "models",
+    "CapsuleOutput": "models",
+    "ExportedModel": "facade",
+    "FeedbackAgreement": "models._feedback",
+    "ImagePrediction": "inference",
+    "LoadedModel": "facade",
+    "ModelInfo": "_api",
+    "ScoredClass": "inference",
+    "UnknownModel": "errors",
+    "WeightsError": "errors",
+    "create_model": "_api",
+    "encapnet_feedback": "models._feedback",
+    "keep_freed_memory": "_memory",
+    "list_models": "_api",
+    "list_pretrained": "_api",
+    "load": "facade",
+    "model_info": "_api",
+    "replace_global_pool": "models._surgery",
+}
+
+#: Modules that are attributes of the package without an import of their own.
+_MODULES = frozenset(
+    ("cli", "data", "errors", "explain", "export", "facade", "inference", "layers", "losses", "models")
+    + ("preprocess", "recipes", "scores", "summary")
+)
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _DEFINED_IN:
+        value = getattr(_importlib.import_module(f".{_DEFINED_IN[name]}", __name__), name)
+        globals()[name] = value  # found without this function from now on
+        return value
+    if name in _MODULES:
+        return _importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
+
+
+_register_with_timm()

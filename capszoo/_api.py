@@ -21,9 +21,9 @@ from timm.models import (
 from torch import nn
 
 from ._suggest import unknown_name
+from .errors import UnknownArgument, UnknownModel, WeightsError
 from .models import MODULES
-from .models._builder import UnknownArgument
-from .models._pretrained import WeightsError, WeightsInfo, bundled_tags, download_weights, load_safetensors
+from .models._pretrained import WeightsInfo, bundled_tags, download_weights, load_safetensors
 
 __all__ = [
     "ModelInfo",
@@ -34,10 +34,6 @@ __all__ = [
     "list_pretrained",
     "model_info",
 ]
-
-
-class UnknownModel(ValueError):
-    """A name that is no model of the zoo, or a tag that has no weights; the message names the nearest."""
 
 
 def list_models(filter: str = "", pretrained: bool = False) -> list[str]:
@@ -157,7 +153,8 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """
     _check_name(name)
     architecture, tag = split_model_name_tag(name)
-    model = create_model(name, device="meta", **kwargs)
+    trained = bundled_tags()[name].model_args if tag else {}  # what a checkpoint was built as
+    model = create_model(name, device="meta", **{**trained, **kwargs})
     cfg = get_pretrained_cfg(name)
     weights = tuple(
         info

@@ -1,11 +1,14 @@
-"""Errors that a user can mend: one line that says what is wrong, and what to do about it."""
+"""Errors that a user can mend: one line that says what is wrong, and what to do about it.
+
+This module imports nothing heavy, so that the command line can name an error without loading torch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
 
-__all__ = ["CapszooError", "UsageError", "require"]
+__all__ = ["CapszooError", "UnknownArgument", "UnknownModel", "UsageError", "WeightsError", "require"]
 
 
 class CapszooError(Exception):
@@ -31,6 +34,24 @@ class UsageError(CapszooError, ValueError):
     """The call itself makes no sense (an impossible batch profile, an unknown gate)."""
 
     exit_code = 2
+
+
+class UnknownModel(ValueError):
+    """A name that is no model of the zoo, or a tag that has no weights; the message names the nearest."""
+
+    exit_code = 2
+
+
+class UnknownArgument(TypeError):
+    """A keyword that the model does not take; the message names the nearest one that it takes."""
+
+    exit_code = 2
+
+
+class WeightsError(RuntimeError):
+    """Weights are missing, damaged or do not fit; the message is one line and says what to do."""
+
+    exit_code = 1
 
 
 def require(what: str, modules: Sequence[str], extra: str, error: type[CapszooError] = CapszooError) -> None:

@@ -5,7 +5,7 @@ What ``capszoo predict`` and ``capszoo explain`` do, as functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ._api import UnknownModel, create_model, default_device, list_models, list_pretrained
 from .errors import CapszooError, UsageError
 from .models._pretrained import WeightsError, checked_pair, is_hub_error
-from .preprocess import ImageTransform, load_image, model_transform
+from .preprocess import ImageLike, ImageTransform, as_image, is_image_like, model_transform
+from .scores import probabilities, score_kind
 
 __all__ = [
     "ImagePrediction",
@@ -96,6 +97,7 @@ def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Modul
         interpolation=info.interpolation,
         crop_pct=info.crop_pct,
         label_names=info.label_names,
+        capszoo=info.own_keys,
     )
     arguments = {"num_classes": info.num_classes, "in_chans": info.input_size[0], **info.model_args, **kwargs}
     return create_model(
@@ -114,11 +116,19 @@ def run_weights(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class ScoredClass:
-    """A class, its name where the weights have names, and its score (capsule length, activation or logit)."""
+    """A class, its name where the weights have names, its score, and what the score means as a probability.
+
+    Attributes:
+        index: number of the class.
+        label: its name.
+        score: what the network gives (capsule length, activation or logit).
+        probability: the score between 0 and 1, see `capszoo.scores`.
+    """
 
     index: int
     label: str
     score: float
+    probability: float
 
 
 @dataclass(frozen=True)
@@ -126,21 +136,42 @@ class ImagePrediction:
     """The highest-scored classes of an image, best first; or why it could not be read.
 
     Attributes:
-        image: path as given.
+        image: path as given; ``"image"`` and a number for a picture or an array.
         top: the classes.
-        size: width and height of the file's image.
+        size: width and height of the image as it was given.
         error: empty where all went well.
+        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
+        notes: what a person should know of how the image was read.
     """
 
     image: str
     top: tuple[ScoredClass, ...] = ()
     size: tuple[int, int] = (0, 0)
     error: str = ""
+    score_kind: str = "logits"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name of the best class."""
+        return self._best.label
+
+    @property
+    def probability(self) -> float:
+        """The probability of the best class."""
+        return self._best.probability
+
+    @property
+    def _best(self) -> ScoredClass:
+        if not self.top:
+            raise CapszooError(self.error or f"{self.image}: no classes", "look at `error` first")
+        return self.top[0]
 
     def to_dict(self) -> dict[str, Any]:
         if self.error:
             return {"image": self.image, "error": self.error}
-        return {"image": self.image, "predictions": [asdict(scored) for scored in self.top]}
+        found = {"image": self.image, "predictions": [asdict(scored) for scored in self.top]}
+        return found | ({"notes": list(self.notes)} if self.notes else {})
 
 
 def label_names(model: nn.Module) -> list[str]:
@@ -152,22 +183,22 @@ def label_names(model: nn.Module) -> list[str]:
 
 def predict(
     model: nn.Module,
-    images: Iterable[str | Path],
+    images: ImageLike | Iterable[ImageLike],
     topk: int = 5,
     batch_size: int = 32,
     advance: Callable[[int], None] | None = None,
 ) -> list[ImagePrediction]:
-    """Classify image files; one that cannot be read gets a prediction that says so.
+    """Classify images; a file that cannot be read gets a prediction that says so.
 
     Args:
         model: in eval mode, on its device.
-        images: files.
+        images: one image or several: files, pictures, arrays (see `capszoo.preprocess.as_image`).
         topk: classes per image, at most as many as there are.
         batch_size: images per forward pass.
         advance: called with the number of images done after each batch.
 
     Raises:
-        UsageError: ``topk`` below 1, or a model without classes.
+        UsageError: ``topk`` below 1, a model without classes, or an array that is no image.
     """
     labels = label_names(model)
     if topk < 1:
@@ -175,43 +206,63 @@ def predict(
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
     transform = model_transform(model)
-    files = list(images)
+    pictures: list[ImageLike] = [images] if is_image_like(images) else list(images)  # type: ignore[list-item, arg-type]
     results: list[ImagePrediction] = []
-    for start in range(0, len(files), batch_size):
-        chunk = files[start : start + batch_size]
+    for start in range(0, len(pictures), batch_size):
+        chunk = [
+            (_image_name(image, i), image)
+            for i, image in enumerate(pictures[start : start + batch_size], start)
+        ]
         results.extend(_predict_chunk(model, transform, chunk, labels, min(topk, len(labels))))
         if advance:
             advance(len(chunk))
     return results
 
 
+def _image_name(image: ImageLike, index: int) -> str:
+    """A file's path, also that of a picture which Pillow opened; else a number."""
+    name = image if isinstance(image, (str, Path)) else getattr(image, "filename", "")
+    return str(name or f"image {index + 1}")
+
+
 def _predict_chunk(
-    model: nn.Module, transform: ImageTransform, files: list[str | Path], labels: list[str], topk: int
+    model: nn.Module,
+    transform: ImageTransform,
+    chunk: Sequence[tuple[str, ImageLike]],
+    labels: list[str],
+    topk: int,
 ) -> list[ImagePrediction]:
     tensors: list[Tensor] = []
     sizes: list[tuple[int, int]] = []
     errors: dict[int, str] = {}
-    for i, file in enumerate(files):
+    for i, (_, given) in enumerate(chunk):
         try:
-            image = load_image(file)
+            image = as_image(given)
+        except UsageError:
+            raise
         except CapszooError as e:
             errors[i] = str(e)
         else:
             tensors.append(transform(image))
             sizes.append(image.size)
-    found: Iterator[tuple[list[float], list[int], tuple[int, int]]] = iter(())
+    kind = score_kind(model)
+    found: Iterator[tuple[Any, ...]] = iter(())
     if tensors:
         like = next(model.parameters())
         with torch.inference_mode():
             scores = model(torch.stack(tensors).to(like.device, like.dtype)).float().cpu()
         values, indices = scores.topk(topk, dim=1)
-        found = iter(zip(values.tolist(), indices.tolist(), sizes, strict=True))
+        shares = probabilities(scores, kind).gather(1, indices)
+        found = iter(zip(values.tolist(), indices.tolist(), shares.tolist(), sizes, strict=True))
     results = []
-    for i, file in enumerate(files):
+    for i, (name, _) in enumerate(chunk):
         if i in errors:
-            results.append(ImagePrediction(str(file), error=errors[i]))
+            results.append(ImagePrediction(name, error=errors[i]))
             continue
-        best, classes, size = next(found)
-        top = tuple(ScoredClass(c, labels[c], value) for value, c in zip(best, classes, strict=True))
-        results.append(ImagePrediction(str(file), top, size))
+        best, classes, probable, size = next(found)
+        top = tuple(
+            ScoredClass(c, labels[c], value, share)
+            for value, c, share in zip(best, classes, probable, strict=True)
+        )
+        results.append(ImagePrediction(name, top, size, score_kind=kind))
     return results

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,14 +20,20 @@ from .errors import CapszooError, UsageError
 
 __all__ = [
     "IMAGE_SUFFIXES",
+    "ImageLike",
     "ImageTransform",
+    "as_image",
     "find_images",
+    "is_image_like",
     "load_image",
     "model_input_size",
     "model_transform",
     "per_channel",
     "to_mode",
 ]
+
+#: One image: a file's path, a picture, or an array (see `as_image`).
+ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray | Tensor"
 
 #: What is taken for an image in a folder; a file named on its own may have any suffix.
 IMAGE_SUFFIXES = frozenset(
@@ -86,6 +92,47 @@ def load_image(path: str | Path) -> Image.Image:
     except (OSError, ValueError, SyntaxError) as e:  # what Pillow's decoders raise for broken files
         raise CapszooError(f"{path}: cannot be read ({e})", "the file is damaged or not readable") from None
     return upright
+
+
+def is_image_like(value: object) -> bool:
+    """Whether a value is one image, not several: a path, a picture, an array."""
+    return isinstance(value, (str, Path, Image.Image, np.ndarray, Tensor))
+
+
+def as_image(image: ImageLike) -> Image.Image:
+    """One image, however it is given, as a picture.
+
+    Args:
+        image: a file's path; a picture; an array or tensor, ``[h, w, c]`` (or ``[h, w]``) of uint8 or ``[c, h, w]`` of
+            floating-point numbers in 0..1, with 1 channel (grey), 3 (RGB) or 4 (RGB and opacity).
+
+    Raises:
+        CapszooError: a file that cannot be read.
+        UsageError: an array of another shape, type or range, or no image at all.
+    """
+    if isinstance(image, (str, Path)):
+        return load_image(image)
+    if isinstance(image, Image.Image):
+        return ImageOps.exif_transpose(image)
+    if not isinstance(image, (np.ndarray, Tensor)):
+        raise UsageError(f"{type(image).__name__} is no image", "give a path, a PIL image or an array")
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        image = image.float() if image.is_floating_point() else image  # numpy has no bfloat16
+    array = np.asarray(image)
+    taken = "arrays are [h, w, c] uint8 or [c, h, w] float in 0..1, with 1, 3 or 4 channels"
+    shape = " x ".join(map(str, array.shape))
+    if array.dtype == np.uint8:
+        array = array[..., None] if array.ndim == 2 else array
+    elif np.issubdtype(array.dtype, np.floating) and array.ndim == 3:
+        if not (np.isfinite(array).all() and array.min(initial=0) >= 0 and array.max(initial=1) <= 1):
+            raise UsageError("an array of floats with values outside 0..1", taken)
+        array = np.rint(array.transpose(1, 2, 0) * 255).astype(np.uint8)
+    else:
+        raise UsageError(f"an array of {array.dtype}, {shape}", taken)
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape:
+        raise UsageError(f"an array of {shape} is no image", taken)
+    return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[2] == 1 else array))
 
 
 @dataclass(frozen=True)

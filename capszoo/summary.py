@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models import model_entrypoint, split_model_name_tag
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ._api import ModelInfo, create_model, list_models, list_pretrained, model_info
+from ._api import ModelInfo, create_model, list_models, model_info
+from ._catalogue import list_rows, weights_entry
+from ._metadata import WeightsInfo
+from .inference import load_model, run_weights
 from .models._papers import PAPERS, PaperFigure
-from .models._pretrained import bundled_tags
+from .models._pretrained import bundled_tags, checked_pair
 from .preprocess import model_input_size
 
 __all__ = [
@@ -58,17 +61,7 @@ class ModelSummary:
             "license": info.license,
             "paper_ids": list(info.paper_ids),
             "paper_figures": [figure._asdict() for figure in self.figures],
-            "weights": [
-                {
-                    "name": weights.name,
-                    "license": weights.license,
-                    "input_size": list(weights.input_size),
-                    "num_classes": weights.num_classes,
-                    "metrics": weights.raw.get("metrics", {}),
-                    "sha256": weights.sha256,
-                }
-                for weights in info.weights
-            ],
+            "weights": [weights_entry(weights) for weights in info.weights],
         }
 
 
@@ -105,43 +98,57 @@ def routing_iterations(model: nn.Module) -> list[int]:
 
 
 def list_summaries(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]]:
-    """One row per architecture (name, description, tags), or per checkpoint (with its test accuracy).
+    """One row per architecture (name, description, parameters, tags, …), or per checkpoint (with its test accuracy).
 
     Args:
-        filter: part of a name, or a shell pattern.
+        filter: part of a name or of a tag, or a shell pattern.
         pretrained: checkpoints instead of architectures.
     """
-    rows: list[dict[str, Any]] = []
-    for name in list_models(filter, pretrained=pretrained):
-        architecture, _ = split_model_name_tag(name)
-        row: dict[str, Any] = {"name": name, "description": _first_line(architecture)}
-        if pretrained:
-            row["top1"] = bundled_tags()[name].raw.get("metrics", {}).get("test", {}).get("top1")
-        else:
-            row["tags"] = [tag.partition(".")[2] for tag in list_pretrained(f"{name}.*")]
-        rows.append(row)
-    return rows
-
-
-def _first_line(architecture: str) -> str:
-    return (model_entrypoint(architecture).__doc__ or "").strip().split("\n")[0]
+    return list_rows(filter, pretrained)
 
 
 def summarise(name: str, **kwargs: Any) -> ModelSummary:
-    """Describe a model of the zoo without computing anything.
+    """Describe a model without computing anything.
 
     Args:
-        name: registered name, with or without a tag.
+        name: registered name, with or without a tag, or what :func:`capszoo.inference.load_model` takes beside it.
         **kwargs: as for :func:`capszoo.create_model`.
 
     Raises:
         UnknownModel: no such name.
     """
-    info = model_info(name, **kwargs)
-    model = create_model(name, device="meta", **kwargs)
+    model, weights = _untrained(name, kwargs)
+    architecture = str((getattr(model, "pretrained_cfg", None) or {}).get("architecture"))
+    papers = PAPERS.get(architecture, ())
+    if weights is None:
+        info = model_info(name, **kwargs)
+    else:
+        like = model_info(architecture) if architecture in list_models() else None
+        info = ModelInfo(
+            name=name,
+            description=like.description if like else type(model).__name__,
+            num_params=sum(p.numel() for p in model.parameters()),
+            num_classes=int(getattr(model, "num_classes", 0)),
+            input_size=model_input_size(model),
+            weights=weights,
+            paper_ids=like.paper_ids if like else (),
+            license=weights[0].license if weights else "",
+        )
     return ModelSummary(
         info=info,
         multiply_adds=count_multiply_adds(model),
         routing_iters=tuple(routing_iterations(model)),
-        figures=PAPERS.get(split_model_name_tag(name)[0], ()),
+        figures=papers,
     )
+
+
+def _untrained(name: str, kwargs: dict[str, Any]) -> tuple[nn.Module, tuple[WeightsInfo, ...] | None]:
+    """The model with random weights, and the metadata of a folder's or file's weights; None for a registered name."""
+    path = Path(name.removeprefix("local-dir:"))
+    if name.startswith(("hf-hub:", "local-dir:")) or path.is_dir() or path.suffix == ".safetensors":
+        described: tuple[WeightsInfo, ...] = ()
+        if path.exists() and not (path / "config.json").is_file():
+            described = (checked_pair(run_weights(path) if path.is_dir() else path)[1],)
+        return load_model(name, pretrained=False, device="meta", **kwargs), described
+    trained = bundled_tags()[name].model_args if name in bundled_tags() else {}
+    return create_model(name, device="meta", **{**trained, **kwargs}), None

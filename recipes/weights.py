@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
-from capszoo.data import DatasetSpec, normalize
-from capszoo.models._pretrained import WeightsError, WeightsInfo, sha256_of, weights_folders
+from capszoo.data import DATASETS, DatasetSpec, normalize
+from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, sha256_of, weights_folders
+from capszoo.scores import kind_for
 
 from .evaluate import evaluate
 from .evaluation.target import model_from_file
@@ -40,10 +41,12 @@ __all__ = [
     "LARGE_FOLDER_LIMIT",
     "amend_metadata",
     "bundle",
+    "canonical_keys",
     "finished_run",
     "golden_file",
     "golden_outputs",
     "hardware",
+    "reading_keys",
     "source_commit",
     "store_half",
     "write_weights",
@@ -198,12 +201,39 @@ def write_weights(
         "pool_size": _feature_grid(net, spec.input_size),
         "label_names": spec.label_names,
         "model_args": dict(model_args),
+        **reading_keys(spec, str(details.get("recipe", {}).get("loss", {}).get("name", "cross_entropy"))),
         **details,
         **({"history": history} if history else {}),
     }
     write_atomically(folder / f"{stem}.json", _metadata_text(metadata))
     _write_golden(weights, golden_pixels.cpu(), spec.mean, spec.std)
     return weights
+
+
+def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:
+    """Metadata that say how to read a model's input and output.
+
+    `score_kind` names the kind of the scores (`capszoo.scores`).
+    """
+    return {"score_kind": kind_for(loss, not spec.multi_label)}
+
+
+def canonical_keys(known: Mapping[str, WeightsInfo]) -> dict[str, bool]:
+    """`canonical` of every checkpoint: whether a bare architecture name means it.
+
+    An architecture keeps the canonical checkpoint that it has. Without one it is the only checkpoint, or the first
+    whose tag is its data set's name alone, a set of photographs or scans before a composed one.
+    """
+    chosen: dict[str, str] = {}
+    for info in sorted(known.values(), key=_standing):
+        chosen.setdefault(info.architecture, info.name)
+    return {name: chosen[info.architecture] == name for name, info in known.items()}
+
+
+def _standing(info: WeightsInfo) -> tuple[bool, bool, bool, str]:
+    name = str(info.raw.get("dataset", {}).get("name"))
+    composed = name in DATASETS and bool(DATASETS[name].base)
+    return not info.canonical, info.tag != name, composed, info.name
 
 
 def _write_golden(weights: Path, pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -273,6 +303,8 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
             history = history_of(read_records(file.with_name("metrics.jsonl")))
             if history:  # runs of earlier versions did not write it into the metadata
                 metadata["history"] = history
+            if not folder:
+                metadata["canonical"] = canonical_keys(dict(bundled_tags()) | {info.name: info})[info.name]
             write_atomically(into / file.name, _metadata_text(metadata))
         else:
             temporary = into / f".{file.name}.{os.getpid()}.tmp"

@@ -1,5 +1,5 @@
-"""Writes what is derived (``make docs``): hubconf.py's entry points, the tables of README.md, recipes/README.md and
-docs/export.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
+"""Writes what is derived (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
+recipes/README.md and docs/export.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
 heads, the metadata beside the weights, and what benchmarks/export.py and ``make test-trt-rtx`` left in
@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
+from capszoo._catalogue import CATALOGUE  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
@@ -32,6 +33,7 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     paper_figures,
     went_on,
 )
+from capszoo.summary import summarise  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
 
@@ -169,6 +171,16 @@ def card_header() -> str:
     return f"```yaml\n{card_data(info).to_yaml()}\n```"
 
 
+def catalogue() -> str:
+    """capszoo/catalogue.json: every architecture and checkpoint, for listings that do not load torch."""
+    entries = []
+    for name in (*capszoo.list_models(), *bundled_tags()):
+        entry = summarise(name).to_dict()
+        del entry["weights"]  # read from their metadata files
+        entries.append("  " + json.dumps(entry, ensure_ascii=False))
+    return '{\n "models": [\n' + ",\n".join(entries) + "\n ]\n}\n"
+
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -226,6 +238,7 @@ def outputs() -> dict[Path, str]:
     publish = ROOT / "docs" / "publish.md"
     export = ROOT / "docs" / "export.md"
     return {
+        CATALOGUE: catalogue(),
         ROOT / "hubconf.py": hubconf(),
         readme: text,
         recipes: recipes_text,

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from capszoo.data import ImageSet
 from capszoo.errors import CapszooError
-from capszoo.explain import explain
-from capszoo.explain.plotting import save_columns
+from capszoo.explain import explain, save_heat_grid
 from capszoo.explain.reconstructions import answers, overlaps, save_answers, save_overlaps
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.recipes.evaluation.target import prepare
@@ -28,9 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Images in a picture of heat maps, and right and wrong ones in one of reconstructions.
 COUNT, RIGHT, WRONG = 8, 5, 3
 
+#: Counts the ways of drawing heat maps: a picture that was drawn in another is stale.
+STYLE = 2
+
 #: The picture's kind → what its caption says.
 KINDS = {
-    "heat": "From where the predicted class was routed: test images, couplings, both",
+    "heat": "From where the predicted class was routed: test images, couplings as multiples of an even share, overlay",
     "decoded": "Test images and their reconstructions, first of recognised images, then of others",
 }
 
@@ -68,7 +70,8 @@ def _data_name(info: WeightsInfo) -> str:
 
 def _source(info: WeightsInfo, kind: str) -> str:
     """What a picture is drawn from, as it states it itself."""
-    return f"{kind} of {info.name}, weights {info.sha256[:16]}"
+    style = f", style {STYLE}" if kind == "heat" else ""
+    return f"{kind} of {info.name}, weights {info.sha256[:16]}{style}"
 
 
 def stale_pictures(docs: Path) -> list[Path]:
@@ -105,16 +108,9 @@ def _batches(subject_images: ImageSet, name: str) -> tuple[torch.nn.Module, Iter
 
 def _draw_heat(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> None:
     net, batches = _batches(images, info.name)
-    columns = []
-    for image in next(batches)[0][:COUNT]:
-        found = explain(net, image)
-        height, width = found.image.shape[-2:]
-        heat = found.heat_at(height, width)[None]  # [1, h, w]
-        colour = torch.cat([heat, 0.6 * heat, torch.zeros_like(heat)])
-        both = found.image.expand(3, -1, -1) * (1 - 0.65 * heat) + colour * 0.65
-        title = f"{found.labels[found.predicted]}, {float(found.scores[found.predicted]):.2f}"
-        columns.append((title, (found.image, heat, both.clamp(0, 1))))
-    save_columns(columns, ("image", "couplings", "both"), path, about)
+    found = [explain(net, image, name=info.name) for image in next(batches)[0][:COUNT]]
+    title = f"{info.name}: the first {COUNT} test images, with predicted class and probability"
+    save_heat_grid(found, path, title, about)
 
 
 def _draw_decoded(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> None:

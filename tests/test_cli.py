@@ -107,6 +107,19 @@ def test_list_without_a_match() -> None:
     assert json.loads(succeeds("list", "nosuchthing", "--json")) == []
 
 
+def test_list_shows_size_data_and_accuracy_and_finds_tags() -> None:
+    (line,) = (row for row in succeeds("list").splitlines() if row.startswith("resnet20_routingpool "))
+    assert "3x32x32" in line and "cifar10 91.16" in line and "doi:10.1109" in line
+    found = {row["name"]: row for row in json.loads(succeeds("list", "mnist", "--json"))}
+    assert "resnet20_routingcaps" in found  # by its tags
+    assert "idpa_multimnist" in found  # by its own name
+    assert "resnet32_routingpool" not in found
+    (weights,) = json.loads(succeeds("list", "idpa_cnn.mnist", "--pretrained", "--json"))
+    assert weights["dataset"] == "mnist" and weights["input_size"] == [1, 28, 28]
+    assert weights["parameters"] == 510_609 and weights["top1"] > 99
+    assert "``" not in succeeds("list")
+
+
 def test_info() -> None:
     text = succeeds("info", MODEL)
     for expected in ("279,024", "multiply-adds", "affNIST", "5.12", "apache-2.0", "3 iterations"):
@@ -117,6 +130,25 @@ def test_info() -> None:
     smaller = json.loads(succeeds("info", MODEL, "--img-size", "20x20", "--num-classes", "3", "--json"))
     assert smaller["multiply_adds"] < about["multiply_adds"] and smaller["input_size"] == [1, 20, 20]
     assert smaller["num_classes"] == 3
+
+
+def test_info_of_a_run_and_of_weights(trained: Path) -> None:
+    about = json.loads(succeeds("info", trained, "--json"))
+    (weights,) = about["weights"]
+    assert about["input_size"] == [1, 20, 20] and about["num_classes"] == 3
+    assert weights["name"] == f"{MODEL}.test" and about["parameters"] > 279_024  # with its decoder
+    assert json.loads(succeeds("info", next(trained.glob("*.safetensors")), "--json"))["weights"] == [weights]
+    # a checkpoint is described as it was built, not as the architecture's default
+    tagged = json.loads(succeeds("info", f"{MODEL}.affnist", "--json"))
+    assert tagged["parameters"] == 2_526_768 and tagged["input_size"] == [1, 40, 40]
+
+
+def test_info_without_torch_says_what_the_model_says() -> None:
+    from capszoo._catalogue import describe
+    from capszoo.summary import summarise
+
+    for name in (MODEL, f"{MODEL}.mnist"):
+        assert describe(name) == json.loads(json.dumps(summarise(name).to_dict()))
 
 
 def test_wrong_model_name_suggests_the_right_one(pictures: Path) -> None:
@@ -152,6 +184,7 @@ def test_predict_json_is_pure_and_right(trained: Path, pictures: Path) -> None:
         )
     )
     assert [Path(entry["image"]).name for entry in found["results"]] == ["a.png", "b.jpg"]
+    assert found["score_kind"] == "lengths"
     from capszoo.inference import load_model
     from capszoo.preprocess import load_image, model_transform
 
@@ -160,6 +193,8 @@ def test_predict_json_is_pure_and_right(trained: Path, pictures: Path) -> None:
         with torch.no_grad():
             scores = model(model_transform(model)(load_image(entry["image"]))[None])[0]
         values, indices = scores.topk(2)
+        shares = (scores / scores.sum())[indices]  # the run has no recipe; its network gives capsule lengths
+        assert [p["probability"] for p in entry["predictions"]] == pytest.approx(shares.tolist(), abs=1e-6)
         assert [p["index"] for p in entry["predictions"]] == indices.tolist()
         assert [p["score"] for p in entry["predictions"]] == pytest.approx(values.tolist(), abs=1e-6)
         assert [p["label"] for p in entry["predictions"]] == [
@@ -321,7 +356,7 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(module, "train", train)
     text = succeeds(
         "train",
-        "some.recipe",
+        "resnet20_routingcaps.mnist",
         "--set",
         "epochs=1",
         "--set",
@@ -336,7 +371,7 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     )
     assert calls == [
         (
-            "some.recipe",
+            "resnet20_routingcaps.mnist",
             ["epochs=1", "seed=3"],
             {"out": tmp_path / "r", "data": tmp_path, "cpu": True, "profile": "short"},
         )
@@ -371,7 +406,7 @@ def test_an_unexpected_error_is_one_line_unless_debugged(monkeypatch: pytest.Mon
     def broken(*arguments: Any, **options: Any) -> Any:
         raise KeyError("something\nunforeseen")
 
-    monkeypatch.setattr("capszoo.summary.list_summaries", broken)
+    monkeypatch.setattr("capszoo.cli.zoo.list_rows", broken)
     line = fails(1, "list")
     assert "KeyError" in line and "--debug shows the traceback" in line
     for arguments in (("--debug", "list"), ("list", "--debug")):

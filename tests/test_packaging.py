@@ -253,7 +253,8 @@ ALLOWED = {
     "data": {"shared"},
     "recipes": {"layers", "models", "data", "shared"},
     "export": {"layers", "models", "data", "shared"},
-    "cli": {"layers", "models", "data", "shared", "recipes", "export"},
+    "facade": {"models", "shared", "export"},
+    "cli": {"layers", "models", "data", "shared", "recipes", "export", "facade"},
 }
 
 

@@ -25,7 +25,6 @@ app = typer.Typer(
     cls=OneLineErrors,
     help="Capsule networks as ready models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

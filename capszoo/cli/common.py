@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..errors import UsageError
+from .._catalogue import architectures, checkpoints
+from ..errors import CapszooError, UsageError
 
 __all__ = [
     "DeviceOption",
@@ -24,6 +25,7 @@ __all__ = [
     "JsonOption",
     "ModelArgument",
     "SizeOption",
+    "check_paths",
     "given",
     "parse_size",
     "print_json",
@@ -32,12 +34,19 @@ __all__ = [
     "stdout",
 ]
 
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models and checkpoints for the shell's completion."""
+    return sorted(name for name in (*architectures(), *checkpoints()) if name.startswith(incomplete))
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="Name, name.tag, hf-hub:org/repo, the folder of a training run, or a .safetensors file.",
         show_default=False,
+        autocompletion=complete_model,
     ),
 ]
 ImagesArgument = Annotated[
@@ -52,6 +61,13 @@ SizeOption = Annotated[
 ItersOption = Annotated[
     int | None, typer.Option("--routing-iters", min=1, help="Routing iterations, if not the model's own.")
 ]
+
+
+def check_paths(paths: Iterable[Path]) -> None:
+    """Raise `CapszooError` for the first path that does not exist, before anything heavy is loaded."""
+    for path in paths:
+        if not path.exists():
+            raise CapszooError(f"{path}: no such file", "check the path")
 
 
 def stdout() -> Console:

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from .._catalogue import check_model_argument
 from ..errors import CapszooError
 from .common import DeviceOption, JsonOption, ModelArgument, print_json, progress_bar, stdout
 
@@ -67,6 +68,7 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
+    check_model_argument(model)
     from ..errors import UsageError
     from ..explain.plotting import require_matplotlib
     from ..recipes.evaluation.metrics import reproduced

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from .._catalogue import check_model_argument
 from ..errors import UsageError
-from .common import DeviceOption, ModelArgument, stdout
+from .common import DeviceOption, ModelArgument, check_paths, stderr, stdout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +58,6 @@ def explain_command(
     device: DeviceOption = None,
 ) -> None:
     """Draw from where a class capsule was routed, or what a decoder makes of capsules."""
-    from ..explain.plotting import require_matplotlib
-
     if what not in KINDS:
         from .._suggest import unknown_name
 
@@ -70,6 +69,10 @@ def explain_command(
         raise UsageError(f"--what {what} draws one IMAGE", "leave --data and --dataset out")
     if not of_data and image is None:
         raise UsageError("Missing argument 'IMAGE'", "give an image file")
+    check_model_argument(model)
+    check_paths([] if image is None else [image])
+    from ..explain.plotting import require_matplotlib
+
     require_matplotlib("explain")  # said before the model is loaded and run
     path = out or Path(f"{what}.png")
     if of_data:
@@ -94,10 +97,12 @@ def _draw_image(
         written = save_perturbation(changed, path)
         line = f"capsule of {changed.label}, {changed.images.shape[0]} dimensions"
     else:
-        explanation = explain(model, picture, target)
+        explanation = explain(model, picture, target, name=Path(name).name)
         written = save_figure(explanation, path)
-        score = float(explanation.scores[explanation.predicted])
-        line = f"{explanation.labels[explanation.predicted]} ({score:.4f})"
+        share = float(explanation.probabilities[explanation.predicted])
+        line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
+        if explanation.is_even:
+            stderr().print("note: the couplings are even within 10%: nothing to see")
     stdout().print(f"{escape(str(image))}: {escape(line)}; written: {escape(str(written))}", soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from .._catalogue import check_model_argument
 from ..errors import CapszooError, UsageError
 from .common import ItersOption, JsonOption, SizeOption, given, parse_size, print_json, stderr, stdout
 
@@ -103,6 +104,7 @@ def export_command(
     if check:
         _check_bundle(model, as_json)
         return
+    check_model_argument(model)
     if out is None:
         raise UsageError("Missing option '--out'", "give a folder, or FILE.onnx for the file alone")
     profile, kinds = _batch(batch), [word.strip() for word in formats.split(",")]

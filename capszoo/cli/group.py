@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ..errors import CapszooError
+from ..errors import CapszooError, UnknownArgument, UnknownModel, WeightsError
 from .common import stderr
 
 __all__ = ["OneLineErrors"]
@@ -38,11 +38,6 @@ class OneLineErrors(TyperGroup):
 
 def _one_line(error: Exception) -> tuple[str, int]:
     """The message of an error and its exit code."""
-    from .._api import UnknownModel
-    from ..data import DataError
-    from ..models._builder import UnknownArgument
-    from ..models._pretrained import WeightsError
-
     if isinstance(error, CapszooError):
         return " ".join(str(error).split()), error.exit_code
     if hasattr(
@@ -57,8 +52,6 @@ def _one_line(error: Exception) -> tuple[str, int]:
     if type(error).__name__ == "Abort":
         return "stopped", 1
     message = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, (UnknownModel, UnknownArgument)):
-        return message, 2
-    if isinstance(error, (WeightsError, DataError)):
-        return message, 1
+    if isinstance(error, (UnknownModel, UnknownArgument, WeightsError)):
+        return message, error.exit_code
     return f"{type(error).__name__}: {message} (--debug shows the traceback)", 1

@@ -9,14 +9,25 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from .._catalogue import check_recipe_argument, recipe_names
 from ..errors import UsageError, require
 from .common import JsonOption, ModelArgument, print_json, stderr, stdout
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Names of recipes for the shell's completion."""
+    return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
 def train_command(
     recipes: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE...", help="A recipe's name or a YAML file.", show_default=False),
+        typer.Argument(
+            metavar="RECIPE...",
+            help="A recipe's name or a YAML file.",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -50,6 +61,8 @@ def train_command(
 
     Ctrl-C and SIGTERM save first. Several processes: accelerate launch -m capszoo.recipes.train RECIPE.
     """
+    for recipe in recipes:
+        check_recipe_argument(recipe)
     _check_training()
     if together:
         from ..recipes.training.multi_run import train_together

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from .._catalogue import architectures, check_model_argument, describe, list_rows, plain
 from ..errors import CapszooError
 from .common import (
     DeviceOption,
@@ -16,6 +18,7 @@ from .common import (
     JsonOption,
     ModelArgument,
     SizeOption,
+    check_paths,
     given,
     parse_size,
     print_json,
@@ -29,16 +32,16 @@ def list_command(
     filter: Annotated[
         str,
         typer.Argument(
-            metavar="[FILTER]", help="Part of a name, or a pattern such as 'idpa*'.", show_default=False
+            metavar="[FILTER]",
+            help="Part of a name or tag, or a pattern such as 'idpa*'.",
+            show_default=False,
         ),
     ] = "",
     pretrained: Annotated[bool, typer.Option("--pretrained", help="Only checkpoints, as name.tag.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the models, or the checkpoints that exist."""
-    from ..summary import list_summaries
-
-    rows = list_summaries(filter, pretrained)
+    rows = list_rows(filter, pretrained)
     if as_json:
         print_json(rows)
         return
@@ -46,61 +49,112 @@ def list_command(
         kind = "checkpoint" if pretrained else "model"
         matching = f" matching '{filter}'" if filter else ""
         raise CapszooError(f"no {kind}{matching}", "`capszoo list` shows every model")
-    table = Table("model", "weights" if not pretrained else "top-1 %", "what it is", box=None, pad_edge=False)
+    stdout().print(_checkpoint_table(rows) if pretrained else _model_table(rows))
+
+
+def _model_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("input", no_wrap=True)
+    for title in ("weights, the default first (test top-1 %)", "what it is", "paper"):
+        table.add_column(title)
     for row in rows:
-        second = f"{row['top1']:.2f}" if row.get("top1") is not None else ", ".join(row.get("tags", ()))
-        table.add_row(row["name"], second, escape(row["description"]))
-    stdout().print(table)
+        weights = (
+            entry["name"].partition(".")[2] + ("" if entry["top1"] is None else f" {entry['top1']:.2f}")
+            for entry in row["weights"]
+        )
+        table.add_row(
+            row["name"],
+            f"{row['parameters']:,}",
+            _size(row["input_size"]),
+            escape(", ".join(weights)),
+            escape(row["description"]),
+            ", ".join(row["paper_ids"]),
+        )
+    return table
+
+
+def _checkpoint_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("weights", no_wrap=True)
+    table.add_column("data set", no_wrap=True)
+    table.add_column("top-1 %", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("input", no_wrap=True)
+    table.add_column("what it is")
+    for row in rows:
+        top1, count = row["top1"], row["parameters"]
+        table.add_row(
+            row["name"],
+            row["dataset"] or "",
+            "" if top1 is None else f"{top1:.2f}",
+            "" if count is None else f"{count:,}",
+            _size(row["input_size"]),
+            escape(row["description"]),
+        )
+    return table
+
+
+def _size(input_size: Sequence[int]) -> str:
+    return "x".join(map(str, input_size))
 
 
 def info_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name or name.tag.", show_default=False)],
+    model: ModelArgument,
     img_size: SizeOption = None,
     routing_iters: ItersOption = None,
     num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=0, help="Classes, if not the default.")
+        int | None, typer.Option("--num-classes", min=0, help="Number of classes, if not the default.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a model's size, arithmetic, the papers' figures, its weights and licence."""
-    from ..summary import summarise
+    """Show a model's size, multiply-adds, the papers' results, its weights and licence."""
+    options = given(img_size=parse_size(img_size), routing_iters=routing_iters, num_classes=num_classes)
+    about = None if options else describe(model)
+    if about is None:
+        check_model_argument(model)
+        from ..summary import summarise
 
-    summary = summarise(
-        model, **given(img_size=parse_size(img_size), routing_iters=routing_iters, num_classes=num_classes)
-    )
+        about = summarise(model, **options).to_dict()
     if as_json:
-        print_json(summary.to_dict())
+        print_json(about)
         return
-    about = summary.info
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("model", f"{about.name}: {escape(about.description)}")
-    facts.add_row("parameters", f"{about.num_params:,}")
-    facts.add_row("multiply-adds", f"{summary.multiply_adds:,} per image (convolutions and matrix products)")
-    facts.add_row("input", "{}x{}x{} (channels, height, width)".format(*about.input_size))
-    facts.add_row("classes", str(about.num_classes))
-    if summary.routing_iters:
-        facts.add_row("routing", f"{'/'.join(map(str, summary.routing_iters))} iterations")
-    facts.add_row("licence", about.license)
+    facts.add_row("model", escape(f"{about['name']}: {plain(about['description'])}"))
+    facts.add_row("parameters", f"{about['parameters']:,}")
+    facts.add_row("multiply-adds", f"{about['multiply_adds']:,} per image (convolutions and matrix products)")
+    facts.add_row("input", f"{_size(about['input_size'])} (channels, height, width)")
+    facts.add_row("classes", str(about["num_classes"]))
+    if about["routing_iters"]:
+        facts.add_row("routing", f"{'/'.join(map(str, about['routing_iters']))} iterations")
+    if about["license"]:
+        facts.add_row("licence", about["license"])
     out = stdout()
     out.print(facts)
-    if summary.figures:
+    if about["paper_figures"]:
         papers = Table("papers report", "metric", "%", "setting", "source", box=None, pad_edge=False)
-        for figure in summary.figures:
-            papers.add_row(figure.dataset, figure.metric, f"{figure.value:g}", figure.note, figure.source)
+        for figure in about["paper_figures"]:
+            value = f"{figure['value']:g}"
+            papers.add_row(figure["dataset"], figure["metric"], value, figure["note"], figure["source"])
         out.print()
         out.print(papers)
     out.print()
-    if not about.weights:
-        out.print("no weights yet: `capszoo train` makes them")
+    if not about["weights"]:
+        if model in architectures():
+            out.print("no weights yet: `capszoo train` makes them")
         return
-    weights = Table("weights", "top-1 %", "input", "licence", "sha256", box=None, pad_edge=False)
-    for entry in summary.to_dict()["weights"]:
-        top1 = entry["metrics"].get("test", {}).get("top1")
-        shape = "x".join(map(str, entry["input_size"]))
+    weights = Table(
+        "weights", "data set", "top-1 %", "input", "scores", "licence", "sha256", box=None, pad_edge=False
+    )
+    for entry in about["weights"]:
+        measured = entry["metrics"].get("test", {}).get("top1")
         weights.add_row(
-            entry["name"],
-            "" if top1 is None else f"{top1:.2f}",
-            shape,
+            entry["name"] + (" (default)" if entry["default"] and len(about["weights"]) > 1 else ""),
+            entry["dataset"] or "",
+            "" if measured is None else f"{measured:.2f}",
+            _size(entry["input_size"]),
+            entry["score_kind"],
             entry["license"],
             entry["sha256"][:12],
         )
@@ -117,8 +171,11 @@ def predict_command(
     as_json: JsonOption = False,
 ) -> None:
     """Classify images."""
+    check_model_argument(model)
+    check_paths(images)
     from ..inference import load_model, predict
     from ..preprocess import find_images, model_input_size
+    from ..scores import score_kind
 
     files = find_images(images)
     net = load_model(
@@ -127,15 +184,16 @@ def predict_command(
     with progress_bar("predicting", len(files)) as advance:
         results = predict(net, files, topk, advance=advance)
     failed = [result for result in results if result.error]
+    kind = score_kind(net)
     if as_json:
-        print_json({"model": model, "results": [result.to_dict() for result in results]})
+        document = {"model": model, "score_kind": kind, "results": [result.to_dict() for result in results]}
+        print_json(document)
     else:
-        table = Table("image", "class", "score", box=None, pad_edge=False)
+        table = Table("image", "class", "probability", f"score ({kind})", box=None, pad_edge=False)
         for result in results:
             for rank, scored in enumerate(result.top):
-                table.add_row(
-                    escape(result.image) if rank == 0 else "", escape(scored.label), f"{scored.score:.4f}"
-                )
+                shown = f"{scored.probability:.4f}", f"{scored.score:.4f}"
+                table.add_row(escape(result.image) if rank == 0 else "", escape(scored.label), *shown)
         if table.row_count:
             stdout().print(table)
     _, height, width = model_input_size(net)

@@ -9,6 +9,6 @@
 is what all figures share.
 """
 
-from .heat_map import Explanation, class_index, explain, save_figure
+from .heat_map import Explanation, class_index, explain, save_figure, save_heat_grid
 
-__all__ = ["Explanation", "class_index", "explain", "save_figure"]
+__all__ = ["Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]

@@ -10,22 +10,24 @@ is fitted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import CapszooError, UsageError
 from ..inference import label_names
 from ..models._base import NoCapsules
-from ..preprocess import model_transform
-from .plotting import for_display, image_style, new_figure, save
+from ..models.routing_pool import RoutingPoolNet
+from ..preprocess import ImageLike, as_image, model_transform
+from ..scores import probabilities, score_kind
+from .plotting import for_display, image_style, new_figure, save, show
 
-__all__ = ["Explanation", "class_index", "explain", "save_figure"]
+__all__ = ["Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Explanation:
         labels: names of the classes.
         couplings: couplings of every routing layer, batch of one, as ``forward_capsules`` gives them.
         reconstruction: the decoder's image ``[c, h, w]`` of the target's capsule in 0..1; None without a decoder.
+        covered: which cells of the grid take part in routing, ``[h', w']`` of bool; None for all of them.
+        name: of the model.
+        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
     """
 
     heat: Tensor
@@ -51,23 +56,54 @@ class Explanation:
     labels: tuple[str, ...]
     couplings: tuple[Tensor, ...] = ()
     reconstruction: Tensor | None = None
+    covered: Tensor = None  # type: ignore[assignment]  # never None after __post_init__
+    name: str = "model"
+    score_kind: str = "logits"
+
+    def __post_init__(self) -> None:
+        if self.covered is None:
+            object.__setattr__(self, "covered", torch.ones_like(self.heat, dtype=torch.bool))
+
+    @property
+    def relative(self) -> Tensor:
+        """Couplings as multiples of an even share ``[h', w']``: 1 everywhere where all cells count the same.
+
+        NaN in cells that no window covers.
+        """
+        share = self.heat * self.covered.sum()
+        return share.masked_fill(~self.covered, float("nan"))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no covered cell differs from an even share by more than a tenth."""
+        return bool(((self.relative - 1).abs().nan_to_num(0) <= EVEN_WITHIN).all())
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The scores between 0 and 1, ``[n]``."""
+        return probabilities(self.scores, self.score_kind)
+
+    def save(self, path: str | Path) -> Path:
+        """Draw it into an image file, see :func:`save_figure`."""
+        return save_figure(self, path)
 
     def heat_at(self, height: int, width: int) -> Tensor:
-        """The heat map resampled to ``[height, width]`` and scaled to 0..1, to lie over an image."""
-        heat = F.interpolate(self.heat[None, None], (height, width), mode="bilinear", align_corners=False)[
-            0, 0
-        ]
-        low, high = heat.min(), heat.max()
-        return (heat - low) / (high - low).clamp_min(1e-12)
+        """Multiples of an even share, resampled to ``[height, width]`` to lie over an image; 1 in uncovered cells."""
+        grid = self.relative.nan_to_num(1.0)[None, None]
+        return F.interpolate(grid, (height, width), mode="bilinear", align_corners=False)[0, 0]
 
 
-def explain(model: nn.Module, image: Image.Image | Tensor, target: int | str | None = None) -> Explanation:
+def explain(
+    model: nn.Module, image: ImageLike, target: int | str | None = None, name: str | None = None
+) -> Explanation:
     """Explain a prediction.
 
     Args:
         model: a capsule network with ``coupling_map``; used in eval mode.
-        image: a picture, or a normalised tensor ``[c, h, w]``.
+        image: a path, a picture or a numpy array (see `capszoo.preprocess.as_image`); or a normalised tensor
+            ``[c, h, w]``.
         target: class (index or name) whose capsule is followed; None for the predicted one.
+        name: of the model, for titles; None takes the architecture and tag.
 
     Raises:
         CapszooError: the model has no couplings to show, or gives values that are not finite.
@@ -76,7 +112,7 @@ def explain(model: nn.Module, image: Image.Image | Tensor, target: int | str | N
     if not callable(getattr(model, "coupling_map", None)):
         raise CapszooError(f"{type(model).__name__} is no capsule network", "choose one: `capszoo list`")
     transform = model_transform(model)
-    x = image if isinstance(image, Tensor) else transform(image)
+    x = image if isinstance(image, Tensor) else transform(as_image(image))
     expected = (transform.channels, *transform.size)
     if tuple(x.shape) != expected:
         raise UsageError(
@@ -92,11 +128,15 @@ def explain(model: nn.Module, image: Image.Image | Tensor, target: int | str | N
     try:
         with torch.inference_mode():
             batch = x[None].to(like.device, like.dtype)
+            if isinstance(model, RoutingPoolNet) and not model.coupling_layouts():
+                raise NoCapsules("average and maximum pooling choose nothing by routing")
             output = model.forward_capsules(batch)  # type: ignore[operator]
             scores = output.scores[0].float().cpu()
             predicted = int(scores.argmax())
             chosen = predicted if target is None else class_index(target, labels)
             heat = model.coupling_map(batch)[0, chosen].float().cpu()  # type: ignore[operator]
+            covered_cells: Any = getattr(model, "covered_cells", None)
+            covered = covered_cells(batch).cpu() if covered_cells else torch.ones_like(heat, dtype=torch.bool)
             reconstruction = None
             if getattr(model, "decoder", None) is not None:
                 kept = torch.tensor([chosen], device=like.device)
@@ -118,7 +158,16 @@ def explain(model: nn.Module, image: Image.Image | Tensor, target: int | str | N
         labels=labels,
         couplings=tuple(c.float().cpu() for c in output.couplings),
         reconstruction=reconstruction,
+        covered=covered,
+        name=name or _model_name(model),
+        score_kind=score_kind(model),
     )
+
+
+def _model_name(model: nn.Module) -> str:
+    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    parts = (cfg.get("architecture"), cfg.get("tag"))
+    return ".".join(str(part) for part in parts if part) or type(model).__name__
 
 
 def class_index(target: int | str, labels: tuple[str, ...]) -> int:
@@ -135,45 +184,143 @@ def class_index(target: int | str, labels: tuple[str, ...]) -> int:
     return index
 
 
-def save_figure(explanation: Explanation, path: str | Path) -> Path:
-    """Draw input, heat map, overlay and, where there is one, the reconstruction into an image file.
+def save_figure(explanation: Explanation, path: str | Path, about: str | None = None) -> Path:
+    """Draw input, couplings, overlay and, where there is one, the reconstruction into an image file.
+
+    Couplings are drawn as multiples of an even share, on a scale that is the same in every picture: white is even, blue
+    less, red more, and everything from twice the even share on is the darkest red. A map that is even within 10% is not
+    drawn; the picture says so. Cells that no window of the network covers are hatched.
+
+    Args:
+        explanation: from :func:`explain`.
+        path: with the suffix of an image format.
+        about: a note kept in the file.
 
     Raises:
         CapszooError: matplotlib is not installed, or the file cannot be written.
         UsageError: a suffix that is no image format.
     """
-    image = for_display(explanation.image)
-    height, width = explanation.image.shape[-2:]
-    heat = explanation.heat_at(height, width).numpy()
-    panels: list[tuple[str, list[tuple[Any, dict[str, Any]]]]] = [
-        ("input", [(image, image_style(image))]),
-        ("couplings", [(explanation.heat.numpy(), {"cmap": "inferno"})]),
-        (
-            "overlay",
-            [
-                (image, image_style(image)),
-                (heat, {"cmap": "autumn", "alpha": 0.65 * heat}),  # where nothing was routed, the image alone
-            ],
-        ),
-    ]
+    count = 3 if explanation.reconstruction is None else 4
+    figure = new_figure(2.6 * count + (0 if explanation.is_even else 0.7), 3.1)
+    axes = figure.subplots(1, count)
+    show(axes[0], explanation.image)
+    drawn = draw_couplings(axes[1], explanation)
+    draw_overlay(axes[2], explanation)
+    titles = ["input", "couplings", "overlay"]
     if explanation.reconstruction is not None:
-        rebuilt = for_display(explanation.reconstruction)
-        panels.append(("reconstruction", [(rebuilt, image_style(rebuilt))]))
-
-    figure = new_figure(2.6 * len(panels), 3.1)
-    for axis, (title, layers) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for values, style in layers:
-            axis.imshow(values, extent=(0, width, height, 0), **style)
+        show(axes[3], explanation.reconstruction)
+        titles.append("reconstruction")
+    for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=10)
-        axis.set_axis_off()
+    if drawn is not None:
+        colour_bar(figure, drawn, list(axes))
     figure.suptitle(_caption(explanation), fontsize=11)
-    return save(figure, path)
+    return save(figure, path, about)
+
+
+def save_heat_grid(
+    explanations: Sequence[Explanation], path: str | Path, title: str = "", about: str | None = None
+) -> Path:
+    """Draw several explanations of one model as columns: image, couplings, overlay; one colour bar for all.
+
+    Raises what :func:`save_figure` raises.
+    """
+    if not explanations:
+        raise UsageError("there is nothing to draw", "give more images")
+    figure = new_figure(1.3 * len(explanations) + 1.6, 1.25 * 3 + 0.9)
+    grid = figure.subplots(3, len(explanations), squeeze=False)
+    drawn = None
+    for column, found in enumerate(explanations):
+        show(grid[0][column], found.image)
+        drawn = draw_couplings(grid[1][column], found, fontsize=6) or drawn
+        draw_overlay(grid[2][column], found)
+        share = float(found.probabilities[found.target])
+        grid[0][column].set_title(f"{found.labels[found.target]}, {share:.0%}", fontsize=8)
+    for row, name in enumerate(("image", "couplings", "overlay")):
+        grid[row][0].set_ylabel(name, fontsize=8)
+    if drawn is not None:
+        colour_bar(figure, drawn, grid.ravel().tolist())
+    if title:
+        figure.suptitle(title, fontsize=9)
+    return save(figure, path, about)
+
+
+#: Colour map of couplings: diverging, white where a share is even.
+COLOURS = "RdBu_r"
+
+#: The scale's ends, in multiples of an even share; larger shares have the colour of the upper end.
+LEAST, MOST = 0.0, 2.0
+
+#: Largest deviation from an even share that is not drawn.
+EVEN_WITHIN = 0.1
+
+#: What stands in the place of a map that is even.
+NOTHING = "even within 10%:\nnothing to see"
+
+
+def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> Any:
+    """Draw the couplings' grid over the size of the image; None where they are even, the mappable otherwise."""
+    height, width = explanation.image.shape[-2:]
+    _bare(axis)
+    drawn = None
+    if explanation.is_even:
+        axis.text(0.5, 0.5, NOTHING, ha="center", va="center", fontsize=fontsize, transform=axis.transAxes)
+        axis.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
+    else:
+        scale = {"cmap": COLOURS, "vmin": LEAST, "vmax": MOST}
+        grid = explanation.relative.numpy()
+        drawn = axis.imshow(grid, extent=(0, width, height, 0), interpolation="nearest", **scale)
+    _hatch(axis, explanation)
+    return drawn
+
+
+def draw_overlay(axis: Any, explanation: Explanation) -> None:
+    """Draw the image, and over it the couplings' colours, the stronger the further a share is from even."""
+    _bare(axis)
+    height, width = explanation.image.shape[-2:]
+    image = for_display(explanation.image)
+    axis.imshow(image, extent=(0, width, height, 0), **image_style(image))
+    if not explanation.is_even:
+        heat = explanation.heat_at(height, width)
+        strength = 0.8 * (heat - 1).abs().clamp(max=1)
+        scale = {"cmap": COLOURS, "vmin": LEAST, "vmax": MOST, "alpha": strength.numpy()}
+        axis.imshow(heat.numpy(), extent=(0, width, height, 0), **scale)
+    _hatch(axis, explanation)
+
+
+def colour_bar(figure: Any, drawn: Any, axes: list[Any]) -> None:
+    """The scale of :func:`draw_couplings`, to the right of ``axes``."""
+    bar = figure.colorbar(drawn, ax=axes, extend="max", shrink=0.8, aspect=25, ticks=[0, 0.5, 1, 1.5, 2])
+    bar.ax.set_yticklabels(["0", "0.5", "1 (even)", "1.5", "2"], fontsize=8)
+    bar.set_label("coupling, multiples of an even share", fontsize=8)
+
+
+def _hatch(axis: Any, explanation: Explanation) -> None:
+    """Hatch the cells that no window covers: no coupling exists there."""
+    from matplotlib.patches import Rectangle
+
+    height, width = explanation.image.shape[-2:]
+    rows, cols = explanation.heat.shape
+    tall, wide = height / rows, width / cols
+    for row, col in (~explanation.covered).nonzero().tolist():
+        cell = Rectangle((col * wide, row * tall), wide, tall)
+        cell.set(facecolor="none", edgecolor="0.5", hatch="////", linewidth=0)
+        axis.add_patch(cell)
+
+
+def _bare(axis: Any) -> None:
+    axis.set(xticks=[], yticks=[])
+    for side in axis.spines.values():
+        side.set(color="0.8")
 
 
 def _caption(explanation: Explanation) -> str:
+    shares = explanation.probabilities
     name = explanation.labels[explanation.predicted]
-    text = f"predicted {name}, score {float(explanation.scores[explanation.predicted]):.3f}"
+    text = f"{explanation.name}: {name}, probability {float(shares[explanation.predicted]):.3f}"
     if explanation.target != explanation.predicted:
         asked = explanation.labels[explanation.target]
-        text += f"; shown: {asked}, score {float(explanation.scores[explanation.target]):.3f}"
+        text += f"; couplings of {asked}, probability {float(shares[explanation.target]):.3f}"
+    if not explanation.is_even:
+        text += f"; largest coupling {float(explanation.relative.nan_to_num(0).max()):.1f} × even"
     return text

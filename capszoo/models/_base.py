@@ -126,6 +126,9 @@ class CapsuleNet(nn.Module):
     #: Attribute that holds the class layer: ``classifier`` of the configuration.
     classifier_name = "class_caps"
 
+    #: What the scores are without metadata that say it (see `capszoo.scores`).
+    score_kind = "logits"
+
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         feature_info: List[dict]
         stages: nn.Sequential

@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models._builder import resolve_pretrained_cfg
 from timm.models._pretrained import DefaultCfg, PretrainedCfg
 from torch import nn
 
+from capszoo._metadata import WeightsInfo, default_weights
 from capszoo._suggest import unknown_name
+from capszoo.errors import UnknownArgument, WeightsError
 
 from ._pretrained import (
-    WeightsError,
     adapt_state_dict,
     bundled_tags,
     download_weights,
+    hub_config,
     load_safetensors,
     locate_weights,
     sha256_of,
@@ -43,10 +45,6 @@ _BUILDER_ARGS = frozenset(
 #: Mean and standard deviation per channel of the training images, whose values lie in 0..1.
 CIFAR10: dict[str, Any] = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 MNIST: dict[str, Any] = dict(mean=(0.1307,), std=(0.3081,))
-
-
-class UnknownArgument(TypeError):
-    """A keyword that the model does not take; the message names the nearest one that it takes."""
 
 
 def model_cfg(**kwargs: Any) -> dict[str, Any]:
@@ -104,11 +102,19 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
 
 
 def _default_tag(variant: str) -> str | None:
-    """Tag that ``pretrained=True`` loads for a bare name: one of the architecture's own input size before others."""
-    infos = [info for info in bundled_tags().values() if info.architecture == variant]
-    base = get_pretrained_cfg(variant)
-    infos.sort(key=lambda info: base is None or info.input_size != tuple(base.input_size))
-    return infos[0].tag if infos else None
+    """Tag that ``pretrained=True`` loads for a bare name: that of the canonical weights."""
+    info = default_weights(bundled_tags(), variant)
+    return info.tag if info else None
+
+
+def _own_keys(cfg: PretrainedCfg, info: WeightsInfo | None, cache_dir: str | Path | None) -> dict[str, Any]:
+    """What is known of the weights that timm's configuration has no place for (see `WeightsInfo.own_keys`)."""
+    if cfg.source == "hf-hub":
+        return dict(hub_config(str(cfg.hf_hub_id), cache_dir).get("capszoo", {}))
+    if cfg.source == "local-dir":
+        config = Path(str(cfg.file)) / "config.json"
+        return dict(json.loads(config.read_text(encoding="utf-8")).get("capszoo", {}))
+    return info.own_keys if info else {}
 
 
 @contextlib.contextmanager
@@ -184,13 +190,18 @@ def build_capsule_model(
         if name not in _BUILDER_ARGS and name not in own_args:
             raise UnknownArgument(unknown_name(f"argument of {variant}", name, own_args))
 
-    given, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
+    given, overlay = (
+        kwargs.pop("pretrained_cfg", None),
+        dict(kwargs.pop("pretrained_cfg_overlay", None) or {}),
+    )
+    own_keys = overlay.pop("capszoo", None)
     cfg = resolve_pretrained_cfg(variant, given, overlay)
     if pretrained and not given and not cfg.has_weights:
         cfg = resolve_pretrained_cfg(variant, _default_tag(variant), overlay)
     cache_dir = kwargs.pop("cache_dir", None)
+    info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
+    own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
     if pretrained:
-        info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
         kwargs = {**(info.model_args if info else {}), **kwargs}
         cfg = _verified_source(cfg, variant, cache_dir)
     kwargs = {**(defaults or {}), **kwargs}
@@ -218,5 +229,7 @@ def build_capsule_model(
     )
     described: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     described["first_conv"] = cfg.first_conv
+    if own_keys:
+        described["capszoo"] = own_keys
     described.pop("state_dict", None)  # the weights live in the model now, not in its description
     return model

@@ -16,13 +16,15 @@ import hashlib
 import json
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, weights_folders
+from capszoo.errors import WeightsError
 
 __all__ = [
     "HUB_ORG",
@@ -42,87 +44,14 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-#: Namespace on the Hugging Face Hub under which every checkpoint is (to be) published, as ``<HUB_ORG>/<name>.<tag>``.
-HUB_ORG = "capszoo"
-
 #: File name of the weights in a Hub repository, as timm and huggingface_hub have it.
 HUB_FILENAME = "model.safetensors"
-
-
-class WeightsError(RuntimeError):
-    """Weights are missing, damaged or do not fit; the message is one line and says what to do."""
-
-
-@dataclass(frozen=True)
-class WeightsInfo:
-    """A checkpoint's metadata file. ``raw`` holds the whole of it (recipe, metrics, seeds, …)."""
-
-    architecture: str
-    tag: str
-    sha256: str
-    num_classes: int
-    input_size: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    model_args: dict[str, Any] = field(default_factory=dict)
-    label_names: tuple[str, ...] | None = None
-    interpolation: str = "bilinear"
-    crop_pct: float = 1.0
-    license: str = "apache-2.0"
-    description: str | None = None
-    raw: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.architecture}.{self.tag}"
-
-    @property
-    def hub_id(self) -> str:
-        return f"{HUB_ORG}/{self.name}"
-
-    @classmethod
-    def from_json(cls, path: Path) -> WeightsInfo:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        try:
-            return cls(
-                architecture=raw["architecture"],
-                tag=raw["tag"],
-                sha256=raw["sha256"],
-                num_classes=int(raw["num_classes"]),
-                input_size=tuple(raw["input_size"]),
-                mean=tuple(raw["mean"]),
-                std=tuple(raw["std"]),
-                model_args=dict(raw.get("model_args", {})),
-                label_names=tuple(raw["label_names"]) if raw.get("label_names") else None,
-                interpolation=raw.get("interpolation", "bilinear"),
-                crop_pct=float(raw.get("crop_pct", 1.0)),
-                license=raw.get("license", "apache-2.0"),
-                description=raw.get("description"),
-                raw=raw,
-            )
-        except KeyError as e:
-            raise WeightsError(f"{path.name}: the metadata lacks the key {e}") from e
-
-
-def weights_folders() -> tuple[Path, ...]:
-    """Where weight files are looked for: inside the package, then ``weights-large/`` of a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    return package / "weights", package.parent / "weights-large"
 
 
 @lru_cache(maxsize=1)
 def bundled_tags() -> dict[str, WeightsInfo]:
     """Every checkpoint of the zoo by its full name ``<architecture>.<tag>``, in alphabetical order."""
-    found: dict[str, WeightsInfo] = {}
-    for folder in weights_folders():
-        for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-            info = WeightsInfo.from_json(path)
-            if path.stem != info.name:
-                raise WeightsError(
-                    f"{path.name}: the metadata inside is that of '{info.name}'; rename the file"
-                )
-            found.setdefault(info.name, info)
-    return dict(sorted(found.items()))
+    return read_metadata(weights_folders())
 
 
 def sha256_of(path: str | Path) -> str:

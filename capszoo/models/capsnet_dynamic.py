@@ -51,6 +51,8 @@ def _normalised(share: Tensor) -> Tensor:
 class DynamicCapsNetBase(CapsuleNet):
     """What both networks share: class capsules by dynamic routing, whose learned first logits do not decay."""
 
+    score_kind = "lengths"
+
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any
 

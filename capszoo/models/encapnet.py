@@ -95,6 +95,8 @@ class EncapNet(CapsuleNet):
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         head: Any
 
+    score_kind = "lengths"
+
     def __init__(
         self,
         num_classes: int = 10,

@@ -273,6 +273,11 @@ class IdpaNet(CapsuleNet):
         relative = share / even.sum(dim=-1).clamp(min=1e-12)
         return relative / relative.sum(dim=(2, 3), keepdim=True)
 
+    def covered_cells(self, x: Tensor) -> Tensor:
+        """Images to the positions of the primary grid that some window sees, ``[h, w]`` of bool."""
+        primary, activation = self._primary_capsules(self.forward_features(x[:1]))
+        return self.capsules.shares(primary, activation, even=True).sum(dim=-1)[0].sum(dim=0) > 0
+
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         return tuple(
             CouplingLayout(3 if isinstance(layer, ConvIDPA) else 1, "parents") for layer in self.capsules

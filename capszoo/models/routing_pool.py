@@ -297,6 +297,8 @@ class RoutingCapsResNet(CapsuleNet):
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any
 
+    score_kind = "lengths"
+
     def __init__(
         self,
         num_classes: int = 10,

@@ -53,6 +53,19 @@ def preprocess(path: str | Path, spec: dict[str, Any]) -> np.ndarray:
     return (pixels.astype(np.float32) / np.float32(255) - mean) / std
 
 
+def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:
+    """Scores ``[b, n]`` to numbers in 0..1, by the kind of score that preprocess.json names."""
+    if kind in ("logits", "log_probabilities"):
+        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return powers / powers.sum(axis=1, keepdims=True)
+    if kind == "label_logits":
+        return 1 / (1 + np.exp(-scores))
+    if kind == "label_lengths":
+        return scores.clip(0, 1)
+    positive = scores.clip(0, None)
+    return positive / positive.sum(axis=1, keepdims=True).clip(1e-12, None)
+
+
 class Classifier:
     """The model of a bundle in ONNX Runtime.
 
@@ -101,17 +114,26 @@ def main(arguments: list[str] | None = None) -> int:
             readable.append(results[-1])
         except (OSError, ValueError, SyntaxError) as error:
             results[-1]["error"] = f"{image}: cannot be read ({error})"
-    for entry, scores in zip(readable, classifier(inputs) if inputs else [], strict=True):
-        best = np.argsort(-scores, kind="stable")[: options.topk]
+    kind = classifier.spec.get("score_kind", "logits")
+    found = classifier(inputs).astype(np.float64) if inputs else np.zeros((0, len(classifier.labels)))
+    for entry, scores, shares in zip(readable, found, probabilities(found, kind), strict=True):
         entry["predictions"] = [
-            {"index": int(i), "label": classifier.labels[i], "score": float(scores[i])} for i in best
+            {
+                "index": int(i),
+                "label": classifier.labels[i],
+                "score": float(scores[i]),
+                "probability": float(shares[i]),
+            }
+            for i in np.argsort(-scores, kind="stable")[: options.topk]
         ]
     if options.json:
-        print(json.dumps({"results": results}, indent=1, ensure_ascii=False))
+        print(json.dumps({"score_kind": kind, "results": results}, indent=1, ensure_ascii=False))
     else:
         for entry in results:
             for scored in entry.get("predictions", ()):
-                print(f"{entry['image']}  {scored['label']}  {scored['score']:.4f}")
+                print(
+                    f"{entry['image']}  {scored['label']}  {scored['probability']:.4f}  ({scored['score']:.4f} {kind})"
+                )
     failed = [entry["error"] for entry in results if "error" in entry]
     for line in failed:
         print(f"error: {line}", file=sys.stderr)

@@ -20,6 +20,7 @@ from capszoo.models._pretrained import (
     locate_weights,
 )
 from capszoo.preprocess import ImageTransform
+from capszoo.scores import score_kind
 from capszoo.summary import iteration_attributes
 
 from .. import compare, unroll
@@ -64,8 +65,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return manifest
 
 
-def preprocessing(transform: ImageTransform, report: ExportReport) -> dict[str, Any]:
-    """What a client does to an image before the graph takes it."""
+def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportReport) -> dict[str, Any]:
+    """What a client does to an image before the graph takes it, and what the scores are."""
     smallest, usual, largest = report.batch
     return {
         "input": report.input_name,
@@ -83,6 +84,7 @@ def preprocessing(transform: ImageTransform, report: ExportReport) -> dict[str, 
         "std": list(transform.std),
         "normalisation_in_graph": report.input_dtype == "uint8",
         "batch": {"min": smallest, "usual": usual, "max": largest},
+        "score_kind": score_kind(model),
     }
 
 

@@ -135,7 +135,7 @@ def export_bundle(
             why = "not run: the format tensorrt was not asked for"
             report.gate.append(GateStep("TensorRT builds the engine", None, why))
         report.path = "model.onnx"
-        spec = preprocessing(transform, report)
+        spec = preprocessing(model, transform, report)
         _write_json(work / "preprocess.json", spec)
         (work / "labels.txt").write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")

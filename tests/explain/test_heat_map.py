@@ -6,13 +6,15 @@ import builtins
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from PIL import Image
 
+import capszoo
 from capszoo.errors import CapszooError, UsageError
-from capszoo.explain import explain, save_figure
+from capszoo.explain import Explanation, explain, save_figure
 from capszoo.preprocess import model_transform
 from tests.export.toys import ToyCaps
 
@@ -63,13 +65,69 @@ def test_tensor_and_picture_agree(model: ToyCaps, picture: Image.Image) -> None:
     assert torch.equal(explain(model, tensor).heat, explain(model, picture).heat)
 
 
-def test_heat_at_keeps_the_place(model: ToyCaps, picture: Image.Image) -> None:
+def test_heat_at_keeps_the_place_and_the_scale(model: ToyCaps, picture: Image.Image) -> None:
     explanation = explain(model, picture)
+    assert explanation.relative.mean().item() == pytest.approx(1, abs=1e-5)
     large = explanation.heat_at(40, 20)
-    assert large.shape == (40, 20) and large.min() == 0 and large.max() == 1
+    assert large.shape == (40, 20)
+    # nothing is stretched: the ends are those of the map itself
+    assert large.min().item() == pytest.approx(explanation.relative.min().item(), abs=1e-5)
+    assert large.max().item() == pytest.approx(explanation.relative.max().item(), abs=1e-5)
     row, column = divmod(int(explanation.heat.argmax()), 2)
     top, left = divmod(int(large.argmax()), 20)
     assert (top // 20, left // 10) == (row, column)
+
+
+def _flat(values: torch.Tensor, **more: Any) -> Explanation:
+    scores = torch.tensor([0.2, 0.8])
+    image = torch.full((1, 12, 12), 0.5)
+    return Explanation(values / values.sum(), image, scores, 1, 1, ("no", "yes"), **more)
+
+
+def test_noise_about_an_even_share_is_not_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    noise = torch.ones(6, 6) + 0.08 * torch.linspace(-1, 1, 36).view(6, 6)
+    even, rounding, strong = (
+        _flat(values) for values in (noise, 1 + 1e-7 * noise, torch.ones(6, 6) + 2 * torch.eye(6))
+    )
+    assert even.is_even and rounding.is_even and not strong.is_even
+    coloured = []
+    for number, explanation in enumerate((even, rounding, strong)):
+        path = save_figure(explanation, tmp_path / f"{number}.png")
+        with Image.open(path) as figure:
+            pixels = np.asarray(figure.convert("RGB")).astype(int)
+        coloured.append(int((pixels.max(axis=2) - pixels.min(axis=2) > 40).sum()))
+    assert coloured[0] == coloured[1] == 0 and coloured[2] > 1000
+
+
+def test_uncovered_cells_are_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    covered = torch.ones(4, 4, dtype=torch.bool)
+    covered[-1] = False
+    explanation = _flat(covered.float(), covered=covered)
+    assert explanation.relative[:3].allclose(torch.ones(3, 4)) and explanation.relative[3].isnan().all()
+    assert explanation.is_even  # what is covered is
+    assert explanation.heat_at(8, 8).isfinite().all()
+    whole = _flat(torch.ones(4, 4))
+    drawn = [
+        save_figure(one, tmp_path / f"{i}.png").read_bytes() for i, one in enumerate((explanation, whole))
+    ]
+    assert drawn[0] != drawn[1]  # hatched
+
+
+def test_the_strips_that_no_idpa_window_sees_are_uncovered() -> None:
+    model = capszoo.create_model("idpa_cnn", pretrained=True).eval()
+    found = explain(model, torch.zeros(1, 28, 28))
+    assert not found.covered.all() and found.covered.any()
+    assert (found.heat[~found.covered] == 0).all() and (found.heat[found.covered] > 0).all()
+    assert found.name == "idpa_cnn.mnist" and found.score_kind == "logits"
+
+
+@pytest.mark.parametrize("pool", ["avg", "max"])
+def test_pooling_without_routing_has_no_couplings_to_show(pool: str) -> None:
+    model = capszoo.create_model("cnn_routingpool", pool=pool, img_size=16)
+    with pytest.raises(CapszooError, match="has no routing"):
+        explain(model, torch.zeros(3, 16, 16))
 
 
 def test_without_decoder_there_is_no_reconstruction(picture: Image.Image) -> None:
@@ -101,9 +159,11 @@ def test_errors(model: ToyCaps, picture: Image.Image) -> None:
 @pytest.mark.parametrize("decoder", [False, True])
 def test_figure_has_its_panels(picture: Image.Image, tmp_path: Path, decoder: bool) -> None:
     pytest.importorskip("matplotlib")
-    path = save_figure(explain(ToyCaps(decoder=decoder), picture), tmp_path / "deep" / "heat.png")
+    found = explain(ToyCaps(decoder=decoder), picture)
+    path = save_figure(found, tmp_path / "deep" / "heat.png")
     with Image.open(path) as figure:
-        panels = figure.width / figure.height * 3.1 / 2.6
+        bar = 0.0 if found.is_even else 0.7  # inches
+        panels = (figure.width / figure.height * 3.1 - bar) / 2.6
         assert panels == pytest.approx(4 if decoder else 3, abs=0.1)
         colours = figure.convert("RGB").getcolors(maxcolors=figure.width * figure.height)
         assert colours is not None and len(colours) > 100  # something was drawn

@@ -158,6 +158,8 @@ def test_infer_without_torch_answers_as_predict(
         for a, b in zip(mine["predictions"], theirs["predictions"], strict=True):
             assert (a["index"], a["label"]) == (b["index"], b["label"])
             assert a["score"] == pytest.approx(b["score"], abs=2e-5)
+            assert a["probability"] == pytest.approx(b["probability"], abs=2e-5)
+    assert json.loads(done.stdout)["score_kind"] == "lengths"
     plain = run_infer(served[0], pictures[0], "--topk", 1)
     assert plain.stdout.split()[1] == "1"
 

@@ -1,0 +1,178 @@
+"""The zoo's models and checkpoints as plain data, for listings, completion and name checks without torch.
+
+``catalogue.json`` holds what is known of each architecture; ``make docs`` writes it from timm's registry, and a test
+compares the two. Checkpoints are read from their metadata files.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ._metadata import WeightsInfo, default_weights, read_metadata, weights_folders
+from ._suggest import unknown_name
+from .errors import CapszooError, UnknownModel, UsageError
+
+__all__ = [
+    "CATALOGUE",
+    "architectures",
+    "check_model_argument",
+    "check_recipe_argument",
+    "checkpoint_row",
+    "checkpoints",
+    "describe",
+    "list_rows",
+    "plain",
+    "recipe_names",
+    "weights_entry",
+]
+
+#: The generated file.
+CATALOGUE = Path(__file__).with_name("catalogue.json")
+
+
+@lru_cache(maxsize=1)
+def _entries() -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in json.loads(CATALOGUE.read_text(encoding="utf-8"))["models"]}
+
+
+def architectures() -> dict[str, dict[str, Any]]:
+    """Every architecture by its name: what ``capszoo info --json`` prints of it, but for its weights."""
+    return {name: entry for name, entry in _entries().items() if "." not in name}
+
+
+@lru_cache(maxsize=1)
+def checkpoints() -> dict[str, WeightsInfo]:
+    """Every checkpoint's metadata by its full name."""
+    return read_metadata(weights_folders())
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that the package brings."""
+    import capszoo.recipes
+
+    folders = (Path(folder) / "configs" for folder in capszoo.recipes.__path__)
+    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+
+
+def check_recipe_argument(name: str) -> None:
+    """Raise `UsageError` where a RECIPE argument is neither a file nor a recipe of the package."""
+    if Path(name).suffix in (".yaml", ".yml", ".json"):
+        if not Path(name).is_file():
+            raise UsageError(f"no recipe at {name}", "check the path, or give a recipe's name")
+    elif name not in recipe_names():
+        raise UsageError(unknown_name("recipe", name, recipe_names()))
+
+
+def check_model_argument(name: str) -> None:
+    """Raise where a MODEL argument cannot lead to a model, before anything is loaded.
+
+    Args:
+        name: a name, ``name.tag``, ``hf-hub:…``, ``local-dir:…``, a folder or a file.
+
+    Raises:
+        UnknownModel: neither a model of the zoo nor something on disk.
+        CapszooError: a path that does not exist.
+    """
+    path = Path(name.removeprefix("local-dir:"))
+    if name.startswith("hf-hub:") or path.is_dir() or path.suffix in (".safetensors", ".json"):
+        return
+    if "/" in name or name.startswith("local-dir:"):
+        raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
+    architecture, _, tag = name.partition(".")
+    if architecture not in architectures():
+        raise UnknownModel(unknown_name("model", name, [*architectures(), *checkpoints()]))
+    tags = [known for known in checkpoints() if known.startswith(f"{architecture}.")]
+    if tag and name not in tags:
+        have = (
+            f"it has {', '.join(tags)}" if tags else "it has none yet: leave the tag out, or train its recipe"
+        )
+        raise UnknownModel(f"no weights '{tag}' for {architecture}: {have}")
+
+
+def checkpoint_row(info: WeightsInfo) -> dict[str, Any]:
+    """What listings say of a checkpoint."""
+    return {
+        "name": info.name,
+        "description": plain(info.description or architectures()[info.architecture]["description"]),
+        "parameters": info.raw.get("num_params"),
+        "input_size": list(info.input_size),
+        "dataset": info.raw.get("dataset", {}).get("name"),
+        "top1": info.raw.get("metrics", {}).get("test", {}).get("top1"),
+    }
+
+
+def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]]:
+    """One row for each architecture, or for each checkpoint, sorted by name.
+
+    Args:
+        filter: part of a name or of a tag, or a shell pattern.
+        pretrained: checkpoints instead of architectures.
+    """
+    pattern = filter if any(c in filter for c in "*?[") else f"*{filter}*"
+    if pretrained:
+        return [
+            checkpoint_row(info) for name, info in checkpoints().items() if fnmatch.fnmatch(name, pattern)
+        ]
+    rows = []
+    for name, entry in architectures().items():
+        own = [info for info in checkpoints().values() if info.architecture == name]
+        own.sort(key=lambda info: info is not default_weights(checkpoints(), name))  # the default first
+        weights = [checkpoint_row(info) for info in own]
+        if not any(fnmatch.fnmatch(known, pattern) for known in (name, *(row["name"] for row in weights))):
+            continue
+        rows.append(
+            {
+                "name": name,
+                "description": plain(entry["description"]),
+                "parameters": entry["parameters"],
+                "input_size": entry["input_size"],
+                "paper_ids": entry["paper_ids"],
+                "default_tag": own[0].tag if own else None,
+                "tags": [row["name"].partition(".")[2] for row in weights],
+                "weights": [{key: row[key] for key in ("name", "dataset", "top1")} for row in weights],
+            }
+        )
+    return rows
+
+
+def describe(name: str) -> dict[str, Any] | None:
+    """What ``capszoo info --json`` prints of an architecture in its default configuration, or of a checkpoint.
+
+    None for what the generated file does not hold: folders, files, repositories, checkpoints added since.
+
+    Raises:
+        UnknownModel: no such name.
+    """
+    check_model_argument(name)
+    entry = _entries().get(name)
+    if entry is None:
+        return None
+    architecture, _, tag = name.partition(".")
+    weights = [
+        info for info in checkpoints().values() if info.architecture == architecture and tag in ("", info.tag)
+    ]
+    return {**entry, "weights": [weights_entry(info) for info in weights]}
+
+
+def weights_entry(info: WeightsInfo) -> dict[str, Any]:
+    """What ``capszoo info --json`` prints of a checkpoint."""
+    return {
+        "name": info.name,
+        "license": info.license,
+        "input_size": list(info.input_size),
+        "num_classes": info.num_classes,
+        "dataset": info.raw.get("dataset", {}).get("name"),
+        "metrics": info.raw.get("metrics", {}),
+        "sha256": info.sha256,
+        "score_kind": info.score_kind,
+        "default": default_weights(checkpoints(), info.architecture) == info,
+    }
+
+
+def plain(text: str) -> str:
+    """A docstring's line without its markup."""
+    return text.replace("``", "")

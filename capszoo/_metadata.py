@@ -1,0 +1,127 @@
+"""The metadata files beside the weights (``<architecture>.<tag>.json``), read without torch.
+
+A checkpoint exists because its metadata file does. The file states the architecture and its arguments, the input that
+the weights were trained for, the recipe, the measured accuracy and the sha256 of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import WeightsError
+from .scores import SCORE_KINDS, kind_for
+
+__all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "weights_folders"]
+
+#: Namespace on the Hugging Face Hub under which every checkpoint is (to be) published, as ``<HUB_ORG>/<name>.<tag>``.
+HUB_ORG = "capszoo"
+
+
+@dataclass(frozen=True)
+class WeightsInfo:
+    """A checkpoint's metadata file. ``raw`` holds the whole of it (recipe, metrics, seeds, …)."""
+
+    architecture: str
+    tag: str
+    sha256: str
+    num_classes: int
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    model_args: dict[str, Any] = field(default_factory=dict)
+    label_names: tuple[str, ...] | None = None
+    interpolation: str = "bilinear"
+    crop_pct: float = 1.0
+    license: str = "apache-2.0"
+    description: str | None = None
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.architecture}.{self.tag}"
+
+    @property
+    def hub_id(self) -> str:
+        return f"{HUB_ORG}/{self.name}"
+
+    @property
+    def canonical(self) -> bool:
+        """Whether a bare architecture name means these weights."""
+        return bool(self.raw.get("canonical"))
+
+    @property
+    def score_kind(self) -> str:
+        """What the scores are, see `capszoo.scores`; earlier metadata lack the key, their loss says it."""
+        stated = self.raw.get("score_kind")
+        if stated is None:
+            stated = kind_for(self.raw.get("recipe", {}).get("loss", {}).get("name", "cross_entropy"))
+        return str(stated) if stated in SCORE_KINDS else "logits"
+
+    @property
+    def own_keys(self) -> dict[str, Any]:
+        """What timm's configuration has no place for: a model's ``pretrained_cfg["capszoo"]``."""
+        return {"score_kind": self.score_kind}
+
+    @classmethod
+    def from_json(cls, path: Path) -> WeightsInfo:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            return cls(
+                architecture=raw["architecture"],
+                tag=raw["tag"],
+                sha256=raw["sha256"],
+                num_classes=int(raw["num_classes"]),
+                input_size=tuple(raw["input_size"]),
+                mean=tuple(raw["mean"]),
+                std=tuple(raw["std"]),
+                model_args=dict(raw.get("model_args", {})),
+                label_names=tuple(raw["label_names"]) if raw.get("label_names") else None,
+                interpolation=raw.get("interpolation", "bilinear"),
+                crop_pct=float(raw.get("crop_pct", 1.0)),
+                license=raw.get("license", "apache-2.0"),
+                description=raw.get("description"),
+                raw=raw,
+            )
+        except KeyError as e:
+            raise WeightsError(f"{path.name}: the metadata lacks the key {e}") from e
+
+
+def weights_folders() -> tuple[Path, ...]:
+    """Where weight files are looked for: inside the package, then ``weights-large/`` of a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / "weights", package.parent / "weights-large"
+
+
+def read_metadata(folders: Iterable[Path]) -> dict[str, WeightsInfo]:
+    """Every checkpoint whose metadata lie in ``folders``, by its full name, in alphabetical order.
+
+    Raises:
+        WeightsError: a file whose name is not that of its checkpoint, or that lacks a key.
+    """
+    found: dict[str, WeightsInfo] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+            info = WeightsInfo.from_json(path)
+            if path.stem != info.name:
+                raise WeightsError(
+                    f"{path.name}: the metadata inside is that of '{info.name}'; rename the file"
+                )
+            found.setdefault(info.name, info)
+    return dict(sorted(found.items()))
+
+
+def default_weights(known: Mapping[str, WeightsInfo], architecture: str) -> WeightsInfo | None:
+    """The checkpoint that a bare architecture name means: the canonical one, else the only one, else the first.
+
+    A test holds that an architecture with several checkpoints has one canonical one.
+
+    Args:
+        known: checkpoints by their full name.
+        architecture: registered name without a tag.
+    """
+    own = [info for info in known.values() if info.architecture == architecture]
+    return next((info for info in own if info.canonical), own[0] if own else None)

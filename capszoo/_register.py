@@ -1,0 +1,67 @@
+"""Registers the zoo's models with timm, without importing timm before somebody else does.
+
+``import timm, capszoo`` registers at once. After ``import capszoo`` alone, an import hook waits for timm: the models
+are registered when ``import timm`` ends. Importing :mod:`capszoo.models` registers them in any case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["register_with_timm"]
+
+_MODELS = f"{__package__}.models"
+
+
+def register_with_timm() -> None:
+    """Register now where timm is loaded, else as soon as it is."""
+    if "timm" in sys.modules:
+        importlib.import_module(_MODELS)
+    elif not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TimmFinder())
+
+
+class _TimmFinder(MetaPathFinder):
+    """Finds timm as the other finders do, and gives it a loader that registers our models after loading."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "timm":
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find and finder is not self else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _RegisteringLoader(spec.loader, self)
+                return spec
+        return None
+
+
+class _RegisteringLoader(Loader):
+    """timm's own loader, and our registration after it has run."""
+
+    def __init__(self, loader: Loader, finder: _TimmFinder) -> None:
+        self.loader, self.finder = loader, finder
+
+    def __getattr__(self, name: str) -> Any:  # get_source, is_package, … of the real one
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        if self.finder in sys.meta_path:
+            sys.meta_path.remove(self.finder)
+        importlib.import_module(_MODELS)

@@ -1,0 +1,146 @@
+"""A model in three lines: load it, classify, explain, export.
+
+>>> import capszoo
+>>> model = capszoo.load("idpa_resnet.cifar10")
+>>> model.predict("photo.jpg").label
+>>> model.explain("photo.jpg").save("heat.png")
+>>> model.export("model.onnx")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from torch import nn
+
+from .errors import UsageError
+from .explain import Explanation, explain
+from .inference import ImagePrediction, label_names, load_model, predict
+from .preprocess import ImageLike, as_image, is_image_like, model_input_size
+from .scores import score_kind
+
+__all__ = ["ExportedModel", "LoadedModel", "load"]
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """What :meth:`LoadedModel.export` wrote.
+
+    Attributes:
+        path: the ONNX file, or the folder of the bundle.
+        passed: whether every check that was run passed; nothing is written where one fails.
+        report: the export's full report, as ``capszoo export --json`` prints it.
+    """
+
+    path: Path
+    passed: bool
+    report: dict[str, Any]
+
+
+class LoadedModel:
+    """A model with its weights, ready for images.
+
+    Attributes:
+        name: as it was loaded.
+        net: the PyTorch module, in eval mode.
+        labels: names of the classes.
+        input_size: channels, height and width of the network's input, in pixels.
+        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
+    """
+
+    def __init__(self, name: str, net: nn.Module) -> None:
+        self.name, self.net = name, net.eval()
+        self.labels = label_names(net)
+        self.input_size = model_input_size(net)
+        self.score_kind = score_kind(net)
+
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.input_size))
+        return f"{type(self).__name__}({self.name!r}, input={size}, classes={len(self.labels)})"
+
+    @overload  # a path is an iterable of characters to the type checker, and one image here
+    def predict(  # type: ignore[overload-overlap]
+        self, images: ImageLike, topk: int = 5, batch_size: int = 32
+    ) -> ImagePrediction: ...
+    @overload
+    def predict(
+        self, images: Iterable[ImageLike], topk: int = 5, batch_size: int = 32
+    ) -> list[ImagePrediction]: ...
+    def predict(
+        self, images: ImageLike | Iterable[ImageLike], topk: int = 5, batch_size: int = 32
+    ) -> ImagePrediction | list[ImagePrediction]:
+        """Classify one image, or each of several.
+
+        Args:
+            images: a path, a PIL image or an array (``[h, w, c]`` uint8, or ``[c, h, w]`` float in 0..1); or an
+                iterable of such.
+            topk: classes per image.
+            batch_size: images per forward pass.
+
+        Returns:
+            One prediction for one image, a list for several. A file that cannot be read has its ``error`` set.
+
+        Raises:
+            UsageError: an array that is no image, or ``topk`` below 1.
+        """
+        found = predict(self.net, images, topk, batch_size)
+        return found[0] if is_image_like(images) else found
+
+    def explain(self, image: ImageLike, target: int | str | None = None) -> Explanation:
+        """From where in an image a class capsule was routed.
+
+        Args:
+            image: as for :meth:`predict`.
+            target: class (index or name) to follow; None for the predicted one.
+
+        Raises:
+            CapszooError: the file cannot be read, or the model has no couplings.
+            UsageError: no such class, or an array that is no image.
+        """
+        return explain(self.net, as_image(image), target, name=self.name)
+
+    def export(self, path: str | Path, **options: Any) -> ExportedModel:
+        """Write the model as an ONNX file, or as a bundle with everything that serving needs.
+
+        Args:
+            path: ``FILE.onnx``, or a folder for a bundle.
+            **options: of `capszoo.export.to_onnx.export`, or of `capszoo.export.bundle.export_bundle` for a folder:
+                ``precision``, ``batch``, ``opset``, ``routing_iters``, …
+
+        Raises:
+            CapszooError: a library is missing, or a check failed; nothing is written then.
+        """
+        from .export import bundle, to_onnx
+
+        path = Path(path)
+        if path.suffix not in ("", ".onnx"):
+            raise UsageError(f"{path} is no .onnx file", "give a name such as model.onnx, or a folder")
+        device = next(self.net.parameters()).device
+        try:
+            net = self.net.cpu()
+            if path.suffix:
+                written = to_onnx.export(net, path, name=Path(self.name).name, **options)
+                return ExportedModel(path, written.passed, written.to_dict())
+            manifest = bundle.export_bundle(net, path, source=self.name, name=Path(self.name).name, **options)
+        finally:
+            self.net.to(device)
+        return ExportedModel(path, all(step["passed"] is not False for step in manifest["gates"]), manifest)
+
+
+def load(name: str, device: str | None = None, **kwargs: Any) -> LoadedModel:
+    """Load a model with its weights.
+
+    Args:
+        name: ``name.tag`` or ``name`` of the zoo, ``hf-hub:org/repo``, the folder of a training run, or a
+            ``.safetensors`` file.
+        device: where it computes; None is CUDA where there is one, else the CPU.
+        **kwargs: as for :func:`capszoo.create_model`, such as ``routing_iters``.
+
+    Raises:
+        UnknownModel: no such name.
+        CapszooError: no weights exist, or nothing there that could be loaded.
+    """
+    return LoadedModel(name, load_model(name, device=device, **kwargs))

@@ -1,0 +1,67 @@
+"""What class scores mean, and how they become probabilities.
+
+A model's scores are whatever its loss was written for: logits, capsule lengths, EM activations. Their argmax is the
+prediction in every case; as numbers they say something only together with their kind. The kind stands in the metadata
+of the weights (``score_kind``), and :func:`probabilities` turns scores of any kind into numbers between 0 and 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["SCORE_KINDS", "kind_for", "probabilities", "score_kind"]
+
+#: Kind of score -> how it becomes a probability, in words.
+SCORE_KINDS = {
+    "logits": "softmax over the classes",
+    "log_probabilities": "softmax over the classes",
+    "lengths": "capsule length, divided by the sum over the classes",
+    "activations": "capsule activation, divided by the sum over the classes",
+    "label_logits": "sigmoid, each class on its own (an image may have several)",
+    "label_lengths": "capsule length itself, each class on its own (an image may have several)",
+}
+
+
+def kind_for(loss: str, single_label: bool = True) -> str:
+    """Kind of the scores of a network trained with a loss.
+
+    Args:
+        loss: name of a recipe's loss.
+        single_label: whether each image has one class.
+    """
+    if loss == "margin":
+        return "lengths" if single_label else "label_lengths"
+    if loss == "spread":
+        return "activations" if single_label else "label_lengths"
+    return "logits" if single_label and loss != "bce" else "label_logits"
+
+
+def score_kind(model: Any) -> str:
+    """Kind of a model's scores: that of its weights' metadata, else what its architecture gives."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    stated = (cfg.get("capszoo") or {}).get("score_kind")
+    kind = stated or getattr(model, "score_kind", None)
+    return str(kind) if kind in SCORE_KINDS else "logits"
+
+
+def probabilities(scores: Tensor, kind: str) -> Tensor:
+    """Scores ``[..., n]`` of a kind to numbers in 0..1; they sum to 1 where an image has one class.
+
+    Normalised capsule lengths order classes and compare images; they are no calibrated frequencies of being right.
+
+    Raises:
+        KeyError: a kind that is none of `SCORE_KINDS`.
+    """
+    if kind in ("logits", "log_probabilities"):
+        return scores.softmax(dim=-1)
+    if kind == "label_logits":
+        return scores.sigmoid()
+    if kind == "label_lengths":
+        return scores.clamp(0, 1)
+    if kind not in SCORE_KINDS:
+        raise KeyError(kind)
+    positive = scores.clamp_min(0)
+    return positive / positive.sum(dim=-1, keepdim=True).clamp_min(1e-12)

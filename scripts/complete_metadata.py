@@ -1,0 +1,32 @@
+"""Adds to the bundled weights' metadata the keys that came after them: ``python scripts/complete_metadata.py``.
+
+``canonical`` (which weights a bare name means) and what `capszoo.recipes.weights.reading_keys` derives from the recipe
+and the data set. Keys that are there stay as they are, but for ``canonical``, which is decided anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
+
+from capszoo.data import dataset_spec  # noqa: E402
+from capszoo.models._pretrained import bundled_tags, weights_folders  # noqa: E402
+from capszoo.recipes.weights import amend_metadata, canonical_keys, reading_keys  # noqa: E402
+
+
+def main() -> int:
+    known = bundled_tags()
+    for name, canonical in canonical_keys(known).items():
+        raw = known[name].raw
+        derived = reading_keys(dataset_spec(raw["dataset"]["name"]), raw["recipe"]["loss"]["name"])
+        missing = {key: value for key, value in derived.items() if key not in raw}
+        if missing or raw.get("canonical") is not canonical:
+            amend_metadata(weights_folders()[0] / f"{name}.json", canonical=canonical, **missing)
+            print(f"{name}: {', '.join(['canonical', *missing])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

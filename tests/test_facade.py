@@ -1,0 +1,118 @@
+"""`capszoo.load`, and the images that it takes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import capszoo
+from capszoo.errors import CapszooError, UsageError
+from capszoo.inference import predict
+from capszoo.preprocess import as_image
+
+DIGITS = Path(capszoo.__file__).parent / "assets"
+DIGIT = DIGITS / "digit_3.png"
+
+
+@pytest.fixture(scope="module")
+def model() -> capszoo.LoadedModel:
+    return capszoo.load("resnet20_routingcaps", device="cpu")
+
+
+def test_a_bare_name_reads_the_project_s_own_digits(model: capszoo.LoadedModel) -> None:
+    found = model.predict(sorted(DIGITS.glob("digit_*.png")))
+    assert [one.label for one in found] == list("0123456789")
+    assert all(one.probability == one.top[0].probability and 0.3 < one.probability < 1 for one in found)
+
+
+def test_every_way_to_give_an_image(model: capszoo.LoadedModel) -> None:
+    picture = Image.open(DIGIT)
+    grey = np.asarray(picture)
+    expected = model.predict(DIGIT)
+    assert isinstance(expected, capszoo.ImagePrediction) and expected.label == "3"
+    ways = (
+        str(DIGIT),
+        picture,
+        grey,
+        grey[..., None],
+        np.repeat(grey[..., None], 3, axis=2),
+        (grey / 255)[None].astype(np.float32),
+        torch.from_numpy(grey[None] / 255.0),
+        torch.from_numpy(grey[None] / 255.0).expand(3, -1, -1),
+        torch.from_numpy(grey.copy())[..., None],
+    )
+    for image in ways:
+        found = model.predict(image)
+        assert isinstance(found, capszoo.ImagePrediction)
+        assert [s.index for s in found.top] == [s.index for s in expected.top]
+        assert found.top[0].score == pytest.approx(expected.top[0].score, abs=1e-5)
+    many = model.predict(list(ways))
+    assert isinstance(many, list) and [one.label for one in many] == ["3"] * len(ways)
+    # the function takes the same, and gives a list
+    assert [one.label for one in predict(model.net, str(DIGIT))] == ["3"]
+    assert [one.label for one in predict(model.net, picture)] == ["3"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros((28, 28), np.float32),
+        np.zeros((28, 28, 1), np.int64),
+        np.zeros((28, 28, 2), np.uint8),
+        np.zeros((4, 28, 28, 3), np.uint8),
+        np.full((1, 28, 28), 1.5, np.float32),
+        np.full((1, 28, 28), -0.1, np.float32),
+        np.full((1, 28, 28), np.nan, np.float32),
+        np.zeros((28, 28, 3), np.float32),  # channels come first in floats
+        np.zeros((0, 28, 1), np.uint8),
+        torch.zeros(2, 1, 28, 28),
+    ],
+)
+def test_arrays_that_are_no_image(model: capszoo.LoadedModel, wrong: object) -> None:
+    with pytest.raises(UsageError, match="arrays are"):
+        model.predict(wrong)  # type: ignore[call-overload]
+
+
+def test_what_is_no_image_at_all(model: capszoo.LoadedModel) -> None:
+    with pytest.raises(UsageError, match="int is no image"):
+        model.predict([3])  # type: ignore[list-item]
+    found = model.predict("nosuch.png")
+    assert "no such file" in found.error
+    with pytest.raises(CapszooError, match="no such file"):
+        _ = found.label
+
+
+def test_transparency_survives_an_array() -> None:
+    rgba = np.zeros((5, 4, 4), np.uint8)
+    assert as_image(rgba).mode == "RGBA" and as_image(rgba).size == (4, 5)
+
+
+def test_explain(model: capszoo.LoadedModel, tmp_path: Path) -> None:
+    found = model.explain(DIGIT)
+    assert found.labels[found.predicted] == "3" and found.name == "resnet20_routingcaps"
+    assert torch.equal(found.heat, model.explain(np.asarray(Image.open(DIGIT))).heat)
+    pytest.importorskip("matplotlib")
+    assert found.save(tmp_path / "heat.png").stat().st_size > 1000
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="needs capszoo[export]")
+def test_export(model: capszoo.LoadedModel, tmp_path: Path) -> None:
+    written = model.export(tmp_path / "m.onnx", gate="quick", batch=1)
+    assert isinstance(written, capszoo.ExportedModel)
+    assert written.passed and written.path.is_file() and written.report["opset"] == 20
+    folder = model.export(tmp_path / "bundle", gate="quick", batch=1)
+    assert folder.passed and (folder.path / "infer.py").is_file() and folder.report["labels"] == model.labels
+    with pytest.raises(UsageError, match="no .onnx file"):
+        model.export(tmp_path / "m.pt")
+
+
+def test_options_and_what_it_says_of_itself() -> None:
+    once = capszoo.load("resnet20_routingcaps.mnist", device="cpu", routing_iters=1)
+    assert repr(once) == "LoadedModel('resnet20_routingcaps.mnist', input=1x28x28, classes=10)"
+    with pytest.raises(capszoo.UnknownModel, match="did you mean"):
+        capszoo.load("resnet20_routingcap")

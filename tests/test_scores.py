@@ -1,0 +1,119 @@
+"""Kinds of scores, their probabilities, and which weights a bare name means."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import capszoo
+from capszoo._metadata import default_weights
+from capszoo.models._pretrained import bundled_tags
+from capszoo.recipes.weights import canonical_keys, reading_keys
+from capszoo.scores import SCORE_KINDS, kind_for, probabilities, score_kind
+from tests.support import load_script
+
+#: What a bare architecture name loads with `pretrained=True`.
+DEFAULT_TAGS = {
+    "capsnet_dynamic": "mnist",
+    "capsnet_em_norb_small": "mnist",
+    "cnn_routingpool": "fashion_mnist",
+    "encapnet6_master": "mnist",
+    "idpa_cnn": "mnist",
+    "idpa_resnet": "cifar10",
+    "resnet20_routingcaps": "mnist",
+    "resnet20_routingpool": "cifar10",
+    "resnet32_routingpool": "cifar10",
+}
+
+
+def test_default_tags() -> None:
+    known = bundled_tags()
+    for architecture in {info.architecture for info in known.values()}:
+        canonical = [
+            info.tag for info in known.values() if info.architecture == architecture and info.canonical
+        ]
+        assert len(canonical) == 1, f"{architecture}: run scripts/complete_metadata.py"
+        found = default_weights(known, architecture)
+        assert found is not None and found.tag == canonical[0]
+        if architecture in DEFAULT_TAGS:
+            assert found.tag == DEFAULT_TAGS[architecture]
+
+
+@pytest.mark.parametrize(("architecture", "tag"), [*DEFAULT_TAGS.items()])
+def test_a_bare_name_loads_its_default_tag(architecture: str, tag: str) -> None:
+    model = capszoo.create_model(architecture, pretrained=True)
+    assert model.pretrained_cfg["tag"] == tag
+    info = bundled_tags()[f"{architecture}.{tag}"]
+    assert tuple(model.pretrained_cfg["input_size"]) == info.input_size
+    assert score_kind(model) == info.score_kind
+
+
+def test_the_metadata_are_complete() -> None:
+    """What scripts/complete_metadata.py would write stands there."""
+    known = bundled_tags()
+    assert canonical_keys(known) == {name: info.canonical for name, info in known.items()}
+    from capszoo.data import dataset_spec
+
+    for name, info in known.items():
+        raw = info.raw
+        derived = reading_keys(dataset_spec(raw["dataset"]["name"]), raw["recipe"]["loss"]["name"])
+        assert {key: raw[key] for key in derived} == json.loads(json.dumps(derived)), name
+
+
+def test_canonical_is_kept_and_given_to_plain_sets_first() -> None:
+    known = bundled_tags()
+    mine = {n: i for n, i in known.items() if i.architecture == "resnet20_routingcaps"}
+    from dataclasses import replace
+
+    undecided = {n: replace(i, raw={**i.raw, "canonical": False}) for n, i in mine.items()}
+    assert [n for n, yes in canonical_keys(undecided).items() if yes] == ["resnet20_routingcaps.mnist"]
+    name = "resnet20_routingcaps.affnist"
+    undecided[name] = replace(mine[name], raw={**mine[name].raw, "canonical": True})
+    assert [n for n, yes in canonical_keys(undecided).items() if yes] == [name]
+
+
+def test_kinds() -> None:
+    assert kind_for("margin") == "lengths" and kind_for("margin", single_label=False) == "label_lengths"
+    assert kind_for("cross_entropy") == "logits" and kind_for("bce", single_label=False) == "label_logits"
+    assert kind_for("spread") == "activations"
+    assert score_kind(capszoo.create_model("capsnet_dynamic", device="meta")) == "lengths"
+    assert score_kind(capszoo.create_model("idpa_resnet", device="meta")) == "logits"
+    assert score_kind(capszoo.create_model("capsnet_em", device="meta")) in ("logits", "activations")
+
+
+SCORES = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("kind", [*SCORE_KINDS])
+def test_probabilities_are_those_of_infer_py(kind: str, root: Path) -> None:
+    found = probabilities(SCORES, kind)
+    infer = load_script(root / "export" / "infer.py")
+    np.testing.assert_allclose(infer.probabilities(SCORES.numpy(), kind), found.numpy(), atol=1e-6)
+    assert bool(((found >= 0) & (found <= 1)).all()) and bool(found.isfinite().all())
+    assert found[0].argmax() == 0
+    if not kind.startswith("label"):
+        assert found[0].sum() == pytest.approx(1, abs=1e-6)
+
+
+def test_probabilities_by_hand() -> None:
+    assert probabilities(SCORES, "logits")[1].tolist() == pytest.approx([1 / 3] * 3)
+    assert probabilities(SCORES, "lengths")[0].tolist() == pytest.approx([0.8, 0, 0.2])
+    assert probabilities(SCORES, "label_logits")[1].tolist() == [0.5] * 3
+    assert probabilities(SCORES, "label_lengths")[0].tolist() == [1, 0, 0.5]
+    with pytest.raises(KeyError):
+        probabilities(SCORES, "nosuch")
+
+
+def test_a_local_repository_keeps_the_kind(tmp_path: Path) -> None:
+    if importlib.util.find_spec("yaml") is None:
+        pytest.skip("needs capszoo[train]")
+    from capszoo.inference import load_model
+    from capszoo.recipes.publish import stage
+
+    stage("resnet20_routingcaps.multimnist", "me/x", tmp_path)
+    assert score_kind(load_model(str(tmp_path), device="cpu")) == "label_lengths"

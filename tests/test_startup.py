@@ -1,0 +1,141 @@
+"""What starts without torch, how names of the package are resolved, and that timm knows our models in either order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import capszoo
+from tests.support import load_script
+
+HEAVY = (
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "pydantic_settings",
+    "matplotlib",
+    "onnxruntime",
+    "huggingface_hub",
+)
+
+
+def _python(root: Path, code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+#: Runs the command line, then prints which of the heavy libraries it has loaded.
+_RUN = f"""
+import sys
+from capszoo.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+print("loaded:", *(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--help", "Usage: capszoo"),
+        ("--version", capszoo.__version__),
+        ("list", "resnet20_routingcaps"),
+        ("list mnist --pretrained --json", "resnet20_routingcaps.mnist"),
+        ("info idpa_resnet", "multiply-adds"),
+        ("info idpa_resnet.cifar10 --json", "multiply_adds"),
+        ("export --help", "--opset"),
+        ("nosuch", "No such command"),
+        ("list --nosuch", "No such option"),
+        ("info idpa_resnt", "did you mean 'idpa_resnet'"),
+        ("predict idpa_resnt x.png", "did you mean 'idpa_resnet'"),
+        ("predict idpa_resnet nosuch.png", "nosuch.png: no such file"),
+        ("explain idpa_resnt x.png", "did you mean 'idpa_resnet'"),
+        ("eval idpa_resnet.cifar", "no weights 'cifar' for idpa_resnet"),
+        ("export idpa_resnt --out x.onnx", "did you mean 'idpa_resnet'"),
+        ("train idpa_resnet.cifar1", "did you mean 'idpa_resnet.cifar10'"),
+    ],
+)
+def test_no_torch_where_nothing_is_computed(root: Path, line: str, expected: str) -> None:
+    done = _python(root, _RUN, *line.split())
+    assert expected in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1].strip() == "loaded:", done.stderr
+
+
+def test_completion_needs_no_torch(root: Path) -> None:
+    code = f"import sys; sys.argv[0] = 'capszoo'{_RUN}"
+    for words, expected in (
+        ("capszoo predict idpa_", "idpa_resnet.cifar10"),
+        ("capszoo train idpa_resnet.", "idpa_resnet.cifar10"),
+    ):
+        environment = load_script(root / "benchmarks" / "startup.py").completion_environment(words)
+        done = _python(root, code, **environment)
+        assert expected in done.stdout.split(), done.stdout + done.stderr
+        assert done.stderr.splitlines()[-1].strip() == "loaded:", done.stderr
+
+
+def test_import_loads_nothing_heavy(root: Path) -> None:
+    code = f"import sys, capszoo; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert _python(root, code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import timm, capszoo",
+        "import capszoo, timm",
+        "import capszoo.models, timm",
+        "import capszoo; from timm.models import is_model; import timm",
+        "import capszoo, importlib.util; importlib.util.find_spec('timm'); import timm",
+        "from capszoo import *; import timm",
+    ],
+)
+def test_timm_knows_our_models_in_either_order(root: Path, first: str) -> None:
+    code = f"{first}\nprint(timm.is_model('idpa_resnet'), timm.create_model('cnn_sabour', device='meta').num_classes)"
+    done = _python(root, code)
+    assert done.stdout.strip() == "True 10", done.stderr
+
+
+def test_the_hook_leaves_timm_as_it_is(root: Path) -> None:
+    code = (
+        "import capszoo, sys, timm, inspect\n"
+        "assert 'find_spec' in dir(timm.__spec__.loader) or 'SourceFileLoader' in repr(timm.__loader__)\n"
+        "assert timm.__spec__.loader is timm.__loader__ and inspect.getsource(timm)\n"
+        "assert not [f for f in sys.meta_path if type(f).__module__.startswith('capszoo')]\n"
+    )
+    done = _python(root, code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there(root: Path) -> None:
+    code = (
+        "import capszoo\n"
+        "for name in capszoo.__all__: assert getattr(capszoo, name) is not None and name in dir(capszoo), name\n"
+        "assert capszoo.models.CapsuleNet is capszoo.CapsuleNet and capszoo.layers\n"
+        "from capszoo._api import UnknownModel; assert UnknownModel is capszoo.UnknownModel\n"
+        "try: capszoo.nosuch\n"
+        "except AttributeError as error: assert 'nosuch' in str(error)\n"
+        "else: raise AssertionError\n"
+    )
+    done = _python(root, code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_catalogue_is_the_registry(root: Path) -> None:
+    """Cheap part of what `make docs --check` compares in full."""
+    entries = json.loads((root / "capszoo" / "catalogue.json").read_text(encoding="utf-8"))["models"]
+    assert [entry["name"] for entry in entries] == [*capszoo.list_models(), *capszoo.list_pretrained()]
