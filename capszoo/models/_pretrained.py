@@ -13,7 +13,6 @@ repository of the Hub against the one in its ``config.json``.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ._metadata import ModelConfig, WeightsError, check_model_args, checked_value, read_json_object
 
 __all__ = [
     "HUB_ORG",
@@ -35,6 +36,7 @@ __all__ = [
     "hub_config",
     "is_hub_error",
     "load_safetensors",
+    "local_weights",
     "locate_weights",
     "sha256_of",
     "weights_folders",
@@ -47,10 +49,6 @@ HUB_ORG = "capszoo"
 
 #: File name of the weights in a Hub repository, as timm and huggingface_hub have it.
 HUB_FILENAME = "model.safetensors"
-
-
-class WeightsError(RuntimeError):
-    """Weights are missing, damaged or do not fit; the message is one line and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -82,26 +80,31 @@ class WeightsInfo:
 
     @classmethod
     def from_json(cls, path: Path) -> WeightsInfo:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        try:
-            return cls(
-                architecture=raw["architecture"],
-                tag=raw["tag"],
-                sha256=raw["sha256"],
-                num_classes=int(raw["num_classes"]),
-                input_size=tuple(raw["input_size"]),
-                mean=tuple(raw["mean"]),
-                std=tuple(raw["std"]),
-                model_args=dict(raw.get("model_args", {})),
-                label_names=tuple(raw["label_names"]) if raw.get("label_names") else None,
-                interpolation=raw.get("interpolation", "bilinear"),
-                crop_pct=float(raw.get("crop_pct", 1.0)),
-                license=raw.get("license", "apache-2.0"),
-                description=raw.get("description"),
-                raw=raw,
-            )
-        except KeyError as e:
-            raise WeightsError(f"{path.name}: the metadata lacks the key {e}") from e
+        """Read a checkpoint's metadata.
+
+        Raises:
+            WeightsError: not readable, or a value that makes no sense; the message names the file and the key.
+        """
+        raw, where = read_json_object(path), str(path)
+        for key in ("recipe", "dataset", "metrics", "history", "versions", "per_class"):
+            if not isinstance(raw.get(key, {}), (dict, type(None))):
+                raise WeightsError(f"{where}: {key} must be an object")
+        return cls(
+            architecture=checked_value(raw, "architecture", where),
+            tag=checked_value(raw, "tag", where),
+            sha256=checked_value(raw, "sha256", where),
+            num_classes=checked_value(raw, "num_classes", where),
+            input_size=checked_value(raw, "input_size", where),
+            mean=checked_value(raw, "mean", where),
+            std=checked_value(raw, "std", where),
+            model_args=check_model_args(raw.get("model_args"), where),
+            label_names=checked_value(raw, "label_names", where, default=None),
+            interpolation=checked_value(raw, "interpolation", where, default="bilinear"),
+            crop_pct=checked_value(raw, "crop_pct", where, default=1.0),
+            license=checked_value(raw, "license", where, default="apache-2.0"),
+            description=checked_value(raw, "description", where, default=None),
+            raw=raw,
+        )
 
 
 def weights_folders() -> tuple[Path, ...]:
@@ -112,16 +115,23 @@ def weights_folders() -> tuple[Path, ...]:
 
 @lru_cache(maxsize=1)
 def bundled_tags() -> dict[str, WeightsInfo]:
-    """Every checkpoint of the zoo by its full name ``<architecture>.<tag>``, in alphabetical order."""
+    """Every checkpoint of the zoo by its full name ``<architecture>.<tag>``, in alphabetical order.
+
+    One whose metadata are damaged is left out, and a warning says so: the others do not depend on it.
+    """
     found: dict[str, WeightsInfo] = {}
     for folder in weights_folders():
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-            info = WeightsInfo.from_json(path)
-            if path.stem != info.name:
-                raise WeightsError(
-                    f"{path.name}: the metadata inside is that of '{info.name}'; rename the file"
-                )
-            found.setdefault(info.name, info)
+            try:
+                info = WeightsInfo.from_json(path)
+                if path.stem != info.name:
+                    raise WeightsError(
+                        f"{path}: the metadata inside is that of '{info.name}'; rename the file"
+                    )
+            except WeightsError as e:
+                _logger.warning("left out: %s", e)
+            else:
+                found.setdefault(info.name, info)
     return dict(sorted(found.items()))
 
 
@@ -175,6 +185,25 @@ def checked_pair(path: str | Path) -> tuple[Path, WeightsInfo]:
     return weights, info
 
 
+def local_weights(folder: str | Path) -> tuple[Path, str | None]:
+    """``model.safetensors`` of a folder in the Hub's layout, and the sha256 that its ``config.json`` states.
+
+    Raises:
+        WeightsError: one of the files is missing, or they do not belong together.
+    """
+    path = Path(folder) / HUB_FILENAME
+    if not path.is_file():
+        raise WeightsError(
+            f"{folder}: no {HUB_FILENAME} in this folder, and nothing else is loaded: name another folder"
+        )
+    stated = ModelConfig.read(path.parent / "config.json").sha256
+    if stated and sha256_of(path) != stated:
+        raise WeightsError(
+            f"{path}: sha256 differs from its config.json's: the file is damaged or another one"
+        )
+    return path, stated
+
+
 def is_hub_error(error: BaseException) -> bool:
     """Whether the Hub, the network or the disk is at fault: one of their exceptions, or one raised from such."""
     from huggingface_hub.errors import HFValidationError
@@ -188,13 +217,37 @@ def is_hub_error(error: BaseException) -> bool:
     return False
 
 
-def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> dict[str, Any]:
-    """The ``config.json`` of a repository that has been fetched already (by timm); empty where there is none."""
-    from huggingface_hub import try_to_load_from_cache
+def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig:
+    """The ``config.json`` of a repository of the Hub; one that is damaged in the client's cache is fetched anew.
+
+    Raises:
+        WeightsError: what the Hub gives is no configuration of a model.
+        Exception: of the Hub's client, see :func:`is_hub_error`.
+    """
+    from huggingface_hub import hf_hub_download
 
     name, _, revision = repo_id.partition("@")
-    path = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision or None)
-    return json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else {}
+
+    def fetch(anew: bool) -> Path:
+        return Path(
+            hf_hub_download(
+                name, "config.json", revision=revision or None, cache_dir=cache_dir, force_download=anew
+            )
+        )
+
+    path = fetch(False)
+    try:
+        return ModelConfig.read(path, f"{name}: config.json")
+    except WeightsError:
+        _remove_cached(path)
+    return ModelConfig.read(fetch(True), f"{name}: config.json")
+
+
+def _remove_cached(path: Path) -> None:
+    """Take a file out of the Hub client's cache: the link of the snapshot, and the blob that it leads to."""
+    for file in (path.resolve(), path):
+        with suppress(OSError):
+            file.unlink()
 
 
 def download_weights(
@@ -211,7 +264,7 @@ def download_weights(
     Args:
         repo_id: ``user/repository``, with ``@revision`` where it is not the newest.
         cache_dir: of the Hub's client, if not its own.
-        sha256: what the file must have; None takes that of the repository's ``config.json``.
+        sha256: what the file must have; None takes that of the repository's ``config.json``, "" checks nothing.
         local_name: name under which the file may also lie in a folder of ``weights_folders``, for the message.
 
     Raises:
@@ -238,11 +291,10 @@ def download_weights(
             f"no weights of {name} on this machine, and the Hub does not give {HUB_FILENAME} ({reason}): "
             f"go online for https://huggingface.co/{name}{by_hand}, or use a name of capszoo.list_pretrained()"
         ) from e
-    expected, actual = sha256 or hub_config(repo_id, cache_dir).get("sha256"), sha256_of(path)
+    expected = hub_config(repo_id, cache_dir).sha256 if sha256 is None else sha256
+    actual = sha256_of(path)
     if expected and actual != expected:
-        for file in (path.resolve(), path):  # the link of the snapshot, and the blob that it leads to
-            with suppress(OSError):
-                file.unlink()
+        _remove_cached(path)
         raise WeightsError(
             f"{name}: the sha256 of {HUB_FILENAME} is {actual[:12]}…, not {expected[:12]}…: damaged on its way, or "
             "another file; it has been removed from the cache, so try again"
@@ -254,7 +306,7 @@ def load_safetensors(path: str | Path) -> dict[str, Tensor]:
     """Read a safetensors file; half-precision storage comes back as float32.
 
     Raises:
-        WeightsError: not a safetensors file, or a damaged one.
+        WeightsError: not a safetensors file, a damaged one, one without tensors, or NaN or infinity in a tensor.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -265,6 +317,11 @@ def load_safetensors(path: str | Path) -> dict[str, Tensor]:
         state = load_file(str(path))
     except (SafetensorError, OSError, ValueError) as e:
         raise WeightsError(f"{path}: not a readable safetensors file ({e})") from e
+    if not state:  # timm takes an empty dictionary for none, and would look for other weights
+        raise WeightsError(f"{path}: holds no tensors: it is not the weights of a model")
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            raise WeightsError(f"{path}: the tensor {name} holds NaN or infinity: the weights are damaged")
     return {k: v.float() if v.dtype in (torch.float16, torch.bfloat16) else v for k, v in state.items()}
 
 
