@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from ._api import UnknownModel, create_model, default_device, list_models, list_pretrained
 from ._suggest import unknown_name
 from .errors import CapszooError, UsageError
+from .images import open_image
 from .models._builder import NO_SOURCE
 from .models._metadata import WeightsError, check_demand, fitting
 from .models._pretrained import WeightsInfo, checked_pair, is_hub_error, load_safetensors
-from .preprocess import ImageTransform, load_image, model_transform
+from .preprocess import ImageTransform, model_transform
 
 __all__ = [
     "ImagePrediction",
@@ -216,11 +217,11 @@ def _predict_chunk(
     errors: dict[int, str] = {}
     for i, file in enumerate(files):
         try:
-            image = load_image(file)
+            image = open_image(file)
+            tensors.append(transform(image))
         except CapszooError as e:
             errors[i] = str(e)
         else:
-            tensors.append(transform(image))
             sizes.append(image.size)
     found: Iterator[tuple[list[float], list[int], tuple[int, int]]] = iter(())
     if tensors:
