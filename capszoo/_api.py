@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from timm.models import (
     get_pretrained_cfg,
     is_model,
-    load_model_config_from_hf,
     model_entrypoint,
     parse_model_name,
     split_model_name_tag,
@@ -23,7 +22,16 @@ from torch import nn
 from ._suggest import unknown_name
 from .errors import UnknownArgument, UnknownModel, WeightsError
 from .models import MODULES
-from .models._pretrained import WeightsInfo, bundled_tags, download_weights, load_safetensors
+from .models._builder import stranger_cfg, trusted_tag
+from .models._metadata import ModelConfig, check_demand, fitting
+from .models._pretrained import (
+    WeightsInfo,
+    bundled_tags,
+    download_weights,
+    hub_config,
+    load_safetensors,
+    local_weights,
+)
 
 __all__ = [
     "ModelInfo",
@@ -72,22 +80,43 @@ def _check_name(name: str) -> None:
         raise UnknownModel(f"no weights '{tag}' for {architecture}: {have}")
 
 
-def _safetensors_alone(
-    source: str, target: str, overlay: dict[str, Any] | None, cache_dir: Any
-) -> dict[str, Any]:
-    """What makes timm take its own architecture's weights from ``model.safetensors``: it would load a pickle, too."""
+def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """Create what a ``config.json`` describes, of a repository of the Hub or of a folder.
+
+    timm reads such files, too, but would follow every source of weights that they name. Here they describe the model
+    (see :mod:`capszoo.models._metadata`), and weights come from ``model.safetensors`` beside them alone.
+    """
+    cache_dir = kwargs.get("cache_dir")
     if source == "hf-hub":
-        _, architecture, _ = load_model_config_from_hf(target, cache_dir=cache_dir)
-        path = None if architecture in list_models() else download_weights(target, cache_dir)
+        config = hub_config(target, cache_dir)
     else:
-        config = Path(target) / "config.json"
-        if not config.is_file():
+        path = Path(target) / "config.json"
+        if not path.is_file():
             raise WeightsError(f"{target}: no config.json in this folder: name one that has it")
-        ours = json.loads(config.read_text(encoding="utf-8")).get("architecture") in list_models()
-        path = None if ours else Path(target) / "model.safetensors"
-    if path is None:  # our models look after themselves
-        return overlay or {}
-    return {**(overlay or {}), "state_dict": load_safetensors(path), "source": None, "custom_load": False}
+        config = ModelConfig.read(path)
+    if not is_model(config.architecture):
+        known = list_models()
+        raise WeightsError(
+            f"{target}: config.json: {unknown_name('architecture', config.architecture, known)}"
+        )
+    cfg = stranger_cfg(config.cfg, config.architecture, target, config.architecture in list_models())
+    cfg["tag"] = trusted_tag(config.architecture, config.cfg.get("tag"), config.sha256)
+    create = partial(timm.create_model, config.architecture)
+    if pretrained:
+        if source == "hf-hub":
+            path = download_weights(target, cache_dir, config.sha256 or "")
+        else:
+            path, _ = local_weights(target)
+        state = load_safetensors(path)
+        check_demand(partial(create, pretrained_cfg=dict(cfg), **config.model_args), state, target)
+        cfg["state_dict"] = state
+    with fitting(target):
+        model = create(pretrained=pretrained, pretrained_cfg=cfg, **{**config.model_args, **kwargs})
+    about: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    about.pop("state_dict", None)
+    if source == "hf-hub":
+        about["hf_hub_id"] = target
+    return model
 
 
 def create_model(
@@ -123,10 +152,8 @@ def create_model(
         raise UnknownModel(f"{target}: no such folder")
     given = dict(num_classes=num_classes, in_chans=in_chans, img_size=img_size, routing_iters=routing_iters)
     kwargs.update({k: v for k, v in given.items() if v is not None})
-    if source and pretrained:
-        kwargs["pretrained_cfg_overlay"] = _safetensors_alone(
-            source, target, kwargs.get("pretrained_cfg_overlay"), kwargs.get("cache_dir")
-        )
+    if source:
+        return _create_described(source, target, pretrained, kwargs)
     return timm.create_model(name, pretrained=pretrained, **kwargs)
 
 

@@ -6,16 +6,19 @@ the weights were trained for, the recipe, the measured accuracy and the sha256 o
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ._checks import check_model_args, checked_value, read_json_object
 from .errors import WeightsError
 from .scores import SCORE_KINDS, kind_for
 
 __all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "weights_folders"]
+
+_logger = logging.getLogger(__name__)
 
 #: Namespace on the Hugging Face Hub under which every checkpoint is (to be) published, as ``<HUB_ORG>/<name>.<tag>``.
 HUB_ORG = "capszoo"
@@ -68,26 +71,31 @@ class WeightsInfo:
 
     @classmethod
     def from_json(cls, path: Path) -> WeightsInfo:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        try:
-            return cls(
-                architecture=raw["architecture"],
-                tag=raw["tag"],
-                sha256=raw["sha256"],
-                num_classes=int(raw["num_classes"]),
-                input_size=tuple(raw["input_size"]),
-                mean=tuple(raw["mean"]),
-                std=tuple(raw["std"]),
-                model_args=dict(raw.get("model_args", {})),
-                label_names=tuple(raw["label_names"]) if raw.get("label_names") else None,
-                interpolation=raw.get("interpolation", "bilinear"),
-                crop_pct=float(raw.get("crop_pct", 1.0)),
-                license=raw.get("license", "apache-2.0"),
-                description=raw.get("description"),
-                raw=raw,
-            )
-        except KeyError as e:
-            raise WeightsError(f"{path.name}: the metadata lacks the key {e}") from e
+        """Read a checkpoint's metadata.
+
+        Raises:
+            WeightsError: not readable, or a value that makes no sense; the message names the file and the key.
+        """
+        raw, where = read_json_object(path), str(path)
+        for key in ("recipe", "dataset", "metrics", "history", "versions", "per_class"):
+            if not isinstance(raw.get(key, {}), (dict, type(None))):
+                raise WeightsError(f"{where}: {key} must be an object")
+        return cls(
+            architecture=checked_value(raw, "architecture", where),
+            tag=checked_value(raw, "tag", where),
+            sha256=checked_value(raw, "sha256", where),
+            num_classes=checked_value(raw, "num_classes", where),
+            input_size=checked_value(raw, "input_size", where),
+            mean=checked_value(raw, "mean", where),
+            std=checked_value(raw, "std", where),
+            model_args=check_model_args(raw.get("model_args"), where),
+            label_names=checked_value(raw, "label_names", where, default=None),
+            interpolation=checked_value(raw, "interpolation", where, default="bilinear"),
+            crop_pct=checked_value(raw, "crop_pct", where, default=1.0),
+            license=checked_value(raw, "license", where, default="apache-2.0"),
+            description=checked_value(raw, "description", where, default=None),
+            raw=raw,
+        )
 
 
 def weights_folders() -> tuple[Path, ...]:
@@ -99,18 +107,21 @@ def weights_folders() -> tuple[Path, ...]:
 def read_metadata(folders: Iterable[Path]) -> dict[str, WeightsInfo]:
     """Every checkpoint whose metadata lie in ``folders``, by its full name, in alphabetical order.
 
-    Raises:
-        WeightsError: a file whose name is not that of its checkpoint, or that lacks a key.
+    One whose metadata are damaged is left out, and a warning says so: the others do not depend on it.
     """
     found: dict[str, WeightsInfo] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-            info = WeightsInfo.from_json(path)
-            if path.stem != info.name:
-                raise WeightsError(
-                    f"{path.name}: the metadata inside is that of '{info.name}'; rename the file"
-                )
-            found.setdefault(info.name, info)
+            try:
+                info = WeightsInfo.from_json(path)
+                if path.stem != info.name:
+                    raise WeightsError(
+                        f"{path}: the metadata inside is that of '{info.name}'; rename the file"
+                    )
+            except WeightsError as e:
+                _logger.warning("left out: %s", e)
+            else:
+                found.setdefault(info.name, info)
     return dict(sorted(found.items()))
 
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models import is_model
 from torch import Tensor, nn
 
 from ._api import UnknownModel, create_model, default_device, list_models, list_pretrained
+from ._suggest import unknown_name
 from .errors import CapszooError, UsageError
-from .models._pretrained import WeightsError, checked_pair, is_hub_error
+from .models._builder import NO_SOURCE
+from .models._metadata import WeightsError, check_demand, fitting
+from .models._pretrained import WeightsInfo, checked_pair, is_hub_error, load_safetensors
 from .preprocess import ImageLike, ImageTransform, as_image, is_image_like, model_transform
 from .scores import probabilities, score_kind
 
@@ -25,6 +30,7 @@ __all__ = [
     "ScoredClass",
     "label_names",
     "load_model",
+    "model_of_pair",
     "predict",
     "run_weights",
 ]
@@ -85,11 +91,20 @@ def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Modul
     if path.is_dir() and (path / "config.json").is_file():
         return create_model(f"local-dir:{path}", pretrained=pretrained, **kwargs)
     weights, info = checked_pair(run_weights(path) if path.is_dir() else path)
-    described = dict(
-        file=str(weights),
+    return model_of_pair(weights, info, pretrained, **kwargs)
+
+
+def model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool = True, **kwargs: Any) -> nn.Module:
+    """The model that metadata describe, with the weights that :func:`checked_pair` found beside them.
+
+    Raises:
+        WeightsError: the metadata do not describe these weights, or no model.
+    """
+    if not is_model(info.architecture):
+        raise WeightsError(f"{weights}: {unknown_name('architecture', info.architecture, list_models())}")
+    about: dict[str, Any] = dict(
+        NO_SOURCE,
         tag="",
-        source=None,
-        hf_hub_id=None,
         num_classes=info.num_classes,
         input_size=info.input_size,
         mean=info.mean,
@@ -97,12 +112,20 @@ def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Modul
         interpolation=info.interpolation,
         crop_pct=info.crop_pct,
         label_names=info.label_names,
-        capszoo=info.own_keys,
     )
-    arguments = {"num_classes": info.num_classes, "in_chans": info.input_size[0], **info.model_args, **kwargs}
-    return create_model(
-        info.architecture, pretrained=pretrained, pretrained_cfg_overlay=described, **arguments
-    )
+    described = {"num_classes": info.num_classes, "in_chans": info.input_size[0], **info.model_args}
+    create = partial(create_model, info.architecture)
+    if pretrained:
+        state = load_safetensors(weights)
+        check_demand(partial(create, pretrained_cfg_overlay=dict(about), **described), state, str(weights))
+        about["state_dict"] = state
+    with fitting(str(weights)):
+        model = create(pretrained=pretrained, pretrained_cfg_overlay=about, **{**described, **kwargs})
+    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    cfg.pop("state_dict", None)
+    cfg["capszoo"] = info.own_keys
+    cfg["file"] = str(weights)  # where it came from; only now, for timm would read it
+    return model
 
 
 def run_weights(folder: Path) -> Path:
@@ -238,12 +261,12 @@ def _predict_chunk(
     for i, (_, given) in enumerate(chunk):
         try:
             image = as_image(given)
+            tensors.append(transform(image))
         except UsageError:
             raise
         except CapszooError as e:
             errors[i] = str(e)
         else:
-            tensors.append(transform(image))
             sizes.append(image.size)
     kind = score_kind(model)
     found: Iterator[tuple[Any, ...]] = iter(())

@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from .errors import CapszooError, UsageError
+from .images import open_image, resize_and_crop, to_mode
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -71,27 +72,12 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def load_image(path: str | Path) -> Image.Image:
-    """Read an image file, upright.
+    """Read an image file, upright: :func:`capszoo.images.open_image` of a path.
 
     Raises:
-        CapszooError: no such file, not an image, or a damaged one.
+        CapszooError: no such file, not an image, a damaged one, or one with too many pixels.
     """
-    path = Path(path)
-    try:
-        with Image.open(path) as image:
-            image.load()
-            upright = ImageOps.exif_transpose(image)
-    except FileNotFoundError:
-        raise CapszooError(f"{path}: no such file", "check the path") from None
-    except IsADirectoryError:
-        raise CapszooError(f"{path} is a folder", "name an image file") from None
-    except UnidentifiedImageError:
-        raise CapszooError(f"{path}: not an image", "give a PNG, JPEG or another common image file") from None
-    except Image.DecompressionBombError:
-        raise CapszooError(f"{path}: too many pixels", "scale it down first") from None
-    except (OSError, ValueError, SyntaxError) as e:  # what Pillow's decoders raise for broken files
-        raise CapszooError(f"{path}: cannot be read ({e})", "the file is damaged or not readable") from None
-    return upright
+    return open_image(path)
 
 
 def is_image_like(value: object) -> bool:
@@ -159,15 +145,8 @@ class ImageTransform:
     def view(self, image: Image.Image) -> Image.Image:
         """The part of the image that the model sees, at the model's size, in grey or RGB."""
         image = to_mode(image, self.channels)
-        height, width = self.size
-        scale = max(height / image.height, width / image.width) / self.crop_pct
-        resized = (max(height, round(image.height * scale)), max(width, round(image.width * scale)))
-        if resized != (image.height, image.width):
-            image = image.resize(
-                (resized[1], resized[0]), _RESAMPLING.get(self.interpolation, Image.Resampling.BILINEAR)
-            )
-        top, left = (image.height - height) // 2, (image.width - width) // 2
-        return image.crop((left, top, left + width, top + height))
+        resampling = _RESAMPLING.get(self.interpolation, Image.Resampling.BILINEAR)
+        return resize_and_crop(image, self.size, self.crop_pct, resampling)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Image to ``[c, h, w]``, float32."""
@@ -181,15 +160,6 @@ class ImageTransform:
 
     def _column(self, values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
-
-
-def to_mode(image: Image.Image, channels: int) -> Image.Image:
-    """An image of any mode in grey (1 channel) or RGB (3), 16 and 32 bits scaled down to 8."""
-    if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits: Pillow's own conversion would clip
-        values = np.asarray(image, dtype=np.float64)
-        top = 65535.0 if image.mode.startswith("I") and values.max(initial=0) > 255 else 255.0
-        image = Image.fromarray((values / top * 255).clip(0, 255).astype(np.uint8))
-    return image.convert("L" if channels == 1 else "RGB")
 
 
 def model_input_size(model: nn.Module) -> tuple[int, int, int]:

@@ -9,7 +9,6 @@ classes, a confusion matrix and a model card.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from capszoo.data import DATASETS, PREFIXES, DataError, split_validation
 from capszoo.data.folders import find_splits
 from capszoo.errors import UsageError
 from capszoo.inference import load_model, run_weights
-from capszoo.models._pretrained import bundled_tags, hub_config, is_hub_error
+from capszoo.models._metadata import ModelConfig
+from capszoo.models._pretrained import WeightsInfo, bundled_tags, hub_config, is_hub_error
 from capszoo.preprocess import per_channel
 
 from .config import Recipe, list_recipes, load_recipe
@@ -114,10 +114,10 @@ def _metadata(model: str, cfg: dict[str, Any]) -> dict[str, Any]:
     if model.startswith("hf-hub:"):
         return _hub_metadata(model.removeprefix("hf-hub:"))
     if (path / "config.json").is_file():
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return {"model_args": ModelConfig.read(path / "config.json").model_args}
     if path.is_dir() or path.suffix == ".safetensors":
         weights = run_weights(path) if path.is_dir() else path
-        return json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
+        return WeightsInfo.from_json(weights.with_suffix(".json")).raw
     info = bundled_tags().get(f"{cfg['architecture']}.{cfg.get('tag')}")
     return info.raw if info else {}
 
@@ -132,8 +132,8 @@ def _hub_metadata(repo_id: str) -> dict[str, Any]:
     except Exception as error:
         if not is_hub_error(error):
             raise
-        return {"model_args": hub_config(repo_id).get("model_args") or {}}
-    return json.loads(path.read_text(encoding="utf-8"))
+        return {"model_args": hub_config(repo_id).model_args}
+    return WeightsInfo.from_json(path).raw
 
 
 def _usual_loss(architecture: str) -> dict[str, Any]:

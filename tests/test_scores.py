@@ -92,7 +92,7 @@ SCORES = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
 @pytest.mark.parametrize("kind", [*SCORE_KINDS])
 def test_probabilities_are_those_of_infer_py(kind: str, root: Path) -> None:
     found = probabilities(SCORES, kind)
-    infer = load_script(root / "export" / "infer.py")
+    infer = load_script(root / "export" / "bundle" / "infer.py")
     np.testing.assert_allclose(infer.probabilities(SCORES.numpy(), kind), found.numpy(), atol=1e-6)
     assert bool(((found >= 0) & (found <= 1)).all()) and bool(found.isfinite().all())
     assert found[0].argmax() == 0

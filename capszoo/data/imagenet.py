@@ -24,6 +24,8 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor, nn
 
+from capszoo.errors import CapszooError
+
 from .batches import Batches
 from .errors import DataError
 from .folders import FileDecoder, available_workers
@@ -147,14 +149,15 @@ def hardest(accuracies: Mapping[str, float], count: int = 200) -> list[str]:
 
 def _cut(source: Path, box: Box | None, target: Path) -> None:
     """Write one crop, unless it is there already."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
+
+    from capszoo.images import open_image
 
     if target.is_file():
         return
     try:
-        with Image.open(source) as image:
-            whole = image.convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
+        whole = open_image(source, channels=3)
+    except CapszooError as error:
         raise DataError(f"{source} is a damaged image: {error}") from error
     if box:
         x, y = PADDING * (box[2] - box[0]), PADDING * (box[3] - box[1])

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from capszoo.errors import CapszooError
+
 from .errors import DataError
 
 __all__ = [
@@ -37,8 +39,6 @@ __all__ = [
 ]
 
 _IDX_UBYTE = 0x08
-_UNREADABLE = (OSError, ValueError, SyntaxError)
-"""What Pillow's decoders raise for broken files."""
 _CIFAR_PIXELS = 3 * 32 * 32
 _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 
@@ -115,19 +115,15 @@ def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int
     """
     from PIL import Image, ImageOps
 
-    from capszoo.preprocess import to_mode
+    from capszoo.images import open_image
 
     try:
-        with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
-            if side is not None:
-                image.draft(mode, (side, side))  # lets a JPEG be decoded at a smaller scale
-            upright = ImageOps.exif_transpose(image)  # as `capszoo predict` reads a file
-            result = upright if upright.mode == mode else to_mode(upright, 1 if mode == "L" else 3)
-            if side is not None and result.size != (side, side):
-                result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)
-            return np.asarray(result)
-    except (*_UNREADABLE, Image.DecompressionBombError) as error:
+        result = open_image(encoded, 1 if mode == "L" else 3, name=source, side=side)
+    except CapszooError as error:
         raise DataError(f"{source} holds a damaged image: {error}") from error
+    if side is not None and result.size != (side, side):
+        result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)  # which crops first
+    return np.asarray(result)
 
 
 def parquet_label_names(file: str | Path) -> tuple[str, ...]:
@@ -149,7 +145,7 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
     try:
         with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
             return "L" if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I") else "RGB"
-    except (*_UNREADABLE, Image.DecompressionBombError) as error:
+    except Exception as error:  # what Pillow raises for broken files is of many kinds
         raise DataError(f"{source} holds a damaged image: {error}") from error
 
 

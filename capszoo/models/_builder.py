@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg
 from timm.models._builder import resolve_pretrained_cfg
 from timm.models._pretrained import DefaultCfg, PretrainedCfg
 from torch import nn
@@ -21,17 +20,28 @@ from capszoo._metadata import WeightsInfo, default_weights
 from capszoo._suggest import unknown_name
 from capszoo.errors import UnknownArgument, WeightsError
 
+from ._metadata import ModelConfig, check_demand, described
 from ._pretrained import (
     adapt_state_dict,
     bundled_tags,
     download_weights,
     hub_config,
     load_safetensors,
+    local_weights,
     locate_weights,
-    sha256_of,
 )
 
-__all__ = ["CIFAR10", "MNIST", "UnknownArgument", "build_capsule_model", "model_cfg", "zoo_cfgs"]
+__all__ = [
+    "CIFAR10",
+    "MNIST",
+    "NO_SOURCE",
+    "UnknownArgument",
+    "build_capsule_model",
+    "model_cfg",
+    "stranger_cfg",
+    "trusted_tag",
+    "zoo_cfgs",
+]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -41,6 +51,11 @@ _BUILDER_ARGS = frozenset(
     + ("pretrained_strict", "pretrained_model_args", "device", "dtype")
 )
 
+
+#: Overlay that takes every source of weights out of a configuration.
+NO_SOURCE: dict[str, Any] = dict(
+    dict.fromkeys(("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source")), custom_load=False
+)
 
 #: Mean and standard deviation per channel of the training images, whose values lie in 0..1.
 CIFAR10: dict[str, Any] = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
@@ -110,10 +125,9 @@ def _default_tag(variant: str) -> str | None:
 def _own_keys(cfg: PretrainedCfg, info: WeightsInfo | None, cache_dir: str | Path | None) -> dict[str, Any]:
     """What is known of the weights that timm's configuration has no place for (see `WeightsInfo.own_keys`)."""
     if cfg.source == "hf-hub":
-        return dict(hub_config(str(cfg.hf_hub_id), cache_dir).get("capszoo", {}))
+        return hub_config(str(cfg.hf_hub_id), cache_dir).own_keys
     if cfg.source == "local-dir":
-        config = Path(str(cfg.file)) / "config.json"
-        return dict(json.loads(config.read_text(encoding="utf-8")).get("capszoo", {}))
+        return ModelConfig.read(Path(str(cfg.file)) / "config.json").own_keys
     return info.own_keys if info else {}
 
 
@@ -130,24 +144,52 @@ def _placement(device: Any, dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
+def trusted_tag(architecture: str, tag: str | None, sha256: str | None) -> str | None:
+    """A tag that a stranger's configuration states; None where the zoo has other weights under that name."""
+    info = bundled_tags().get(f"{architecture}.{tag}")
+    return tag if info is None or info.sha256 == sha256 else None
+
+
+def stranger_cfg(cfg: Mapping[str, Any], variant: str, where: str, zoo: bool = True) -> dict[str, Any]:
+    """A configuration of someone else's, as timm takes it: the registered one, described anew, and without sources.
+
+    Args:
+        cfg: keys of timm's ``PretrainedCfg``; those that name a source are left out.
+        variant: registered name.
+        where: what an error names.
+        zoo: whether the architecture is one of ours, which no file may describe the layers of.
+
+    Raises:
+        WeightsError: a value that makes no sense.
+    """
+    base = get_pretrained_cfg(variant)
+    own = {**base.to_dict(), **NO_SOURCE} if base is not None else {}
+    taken = described(cfg, where)
+    if zoo:
+        for key in ("first_conv", "classifier", "fixed_input_size"):
+            taken.pop(key, None)
+    return {**own, **taken, "architecture": variant}
+
+
 def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | None) -> PretrainedCfg:
-    """The same configuration with its weights as a state dict, read from a verified safetensors file."""
-    if cfg.state_dict is not None:
-        return cfg
+    """The same configuration with its weights as a state dict, read from a verified safetensors file.
+
+    The state dict is its only source then: where timm finds none, it takes the next that a configuration names, which
+    may be a pickle.
+    """
+    if cfg.source is None and cfg.state_dict is not None:
+        if not cfg.state_dict:
+            raise WeightsError(f"the state dict for {variant} holds no tensors")
+        return replace(cfg, **{**NO_SOURCE, "state_dict": cfg.state_dict})
     info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
+    tag = cfg.tag
     if cfg.source == "hf-hub":
-        path = download_weights(str(cfg.hf_hub_id), cache_dir)
+        stated = hub_config(str(cfg.hf_hub_id), cache_dir).sha256
+        path = download_weights(str(cfg.hf_hub_id), cache_dir, stated or "")
+        tag = trusted_tag(variant, tag, stated)
     elif cfg.source == "local-dir":
-        path = Path(str(cfg.file)) / "model.safetensors"
-        if not path.is_file():
-            raise WeightsError(
-                f"{cfg.file}: no model.safetensors in this folder, and nothing else is loaded: name another folder"
-            )
-        stated = json.loads((path.parent / "config.json").read_text(encoding="utf-8")).get("sha256")
-        if stated and sha256_of(path) != stated:
-            raise WeightsError(
-                f"{path}: sha256 differs from its config.json's: the file is damaged or another one"
-            )
+        path, stated = local_weights(str(cfg.file))
+        tag = trusted_tag(variant, tag, stated)
     elif cfg.file:
         path = Path(cfg.file)
         if not path.is_file():
@@ -160,7 +202,7 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         tags = [name for name in bundled_tags() if name.startswith(f"{variant}.")]
         remedy = f"use {' or '.join(tags)}" if tags else "use pretrained=False, or train it with its recipe"
         raise WeightsError(f"no pretrained weights exist for {variant}: {remedy}")
-    return replace(cfg, state_dict=load_safetensors(path), source=None, file=None)
+    return replace(cfg, **{**NO_SOURCE, "tag": tag, "state_dict": load_safetensors(path)})
 
 
 def build_capsule_model(
@@ -196,16 +238,27 @@ def build_capsule_model(
     )
     own_keys = overlay.pop("capszoo", None)
     cfg = resolve_pretrained_cfg(variant, given, overlay)
-    if pretrained and not given and not cfg.has_weights:
+    if pretrained and not given and not cfg.has_weights and cfg.state_dict is None:
         cfg = resolve_pretrained_cfg(variant, _default_tag(variant), overlay)
     cache_dir = kwargs.pop("cache_dir", None)
-    info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
+    # timm read it from a repository or a folder: capszoo.create_model takes less from there, and gives a state dict
+    stranger = cfg.source in ("hf-hub", "local-dir")
+    if stranger:
+        where: dict[str, Any] = dict(source=cfg.source, file=cfg.file, hf_hub_id=cfg.hf_hub_id)
+        taken = stranger_cfg(cfg.to_dict(), variant, str(cfg.file or cfg.hf_hub_id))
+        cfg = replace(PretrainedCfg(**taken), **where)
+    weights_id = cfg.hf_hub_id
+    info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
     own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
     if pretrained:
         kwargs = {**(info.model_args if info else {}), **kwargs}
         cfg = _verified_source(cfg, variant, cache_dir)
     kwargs = {**(defaults or {}), **kwargs}
     kwargs.setdefault("img_size", tuple(cfg.input_size[-2:]))
+    if stranger and pretrained:
+        args = {"num_classes": cfg.num_classes, "in_chans": cfg.input_size[0], **kwargs}
+        args = {name: value for name, value in args.items() if name in own_args}
+        check_demand(partial(model_cls, **args), cfg.state_dict or {}, str(weights_id or variant))
 
     def make(*, device: Any = None, dtype: torch.dtype | None = None, **args: Any) -> ModelT:
         args = {
@@ -227,9 +280,11 @@ def build_capsule_model(
         pretrained_filter_fn=partial(adapt_state_dict, first_conv=cfg.first_conv),
         **kwargs,
     )
-    described: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-    described["first_conv"] = cfg.first_conv
+    about: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    about["first_conv"] = cfg.first_conv
     if own_keys:
-        described["capszoo"] = own_keys
-    described.pop("state_dict", None)  # the weights live in the model now, not in its description
+        about["capszoo"] = own_keys
+    about.pop("state_dict", None)  # the weights live in the model now, not in its description
+    if weights_id:
+        about["hf_hub_id"] = weights_id
     return model

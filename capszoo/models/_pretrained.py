@@ -13,7 +13,6 @@ repository of the Hub against the one in its ``config.json``.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from contextlib import suppress
 from functools import lru_cache
@@ -24,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, weights_folders
-from capszoo.errors import WeightsError
+
+from ._metadata import ModelConfig, WeightsError
 
 __all__ = [
     "HUB_ORG",
@@ -37,6 +37,7 @@ __all__ = [
     "hub_config",
     "is_hub_error",
     "load_safetensors",
+    "local_weights",
     "locate_weights",
     "sha256_of",
     "weights_folders",
@@ -104,6 +105,25 @@ def checked_pair(path: str | Path) -> tuple[Path, WeightsInfo]:
     return weights, info
 
 
+def local_weights(folder: str | Path) -> tuple[Path, str | None]:
+    """``model.safetensors`` of a folder in the Hub's layout, and the sha256 that its ``config.json`` states.
+
+    Raises:
+        WeightsError: one of the files is missing, or they do not belong together.
+    """
+    path = Path(folder) / HUB_FILENAME
+    if not path.is_file():
+        raise WeightsError(
+            f"{folder}: no {HUB_FILENAME} in this folder, and nothing else is loaded: name another folder"
+        )
+    stated = ModelConfig.read(path.parent / "config.json").sha256
+    if stated and sha256_of(path) != stated:
+        raise WeightsError(
+            f"{path}: sha256 differs from its config.json's: the file is damaged or another one"
+        )
+    return path, stated
+
+
 def is_hub_error(error: BaseException) -> bool:
     """Whether the Hub, the network or the disk is at fault: one of their exceptions, or one raised from such."""
     from huggingface_hub.errors import HFValidationError
@@ -117,13 +137,37 @@ def is_hub_error(error: BaseException) -> bool:
     return False
 
 
-def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> dict[str, Any]:
-    """The ``config.json`` of a repository that has been fetched already (by timm); empty where there is none."""
-    from huggingface_hub import try_to_load_from_cache
+def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig:
+    """The ``config.json`` of a repository of the Hub; one that is damaged in the client's cache is fetched anew.
+
+    Raises:
+        WeightsError: what the Hub gives is no configuration of a model.
+        Exception: of the Hub's client, see :func:`is_hub_error`.
+    """
+    from huggingface_hub import hf_hub_download
 
     name, _, revision = repo_id.partition("@")
-    path = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision or None)
-    return json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else {}
+
+    def fetch(anew: bool) -> Path:
+        return Path(
+            hf_hub_download(
+                name, "config.json", revision=revision or None, cache_dir=cache_dir, force_download=anew
+            )
+        )
+
+    path = fetch(False)
+    try:
+        return ModelConfig.read(path, f"{name}: config.json")
+    except WeightsError:
+        _remove_cached(path)
+    return ModelConfig.read(fetch(True), f"{name}: config.json")
+
+
+def _remove_cached(path: Path) -> None:
+    """Take a file out of the Hub client's cache: the link of the snapshot, and the blob that it leads to."""
+    for file in (path.resolve(), path):
+        with suppress(OSError):
+            file.unlink()
 
 
 def download_weights(
@@ -140,7 +184,7 @@ def download_weights(
     Args:
         repo_id: ``user/repository``, with ``@revision`` where it is not the newest.
         cache_dir: of the Hub's client, if not its own.
-        sha256: what the file must have; None takes that of the repository's ``config.json``.
+        sha256: what the file must have; None takes that of the repository's ``config.json``, "" checks nothing.
         local_name: name under which the file may also lie in a folder of ``weights_folders``, for the message.
 
     Raises:
@@ -167,11 +211,10 @@ def download_weights(
             f"no weights of {name} on this machine, and the Hub does not give {HUB_FILENAME} ({reason}): "
             f"go online for https://huggingface.co/{name}{by_hand}, or use a name of capszoo.list_pretrained()"
         ) from e
-    expected, actual = sha256 or hub_config(repo_id, cache_dir).get("sha256"), sha256_of(path)
+    expected = hub_config(repo_id, cache_dir).sha256 if sha256 is None else sha256
+    actual = sha256_of(path)
     if expected and actual != expected:
-        for file in (path.resolve(), path):  # the link of the snapshot, and the blob that it leads to
-            with suppress(OSError):
-                file.unlink()
+        _remove_cached(path)
         raise WeightsError(
             f"{name}: the sha256 of {HUB_FILENAME} is {actual[:12]}…, not {expected[:12]}…: damaged on its way, or "
             "another file; it has been removed from the cache, so try again"
@@ -183,7 +226,7 @@ def load_safetensors(path: str | Path) -> dict[str, Tensor]:
     """Read a safetensors file; half-precision storage comes back as float32.
 
     Raises:
-        WeightsError: not a safetensors file, or a damaged one.
+        WeightsError: not a safetensors file, a damaged one, one without tensors, or NaN or infinity in a tensor.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -194,6 +237,11 @@ def load_safetensors(path: str | Path) -> dict[str, Tensor]:
         state = load_file(str(path))
     except (SafetensorError, OSError, ValueError) as e:
         raise WeightsError(f"{path}: not a readable safetensors file ({e})") from e
+    if not state:  # timm takes an empty dictionary for none, and would look for other weights
+        raise WeightsError(f"{path}: holds no tensors: it is not the weights of a model")
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            raise WeightsError(f"{path}: the tensor {name} holds NaN or infinity: the weights are damaged")
     return {k: v.float() if v.dtype in (torch.float16, torch.bfloat16) else v for k, v in state.items()}
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 HERE = Path(__file__).resolve().parent
+MAX_PIXELS = 64_000_000
 RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -27,23 +28,49 @@ RESAMPLING = {
 }
 
 
-def preprocess(path: str | Path, spec: dict[str, Any]) -> np.ndarray:
-    """An image file to the model's input ``[c, h, w]``, by the rules of preprocess.json."""
+def open_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """An image file, upright, in grey or RGB; refused before it is decoded where it has too many pixels."""
+    if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
+        Image.MAX_IMAGE_PIXELS = max_pixels
     with Image.open(path) as file:
+        if file.width * file.height > max_pixels:
+            raise ValueError(
+                f"{file.width}x{file.height} are more than {max_pixels:,} pixels: see --max-pixels"
+            )
+        if file.mode == "LAB":
+            raise ValueError("in LAB colours: save it in grey or RGB")
         file.load()
         image = ImageOps.exif_transpose(file)
     if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits: Pillow's own conversion would clip
-        values = np.asarray(image, dtype=np.float64)
-        top = 65535.0 if image.mode.startswith("I") and values.max(initial=0) > 255 else 255.0
-        image = Image.fromarray((values / top * 255).clip(0, 255).astype(np.uint8))
-    image = image.convert("L" if spec["channels"] == 1 else "RGB")
+        rows = max(1, 2**20 // image.width)  # a strip at a time
+        tops = range(0, image.height, rows)
+        boxes = [(0, top, image.width, min(top + rows, image.height)) for top in tops]
+        strips = [np.asarray(image.crop(box)) for box in boxes]
+        largest = max((strip.max(initial=0) for strip in strips), default=0)
+        white = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
+        scaled = [(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips]
+        image = Image.fromarray(np.concatenate(scaled))
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def resize_and_crop(image: Image.Image, spec: dict[str, Any]) -> Image.Image:
+    """The centre of an image at the model's size; what is cropped away is never scaled."""
     height, width = spec["size"]
     scale = max(height / image.height, width / image.width) / spec["crop_pct"]
-    resized = (max(height, round(image.height * scale)), max(width, round(image.width * scale)))
-    if resized != (image.height, image.width):
-        image = image.resize((resized[1], resized[0]), RESAMPLING[spec["interpolation"]])
-    top_edge, left = (image.height - height) // 2, (image.width - width) // 2
-    image = image.crop((left, top_edge, left + width, top_edge + height))
+    rows, cols = max(height, round(image.height * scale)), max(width, round(image.width * scale))
+    top, left = (rows - height) // 2, (cols - width) // 2
+    if (rows, cols) == (image.height, image.width):
+        return image.crop((left, top, left + width, top + height))
+    down, across = image.height / rows, image.width / cols
+    right, bottom = min((left + width) * across, image.width), min((top + height) * down, image.height)
+    box = (left * across, top * down, right, bottom)
+    return image.resize((width, height), RESAMPLING[spec["interpolation"]], box=box)
+
+
+def preprocess(path: str | Path, spec: dict[str, Any], max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """An image file to the model's input ``[c, h, w]``, by the rules of preprocess.json."""
+    image = resize_and_crop(open_image(path, spec["channels"], max_pixels), spec)
+    height, width = spec["size"]
     pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, spec["channels"]).transpose(2, 0, 1)
     if spec["dtype"] == "uint8":
         return np.ascontiguousarray(pixels)
@@ -80,7 +107,15 @@ class Classifier:
         folder = Path(folder)
         self.spec = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
         self.labels = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
+        if not all(
+            key in self.spec for key in ("channels", "size", "crop_pct", "interpolation", "dtype", "batch")
+        ):
+            raise ValueError("preprocess.json lacks a key")
         self.session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=[provider])
+        classes = self.session.get_outputs()[0].shape[-1]
+        if isinstance(classes, int) and self.spec["scores"] == self.session.get_outputs()[0].name:
+            if len(self.labels) != classes:
+                raise ValueError(f"labels.txt has {len(self.labels)} lines, the model {classes} classes")
         self.smallest, self.largest = self.spec["batch"]["min"], self.spec["batch"]["max"]
 
     def __call__(self, images: list[np.ndarray]) -> np.ndarray:
@@ -94,28 +129,45 @@ class Classifier:
         return np.concatenate(scores)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line without control characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c for c in text if c.isprintable())[:300]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Classify images with the exported model.")
     parser.add_argument("images", nargs="+", metavar="IMAGE")
     parser.add_argument("--topk", "-k", type=int, default=3, help="classes to show per image")
+    parser.add_argument(
+        "--max-pixels", type=int, default=MAX_PIXELS, help=f"refuse larger images (default: {MAX_PIXELS:,})"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--provider", default="CPUExecutionProvider", help="ONNX Runtime's execution provider"
     )
     options = parser.parse_args(arguments)
-    if options.topk < 1:
-        parser.error("--topk must be at least 1")
-    classifier = Classifier(provider=options.provider)
+    if options.topk < 1 or options.max_pixels < 1:
+        parser.error("--topk and --max-pixels must be at least 1")
+    try:
+        classifier = Classifier(provider=options.provider)
+    except Exception as error:  # a damaged file of the bundle, or a provider that is not there: of many kinds
+        print(f"error: {HERE}: the bundle cannot be loaded ({first_line(error)})", file=sys.stderr)
+        return 1
     inputs, readable, results = [], [], []
     for image in options.images:
         results.append({"image": image})
         try:
-            inputs.append(preprocess(image, classifier.spec))
+            inputs.append(preprocess(image, classifier.spec, options.max_pixels))
             readable.append(results[-1])
-        except (OSError, ValueError, SyntaxError) as error:
-            results[-1]["error"] = f"{image}: cannot be read ({error})"
+        except Exception as error:  # what Pillow raises for broken files, and MemoryError
+            results[-1]["error"] = f"{image}: cannot be read ({first_line(error)})"
     kind = classifier.spec.get("score_kind", "logits")
-    found = classifier(inputs).astype(np.float64) if inputs else np.zeros((0, len(classifier.labels)))
+    try:
+        found = classifier(inputs).astype(np.float64) if inputs else np.zeros((0, len(classifier.labels)))
+    except Exception as error:
+        print(f"error: {HERE}: the model does not run ({first_line(error)})", file=sys.stderr)
+        return 1
     for entry, scores, shares in zip(readable, found, probabilities(found, kind), strict=True):
         entry["predictions"] = [
             {

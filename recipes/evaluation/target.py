@@ -28,8 +28,8 @@ from capszoo.data import (
     split_validation,
 )
 from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import load_model, run_weights
-from capszoo.models._pretrained import WeightsInfo, bundled_tags, checked_pair, load_safetensors
+from capszoo.inference import load_model, model_of_pair, run_weights
+from capszoo.models._pretrained import WeightsInfo, bundled_tags, checked_pair
 from capszoo.preprocess import model_input_size
 
 from .crops import Crops, default_side
@@ -66,9 +66,7 @@ def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
     Raises `WeightsError` where the sha256 differs from the metadata's.
     """
     weights, info = checked_pair(path)
-    model = create_for(info.architecture, info.num_classes, info.input_size, info.model_args)
-    model.load_state_dict(load_safetensors(weights))
-    return model.eval(), info
+    return model_of_pair(weights, info).eval(), info
 
 
 def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | None]:

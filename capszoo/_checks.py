@@ -1,0 +1,390 @@
+"""Metadata of weights and configurations of repositories: written by strangers, so that little is taken from them.
+
+A ``config.json`` or a checkpoint's ``.json`` describes a model. It never says where something is to be read from: keys
+that name a file, an address, a repository or a device are dropped (:data:`_DESCRIBED` lists what is taken) or refused
+(:data:`_NOT_FOR_STRANGERS`), and a name of an architecture is a registered name alone, never ``hf-hub:`` or
+``local-dir:``. Sizes have limits, and `capszoo.models._metadata.check_demand` compares them with the tensors of the
+file before a model is built. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import WeightsError
+from .scores import SCORE_KINDS
+
+__all__ = [
+    "ModelConfig",
+    "architecture_name",
+    "check_model_args",
+    "checked_value",
+    "described",
+    "first_line",
+    "own_keys",
+    "read_json_object",
+]
+
+#: Bytes of a JSON file that is read at all: a thousand times what the zoo's own have.
+MAX_JSON_BYTES = 32 * 2**20
+MAX_CLASSES = 1_000_000
+MAX_CHANNELS = 4_096
+#: Pixels of a model's input.
+MAX_INPUT_PIXELS = 4_096**2
+#: Largest whole number among a model's arguments.
+MAX_ARGUMENT = 1_000_000
+
+#: What a configuration may say about a model: all of timm's ``PretrainedCfg`` but its sources (``url``, ``file``,
+#: ``state_dict``, ``hf_hub_id``, ``hf_hub_filename``, ``source``, ``custom_load``).
+_DESCRIBED = frozenset(
+    ("input_size", "test_input_size", "min_input_size", "fixed_input_size", "interpolation", "crop_pct")
+    + ("test_crop_pct", "crop_mode", "mean", "std", "num_classes", "label_offset", "label_names")
+    + (
+        "label_descriptions",
+        "pool_size",
+        "test_pool_size",
+        "first_conv",
+        "classifier",
+        "license",
+        "description",
+    )
+    + ("paper_name", "paper_ids", "notes", "tag", "architecture")
+)
+
+#: Arguments of ``create_model`` and of timm's builder that say where something is read from, how it is loaded or where
+#: it is put. A model's own arguments have none of these names.
+_NOT_FOR_STRANGERS = frozenset(
+    (
+        "cache_dir",
+        "checkpoint_path",
+        "checkpoint",
+        "device",
+        "dtype",
+        "exportable",
+        "feature_cfg",
+        "feature_cls",
+    )
+    + ("features_only", "file", "filter_fn", "hf_hub_filename", "hf_hub_id", "kwargs_filter", "model_cfg")
+    + ("model_cls", "model_name", "name", "no_jit", "out_indices", "pretrained", "pretrained_cfg")
+    + ("pretrained_cfg_overlay", "pretrained_custom_load", "pretrained_filter_fn", "pretrained_model_args")
+    + ("pretrained_strict", "pruned", "scriptable", "source", "state_dict", "url", "variant", "weights")
+)
+
+
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        WeightsError: not there, not readable, too large, no JSON, or no object.
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise WeightsError(f"{path}: larger than {MAX_JSON_BYTES // 2**20} MiB, which no metadata are")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise WeightsError(f"{path}: cannot be read ({e.strerror or e})") from e
+    except (ValueError, RecursionError) as e:  # JSONDecodeError, UnicodeDecodeError, a number of 5,000 digits
+        raise WeightsError(f"{path}: not readable as JSON ({first_line(e)}): the file is damaged") from e
+    if not isinstance(raw, dict):
+        raise WeightsError(f"{path}: holds {_kind(raw)} where a JSON object is needed: the file is damaged")
+    return raw
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+# -- one value each: returned as it is used, or refused by the file's name and the key -------------------------------
+
+
+def architecture_name(value: Any, where: str, key: str = "architecture") -> str:
+    """A registered model's name: letters, digits and underscores, so that no source (``hf-hub:…``, a path) passes."""
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_]{1,200}", value):
+        raise WeightsError(
+            f"{where}: {key} must be a registered model's name (letters, digits, _), not {_short(value)}"
+        )
+    return value
+
+
+def _tag(value: Any, where: str, key: str) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{0,200}", value):
+        raise WeightsError(f"{where}: {key} must be letters, digits, '_', '-' and '.', not {_short(value)}")
+    return value
+
+
+def _text(value: Any, where: str, key: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise WeightsError(f"{where}: {key} must be a text, not {_kind(value)}")
+    return value
+
+
+def _sha256(value: Any, where: str, key: str) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", value):
+        raise WeightsError(f"{where}: {key} must be 64 hexadecimal digits, not {_short(value)}")
+    return value.lower()
+
+
+def _flag(value: Any, where: str, key: str) -> bool:
+    if not isinstance(value, bool):
+        raise WeightsError(f"{where}: {key} must be true or false, not {_short(value)}")
+    return value
+
+
+def _whole(value: Any, where: str, key: str, least: int, most: int) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise WeightsError(
+            f"{where}: {key} must be a whole number from {least} to {most}, not {_short(value)}"
+        )
+    return value
+
+
+def _real(value: Any, where: str, key: str, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise WeightsError(f"{where}: {key} must be a number from {least:g} to {most:g}, not {_short(value)}")
+    return float(value)
+
+
+def _classes(value: Any, where: str, key: str) -> int:
+    return _whole(value, where, key, 0, MAX_CLASSES)
+
+
+def _input_size(value: Any, where: str, key: str) -> tuple[int, int, int]:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise WeightsError(
+            f"{where}: {key} must be three numbers, [channels, height, width], not {_short(value)}"
+        )
+    channels = _whole(value[0], where, f"{key}'s channels", 1, MAX_CHANNELS)
+    height, width = (_whole(side, where, f"{key}'s side", 1, MAX_INPUT_PIXELS) for side in value[1:])
+    if height * width > MAX_INPUT_PIXELS:
+        raise WeightsError(
+            f"{where}: {key} asks for images of {height}x{width}, more than {MAX_INPUT_PIXELS} pixels"
+        )
+    return channels, height, width
+
+
+def _per_channel(least: float) -> Callable[[Any, str, str], tuple[float, ...]]:
+    def check(value: Any, where: str, key: str) -> tuple[float, ...]:
+        if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHANNELS:
+            raise WeightsError(f"{where}: {key} must be a list of a number per channel, not {_short(value)}")
+        return tuple(_real(v, where, key, least, 1e6) for v in value)
+
+    return check
+
+
+def _labels(value: Any, where: str, key: str) -> tuple[str, ...] | None:
+    if not value and not isinstance(value, (bool, int, float)):
+        return None
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(v, (str, int)) and not isinstance(v, bool) for v in value
+    ):
+        raise WeightsError(f"{where}: {key} must be a list of texts, one for each class")
+    return tuple(str(v) for v in value)
+
+
+def _names(value: Any, where: str, key: str) -> str | tuple[str, ...] | None:
+    """A module's name, or several."""
+    given = value if isinstance(value, (list, tuple)) else (value,)
+    if value is not None and not all(isinstance(v, str) for v in given):
+        raise WeightsError(f"{where}: {key} must be a text or a list of texts")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _pool(value: Any, where: str, key: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    given = value if isinstance(value, (list, tuple)) else [value]
+    if len(given) not in (1, 2):
+        raise WeightsError(f"{where}: {key} must be two numbers, not {_short(value)}")
+    return tuple(_whole(v, where, key, 0, MAX_INPUT_PIXELS) for v in given)
+
+
+def _crop(value: Any, where: str, key: str) -> float:
+    return _real(value, where, key, 0.01, 1.0)
+
+
+def _descriptions(value: Any, where: str, key: str) -> dict[str, str] | None:
+    if value is not None and not isinstance(value, dict):
+        raise WeightsError(f"{where}: {key} must be an object, not {_kind(value)}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
+    "architecture": architecture_name,
+    "tag": _tag,
+    "sha256": _sha256,
+    "num_classes": _classes,
+    "input_size": _input_size,
+    "test_input_size": _input_size,
+    "min_input_size": _input_size,
+    "fixed_input_size": _flag,
+    "interpolation": _text,
+    "crop_mode": _text,
+    "crop_pct": _crop,
+    "test_crop_pct": _crop,
+    "mean": _per_channel(-1e6),
+    "std": _per_channel(1e-6),
+    "label_offset": lambda value, where, key: _whole(value, where, key, 0, 1),
+    "label_names": _labels,
+    "label_descriptions": _descriptions,
+    "pool_size": _pool,
+    "test_pool_size": _pool,
+    "first_conv": _names,
+    "classifier": _names,
+    "license": _text,
+    "description": _text,
+    "paper_name": _text,
+    "paper_ids": _names,
+    "notes": _names,
+}
+
+
+def checked_value(raw: Mapping[str, Any], key: str, where: str, default: Any = ...) -> Any:
+    """The value of a key of metadata, in the type that the package uses; ``default`` where it is absent or null.
+
+    Raises:
+        WeightsError: it is missing without a default, or of another type or size than the key's.
+    """
+    value = raw.get(key)
+    if value is None:
+        if default is ...:
+            raise WeightsError(f"{where}: the metadata lacks the key '{key}'")
+        return default
+    return _CHECKS[key](value, where, key)
+
+
+def check_model_args(args: Any, where: str) -> dict[str, Any]:
+    """A model's arguments as metadata state them: plain values under names that choose no file, device or source.
+
+    Raises:
+        WeightsError: one that does, or a value that is none of JSON's plain ones, or too large.
+    """
+    if args is None:
+        return {}
+    if not isinstance(args, dict):
+        raise WeightsError(f"{where}: model_args must be an object, not {_kind(args)}")
+    _check_argument(args, where, "model_args", depth=4)
+    if "num_classes" in args:
+        _classes(args["num_classes"], where, "model_args.num_classes")
+    if "in_chans" in args:
+        _whole(args["in_chans"], where, "model_args.in_chans", 1, MAX_CHANNELS)
+    if args.get("img_size") is not None:
+        size = args["img_size"]
+        _input_size([1, *(size if isinstance(size, list) else (size, size))], where, "model_args.img_size")
+    return dict(args)
+
+
+def _check_argument(value: Any, where: str, key: str, depth: int) -> None:
+    if isinstance(value, (dict, list)) and (depth == 0 or len(value) > 1000):
+        raise WeightsError(f"{where}: {key} is nested too deep or too long for an argument of a model")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in _NOT_FOR_STRANGERS:
+                raise WeightsError(
+                    f"{where}: {key} names '{name}', which is for the caller to choose and never for a file: "
+                    "take the key out if you trust the rest"
+                )
+            _check_argument(inner, where, f"{key}.{_short(name)[1:-1]}", depth - 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_argument(inner, where, key, depth - 1)
+    elif isinstance(value, str):
+        if len(value) > 200 or re.search(r"[:/\\\x00-\x1f]", value):
+            raise WeightsError(
+                f"{where}: {key} is {_short(value)}: an argument of a model is no path and no source"
+            )
+    elif isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) <= MAX_ARGUMENT):
+        raise WeightsError(f"{where}: {key} is {_short(value)}, beyond {MAX_ARGUMENT}")
+
+
+def described(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a stranger's ``pretrained_cfg`` says about a model, checked; sources and unknown keys are left out."""
+    taken = {key: _CHECKS[key](cfg[key], where, key) for key in _DESCRIBED if cfg.get(key) is not None}
+    for key in ("pool_size", "first_conv", "classifier"):  # timm tells null from absent for these
+        if key in cfg:
+            taken.setdefault(key, None)
+    return taken
+
+
+def own_keys(value: Any, where: str) -> dict[str, Any]:
+    """The zoo's own keys of a configuration, checked; unknown ones are left out.
+
+    Raises:
+        WeightsError: no object, or a value that makes no sense.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise WeightsError(f"{where}: capszoo must be an object, not {_kind(value)}")
+    kind = value.get("score_kind")
+    if kind is None:
+        return {}
+    if kind not in SCORE_KINDS:
+        raise WeightsError(
+            f"{where}: capszoo.score_kind must be one of {', '.join(SCORE_KINDS)}, not {_short(kind)}"
+        )
+    return {"score_kind": kind}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A ``config.json`` as timm and the Hub have it, reduced to what is taken from a stranger.
+
+    Attributes:
+        architecture: a name without source or tag; whether it is registered is for the caller to see.
+        cfg: keys of timm's ``PretrainedCfg`` that describe the model; no source of weights among them.
+        model_args: arguments of the architecture.
+        sha256: of ``model.safetensors``, where it is stated.
+        own_keys: the zoo's own keys (``config["capszoo"]``), see `own_keys`.
+    """
+
+    architecture: str
+    cfg: dict[str, Any] = field(default_factory=dict)
+    model_args: dict[str, Any] = field(default_factory=dict)
+    sha256: str | None = None
+    own_keys: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | Path, name: str | None = None) -> ModelConfig:
+        """Read ``config.json``; ``name`` is what errors call it.
+
+        Raises:
+            WeightsError: not readable, or a value that makes no sense; the message names the file and the key.
+        """
+        where = name or str(path)
+        raw = read_json_object(path)
+        stated = raw.get("pretrained_cfg", raw)  # older ones are one flat object
+        if not isinstance(stated, dict):
+            raise WeightsError(f"{where}: pretrained_cfg must be an object, not {_kind(stated)}")
+        stated = {**stated, **({"label_names": stated["labels"]} if "labels" in stated else {})}
+        over = ("num_classes", "label_names", "label_descriptions")
+        cfg = described({**stated, **{key: raw[key] for key in over if raw.get(key) is not None}}, where)
+        args = check_model_args(raw.get("model_args"), where)
+        size = cfg.get("input_size", (3, 224, 224))
+        if args.get("in_chans") is not None:
+            cfg["input_size"] = size = (int(args["in_chans"]), *size[1:])
+        if args.get("img_size") is not None and cfg.get("fixed_input_size"):
+            side = args["img_size"]
+            cfg["input_size"] = (size[0], *(side if isinstance(side, list) else (side, side)))
+        architecture = checked_value(raw, "architecture", where)
+        cfg["architecture"] = architecture
+        sha256 = checked_value(raw, "sha256", where, default=None)
+        return cls(architecture, cfg, args, sha256, own_keys(raw.get("capszoo"), where))

@@ -1,0 +1,148 @@
+"""One way to open an image: what ``predict``, ``explain``, ``eval``, ``finetune``, export and the data readers do.
+
+An image file is small and may decode to anything. Its size is therefore looked at before a pixel is decoded, and an
+image is cropped before it is scaled. A bundle's ``infer.py`` has the same rules, copied by hand, for it imports nothing
+of this package; ``tests/test_images.py`` holds the two together.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from .errors import CapszooError, UsageError
+
+__all__ = ["MAX_PIXELS", "open_image", "pixel_limit", "resize_and_crop", "to_mode"]
+
+#: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller says otherwise.
+MAX_PIXELS = 64_000_000
+
+# The limit here is an error, and lower than the size from which Pillow only warns.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+#: Pixels that are converted at a time where Pillow cannot do it.
+_STRIP = 2**20
+
+
+def pixel_limit() -> int:
+    """Pixels of the largest image that is decoded: :data:`MAX_PIXELS`, or the environment's ``CAPSZOO_MAX_PIXELS``.
+
+    Raises:
+        UsageError: the variable is no whole number above 0.
+    """
+    stated = os.environ.get("CAPSZOO_MAX_PIXELS", "")
+    if not stated:
+        return MAX_PIXELS
+    if not stated.isdecimal() or not 0 < int(stated[:20]) < 2**40:
+        raise UsageError(
+            f"CAPSZOO_MAX_PIXELS is '{stated[:60]}'", "give a number of pixels, such as 100000000"
+        )
+    return int(stated)
+
+
+def open_image(
+    source: str | Path | bytes,
+    channels: int | None = None,
+    *,
+    name: str | Path | None = None,
+    max_pixels: int | None = None,
+    side: int | None = None,
+) -> Image.Image:
+    """Read an image, upright.
+
+    Args:
+        source: path of a file, or a file's bytes.
+        channels: 1 converts to grey, 3 to RGB (see :func:`to_mode`); None leaves the mode.
+        name: what errors call it; None takes the path.
+        max_pixels: an image with more is refused before it is decoded; None takes :func:`pixel_limit`.
+        side: the caller scales to this many pixels, so that a JPEG may be decoded at a smaller scale.
+
+    Raises:
+        CapszooError: no such file, not an image, a damaged one, or one with too many pixels.
+    """
+    name = name or (source if isinstance(source, (str, Path)) else "an image")
+    limit = max_pixels or pixel_limit()
+    if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = limit  # Pillow's own limit would refuse what the caller allows
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            if image.width * image.height > limit:
+                raise CapszooError(
+                    f"{name}: {image.width}x{image.height} are more than {limit:,} pixels",
+                    "scale it down, or allow more with CAPSZOO_MAX_PIXELS",
+                )
+            if image.mode == "LAB":  # Pillow converts it by a colour profile alone
+                raise CapszooError(f"{name}: in LAB colours", "save it in grey or RGB")
+            if side is not None:
+                image.draft({1: "L", 3: "RGB"}.get(channels or 0), (side, side))
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+            return upright if channels is None else to_mode(upright, channels)
+    except CapszooError:
+        raise
+    except FileNotFoundError:
+        raise CapszooError(f"{name}: no such file", "check the path") from None
+    except IsADirectoryError:
+        raise CapszooError(f"{name} is a folder", "name an image file") from None
+    except UnidentifiedImageError:
+        raise CapszooError(f"{name}: not an image", "give a PNG, JPEG or another common image file") from None
+    except Image.DecompressionBombError:
+        raise CapszooError(
+            f"{name}: more than {limit:,} pixels", "scale it down, or allow more with CAPSZOO_MAX_PIXELS"
+        ) from None
+    except MemoryError:
+        raise CapszooError(f"{name}: too large for the memory of this machine", "scale it down") from None
+    except Exception as e:  # what Pillow's decoders raise for broken files is of many kinds
+        reason = " ".join(str(e).split())[:200] or type(e).__name__
+        raise CapszooError(
+            f"{name}: cannot be read ({reason})",
+            "the file is damaged, or of a kind that Pillow does not read",
+        ) from None
+
+
+def to_mode(image: Image.Image, channels: int) -> Image.Image:
+    """An image of any mode in grey (1 channel) or RGB (3), 16 and 32 bits scaled down to 8."""
+    mode = "L" if channels == 1 else "RGB"
+    if image.mode.startswith("I") or image.mode == "F":
+        image = _to_8_bits(image)
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """16 or 32 bits to 8, a strip at a time: Pillow's own conversion would clip."""
+    rows = max(1, _STRIP // image.width)
+    strips = [
+        np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+        for top in range(0, image.height, rows)
+    ]
+    largest = max((strip.max(initial=0) for strip in strips), default=0)
+    top_value = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
+    scaled = [(strip.astype(np.float64) / top_value * 255).clip(0, 255).astype(np.uint8) for strip in strips]
+    return Image.fromarray(
+        np.concatenate(scaled) if scaled else np.zeros((image.height, image.width), np.uint8)
+    )
+
+
+def resize_and_crop(
+    image: Image.Image, size: tuple[int, int], crop_pct: float, resampling: Image.Resampling
+) -> Image.Image:
+    """The centre of an image at ``size`` (height, width): the shorter side scaled to ``size / crop_pct``, then cropped.
+
+    What is cropped away is never scaled: an image of 1 x 1,000,000 pixels would take gigabytes. One that has the size
+    already is not resampled.
+    """
+    height, width = size
+    scale = max(height / image.height, width / image.width) / crop_pct
+    rows, cols = max(height, round(image.height * scale)), max(width, round(image.width * scale))
+    top, left = (rows - height) // 2, (cols - width) // 2
+    if (rows, cols) == (image.height, image.width):
+        return image.crop((left, top, left + width, top + height))
+    down, across = image.height / rows, image.width / cols
+    box = (left * across, top * down, (left + width) * across, (top + height) * down)
+    box = (*box[:2], min(box[2], image.width), min(box[3], image.height))
+    return image.resize((width, height), resampling, box=box)

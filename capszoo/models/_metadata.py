@@ -1,0 +1,85 @@
+"""What a model would take, against what its weights file holds; the checks of metadata are in `capszoo._checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from capszoo._checks import (
+    ModelConfig,
+    architecture_name,
+    check_model_args,
+    checked_value,
+    described,
+    first_line,
+    read_json_object,
+)
+from capszoo.errors import WeightsError
+
+__all__ = [
+    "ModelConfig",
+    "WeightsError",
+    "architecture_name",
+    "check_demand",
+    "check_model_args",
+    "checked_value",
+    "described",
+    "fitting",
+    "read_json_object",
+]
+
+#: Numbers that a model may hold beside those of its weights file: a decoder, masks, tables of positions.
+MAX_FRESH_NUMBERS = 32 * 2**20
+
+
+@contextmanager
+def fitting(where: str) -> Iterator[None]:
+    """Turn what loading a state dict raises where it does not fit into a :class:`WeightsError` of one line."""
+    try:
+        yield
+    except WeightsError:
+        raise
+    except RuntimeError as e:
+        reason = " ".join(str(e).split())[:200]
+        raise WeightsError(f"{where}: the weights do not fit the model that is described ({reason})") from e
+
+
+def check_demand(
+    create: Callable[[], nn.Module], state_dict: Mapping[str, Tensor], where: str, keys: Sequence[str] = ()
+) -> None:
+    """Refuse metadata that describe a model much larger than its weights, before any of its memory is taken.
+
+    Args:
+        create: makes the model that the metadata describe; called where parameters take no memory.
+        state_dict: the tensors of the file.
+        where: what an error names.
+        keys: parameters that the caller makes anew, which are not counted.
+
+    Raises:
+        WeightsError: the model has more than a tenth and :data:`MAX_FRESH_NUMBERS` numbers beyond the file's, or a
+            tensor of the file is of whole numbers where the model's is not.
+    """
+    with torch.device("meta"):
+        try:
+            model = create()
+        except NotImplementedError:  # a few of timm's compute with values, of which there are none here
+            return
+        except WeightsError:
+            raise
+        except Exception as e:  # a model's own checks of its arguments are of many kinds
+            raise WeightsError(f"{where}: the metadata's arguments make no model ({first_line(e)})") from e
+    held = sum(tensor.numel() for tensor in state_dict.values())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    needed = sum(tensor.numel() for name, tensor in tensors.items() if name not in keys)
+    if needed > 1.1 * held + MAX_FRESH_NUMBERS:
+        raise WeightsError(
+            f"{where}: the metadata describe a model of {needed:,} numbers, the file holds {held:,}: "
+            "they do not belong together"
+        )
+    for name, tensor in state_dict.items():
+        own = tensors.get(name)
+        if own is not None and own.is_floating_point() != tensor.is_floating_point():
+            raise WeightsError(f"{where}: the tensor {name} is {tensor.dtype}, the model's is {own.dtype}")

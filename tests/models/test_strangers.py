@@ -1,0 +1,280 @@
+"""Models of strangers: their files describe a model; they run no code, and name no other file, address or size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+import capszoo
+from capszoo.inference import load_model
+from capszoo.models import _pretrained
+from capszoo.models._metadata import ModelConfig
+from capszoo.models._pretrained import WeightsError, WeightsInfo, load_safetensors
+
+#: The oldest libraries that pyproject.toml allows.
+OLDEST = ("timm==1.0.26", "huggingface_hub==0.30.0")
+
+
+def _fly(root: Path, home: Path, quick: bool, path: Path | None = None) -> list[dict[str, Any]]:
+    """Run the canary, with the libraries of `path` before the installed ones; what it says, one entry a case."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    search = [str(part) for part in (path, root) if part is not None]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.canary", str(home), *(["quick"] if quick else [])],
+        cwd=root,
+        env={**kept, "PYTHONPATH": os.pathsep.join(search)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _nothing_happened(cases: list[dict[str, Any]]) -> None:
+    assert [case for case in cases if case["ran"]] == [], "code of a stranger was run"
+    assert [case for case in cases if case["opened"]] == [], "torch.load was called"
+    assert [case for case in cases if case["fetched"]] == [], "other files were fetched"
+    assert [case for case in cases if case["loaded"]] == [], "a model came of it"
+    raw = [
+        case for case in cases if not case["case"].startswith("timm") and "WeightsError" not in case["error"]
+    ]
+    assert raw == []
+
+
+def test_no_pickle_is_run_opened_or_fetched(root: Path, tmp_path: Path) -> None:
+    cases = _fly(root, tmp_path, quick=True)
+    assert len(cases) > 150
+    _nothing_happened(cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("libraries", [(), OLDEST], ids=["installed", "oldest"])
+def test_no_pickle_with_any_libraries(root: Path, tmp_path: Path, libraries: tuple[str, ...]) -> None:
+    """The oldest ones are installed over the environment, into a folder of their own."""
+    over = None
+    if libraries:
+        over = tmp_path / "over"
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(over)]
+        needed = ("requests", "urllib3", "idna", "charset_normalizer", "certifi")  # of the older Hub client
+        done = subprocess.run([*install, *libraries, *needed], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"pip cannot fetch {', '.join(libraries)}: {done.stderr.strip().splitlines()[-1]}")
+        version = (
+            "import timm, huggingface_hub as h; print(*(f'{m.__name__}=={m.__version__}' for m in (timm, h)))"
+        )
+        asked = [sys.executable, "-c", version]
+        shown = subprocess.run(
+            asked, env={**os.environ, "PYTHONPATH": str(over)}, capture_output=True, text=True
+        )
+        assert shown.stdout.split() == list(libraries)
+    home = tmp_path / "home"
+    home.mkdir()
+    cases = _fly(root, home, quick=False, path=over)
+    assert len(cases) > 800
+    _nothing_happened(cases)
+
+
+def test_the_oldest_timm_that_does_not_unpickle_is_required(root: Path) -> None:
+    stated = (root / "pyproject.toml").read_text()
+    for library in OLDEST:
+        assert f'"{library.replace("==", ">=").replace("_", "-").removesuffix(".0")}"' in stated
+
+
+# -- metadata beside weights ---------------------------------------------------------------------------------
+
+
+def _pair(folder: Path, state: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+    """Weights of a small network and their metadata; `changes` are of the metadata, `...` takes a key out."""
+    if state is None:
+        state = capszoo.create_model("idpa_cnn", num_classes=3, in_chans=1, img_size=28).state_dict()
+    path = folder / "net.safetensors"
+    save_file(state, path)
+    info: dict[str, Any] = dict(architecture="idpa_cnn", tag="x", num_classes=3, input_size=[1, 28, 28])
+    info |= dict(mean=[0.5], std=[0.5], sha256=hashlib.sha256(path.read_bytes()).hexdigest(), **changes)
+    path.with_suffix(".json").write_text(json.dumps({k: v for k, v in info.items() if v is not ...}))
+    return path
+
+
+def test_a_sound_pair_loads(tmp_path: Path) -> None:
+    path = _pair(tmp_path, label_names=["a", "b", "c"], crop_pct=0.9)
+    model = load_model(str(path), device="cpu")
+    for key, value in load_safetensors(path).items():
+        assert torch.equal(model.state_dict()[key], value)
+    assert model.pretrained_cfg["file"] == str(path) and model.pretrained_cfg["crop_pct"] == 0.9
+    assert "state_dict" not in model.pretrained_cfg
+    assert load_model(str(path), device="cpu", num_classes=5).num_classes == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("architecture", "local-dir:/elsewhere", "architecture must be a registered model's name"),
+        ("architecture", "hf-hub:a/b", "architecture must be a registered model's name"),
+        ("architecture", "no_such_net", "unknown architecture 'no_such_net'"),
+        ("architecture", ["idpa_cnn"], "architecture must be a registered model's name"),
+        ("num_classes", "x", "num_classes must be a whole number"),
+        ("num_classes", True, "num_classes must be a whole number"),
+        ("num_classes", 10**9, "num_classes must be a whole number"),
+        ("num_classes", -1, "num_classes must be a whole number"),
+        ("input_size", [1, 28], "input_size must be three numbers"),
+        ("input_size", [1, 10**6, 10**6], "input_size asks for images of 1000000x1000000"),
+        ("input_size", None, "lacks the key 'input_size'"),
+        ("mean", [float("nan")], "mean must be a number"),
+        ("mean", 0.5, "mean must be a list"),
+        ("std", [0.0], "std must be a number from 1e-06"),
+        ("std", [], "std must be a list"),
+        ("crop_pct", 1e-300, "crop_pct must be a number"),
+        ("sha256", 5, "sha256 must be 64 hexadecimal digits"),
+        ("tag", "../x", "tag must be letters"),
+        ("label_names", {"a": 1}, "label_names must be a list of texts"),
+        ("recipe", [], "recipe must be an object"),
+        ("model_args", [1], "model_args must be an object"),
+        ("model_args", {"checkpoint_path": "x"}, "model_args names 'checkpoint_path'"),
+        ("model_args", {"fc_caps": [10**12]}, "model_args.fc_caps is 1000000000000, beyond 1000000"),
+        ("model_args", {"fc_caps": "hf-hub:a/b"}, "no path and no source"),
+        ("model_args", {"img_size": 10**5}, "model_args.img_size asks for images"),
+        ("model_args", {"in_chans": 0}, "model_args.in_chans must be a whole number"),
+        ("model_args", {"no_such": 1}, "the metadata's arguments make no model"),
+        ("model_args", {"backbone": 3}, "the metadata's arguments make no model"),
+    ],
+)
+def test_metadata_that_make_no_sense(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    path = _pair(tmp_path)
+    info = json.loads(path.with_suffix(".json").read_text())
+    path.with_suffix(".json").write_text(json.dumps({**info, key: value}))
+    with pytest.raises(WeightsError) as e:
+        load_model(str(path), device="cpu")
+    text = str(e.value)
+    assert message in text and "net." in text and "\n" not in text and len(text) < 500
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\n", "null", "5", "[]", '"x"', "{", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"]
+)
+def test_metadata_that_are_no_object(tmp_path: Path, content: str) -> None:
+    path = _pair(tmp_path)
+    path.with_suffix(".json").write_text(content)
+    with pytest.raises(WeightsError, match="net.json: (not readable as JSON|holds .* where a JSON object)"):
+        load_model(str(path), device="cpu")
+    path.with_suffix(".json").write_bytes(b'{"architecture": "\xff\xfe"}')
+    with pytest.raises(WeightsError, match="not readable as JSON"):
+        load_model(str(path), device="cpu")
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(
+        WeightsError, match="config.json: (not readable as JSON|holds .* where a JSON object)"
+    ):
+        load_model(f"local-dir:{tmp_path}", device="cpu")
+
+
+def test_metadata_that_ask_for_terabytes(tmp_path: Path) -> None:
+    """The file holds a small network; the sizes are allowed each for itself."""
+    for changes in (
+        dict(num_classes=1_000_000),
+        dict(model_args={"backbone_chans": 100_000}),
+    ):
+        path = _pair(tmp_path)
+        info = json.loads(path.with_suffix(".json").read_text())
+        path.with_suffix(".json").write_text(json.dumps({**info, **changes}))
+        start = time.monotonic()
+        with pytest.raises(WeightsError, match="the metadata describe a model of .* numbers, the file holds"):
+            load_model(str(path), device="cpu")
+        assert time.monotonic() - start < 5
+        config = dict(architecture="idpa_cnn", model_args=changes.get("model_args", {}))
+        config["pretrained_cfg"] = dict(num_classes=changes.get("num_classes", 3), input_size=[1, 28, 28])
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        path.rename(tmp_path / "model.safetensors")
+        for create in (capszoo.create_model, __import__("timm").create_model):
+            with pytest.raises(WeightsError, match="the metadata describe a model of"):
+                create(f"local-dir:{tmp_path}", pretrained=True)
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    state = capszoo.create_model("idpa_cnn", num_classes=3, in_chans=1, img_size=28).state_dict()
+    name = "stages.stem.conv.weight"
+    for value in (float("nan"), float("inf")):
+        broken = {**state, name: state[name].clone()}
+        broken[name].view(-1)[7] = value
+        with pytest.raises(WeightsError, match=f"the tensor {name} holds NaN or infinity"):
+            load_model(str(_pair(tmp_path, broken)), device="cpu")
+    with pytest.raises(WeightsError, match=f"the tensor {name} is torch.int64, the model's is torch.float32"):
+        load_model(str(_pair(tmp_path, {**state, name: state[name].long()})), device="cpu")
+    (tmp_path / "empty.safetensors").write_bytes(save({}))
+    with pytest.raises(WeightsError, match="holds no tensors"):
+        load_safetensors(tmp_path / "empty.safetensors")
+
+
+def test_timms_own_architectures_say_in_one_line_what_does_not_fit(tmp_path: Path) -> None:
+    path = _pair(tmp_path, {"a": torch.zeros(3)}, architecture="test_resnet")
+    with pytest.raises(WeightsError, match="the weights do not fit the model that is described"):
+        load_model(str(path), device="cpu")
+
+
+# -- config.json ---------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_describes_and_names_no_source(tmp_path: Path) -> None:
+    stated = dict(
+        architecture="idpa_cnn",
+        num_classes=3,
+        label_names=["a", "b", "c"],
+        model_args={"img_size": 28, "in_chans": 1},
+        pretrained_cfg=dict(
+            url="http://x/y", file="/etc/passwd", hf_hub_id="a/b", hf_hub_filename="c", source="x"
+        )
+        | dict(
+            state_dict={"a": 1}, custom_load=True, mean=[0.1], std=[0.2], crop_mode="center", unheard_of=3
+        ),
+    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(stated))
+    config = ModelConfig.read(path)
+    assert config.cfg.keys() == {
+        *("architecture", "num_classes", "label_names", "mean", "std", "crop_mode", "input_size")
+    }
+    assert config.cfg["input_size"][0] == 1
+    model = capszoo.create_model(f"local-dir:{tmp_path}")
+    assert not {"url", "file", "hf_hub_id", "hf_hub_filename", "state_dict"} & model.pretrained_cfg.keys()
+    assert model.pretrained_cfg["mean"] == (0.1,) and model.num_classes == 3
+    assert model.pretrained_cfg["first_conv"] == "stages.stem.conv", "what the network is, its code says"
+
+
+def test_a_tag_of_the_zoo_is_for_its_weights_alone(tmp_path: Path) -> None:
+    state = capszoo.create_model("idpa_cnn", num_classes=10, in_chans=1, img_size=28).state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    config = dict(architecture="idpa_cnn", num_classes=10)
+    config["pretrained_cfg"] = dict(input_size=[1, 28, 28], tag="mnist", mean=[0.9], std=[0.3])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for create in (capszoo.create_model, __import__("timm").create_model):
+        assert create(f"local-dir:{tmp_path}", pretrained=True).pretrained_cfg.get("tag") is None
+
+
+def test_one_damaged_file_spares_the_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound = _pair(tmp_path).with_suffix(".json")
+    sound.rename(tmp_path / "idpa_cnn.x.json")
+    (tmp_path / "idpa_cnn.y.json").write_text("{")
+    (tmp_path / "idpa_cnn.z.json").write_text(json.dumps({"architecture": "idpa_cnn"}))
+    monkeypatch.setattr(_pretrained, "weights_folders", lambda: (tmp_path,))
+    _pretrained.bundled_tags.cache_clear()
+    try:
+        assert list(_pretrained.bundled_tags()) == ["idpa_cnn.x"]
+        assert "idpa_cnn.y.json: not readable as JSON" in caplog.text and "lacks the key" in caplog.text
+    finally:
+        monkeypatch.undo()
+        _pretrained.bundled_tags.cache_clear()
+
+
+def test_metadata_of_the_zoo_are_read_as_before() -> None:
+    for info in _pretrained.bundled_tags().values():
+        assert isinstance(info, WeightsInfo) and info.raw["sha256"] == info.sha256

@@ -1,0 +1,200 @@
+"""Opening images: one rule for all, copied by hand in a bundle's infer.py; no small file takes the machine."""
+
+from __future__ import annotations
+
+import io
+import resource
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from capszoo import images
+from capszoo.data import DataError
+from capszoo.data.readers import decode_image, image_mode
+from capszoo.errors import CapszooError, UsageError
+from capszoo.images import open_image, resize_and_crop, to_mode
+from capszoo.preprocess import ImageTransform
+from tests.support import load_script
+
+
+@pytest.fixture(scope="module")
+def infer(root: Path):  # noqa: ANN201
+    return load_script(root / "export" / "bundle" / "infer.py")
+
+
+def _png(path: Path, width: int, height: int, bits: bytes | None = None) -> Path:
+    """A grey PNG of one bit a pixel, all black, without ever holding its pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    row = b"\0" * (1 + (width + 7) // 8)
+    packer, packed = zlib.compressobj(9), []
+    for _ in range(height):
+        packed.append(packer.compress(row))
+    body = b"".join(packed) + packer.flush()
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b""))
+    return path
+
+
+def _spec(transform: ImageTransform) -> dict:
+    return {
+        **dict(channels=transform.channels, size=list(transform.size), crop_pct=transform.crop_pct),
+        **dict(interpolation=transform.interpolation, dtype="float32", mean=[0.5], std=[0.25]),
+    }
+
+
+def _gallery(folder: Path) -> list[Path]:
+    """Images of every mode and of odd sizes; one of them turned by its EXIF tag."""
+    rng = np.random.default_rng(0)
+    grey = rng.integers(0, 256, (37, 53), dtype=np.uint8)
+    colour = rng.integers(0, 256, (41, 30, 3), dtype=np.uint8)
+    pictures = {
+        "grey.png": Image.fromarray(grey),
+        "rgb.png": Image.fromarray(colour),
+        "one.png": Image.fromarray(grey).convert("1"),
+        "la.png": Image.fromarray(np.dstack([grey, grey[::-1]]), "LA"),
+        "palette.png": Image.fromarray(colour).quantize(16),
+        "deep.png": Image.fromarray(rng.integers(0, 65536, (45, 33), dtype=np.uint16)),
+        "dark16.png": Image.fromarray(rng.integers(0, 200, (45, 33), dtype=np.uint16)),
+        "float.tif": Image.fromarray(rng.random((30, 31), dtype=np.float32) * 300),
+        "cmyk.jpg": Image.fromarray(colour).convert("CMYK"),
+        "hsv.tif": Image.fromarray(colour),
+        "right.png": Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)),
+        "thin.png": Image.fromarray(rng.integers(0, 256, (500, 3), dtype=np.uint8)),
+    }
+    for name, picture in pictures.items():
+        picture.save(folder / name)
+    turned = Image.fromarray(grey)
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(folder / "turned.jpg", exif=exif)
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("crop_pct", "interpolation"), [(1.0, "bilinear"), (0.875, "bicubic"), (0.5, "nearest")]
+)
+def test_a_bundle_opens_images_as_the_package_does(
+    infer, tmp_path: Path, channels: int, crop_pct: float, interpolation: str
+) -> None:
+    transform = ImageTransform(channels, (28, 24), (0.5,), (0.25,), interpolation, crop_pct)
+    for path in _gallery(tmp_path):
+        ours, theirs = transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform))
+        assert np.array_equal(ours, theirs.astype(np.float32)), path.name
+    assert infer.MAX_PIXELS == images.MAX_PIXELS
+
+
+def test_readers_open_images_as_predict_does(tmp_path: Path) -> None:
+    for path in _gallery(tmp_path):
+        for mode, channels in (("L", 1), ("RGB", 3)):
+            read = decode_image(path.read_bytes(), mode, path.name)
+            assert np.array_equal(read, np.asarray(open_image(path, channels))), path.name
+
+
+@pytest.mark.parametrize("resampling", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC])
+def test_cropping_before_scaling_gives_the_same_pixels(resampling: Image.Resampling) -> None:
+    # smooth, for a bicubic filter overshoots at edges, and Pillow then clips between its two passes, in either order
+    waves = (
+        np.sin(np.arange(300)[:, None, None] / 4 + np.arange(300)[None, :, None] / 6 + np.arange(3)) * 100
+        + 128
+    )
+    for rows, cols, crop in ((64, 48, 0.875), (31, 77, 1.0), (20, 20, 0.7), (300, 40, 0.95), (28, 28, 1.0)):
+        image = Image.fromarray(waves[:rows, :cols].astype(np.uint8))
+        scale = max(28 / rows, 32 / cols) / crop
+        size = (max(32, round(cols * scale)), max(28, round(rows * scale)))
+        whole = image if size == image.size else image.resize(size, resampling)
+        top, left = (whole.height - 28) // 2, (whole.width - 32) // 2
+        expected = np.asarray(whole.crop((left, top, left + 32, top + 28)), dtype=int)
+        found = np.asarray(resize_and_crop(image, (28, 32), crop, resampling), dtype=int)
+        assert found.shape == (28, 32, 3) and np.abs(found - expected).max() <= 1, (rows, cols)
+
+
+def test_a_thin_image_is_cropped_before_it_is_scaled(infer, tmp_path: Path) -> None:
+    """1 x 1,000,000 pixels, about a kilobyte: scaled first, it would be 28 x 28,000,000."""
+    transform = ImageTransform(1, (28, 28), (0.5,), (0.25,), crop_pct=0.875)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    for size in ((1, 1_000_000), (1_000_000, 1)):
+        path = _png(tmp_path / f"{size[0]}.png", *size)
+        assert path.stat().st_size < 100_000
+        for pixels in (transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform))):
+            assert pixels.shape == (1, 28, 28)
+        assert decode_image(path, "L", "x", side=28).shape == (28, 28)
+    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert taken < 400 and time.monotonic() - start < 20, f"{taken:.0f} MiB"
+
+
+def test_too_many_pixels_are_refused_before_they_are_decoded(
+    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _png(tmp_path / "bomb.png", 13_000, 13_000)
+    assert path.stat().st_size < 200_000
+    decoded = []
+    monkeypatch.setattr(Image.Image, "load", lambda self: decoded.append(self))
+    with pytest.raises(
+        CapszooError, match="bomb.png: 13000x13000 are more than 64,000,000 pixels: scale it down"
+    ):
+        open_image(path)
+    with pytest.raises(DataError, match="bomb.png holds a damaged image: .* more than 64,000,000 pixels"):
+        decode_image(path, "L", path)
+    with pytest.raises(ValueError, match="13000x13000 are more than 64,000,000 pixels: see --max-pixels"):
+        infer.open_image(path, 1)
+    assert not decoded
+    huge = _png(tmp_path / "huge.png", 80_000_000, 1)
+    with pytest.raises(CapszooError, match="more than 64,000,000 pixels"):
+        open_image(huge)
+
+
+def test_the_limit_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _png(tmp_path / "small.png", 40, 30)
+    with pytest.raises(CapszooError, match="40x30 are more than 1,000 pixels"):
+        open_image(path, max_pixels=1000)
+    monkeypatch.setenv("CAPSZOO_MAX_PIXELS", "1000")
+    with pytest.raises(CapszooError, match="more than 1,000 pixels"):
+        open_image(path)
+    monkeypatch.setenv("CAPSZOO_MAX_PIXELS", "1200")
+    assert open_image(path).size == (40, 30)
+    for wrong in ("many", "0", "-5", "1" * 40):
+        monkeypatch.setenv("CAPSZOO_MAX_PIXELS", wrong)
+        with pytest.raises(UsageError, match="CAPSZOO_MAX_PIXELS is"):
+            open_image(path)
+
+
+def test_deep_images_are_converted_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (50, 40), dtype=np.uint16)
+    whole = np.asarray(to_mode(Image.fromarray(values), 1))
+    monkeypatch.setattr(images, "_STRIP", 100)
+    assert np.array_equal(whole, np.asarray(to_mode(Image.fromarray(values), 1)))
+    assert np.array_equal(whole, (values / 65535.0 * 255).astype(np.uint8))
+
+
+def test_what_pillow_does_not_read_is_one_line(tmp_path: Path) -> None:
+    lab, dds = tmp_path / "lab.tif", tmp_path / "odd.dds"
+    Image.new("LAB", (20, 20)).save(lab)
+    header = struct.pack("<4sII", b"DDS ", 124, 0x1007) + struct.pack("<5I", 8, 8, 0, 0, 0) + b"\0" * 44
+    dds.write_bytes(header + struct.pack("<8I", 32, 4, 0x12345678, 0, 0, 0, 0, 0) + b"\0" * 200)
+    with pytest.raises(CapszooError, match="lab.tif: in LAB colours: save it in grey or RGB"):
+        open_image(lab)
+    with pytest.raises(CapszooError, match="odd.dds: (cannot be read|not an image)"):
+        open_image(dds)
+    for path in (lab, dds):
+        with pytest.raises(DataError, match="holds a damaged image"):
+            decode_image(path, "RGB", path)
+    with pytest.raises(DataError, match="holds a damaged image"):
+        image_mode(dds, dds)
+    with pytest.raises(CapszooError, match="no such file"):
+        open_image(tmp_path / "absent.png")
+    with pytest.raises(CapszooError, match="is a folder"):
+        open_image(tmp_path)
+    buffer = io.BytesIO()
+    Image.effect_noise((30, 30), 50).save(buffer, "PNG")
+    for cut in (10, 40, 400):
+        with pytest.raises(CapszooError, match="an image: (cannot be read|not an image)"):
+            open_image(buffer.getvalue()[:cut])
