@@ -99,6 +99,11 @@ def cnn_sabour(pretrained: bool = False, **kwargs: _Any) -> torch.nn.Module:
     return timm.create_model("cnn_sabour", pretrained=pretrained, **kwargs)
 
 
+def efficient_capsnet(pretrained: bool = False, **kwargs: _Any) -> torch.nn.Module:
+    """Efficient-CapsNet on MNIST: 161,824 parameters, self-attention routing without iterations."""
+    return timm.create_model("efficient_capsnet", pretrained=pretrained, **kwargs)
+
+
 def encapnet6(pretrained: bool = False, **kwargs: _Any) -> torch.nn.Module:
     """Six layers with master and aide (Table 1, f): error 11.93 on CIFAR-10, 0.25 on MNIST."""
     return timm.create_model("encapnet6", pretrained=pretrained, **kwargs)

@@ -39,6 +39,7 @@ _SABOUR = "Sabour et al. 2017, arXiv:1710.09829"
 _HINTON = "Hinton et al. 2018, Matrix capsules with EM routing"
 _IDPA = "Tsai et al. 2020, arXiv:2002.04764"
 _POOL = "Zhao and Huang 2019, Exploring dynamic routing as a pooling layer"
+_EFFICIENT = "Mazzia et al. 2021, arXiv:2101.12491, as others quote it"
 _ENCAP = "Li et al. 2018, arXiv:1808.03749"
 
 
@@ -143,6 +144,7 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
         ("expanded MNIST", 3.81, "λ=15, 32 neurons"),
         ("MultiMNIST", 5.2, "λ=5"),
     ),
+    "efficient_capsnet": _accuracies(_EFFICIENT, ("MNIST", 99.74, "mean")),
     "encapnet_v1": _errors(
         f"{_ENCAP}, table 4",
         ("CIFAR-10", 4.55, "no augmentation"),

@@ -88,6 +88,25 @@ EXACT: list[tuple[str, dict[str, Any], int]] = [
     ("resnet18_encap", {}, 11_156_778),
     ("capsnet6_dynamic", {}, 9_913_600),
     ("capsnet6_em", {}, 9_991_540),
+    ("efficient_capsnet", {}, 161_824),
+    ("efficient_capsnet", {"decoder": True}, 161_824 + 1_411_344),
+    (
+        "efficient_capsnet",
+        {"img_size": 36, "strides": (1, 1, 2, 2), "primary_kernel": 5, "primary_stride": 2},
+        154_656,
+    ),
+    (
+        "efficient_capsnet",
+        {
+            "img_size": 48,
+            "in_chans": 2,
+            "kernels": (7, 3, 3, 3),
+            "strides": (2, 1, 1, 2),
+            "norm": "instance",
+            "num_classes": 5,
+        },
+        151_664,
+    ),
     ("encapnet6_master", {}, 1_689_856),
     ("encapnet6", {}, 8_133_440),
 ]
