@@ -23,6 +23,7 @@ from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
 from .self_attention import SelfAttentionRouting, self_attention_routing
+from .self_routing import ConvSelfRouting, SelfRouting, self_routing
 from .sinkhorn import SinkhornUnit, feature_kl, ground_cost, sinkhorn_divergence, sinkhorn_plan
 from .squash import Squash, capsule_lengths, exponential_squash, squash
 
@@ -34,6 +35,7 @@ __all__ = [
     "ConvDynamicRouting",
     "ConvEM",
     "ConvIDPA",
+    "ConvSelfRouting",
     "DynamicRouting",
     "EncapModule",
     "FCIDPA",
@@ -43,6 +45,7 @@ __all__ = [
     "RoutingCaps",
     "RoutingPool2d",
     "SelfAttentionRouting",
+    "SelfRouting",
     "SharedDynamicRouting",
     "SharedEM",
     "SinkhornUnit",
@@ -60,6 +63,7 @@ __all__ = [
     "routing_caps",
     "routing_pool",
     "self_attention_routing",
+    "self_routing",
     "shared_dynamic_routing",
     "shared_em_routing",
     "sinkhorn_divergence",
