@@ -25,7 +25,9 @@ if _TYPE_CHECKING:
     from .inference import ImagePrediction, ScoredClass
     from .models import CapsuleNet, CapsuleOutput, WeightsError
     from .models._feedback import FeedbackAgreement, encapnet_feedback
+    from .models._heads import CapsuleHead
     from .models._surgery import replace_global_pool
+    from .models.caps_head import attach_head
 
 __version__ = "0.1.0"
 
@@ -35,6 +37,7 @@ if (_checkout / "hubconf.py").is_file() and (_checkout / "recipes" / "__init__.p
     __path__.append(str(_checkout))
 
 __all__ = [
+    "CapsuleHead",
     "CapsuleNet",
     "CapsuleOutput",
     "ExportedModel",
@@ -46,6 +49,7 @@ __all__ = [
     "UnknownModel",
     "WeightsError",
     "__version__",
+    "attach_head",
     "create_model",
     "encapnet_feedback",
     "keep_freed_memory",
@@ -58,6 +62,7 @@ __all__ = [
 
 #: Public name -> the module that defines it.
 _DEFINED_IN = {
+    "CapsuleHead": "models._heads",
     "CapsuleNet": "models",
     "CapsuleOutput": "models",
     "ExportedModel": "facade",
@@ -68,6 +73,7 @@ _DEFINED_IN = {
     "ScoredClass": "inference",
     "UnknownModel": "errors",
     "WeightsError": "errors",
+    "attach_head": "models.caps_head",
     "create_model": "_api",
     "encapnet_feedback": "models._feedback",
     "keep_freed_memory": "_memory",

@@ -84,6 +84,14 @@ class AugmentConfig(_Section):
     saturation: Share = 0.0
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Largest change, as a share of the colour circle."""
+    tilt: Annotated[float, Field(ge=0, le=180)] = 0.0
+    """Rotate half of the images; the angle in degrees is this times a clipped normal number (deviation 0.33)."""
+    squeeze: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Largest share by which the width shrinks."""
+    shift_in_margin: bool = False
+    """Shift within the black margin, so that nothing is cut off."""
+    erase: NonNegative = 0
+    """Side of a square that becomes black."""
 
     @field_validator("scale")
     @classmethod
@@ -158,6 +166,7 @@ class ScheduleConfig(_Section):
     warmup_epochs: NonNegativeRate = 0.0
     warmup_lr: NonNegativeRate = 1e-6
     min_lr: NonNegativeRate = 0.0
+    """Least rate of "cosine", "tanh", "poly" and "step"."""
     milestones: tuple[NonNegativeRate, ...] = ()
     """Epochs of the drops of "multistep"."""
     decay_epochs: Rate | None = None

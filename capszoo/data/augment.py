@@ -52,6 +52,11 @@ class Augment:
             image, so that part of it may lie outside (DeVries and Taylor 2017, arXiv:1708.04552); 0: none.
         brightness, contrast, saturation: largest relative change; the factor lies in 1 - x to 1 + x.
         hue: largest change as a share of the colour circle, at most 0.5.
+        tilt: rotate half of the images; the angle in degrees is this times a normal number of standard deviation 0.33,
+            clipped to -1..1.
+        squeeze: largest share by which the width shrinks about the middle, 0 to 1 (not 1).
+        shift_in_margin: shift each image at random within its blank (black) margin, so that nothing is cut off.
+        erase: side of a square, anywhere inside the image, that becomes black.
     """
 
     resize: int | None = None
@@ -66,6 +71,10 @@ class Augment:
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0
+    tilt: float = 0.0
+    squeeze: float = 0.0
+    shift_in_margin: bool = False
+    erase: int = 0
 
     def __post_init__(self) -> None:
         low, high = self.scale
@@ -82,6 +91,9 @@ class Augment:
             "contrast": 0 <= self.contrast <= 1,
             "saturation": 0 <= self.saturation <= 1,
             "hue": 0 <= self.hue <= 0.5,
+            "tilt": 0 <= self.tilt <= 180,
+            "squeeze": 0 <= self.squeeze < 1,
+            "erase": self.erase >= 0,
         }
         for name, good in limits.items():
             if not good:
@@ -154,7 +166,22 @@ class Augment:
             draws["cut_row"], draws["cut_col"] = (
                 torch.randint(0, side, (n,), generator=generator) for side in size
             )
+        if self.tilt or self.squeeze:
+            draws["matrix"] = self._tilt_and_squeeze(n, draws.get("matrix"), generator)
+        if self.shift_in_margin:
+            draws["in_margin"] = torch.rand(n, 2, generator=generator)
+        if self.erase:
+            draws["erased"] = torch.rand(n, 2, generator=generator)
         return draws
+
+    def _tilt_and_squeeze(self, n: int, before: Tensor | None, generator: torch.Generator) -> Tensor:
+        """Matrices [n, 2, 2] of the squeeze and then the tilt, after those of `before`."""
+        tilted = torch.rand(n, generator=generator) < 0.5
+        angle = self.tilt * (0.33 * torch.randn(n, generator=generator)).clamp_(-1, 1) * tilted
+        width = 1 - self.squeeze * torch.rand(n, generator=generator)
+        one = torch.ones(n)
+        matrix = affine_matrices(angle, 0 * one, one, width)
+        return matrix if before is None else matrix @ before
 
     def apply(
         self, pixels: Tensor, draws: Draws, size: tuple[int, int], fill: tuple[float, ...] | None = None
@@ -166,10 +193,14 @@ class Augment:
         result = pixels
         if "matrix" in draws:
             result = warp(result.float(), draws["matrix"])
+        if "in_margin" in draws:
+            result = shift_in_margin(result, draws["in_margin"])
         if "top" in draws:
             result = crop(
                 result, draws["top"], draws["left"], size, self.shift, draws.get("mirrored"), self.pad_mode
             )
+        if "erased" in draws:
+            result = erase(result, draws["erased"], self.erase)
         colours = {
             name: draws[name] for name in ("brightness", "contrast", "saturation", "hue") if name in draws
         }
@@ -197,6 +228,9 @@ RANGES = {
     "contrast": "0 to 1",
     "saturation": "0 to 1",
     "hue": "0 to 0.5",
+    "tilt": "0 to 180 degrees",
+    "squeeze": "0 to below 1",
+    "erase": "pixels, at least 0",
 }
 
 
@@ -273,6 +307,42 @@ def cut_out(
     square = inside(row, h)[:, None, :, None] & inside(col, w)[:, None, None, :]
     colour = torch.tensor(fill or (0.0,), device=images.device).mul(255).round().to(images.dtype)
     return torch.where(square, colour.view(1, -1, 1, 1), images)
+
+
+def shift_in_margin(images: Tensor, draws: Tensor) -> Tensor:
+    """Shift each image within its blank margin, so that no pixel that is not black is cut off.
+
+    Arguments:
+        images: [b, c, h, w], 0..255; a pixel below 0.5 in all channels is black.
+        draws: [b, 2], in 0..1: the place of the content, from the first possible row (column) to the last.
+
+    Returns a tensor like `images`.
+    """
+    shape = images.shape
+    index = []
+    for axis, u in zip((2, 3), draws.to(images.device).unbind(1), strict=True):
+        size = shape[axis]
+        filled = (images >= 0.5).any(dim=1).any(dim=4 - axis)  # [b, size]
+        ahead = filled.int().argmax(1)  # blank rows before the content
+        free = ahead + filled.flip(1).int().argmax(1)
+        shift = (u * (free + 1)).floor().clamp(max=free) - ahead  # all of an empty image is the same
+        index.append((torch.arange(size, device=images.device) - shift[:, None]).remainder(size).long())
+    batch = torch.arange(shape[0], device=images.device)[:, None, None]
+    # within the margin, a cyclic shift moves black pixels alone around the edge
+    picked = images.permute(0, 2, 3, 1)[batch, index[0][:, :, None], index[1][:, None, :]]
+    return picked.permute(0, 3, 1, 2)
+
+
+def erase(images: Tensor, draws: Tensor, side: int) -> Tensor:
+    """Blacken a square of each image, wholly inside it; its first row and column by `draws` [b, 2] in 0..1."""
+    inside = []
+    for axis, u in zip((2, 3), draws.to(images.device).unbind(1), strict=True):
+        size = images.shape[axis]
+        first = (u * (max(size - side, 0) + 1)).floor()[:, None]
+        place = torch.arange(size, device=images.device)
+        inside.append((place >= first) & (place < first + side))  # [b, size]
+    square = inside[0][:, None, :, None] & inside[1][:, None, None, :]
+    return images.masked_fill(square, 0)
 
 
 def affine_matrices(degrees: Tensor, shear: Tensor, scale_y: Tensor, scale_x: Tensor) -> Tensor:

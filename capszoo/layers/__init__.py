@@ -22,8 +22,10 @@ from .em import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
 from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
+from .self_attention import SelfAttentionRouting, self_attention_routing
+from .self_routing import ConvSelfRouting, SelfRouting, self_routing
 from .sinkhorn import SinkhornUnit, feature_kl, ground_cost, sinkhorn_divergence, sinkhorn_plan
-from .squash import Squash, capsule_lengths, squash
+from .squash import Squash, capsule_lengths, exponential_squash, squash
 
 __all__ = [
     "CapConv",
@@ -33,6 +35,7 @@ __all__ = [
     "ConvDynamicRouting",
     "ConvEM",
     "ConvIDPA",
+    "ConvSelfRouting",
     "DynamicRouting",
     "EncapModule",
     "FCIDPA",
@@ -41,6 +44,8 @@ __all__ = [
     "PrimaryCaps2d",
     "RoutingCaps",
     "RoutingPool2d",
+    "SelfAttentionRouting",
+    "SelfRouting",
     "SharedDynamicRouting",
     "SharedEM",
     "SinkhornUnit",
@@ -51,11 +56,14 @@ __all__ = [
     "capsules_from_map",
     "dynamic_routing",
     "em_routing",
+    "exponential_squash",
     "feature_kl",
     "ground_cost",
     "idpa_routing",
     "routing_caps",
     "routing_pool",
+    "self_attention_routing",
+    "self_routing",
     "shared_dynamic_routing",
     "shared_em_routing",
     "sinkhorn_divergence",

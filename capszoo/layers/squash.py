@@ -13,6 +13,9 @@ v      the returned tensor
 Deviations: below ``|s| = 1e-6`` the factor ``|s| / (1 + |s|^2)`` is held at ``1e-6`` (a zero capsule gives
 zero and a finite gradient; the formula's own gradient is zero there). Half types are computed in float32 and
 cast back.
+
+:func:`exponential_squash` is the squash of Efficient-CapsNet (Mazzia, Salvetti, Chiaberge 2021, arXiv:2101.12491):
+``v = (1 - exp(-|s|)) * (s / |s|)``. Its slope at zero is 1, so that short capsules keep their gradient.
 """
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 
 from ._precision import upcast_half
 
-__all__ = ["Squash", "capsule_lengths", "squash"]
+__all__ = ["Squash", "capsule_lengths", "exponential_squash", "squash"]
 
 torch.fx.wrap("upcast_half")
 
@@ -42,6 +45,23 @@ def squash(s: Tensor, dim: int = -1) -> Tensor:
     return (x * (square.sqrt() / (1.0 + square))).to(s.dtype)
 
 
+def exponential_squash(s: Tensor, dim: int = -1) -> Tensor:
+    """Squash capsules along one axis with ``1 - exp(-|s|)`` (Efficient-CapsNet).
+
+    The length is clamped at 1e-6, so that a zero capsule gives zero and a finite gradient.
+
+    Args:
+        s: capsules, any shape, floating point; the pose lies along ``dim``.
+        dim: the pose axis.
+
+    Returns:
+        Tensor of the shape and dtype of ``s``; lengths lie in [0, 1].
+    """
+    x = upcast_half(s)
+    length = (x * x).sum(dim=dim, keepdim=True).clamp(1e-12, 1e38).sqrt()
+    return (x * (-torch.expm1(-length) / length)).to(s.dtype)
+
+
 def capsule_lengths(poses: Tensor, dim: int = -1) -> Tensor:
     """Lengths of capsules, with a finite gradient at zero.
 
@@ -57,27 +77,35 @@ def capsule_lengths(poses: Tensor, dim: int = -1) -> Tensor:
 
 
 class Squash(nn.Module):
-    """:func:`squash` as a module.
+    """:func:`squash` or :func:`exponential_squash` as a module.
 
     Args:
         dim: the pose axis.
         pose_dim: if given, the axis ``dim`` holds several capsules one after the other (index = capsule *
             pose_dim + dimension, as in the feature maps of this package), each squashed on its own.
+        exponential: use :func:`exponential_squash`.
     """
 
-    def __init__(self, dim: int = -1, pose_dim: int = 0) -> None:
+    def __init__(self, dim: int = -1, pose_dim: int = 0, exponential: bool = False) -> None:
         super().__init__()
         if pose_dim < 0:
             raise ValueError(f"pose_dim must be positive, or 0 for the whole axis, not {pose_dim}")
         self.dim = dim
         self.pose_dim = pose_dim
+        self.exponential = exponential
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pose_dim == 0:
-            return squash(x, self.dim)
+            return self._squash(x, self.dim)
         dim = self.dim if self.dim >= 0 else x.dim() + self.dim
         grouped = x.unflatten(dim, [-1, self.pose_dim])  # [..., capsules, d, ...]
-        return squash(grouped, dim + 1).flatten(dim, dim + 1)
+        return self._squash(grouped, dim + 1).flatten(dim, dim + 1)
+
+    def _squash(self, x: Tensor, dim: int) -> Tensor:
+        if self.exponential:
+            return exponential_squash(x, dim)
+        return squash(x, dim)
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}" + (f", pose_dim={self.pose_dim}" if self.pose_dim else "")
+        pose = f", pose_dim={self.pose_dim}" if self.pose_dim else ""
+        return f"dim={self.dim}{pose}" + (", exponential=True" if self.exponential else "")

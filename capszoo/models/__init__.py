@@ -1,6 +1,15 @@
 """The zoo's architectures; importing this package registers all of them with timm."""
 
-from . import capsnet_dynamic, capsnet_em, cnn_baselines, encapnet, idpa, routing_pool
+from . import (
+    caps_head,
+    capsnet_dynamic,
+    capsnet_em,
+    cnn_baselines,
+    efficient_capsnet,
+    encapnet,
+    idpa,
+    routing_pool,
+)
 from ._base import CapsuleNet, CapsuleOutput
 from ._pretrained import HUB_ORG, WeightsError, WeightsInfo
 
@@ -11,13 +20,24 @@ __all__ = [
     "MODULES",
     "WeightsError",
     "WeightsInfo",
+    "caps_head",
     "capsnet_dynamic",
     "capsnet_em",
     "cnn_baselines",
+    "efficient_capsnet",
     "encapnet",
     "idpa",
     "routing_pool",
 ]
 
 #: Model files of the zoo, under the names by which timm's registry knows them.
-MODULES = ("capsnet_dynamic", "capsnet_em", "cnn_baselines", "encapnet", "idpa", "routing_pool")
+MODULES = (
+    "caps_head",
+    "capsnet_dynamic",
+    "capsnet_em",
+    "cnn_baselines",
+    "efficient_capsnet",
+    "encapnet",
+    "idpa",
+    "routing_pool",
+)

@@ -39,6 +39,8 @@ _SABOUR = "Sabour et al. 2017, arXiv:1710.09829"
 _HINTON = "Hinton et al. 2018, Matrix capsules with EM routing"
 _IDPA = "Tsai et al. 2020, arXiv:2002.04764"
 _POOL = "Zhao and Huang 2019, Exploring dynamic routing as a pooling layer"
+_EFFICIENT = "Mazzia et al. 2021, arXiv:2101.12491, as others quote it"
+_SELF = "Hahn et al. 2019, Self-routing capsule networks, poster"
 _ENCAP = "Li et al. 2018, arXiv:1808.03749"
 
 
@@ -143,6 +145,32 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
         ("expanded MNIST", 3.81, "λ=15, 32 neurons"),
         ("MultiMNIST", 5.2, "λ=5"),
     ),
+    "efficient_capsnet": _accuracies(_EFFICIENT, ("MNIST", 99.74, "mean")),
+    "resnet20_avg": _errors(_SELF, ("CIFAR-10", 7.94, "±0.21"), ("SVHN", 3.55)),
+    "resnet20_conv": _errors(_SELF, ("CIFAR-10", 10.01, "±0.99"), ("SVHN", 3.98)),
+    "resnet20_dynamic": _errors(
+        _SELF,
+        ("CIFAR-10", 8.46, "±0.27"),
+        ("CIFAR-10", 7.86, "±0.21, 2 capsule layers"),
+        ("SVHN", 3.49),
+        ("SVHN", 3.17, "2 capsule layers"),
+    ),
+    "resnet20_em": _errors(
+        _SELF,
+        ("CIFAR-10", 10.25, "±0.45"),
+        ("CIFAR-10", 12.52, "±0.32, 2 capsule layers"),
+        ("SVHN", 3.85),
+        ("SVHN", 3.70, "2 capsule layers"),
+    ),
+    "resnet20_idpa": (),
+    "resnet20_selfrouting": _errors(
+        _SELF,
+        ("CIFAR-10", 8.17, "±0.18"),
+        ("CIFAR-10", 7.86, "±0.12, 2 capsule layers"),
+        ("SVHN", 3.34),
+        ("SVHN", 3.12, "2 capsule layers"),
+    ),
+    "caps_head": (),
     "encapnet_v1": _errors(
         f"{_ENCAP}, table 4",
         ("CIFAR-10", 4.55, "no augmentation"),

@@ -48,6 +48,7 @@ CURVES, CONFUSION = "curves.png", "confusion.png"
 PAPER_LINKS = {
     "arXiv": "https://arxiv.org/abs/{}",
     "doi": "https://doi.org/{}",
+    "neurips": "https://proceedings.neurips.cc/paper/{}-Abstract.html",
     "openreview": "https://openreview.net/forum?id={}",
 }
 

@@ -12,6 +12,7 @@ import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
+from timm.scheduler.step_lr import StepLRScheduler
 from torch import nn
 
 import capszoo
@@ -247,7 +248,19 @@ def create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: in
         step_on_epochs=False,
         updates_per_epoch=steps,
     )
+    if isinstance(scheduler, StepLRScheduler) and settings.min_lr:
+        _set_floor(scheduler, settings.min_lr)
     if scheduler is None:  # it would apply what layers' rates are scaled by
         for group in optimizer.param_groups:
             group["lr"] *= group.get("lr_scale", 1.0)
     return scheduler
+
+
+def _set_floor(scheduler: StepLRScheduler, floor: float) -> None:
+    """Give timm's "step" schedule a least rate after the warm-up, which it takes no argument for."""
+    rates: Callable[[int], list[float]] = scheduler._get_lr
+
+    def floored(t: int) -> list[float]:
+        return rates(t) if t < scheduler.warmup_t else [max(rate, floor) for rate in rates(t)]
+
+    scheduler._get_lr = floored  # type: ignore[method-assign]

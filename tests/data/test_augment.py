@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capszoo.data import Augment, DataError, normalize
-from capszoo.data.augment import affine_matrices, crop, jitter, resize, share, warp
+from capszoo.data.augment import affine_matrices, crop, erase, jitter, resize, share, shift_in_margin, warp
 
 
 def generator(seed: int = 3) -> torch.Generator:
@@ -199,6 +200,10 @@ STRONG = Augment(
     contrast=0.2,
     saturation=0.2,
     hue=0.2,
+    tilt=30,
+    squeeze=0.25,
+    shift_in_margin=True,
+    erase=4,
 )
 
 
@@ -221,7 +226,7 @@ def test_drawn_numbers_keep_their_ranges() -> None:
     for name in ("brightness", "contrast", "saturation"):
         assert 0.8 <= float(draws[name].min()) < 0.81 and 1.19 < float(draws[name].max()) <= 1.2
     assert -0.2 <= float(draws["hue"].min()) < -0.19 and 0.19 < float(draws["hue"].max()) <= 0.2
-    scale = draws["matrix"].det().sqrt()
+    scale = replace(STRONG, tilt=0, squeeze=0).draw(4000, (0, 0), generator())["matrix"].det().sqrt()
     assert 0.8 - 1e-6 <= float(scale.min()) < 0.81 and 1.19 < float(scale.max()) <= 1.2 + 1e-6
     assert set(draws["top"].tolist()) == set(draws["left"].tolist()) == set(range(7))
 
@@ -234,11 +239,54 @@ def test_drawn_numbers_keep_their_ranges() -> None:
         ({"scale": (1.2, 0.8)}, r"augment.scale: \(1.2, 0.8\)"),
         ({"rotation": 270}, "augment.rotation: 270"),
         ({"resize": 0}, "augment.resize: 0"),
+        ({"squeeze": 1.0}, "augment.squeeze: 1.0"),
+        ({"erase": -1}, "augment.erase: -1"),
     ],
 )
 def test_impossible_settings(settings: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Augment(**settings)
+
+
+def test_tilt_and_squeeze() -> None:
+    """Half of the images turn, by a clipped normal number; widths shrink evenly; heights stay."""
+    draws = Augment(tilt=30, squeeze=0.25).draw(8000, (0, 0), generator())["matrix"]
+    turned = torch.rad2deg(torch.atan2(-draws[:, 1, 0], draws[:, 0, 0]))
+    still = turned.abs() < 1e-4
+    assert 0.47 < float(still.float().mean()) < 0.53
+    assert 29 < float(turned.abs().max()) <= 30 + 1e-4
+    assert float(turned[~still].std()) == pytest.approx(30 * 0.329, rel=0.05)
+    width = draws.det()  # height 1
+    assert 0.75 <= float(width.min()) < 0.76 and 0.99 < float(width.max()) <= 1
+    assert float(width.mean()) == pytest.approx(0.875, abs=0.01)
+    before = Augment(rotation=20).draw(5, (0, 0), generator())["matrix"]
+    both = Augment(rotation=20, squeeze=0.25).draw(5, (0, 0), generator())["matrix"]
+    torch.testing.assert_close((both @ before.inverse()).det() < 1, torch.ones(5).bool())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_shift_in_margin_reaches_every_place_and_cuts_nothing(channels: int) -> None:
+    images = torch.zeros(3000, channels, 7, 6, dtype=torch.uint8)
+    images[:, -1, 2:4, 1:5] = torch.arange(1, 9, dtype=torch.uint8).view(2, 4)
+    result = augmented(images, Augment(shift_in_margin=True))
+    assert result.dtype == torch.uint8 and bool((result.sum((1, 2, 3)) == 36).all())
+    corner = result[:, -1].flatten(1).eq(1).nonzero()[:, 1]
+    counts = torch.bincount(corner, minlength=42).view(7, 6)
+    assert torch.equal(counts[:6, :3] > 0, torch.ones(6, 3).bool()) and int(counts[:6, :3].sum()) == 3000
+    assert int(counts.max()) < 1.5 * 3000 / 18, "every place is as likely"
+    whole = torch.full((2, 1, 4, 4), 9, dtype=torch.uint8)
+    assert torch.equal(shift_in_margin(whole, torch.rand(2, 2)), whole)
+    assert not shift_in_margin(0 * whole, torch.rand(2, 2)).any()
+
+
+def test_erase_blackens_one_square_inside() -> None:
+    images = torch.full((2000, 2, 6, 5), 7, dtype=torch.uint8)
+    black = augmented(images, Augment(erase=4)) == 0
+    assert bool((black.sum((2, 3)) == 16).all()) and torch.equal(black[:, 0], black[:, 1])
+    rows, cols = black[:, 0].any(2).int().argmax(1), black[:, 0].any(1).int().argmax(1)
+    assert torch.bincount(rows).tolist() == pytest.approx([2000 / 3] * 3, rel=0.15)
+    assert torch.bincount(cols).tolist() == pytest.approx([1000, 1000], rel=0.15)
+    assert not erase(images[:1], torch.rand(1, 2), 9).any(), "a square larger than the image takes all of it"
 
 
 def test_colour_needs_three_channels() -> None:

@@ -17,7 +17,14 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-PER_ROUTING = ("capsnet_dynamic", "capsnet_em_norb_small", "encapnet6", "idpa_resnet", "resnet20_routingpool")
+PER_ROUTING = (
+    "capsnet_dynamic",
+    "capsnet_em_norb_small",
+    "efficient_capsnet",
+    "encapnet6",
+    "idpa_resnet",
+    "resnet20_routingpool",
+)
 
 #: Smallest, usual and largest batch: fixed at 1, or free.
 BATCHES = {"batch1": (1, 1, 1), "dynamic": (1, 2, 3)}

@@ -88,6 +88,37 @@ EXACT: list[tuple[str, dict[str, Any], int]] = [
     ("resnet18_encap", {}, 11_156_778),
     ("capsnet6_dynamic", {}, 9_913_600),
     ("capsnet6_em", {}, 9_991_540),
+    ("efficient_capsnet", {}, 161_824),
+    ("efficient_capsnet", {"decoder": True}, 161_824 + 1_411_344),
+    (
+        "efficient_capsnet",
+        {"img_size": 36, "strides": (1, 1, 2, 2), "primary_kernel": 5, "primary_stride": 2},
+        154_656,
+    ),
+    (
+        "efficient_capsnet",
+        {
+            "img_size": 48,
+            "in_chans": 2,
+            "kernels": (7, 3, 3, 3),
+            "strides": (2, 1, 1, 2),
+            "norm": "instance",
+            "num_classes": 5,
+        },
+        151_664,
+    ),
+    ("resnet20_avg", {}, 269_722),
+    ("resnet20_conv", {}, 893_210),
+    ("resnet20_dynamic", {}, 5_807_888),
+    ("resnet20_dynamic", {"depth": 2}, 4_236_048),
+    ("resnet20_em", {}, 911_204),
+    ("resnet20_em", {"depth": 2}, 813_988),
+    # the trunk, the primary convolution and its LayerNorm, a 4x4 transform for each child and class, LayerNorm, Linear
+    ("resnet20_idpa", {}, 269_072 + 9 * 64 * 512 + 32 + 2048 * 10 * 16 + 32 + 17),
+    ("resnet20_selfrouting", {}, 931_664),
+    ("resnet20_selfrouting", {"depth": 2}, 3_187_536),
+    # ResNet-18 without its classifier, the projection to 64, and the head as above on 7x7 positions
+    ("caps_head", {}, 11_176_512 + 512 * 64 + 128 + 9 * 64 * 512 + 32 + 1568 * 10 * 16 + 32 + 17),
     ("encapnet6_master", {}, 1_689_856),
     ("encapnet6", {}, 8_133_440),
 ]
@@ -418,7 +449,8 @@ def test_forward_poses(name: str) -> None:
     model = small(name).eval()
     calibrate(model)
     x = images(model, 2)
-    if "decoder" not in signature(name) and not name.startswith("idpa"):  # plain nets, and pooled features
+    heads = ("idpa", "caps_head", "resnet20_dynamic", "resnet20_em", "resnet20_idpa")
+    if "decoder" not in signature(name) and not name.startswith(heads):  # plain nets, and pooled features
         with pytest.raises(NotImplementedError, match="class capsules"):
             model.forward_poses(x)
         return

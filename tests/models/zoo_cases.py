@@ -25,10 +25,19 @@ SMALLER: dict[str, dict[str, Any]] = {
     "*multimnist*": {"img_size": 28},
     "capsnet_em*": {"img_size": 24},
     "cnn_sabour": {"img_size": 20},
+    "caps_head": {"img_size": 64},
 }
 
 #: Plain networks, the papers' baselines: they have no capsules to return.
-WITHOUT_CAPSULES = ("cnn6*", "cnn_baseline", "cnn_multimnist*", "cnn_sabour", "resnet18_encap")
+WITHOUT_CAPSULES = (
+    "cnn6*",
+    "cnn_baseline",
+    "cnn_multimnist*",
+    "cnn_sabour",
+    "resnet18_encap",
+    "resnet20_avg",
+    "resnet20_conv",
+)
 
 #: Models for larger images are built for 32x32.
 MAX_SIZE = 40

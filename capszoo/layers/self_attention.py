@@ -1,0 +1,95 @@
+"""Self-attention routing: every child is weighed by how much its vote agrees with all votes for the same parent.
+
+Paper: Mazzia, Salvetti, Chiaberge, "Efficient-CapsNet: capsule network with self-attention routing" (2021,
+arXiv:2101.12491), section 3.2. There are no iterations.
+
+============ ============================================================
+symbol       here
+============ ============================================================
+u_i          ``x``, the children
+û_ij = W u_i ``votes``
+A_j          ``û_j û_jᵀ / √e``, never formed: only its row sums are needed
+c_ij         ``couplings``, softmax of the row sums over the parents
+b_ij         ``bias``, a learned prior that is added to the couplings
+s_j          ``total``, the weighted sum of votes
+============ ============================================================
+
+Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` parent pose.
+
+A row sum of A_j is ``Σ_k <û_ij, û_kj> / √e = <û_ij, Σ_k û_kj> / √e``: one sum and one matrix-vector product.
+
+Deviations: logits and softmax are float32 for half-precision votes. The transforms start He normal with all
+``i * d`` dimensions of the children as fan-in (our choice).
+"""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ._precision import upcast_half
+from .squash import exponential_squash
+
+__all__ = ["SelfAttentionRouting", "self_attention_routing"]
+
+torch.fx.wrap("upcast_half")
+
+
+def self_attention_routing(votes: Tensor, bias: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+    """Route votes to parents by self-attention.
+
+    Args:
+        votes: ``[b, j, i, e]``, the vote of child ``i`` for parent ``j``.
+        bias: ``[j, i]``, added to the couplings; zero where absent.
+
+    Returns:
+        poses ``[b, j, e]``, squashed by :func:`exponential_squash`, and the couplings ``[b, j, i]``, without the bias.
+    """
+    votes_up = upcast_half(votes)
+    vote_sum = votes_up.sum(dim=2)  # Σ_k û_kj: [b, j, e]
+    agreement = torch.matmul(votes_up, vote_sum.unsqueeze(3)).squeeze(3)  # row sums of û_j û_jᵀ: [b, j, i]
+    couplings = torch.softmax(agreement * votes.shape[3] ** -0.5, dim=1)  # over the parents
+    weights = couplings if bias is None else couplings + bias
+    total = torch.matmul(weights.to(votes_up.dtype).unsqueeze(2), votes_up).squeeze(2)  # s_j: [b, j, e]
+    return exponential_squash(total).to(votes.dtype), couplings.to(votes.dtype)
+
+
+class SelfAttentionRouting(nn.Module):
+    """A fully connected capsule layer with self-attention routing: each child has its own transform to every parent.
+
+    Args:
+        in_caps, in_dim: children, and pose dimension of a child.
+        out_caps, out_dim: parents, and pose dimension of a parent.
+
+    ``weight`` is ``[i, d, j * e]``, as in :class:`DynamicRouting`; ``bias`` is ``[j, i]`` and starts at zero.
+    """
+
+    def __init__(self, in_caps: int, in_dim: int, out_caps: int, out_dim: int) -> None:
+        super().__init__()
+        if min(in_caps, in_dim, out_caps, out_dim) < 1:
+            raise ValueError("in_caps, in_dim, out_caps and out_dim must be at least 1")
+        self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
+        self.weight = nn.Parameter(torch.empty(in_caps, in_dim, out_caps * out_dim))
+        self.bias = nn.Parameter(torch.empty(out_caps, in_caps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=(2.0 / (self.in_caps * self.in_dim)) ** 0.5)
+        nn.init.zeros_(self.bias)
+
+    def votes(self, x: Tensor) -> Tensor:
+        """Children ``[b, i, d]`` to votes ``[b, j, i, e]``, a view of ``[i, b, j, e]``."""
+        votes = torch.bmm(x.transpose(0, 1), self.weight)  # [i, b, d] @ [i, d, j*e] -> [i, b, j*e]
+        return votes.reshape(self.in_caps, -1, self.out_caps, self.out_dim).permute(1, 2, 0, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Children ``[b, i, d]`` to parents ``[b, j, e]``; their lengths lie in [0, 1]."""
+        return self.route(x)[0]
+
+    def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` (1 in sum over ``j``)."""
+        torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
+        return self_attention_routing(self.votes(x), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_caps}x{self.in_dim} -> {self.out_caps}x{self.out_dim}"

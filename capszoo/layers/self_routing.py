@@ -1,0 +1,192 @@
+"""Self-routing: every child decides by itself to which parents it belongs, without agreement and without iterations.
+
+Paper: Hahn, Pyeon, Kim, "Self-Routing Capsule Networks" (NeurIPS 2019), section 3. The public release was read for
+facts: initialisation and the place of the activations.
+
+======================= ==================================================================
+symbol                  here
+======================= ==================================================================
+u_i, a_i                ``poses``, ``activations`` of the children
+W_route_i, b_i          ``weight``, ``bias``
+c_ij                    ``couplings``, ``softmax_j(W_route_i u_i + b_i)``
+a_j                     ``Σ_i c_ij a_i / Σ_i a_i``
+û_ij = W_pose_ij u_i    ``votes``
+u_j                     ``Σ_i c_ij a_i û_ij / Σ_i c_ij a_i``
+======================= ==================================================================
+
+Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` parent pose, ``h w`` grid, ``k l`` kernel.
+
+Deviations: 1e-7 is added to both denominators (1e-12 in the release, which the ONNX exporter would delete). All sums
+are float32 for half types.
+"""
+
+from typing import List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._precision import upcast_half
+
+__all__ = ["ConvSelfRouting", "SelfRouting", "self_routing"]
+
+torch.fx.wrap("upcast_half")
+
+
+def self_routing(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    pose_weight: Optional[Tensor] = None,
+    eps: float = 1e-7,
+) -> Tuple[Tensor, Optional[Tensor], Tensor]:
+    """Route children to parents by the children's own poses.
+
+    Args:
+        poses: ``[b, i, d]``.
+        activations: ``[b, i]``, not negative.
+        weight: ``[i, d, j]``, W_route.
+        bias: ``[i, j]``.
+        pose_weight: ``[i, d, j * e]``, W_pose; absent where the parents need no poses.
+        eps: added to both denominators.
+
+    Returns:
+        activations ``[b, j]``, which sum to 1; poses ``[b, j, e]``, or None without ``pose_weight``; and the
+        couplings ``[b, j, i]``, which sum to 1 over the parents.
+    """
+    children = poses.transpose(0, 1)  # [i, b, d]
+    logits = torch.bmm(children, weight) + bias.unsqueeze(1)  # [i, b, j]
+    couplings = torch.softmax(upcast_half(logits), dim=2).permute(1, 2, 0)  # [b, j, i]
+    active = upcast_half(activations)
+    share = couplings * active.unsqueeze(1)  # c_ij a_i: [b, j, i]
+    mass = share.sum(dim=2)  # [b, j]
+    parents = mass / (active.sum(dim=1, keepdim=True) + eps)
+    parent_poses: Optional[Tensor] = None
+    if pose_weight is not None:
+        votes = upcast_half(torch.bmm(children, pose_weight))  # [i, b, j*e]
+        votes = votes.reshape(weight.shape[0], -1, weight.shape[2], pose_weight.shape[2] // weight.shape[2])
+        total = torch.matmul(share.unsqueeze(2), votes.permute(1, 2, 0, 3)).squeeze(2)  # [b, j, e]
+        parent_poses = (total / (mass.unsqueeze(2) + eps)).to(poses.dtype)
+    return parents.to(poses.dtype), parent_poses, couplings
+
+
+class SelfRouting(nn.Module):
+    """A fully connected capsule layer with self-routing: every child has weights of its own.
+
+    Args:
+        in_caps, in_dim: children, and pose dimension of a child.
+        out_caps: parents.
+        out_dim: pose dimension of a parent; 0 for parents without poses (the paper's last layer).
+
+    ``weight`` is ``[i, d, j]`` and ``bias`` ``[i, j]``; both start at zero (the release's), so that all couplings
+    start even. ``pose_weight`` is ``[i, d, j * e]``, Kaiming uniform with ``j * e * d`` as fan-in (the release's).
+    """
+
+    pose_weight: Optional[Tensor]
+
+    def __init__(self, in_caps: int, in_dim: int, out_caps: int, out_dim: int = 0) -> None:
+        super().__init__()
+        if min(in_caps, in_dim, out_caps) < 1 or out_dim < 0:
+            raise ValueError("in_caps, in_dim and out_caps must be at least 1, out_dim at least 0")
+        self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
+        self.weight = nn.Parameter(torch.empty(in_caps, in_dim, out_caps))
+        self.bias = nn.Parameter(torch.empty(in_caps, out_caps))
+        if out_dim:
+            self.pose_weight = nn.Parameter(torch.empty(in_caps, in_dim, out_caps * out_dim))
+        else:
+            self.register_parameter("pose_weight", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        if self.pose_weight is not None:
+            bound = (6.0 / (self.in_dim * self.out_caps * self.out_dim)) ** 0.5
+            nn.init.uniform_(self.pose_weight, -bound, bound)
+
+    def forward(self, poses: Tensor, activations: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+        """Children ``[b, i, d]`` and ``[b, i]`` to activations ``[b, j]`` and poses ``[b, j, e]`` (or None)."""
+        active, parent_poses, _ = self.route(poses, activations)
+        return active, parent_poses
+
+    def route(self, poses: Tensor, activations: Tensor) -> Tuple[Tensor, Optional[Tensor], Tensor]:
+        """As :meth:`forward`, with the couplings ``[b, j, i]``."""
+        torch._assert(poses.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
+        return self_routing(poses, activations, self.weight, self.bias, self.pose_weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_caps}x{self.in_dim} -> {self.out_caps}x{self.out_dim}"
+
+
+class ConvSelfRouting(nn.Module):
+    """A convolutional capsule layer with self-routing: ``k x k`` positions of every child type to each parent type.
+
+    The weights are shared over output positions, not over the positions of the window.
+
+    Args:
+        in_caps, in_dim: child types, and pose dimension of a child.
+        out_caps, out_dim: parent types, and pose dimension of a parent, at least 1.
+        kernel_size, stride, padding: of the window; beyond the border there are children of activation zero.
+
+    A map holds ``[b, caps * (d + 1), h, w]``: the poses, channel = capsule * d + dimension, then the activations.
+    ``window`` is the :class:`SelfRouting` of every window, its children ordered ``(row * k + column) * types + type``.
+    """
+
+    def __init__(
+        self,
+        in_caps: int,
+        in_dim: int,
+        out_caps: int,
+        out_dim: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        padding: int = 0,
+    ) -> None:
+        super().__init__()
+        if out_dim < 1:
+            raise ValueError(f"parents on a grid need poses: out_dim must be at least 1, not {out_dim}")
+        self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+        self.window = SelfRouting(kernel_size * kernel_size * in_caps, in_dim, out_caps, out_dim)
+
+    def grid_size(self, height: int, width: int) -> Tuple[int, int]:
+        """Output rows and columns for an input of this size."""
+        reach = 2 * self.padding - self.kernel_size
+        return (height + reach) // self.stride + 1, (width + reach) // self.stride + 1
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """``[b, h, w, c]`` to ``[b, h', w', k, l, c]``, by slices (unfold exports to Gather)."""
+        last = self.kernel_size - 1
+        height, width = x.shape[1], x.shape[2]
+        columns: List[Tensor] = []
+        for k in range(self.kernel_size):
+            columns.append(x[:, :, k : width - last + k : self.stride])
+        x = torch.stack(columns, dim=3)
+        rows: List[Tensor] = []
+        for k in range(self.kernel_size):
+            rows.append(x[:, k : height - last + k : self.stride])
+        return torch.stack(rows, dim=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, in_caps * (d + 1), h, w]`` to ``[b, out_caps * (e + 1), h', w']``."""
+        return self.route(x)[0]
+
+    def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """As :meth:`forward`, with the couplings ``[b, h', w', j, k*l*i]``."""
+        torch._assert(
+            x.shape[1] == self.in_caps * (self.in_dim + 1), "wrong number of channels for this routing layer"
+        )
+        x = F.pad(x, [self.padding, self.padding, self.padding, self.padding])
+        x = self._windows(x.permute(0, 2, 3, 1))  # [b, h', w', k, l, channels]
+        h, w = x.shape[1], x.shape[2]
+        split = self.in_caps * self.in_dim
+        poses = x[..., :split].reshape(-1, self.window.in_caps, self.in_dim)  # [b*h'*w', k*l*i, d]
+        active, parents, couplings = self.window.route(poses, x[..., split:].reshape(-1, self.window.in_caps))
+        assert parents is not None
+        out = torch.cat([parents.flatten(1), active], dim=1)  # [b*h'*w', j*(e+1)]
+        out = out.reshape(-1, h, w, self.out_caps * (self.out_dim + 1)).permute(0, 3, 1, 2)
+        return out, couplings.reshape(-1, h, w, self.out_caps, self.window.in_caps)
+
+    def extra_repr(self) -> str:
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"

@@ -1,0 +1,216 @@
+"""Any timm model as a source of feature maps: its last features as ``[b, c, h, w]``, whatever their layout."""
+
+from typing import Any, Dict, List, Optional, Set, Tuple
+
+import timm
+import torch
+from timm.models import (
+    get_pretrained_cfg,
+    is_model,
+    load_model_config_from_hf,
+    parse_model_name,
+    split_model_name_tag,
+)
+from torch import Tensor, nn
+
+from capszoo._suggest import unknown_name
+
+from ._pretrained import WeightsError, download_weights, load_safetensors
+
+__all__ = ["BackboneFeatures", "create_backbone", "first_convolution"]
+
+
+class Unused(nn.Module):
+    """In place of a part of a backbone that its features do not come through, such as its own head."""
+
+    def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return x
+
+
+class BackboneFeatures(nn.Module):
+    """A model's ``forward_features`` as a map ``[b, chans, *grid]``.
+
+    ``[b, c, h, w]`` and ``[b, h, w, c]`` (Swin) stay maps; of tokens ``[b, t, c]`` (ViT) the class and register tokens
+    are dropped and the others put back on their grid. The layout is found by one pass over a blank image, in which
+    the parts of the model that take no part are found, too, and removed.
+
+    Args:
+        model: has ``forward_features``.
+        in_chans, img_size: of the images.
+
+    Raises:
+        ValueError: the model gives no feature map, or does not take images of this size; one line.
+    """
+
+    def __init__(self, model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> None:
+        super().__init__()
+        name = type(model).__name__
+        if not hasattr(model, "forward_features"):
+            raise ValueError(
+                f"{name} has no forward_features, so there is no feature map to attach a head to"
+            )
+        out, ran = _probe(model, in_chans, img_size)
+        self.prefix = 0
+        if out.dim() == 4:
+            last = str(getattr(model, "output_fmt", "NCHW")).split(".")[-1] == "NHWC"
+            self.layout = "NHWC" if last else "NCHW"
+            self.chans = int(out.shape[3 if last else 1])
+            self.grid = (
+                (int(out.shape[1]), int(out.shape[2])) if last else (int(out.shape[2]), int(out.shape[3]))
+            )
+        elif out.dim() == 3:
+            self.layout, self.prefix, self.chans = (
+                "tokens",
+                int(getattr(model, "num_prefix_tokens", 0)),
+                out.shape[2],
+            )
+            self.grid = _token_grid(model, img_size)
+            if self.grid[0] * self.grid[1] != out.shape[1] - self.prefix:
+                raise ValueError(
+                    f"the {out.shape[1]} tokens of {name} stand on no grid, so there is no feature map"
+                )
+        else:
+            raise ValueError(f"{name} gives features of shape {tuple(out.shape)}, which are no feature map")
+        for key, child in model.named_children():
+            if not any(module in ran for module in child.modules()):
+                setattr(model, key, Unused())
+        self.model: Any = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to_map(self.model.forward_features(x))
+
+    def to_map(self, x: Tensor) -> Tensor:
+        """The model's own layout to ``[b, chans, h, w]``."""
+        if self.layout == "NHWC":
+            return x.permute(0, 3, 1, 2)
+        if self.layout == "tokens":
+            return x[:, self.prefix :].transpose(1, 2).unflatten(2, [self.grid[0], self.grid[1]])
+        return x
+
+
+def _probe(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tuple[Tensor, Set[nn.Module]]:
+    """Features of a blank image, and the modules that were called for them."""
+    ran: Set[nn.Module] = set()
+    hooks = [
+        m.register_forward_hook(lambda module, *_: ran.add(module)) for m in model.modules() if m is not model
+    ]
+    like, was_training = next(model.parameters()), model.training
+    try:
+        with torch.no_grad():
+            out = model.eval().forward_features(  # type: ignore[operator]
+                torch.zeros(1, in_chans, *img_size, device=like.device, dtype=like.dtype)
+            )
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        size = f"{in_chans}x{img_size[0]}x{img_size[1]}"
+        raise ValueError(f"{type(model).__name__} does not take {size} images: {reason}") from error
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    if not isinstance(out, Tensor):
+        raise ValueError(
+            f"{type(model).__name__} gives {type(out).__name__} as features, which is no feature map"
+        )
+    return out, ran
+
+
+def _token_grid(model: Any, img_size: Tuple[int, int]) -> Tuple[int, int]:
+    for holder in ("patch_embed", "stem"):
+        patches = getattr(model, holder, None)
+        size = getattr(patches, "patch_size", None)
+        if size is not None:
+            rows, columns = (size, size) if isinstance(size, int) else size
+            return img_size[0] // rows, img_size[1] // columns
+    return 0, 0
+
+
+def create_backbone(
+    name: str,
+    pretrained: bool = False,
+    in_chans: int = 3,
+    img_size: Optional[Tuple[int, int]] = None,
+    cache_dir: Optional[str] = None,
+) -> nn.Module:
+    """A timm model without its classifier.
+
+    Args:
+        name: of timm (``"resnet18.a1_in1k"``), ``"hf-hub:org/repo"`` or ``"local-dir:folder"``.
+        pretrained: load its weights, from safetensors alone; without it, nothing is downloaded for a timm name.
+        in_chans: input channels.
+        img_size: (rows, columns), for models that are built for one size; None keeps the model's own.
+        cache_dir: of downloads.
+
+    Raises:
+        ValueError: an unknown name; names the nearest.
+        WeightsError: no weights, or no network; one line.
+    """
+    source, target = parse_model_name(name)
+    arguments: Dict[str, Any] = dict(num_classes=0, global_pool="", in_chans=in_chans)
+    overlay: Dict[str, Any] = {}
+    if not source:
+        architecture, _ = split_model_name_tag(target)
+        if not is_model(architecture):
+            raise ValueError(unknown_name("backbone", architecture, timm.list_models()))
+        cfg = get_pretrained_cfg(target, allow_unregistered=True)
+        if pretrained:
+            if cfg is None or not cfg.hf_hub_id:
+                raise WeightsError(
+                    f"timm has no weights of {target} on the Hub: leave pretrained out, or use local-dir:"
+                )
+            overlay = {"state_dict": load_safetensors(download_weights(str(cfg.hf_hub_id), cache_dir))}
+    elif pretrained:
+        folder = target if source == "local-dir" else None
+        if folder is None:
+            load_model_config_from_hf(target, cache_dir=cache_dir)
+        path = f"{folder}/model.safetensors" if folder else download_weights(target, cache_dir)
+        overlay = {"state_dict": load_safetensors(path)}
+    if overlay:
+        overlay.update(source=None, custom_load=False)
+        arguments.update(pretrained=True, pretrained_cfg_overlay=overlay)
+    sized = {**arguments, "img_size": img_size} if img_size else arguments
+    try:
+        return timm.create_model(name, **sized)
+    except TypeError as error:
+        if "img_size" not in str(error):
+            raise
+        return timm.create_model(name, **arguments)  # a convolutional network takes any size
+
+
+def create_backbone_cfg(name: str) -> Dict[str, Any]:
+    """What is known of a backbone before it is made: timm's configuration, empty for an unregistered one.
+
+    Raises:
+        ValueError: an unknown name; names the nearest.
+    """
+    source, target = parse_model_name(name)
+    if source:
+        model = create_backbone(name)
+        return dict(getattr(model, "pretrained_cfg", None) or {})
+    architecture, _ = split_model_name_tag(target)
+    if not is_model(architecture):
+        raise ValueError(unknown_name("backbone", architecture, timm.list_models()))
+    cfg = get_pretrained_cfg(target, allow_unregistered=True)
+    return cfg.to_dict() if cfg is not None else {}
+
+
+def first_convolution(model: nn.Module) -> Optional[str]:
+    """Name of the first convolution, by the model's configuration or else the first there is."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    named = cfg.get("first_conv")
+    if isinstance(named, (tuple, list)):
+        named = named[0] if named else None
+    if named:
+        return str(named)
+    return next((key for key, module in model.named_modules() if isinstance(module, nn.Conv2d)), None)
+
+
+def feature_levels_of(
+    model: Any, prefix: str, chans: int, img_size: Tuple[int, int], grid: Tuple[int, int]
+) -> List[dict]:
+    """timm's ``feature_info`` of a model, its modules under ``prefix``; one level where it has none."""
+    info = getattr(model, "feature_info", None)
+    if info is not None and hasattr(model, "forward_intermediates"):
+        levels = info.get_dicts() if hasattr(info, "get_dicts") else list(info)
+        return [dict(level, module=f"{prefix}.{level['module']}") for level in levels]
+    return [dict(num_chs=chans, reduction=max(1, img_size[0] // grid[0]), module=prefix)]

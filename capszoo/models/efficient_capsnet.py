@@ -1,0 +1,235 @@
+"""Efficient-CapsNet: few parameters, primary capsules by a depthwise convolution, routing by self-attention.
+
+Paper: Mazzia, Salvetti, Chiaberge, "Efficient-CapsNet: capsule network with self-attention routing" (2021,
+arXiv:2101.12491). The public release was read for facts: kernel sizes, the order of ReLU and BatchNorm, the bias that
+is added to the couplings.
+
+One network, three sizes, all by arguments:
+
+- MNIST (the defaults), 161,824 parameters;
+- MultiMNIST: ``img_size=36, strides=(1, 1, 2, 2), primary_kernel=5, primary_stride=2``, 154,656;
+- smallNORB: ``img_size=48, in_chans=2, kernels=(7, 3, 3, 3), strides=(2, 1, 1, 2), norm="instance",
+  num_classes=5``, 151,664.
+
+Scores are capsule lengths, in [0, 1].
+
+Our choices, where the paper is silent: BatchNorm's and InstanceNorm's epsilon and momentum are PyTorch's; the
+depthwise kernel covers the whole map unless ``primary_kernel`` is given, so that other image sizes keep 16 primary
+capsules.
+"""
+
+import math
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.models import register_model
+from torch import Tensor
+
+from capszoo.layers import SelfAttentionRouting, Squash, capsule_lengths, capsules_from_map
+
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
+from ._builder import build_capsule_model, model_cfg, zoo_cfgs
+
+__all__ = ["EfficientCapsNet"]
+
+
+class ConvActNorm(nn.Module):
+    """Convolution without padding, activation, normalisation: ``[b, in, h, w] -> [b, out, h', w']``.
+
+    Args:
+        in_chans, out_chans, kernel_size, stride: of the convolution, which has a bias.
+        norm: ``"batch"`` (ReLU, BatchNorm) or ``"instance"`` (LeakyReLU 0.3, affine InstanceNorm).
+    """
+
+    def __init__(self, in_chans: int, out_chans: int, kernel_size: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_chans, out_chans, kernel_size, stride)
+        nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
+        nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
+        self.act: nn.Module
+        self.norm: nn.Module
+        if norm == "batch":
+            self.act, self.norm = nn.ReLU(inplace=True), nn.BatchNorm2d(out_chans)
+        elif norm == "instance":
+            self.act = nn.LeakyReLU(0.3, inplace=True)
+            self.norm = nn.InstanceNorm2d(out_chans, affine=True)
+        else:
+            raise ValueError(f"norm must be 'batch' or 'instance', not {norm!r}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.act(self.conv(x)))
+
+
+class EfficientCapsNet(CapsuleNet):
+    """Four convolutions, a depthwise convolution to primary capsules, self-attention routing to class capsules.
+
+    Couplings of :meth:`forward_capsules`: ``[b, n, i]``, children ordered (row, column, type); one row and column
+    unless ``primary_kernel`` leaves more.
+
+    Args:
+        num_classes: classes; 0 leaves out the class capsules.
+        in_chans, img_size: of the images, in pixels.
+        widths, kernels, strides: channels, kernel sizes and strides of the four convolutions.
+        norm: ``"batch"`` or ``"instance"``, see :class:`ConvActNorm`.
+        caps_dim: pose dimension of a primary capsule; divides the last width.
+        class_dim: pose dimension of a class capsule.
+        primary_kernel, primary_stride: of the depthwise convolution; None covers the whole map.
+        decoder: build the reconstruction decoder.
+        global_pool: ``"avg"``; ``""`` returns the feature map where there are no class capsules.
+        drop_rate: dropout of the class layer's children.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it.
+    """
+
+    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
+        class_caps: Any
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 1,
+        img_size: Union[int, Tuple[int, int]] = 28,
+        widths: Tuple[int, int, int, int] = (32, 64, 64, 128),
+        kernels: Tuple[int, int, int, int] = (5, 3, 3, 3),
+        strides: Tuple[int, int, int, int] = (1, 1, 1, 2),
+        norm: str = "batch",
+        caps_dim: int = 8,
+        class_dim: int = 16,
+        primary_kernel: Optional[int] = None,
+        primary_stride: int = 1,
+        decoder: bool = False,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True, decoder=decoder)
+        for name, values in (("widths", widths), ("kernels", kernels), ("strides", strides)):
+            if len(values) != 4:
+                raise ValueError(f"{name} must be four numbers, not {values}")
+        if caps_dim < 1 or widths[-1] % caps_dim:
+            raise ValueError(f"caps_dim={caps_dim} must divide the last of widths, {widths[-1]}")
+        self.caps_dim, self.class_dim = caps_dim, class_dim
+        self.caps_types = widths[-1] // caps_dim
+        self.num_features = self.head_hidden_size = widths[-1]
+
+        stages: "OrderedDict[str, nn.Module]" = OrderedDict()
+        levels: List[Tuple[str, int, int]] = []  # name, channels, height
+        (h, w), chans = self.img_size, in_chans
+        for i, (width, kernel, stride) in enumerate(zip(widths, kernels, strides, strict=True)):
+            stages[f"conv{i + 1}"] = ConvActNorm(chans, width, kernel, stride, norm)
+            h, w, chans = (h - kernel) // stride + 1, (w - kernel) // stride + 1, width
+            levels.append((f"conv{i + 1}", width, h))
+        kernel_size = (h, w) if primary_kernel is None else (primary_kernel, primary_kernel)
+        if min(h, w) < 1 or kernel_size[0] > h or kernel_size[1] > w:
+            raise ValueError(f"img_size={self.img_size} is too small for this network's convolutions")
+        primary = nn.Conv2d(chans, chans, kernel_size, primary_stride, groups=chans)
+        nn.init.kaiming_normal_(primary.weight, nonlinearity="linear")
+        nn.init.zeros_(primary.bias)  # type: ignore[arg-type]
+        stages["primary"], stages["squash"] = primary, Squash(dim=1, pose_dim=caps_dim, exponential=True)
+        h, w = ((a - k) // primary_stride + 1 for a, k in zip((h, w), kernel_size, strict=True))
+        levels += [("primary", chans, h), ("squash", chans, h)]
+        self.grid = (h, w)
+        self.stages = nn.Sequential(stages)
+        # unpadded convolutions shrink the map as well: the power of two that the ratio of sizes reaches
+        self.feature_info = feature_levels(
+            (name, width, 2 ** int(math.log2(self.img_size[0] / size))) for name, width, size in levels
+        )
+        self.head_drop = nn.Dropout(drop_rate)
+        self._make_head()
+
+    def _make_classifier(self) -> nn.Module:
+        if self.num_classes == 0:
+            return nn.Identity()
+        children = self.grid[0] * self.grid[1] * self.caps_types
+        return SelfAttentionRouting(children, self.caps_dim, self.num_classes, self.class_dim)
+
+    def _children(self, x: Tensor) -> Tensor:
+        """``[b, types * d, h, w]`` to ``[b, h * w * types, d]``."""
+        return self.head_drop(capsules_from_map(x, self.caps_dim))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Capsule map ``[b, types * d, h, w]`` to lengths ``[b, n]``; ``pre_logits``: its mean, ``[b, types * d]``."""
+        if self.num_classes == 0 and self.global_pool == "":
+            return x
+        if pre_logits or self.num_classes == 0:
+            return x.mean(dim=(2, 3))
+        return self._class_capsules(x)[0]
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses = self.class_caps(self._children(x))
+        return capsule_lengths(poses), poses
+
+    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
+        """Images to lengths ``[b, n]``, class capsules ``[b, n, e]`` and the couplings ``[b, n, i]``."""
+        self._require_classes()
+        poses, couplings = self.class_caps.route(self._children(self.forward_features(x)))
+        lengths = capsule_lengths(poses)
+        return CapsuleOutput(lengths, poses, lengths, (couplings,))
+
+    @torch.jit.ignore
+    def coupling_map(self, x: Tensor) -> Tensor:
+        """Images to ``[b, n, h', w']``: share of each position of the last convolution's map, summing to 1.
+
+        A child's share in a class is its coupling times the length of its vote. It is handed down through the
+        depthwise convolution: to each position in proportion to the absolute value of what the position adds.
+        """
+        self._require_classes()
+        conv4: Any = self.stages[:-2](x)
+        children = self._children(self.stages[-2:](conv4))
+        votes = self.class_caps.votes(children)  # [b, n, i, e]
+        couplings = self.class_caps.route(children)[1]
+        share = (couplings * capsule_lengths(votes)).unflatten(2, (*self.grid, self.caps_types))
+        share = share.permute(0, 1, 4, 2, 3).flatten(0, 1)  # [b*n, types, rows, columns]
+
+        primary: Any = self.stages.primary
+        stride, groups = primary.stride, primary.groups
+        weight, terms = primary.weight.abs(), conv4.abs().clamp_min(1e-6)
+        whole = F.conv2d(terms, weight, None, stride, groups=groups)  # what reaches each dimension of a child
+        whole = whole.unflatten(1, (self.caps_types, -1)).sum(2).clamp_min(1e-6)  # and each child
+        share = share / whole.repeat_interleave(self.num_classes, 0)
+        share = share.repeat_interleave(self.caps_dim, 1)
+        edge = [(a - k) % s for a, k, s in zip(conv4.shape[2:], primary.kernel_size, stride, strict=True)]
+        down = F.conv_transpose2d(share, weight, None, stride, output_padding=edge, groups=groups)
+        down = (down.unflatten(0, (-1, self.num_classes)) * terms.unsqueeze(1)).sum(2)  # [b, n, h', w']
+        return down / down.sum(dim=(2, 3), keepdim=True)
+
+    @torch.jit.ignore
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        return (CouplingLayout(1, "parents"),)
+
+    @torch.jit.ignore
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        children = self._children(self.forward_features(x))
+        return Votes(self.class_caps.votes(children), self.class_caps(children), True)
+
+
+_cfg = partial(
+    model_cfg,
+    fixed_input_size=True,
+    first_conv="stages.conv1.conv",
+    classifier="class_caps",
+    paper_name="Efficient-CapsNet: capsule network with self-attention routing",
+    paper_ids="arXiv:2101.12491",
+)
+
+default_cfgs = zoo_cfgs(
+    {
+        # grey values in 0..1, which are also what the decoder rebuilds
+        "efficient_capsnet": _cfg(input_size=(1, 28, 28), pool_size=(1, 1), mean=(0.0,), std=(1.0,)),
+    }
+)
+
+
+_create_efficient = partial(build_capsule_model, EfficientCapsNet)
+
+
+@register_model
+def efficient_capsnet(pretrained: bool = False, **kwargs: Any) -> EfficientCapsNet:
+    """Efficient-CapsNet on MNIST: 161,824 parameters, self-attention routing without iterations."""
+    args: dict = dict(caps_dim=8, class_dim=16)
+    return _create_efficient("efficient_capsnet", pretrained, defaults=args, **kwargs)

@@ -1,0 +1,24 @@
+"""What a recipe asks for, made: schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from capszoo.recipes.build import create_scheduler
+from capszoo.recipes.config import load_recipe
+
+
+def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
+    """Efficient-CapsNet's rate: 0.97 an epoch from 5e-4, not below 5e-5; the warm-up starts lower."""
+    recipe = load_recipe(
+        "efficient_capsnet.mnist", ["schedule.warmup_epochs=2", "schedule.warmup_lr=0.00001"]
+    )
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=recipe.optimizer.lr)
+    schedule = create_scheduler(recipe, optimizer, 10)
+    assert schedule is not None
+    rates = []
+    for epoch in (0, 2, 3, 50, 100, 149):
+        schedule.step_update(10 * epoch)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1e-5, 5e-4 * 0.97**2, 5e-4 * 0.97**3, 5e-4 * 0.97**50, 5e-5, 5e-5])
