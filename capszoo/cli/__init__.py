@@ -16,6 +16,7 @@ from .eval import eval_command
 from .explain import explain_command
 from .export import compare_command, export_command
 from .group import OneLineErrors
+from .state import state_app
 from .train import finetune_command, publish_command, train_command
 from .zoo import info_command, list_command, predict_command
 
@@ -58,6 +59,7 @@ app.command("eval")(eval_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
 app.command("train")(train_command)
+app.add_typer(state_app, name="state")
 app.command("curves")(curves_command)
 app.command("finetune")(finetune_command)
 app.command("publish")(publish_command)

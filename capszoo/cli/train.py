@@ -21,14 +21,14 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 def train_command(
     recipes: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="RECIPE...",
             help="A recipe's name or a YAML file.",
             show_default=False,
             autocompletion=complete_recipe,
         ),
-    ],
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,14 +56,52 @@ def train_command(
     together: Annotated[
         bool, typer.Option("--together", help="Train several recipes side by side, a process each.")
     ] = False,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Train once with each seed; print mean and standard deviation.",
+            show_default=False,
+        ),
+    ] = None,
+    queue: Annotated[
+        bool,
+        typer.Option("--queue", help="Train the next recipes of recipes/queue.yaml (RECIPE...: only these)."),
+    ] = False,
+    parallel: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With --seeds or --queue: runs at the same time."),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="N", help="With --queue: stop all runs with checkpoints after N minutes."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --queue: show how far each run has come; train nothing.")
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="CPU threads (default: those that the run began with)."),
+    ] = None,
 ) -> None:
-    """Train a recipe to its end, or go on where an earlier run of it stopped.
+    """Train a recipe; resumes an interrupted run.
 
     Ctrl-C and SIGTERM save first. Several processes: accelerate launch -m capszoo.recipes.train RECIPE.
     """
+    recipes = recipes or []
     for recipe in recipes:
         check_recipe_argument(recipe)
     _check_training()
+    if queue:
+        _train_queue(recipes, overrides or [], out, data, cpu, parallel, minutes, dry_run)
+        return
+    if not recipes:
+        raise UsageError("no recipe was given", "`capszoo train RECIPE`, or --queue for the next ones")
+    if seeds is not None:
+        _train_seeds(recipes, seeds, overrides, out, data, cpu, profile, parallel)
+        return
     if together:
         from ..recipes.training.multi_run import train_together
 
@@ -73,7 +111,72 @@ def train_command(
         raise UsageError(f"{len(recipes)} recipes were given", "--together trains them side by side")
     from ..recipes.train import train
 
-    _print_run(train(recipes[0], overrides or [], out=out, data=data, cpu=cpu, profile=profile))
+    result = train(recipes[0], overrides or [], out=out, data=data, cpu=cpu, profile=profile, threads=threads)
+    _print_run(result)
+
+
+def _train_seeds(
+    recipes: list[str],
+    seeds: str,
+    overrides: list[str] | None,
+    out: Path | None,
+    data: Path | None,
+    cpu: bool,
+    profile: str | None,
+    parallel: int | None,
+) -> None:
+    try:
+        numbers = [int(part) for part in seeds.split(",")]
+    except ValueError:
+        raise UsageError(f"--seeds takes whole numbers with commas, such as 0,1,2; got {seeds!r}") from None
+    if len(recipes) > 1:
+        raise UsageError(f"{len(recipes)} recipes were given", "--seeds takes one")
+    from ..recipes.training.multi_run import train_seeds
+
+    summary = train_seeds(recipes[0], numbers, overrides, out, data, cpu, profile, parallel or 1)
+    for split in ("test", "validation"):
+        if split in summary:
+            found = summary[split]
+            each = ", ".join(f"{value:.2f}" for value in found["values"])
+            spread = f" ± {found['sd']:.2f}" if "sd" in found else ""
+            stdout().print(
+                f"{split}: {found['mean']:.2f}{spread} % on {found['n']:,} images, "
+                f"mean ± standard deviation of {len(found['values'])} seeds ({each})",
+                soft_wrap=True,
+            )
+
+
+def _train_queue(
+    recipes: list[str],
+    overrides: list[str],
+    out: Path | None,
+    data: Path | None,
+    cpu: bool,
+    parallel: int | None,
+    minutes: float | None,
+    dry_run: bool,
+) -> None:
+    from ..recipes.training.queue import queue_state, read_queue, train_queue
+
+    if not dry_run:
+        train_queue(out, data, cpu, parallel, minutes, recipes, overrides)
+    items = [item for item in read_queue() if not recipes or item.tag in recipes]
+    table = Table("run", "epochs", "test, %", "aim, %", "in the zoo, %", "paper, %", box=None, pad_edge=False)
+    for state in queue_state(items, out):
+
+        def shown(value: float | None) -> str:
+            return "–" if value is None else f"{value:.2f}"
+
+        name = state.item.tag if state.item.seeds == (0,) else f"{state.item.tag}, seed {state.seed}"
+        table.add_row(
+            name,
+            f"{state.epoch}/{state.epochs}",
+            shown(state.top1),
+            shown(state.item.at_least),
+            shown(state.bundled),
+            shown(state.item.reference),
+        )
+    stdout().print(table)
 
 
 def finetune_command(

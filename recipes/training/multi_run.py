@@ -1,17 +1,20 @@
-"""Several recipes side by side on one machine, each in a process of its own: one small model alone leaves a GPU idle.
+"""Several runs on one machine, each in a process of its own: recipes side by side, the queue, one recipe's seeds.
 
-Each run writes to `<runs>/<arch>.<tag>/` as it would alone, and what it prints to `<runs>/<arch>.<tag>.log`. One that
-fails leaves the others alone. Ctrl-C and SIGTERM stop all of them, each with a checkpoint.
+Each run writes to its own folder as it would alone, and what it prints to `<folder>.log` beside it. One that fails
+leaves the others alone. Ctrl-C and SIGTERM stop all of them, each with a checkpoint; the same command resumes them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +22,40 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..config import RecipeError, load_recipe
+from capszoo.models._pretrained import WeightsError
+
+from ..config import Recipe, RecipeError, load_recipe
+from ..weights import amend_metadata, finished_run
+from .checkpoints import write_atomically
 from .distributed import Stopped, StopRequest, TrainingError
 
-__all__ = ["train_together"]
+__all__ = ["Job", "finished_metadata", "run_jobs", "seeds_summary", "train_seeds", "train_together"]
 
 LOOK_SECONDS = 0.5
 
 
+@dataclass(frozen=True)
+class Job:
+    """A run to be made: a recipe, its folder, and further arguments of `python -m capszoo.recipes.train`."""
+
+    recipe: str
+    out: Path
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.log")
+
+
 @dataclass
-class _Run:
-    name: str
-    log: Path
+class _Process:
+    job: Job
     process: subprocess.Popen[bytes]
-    told: bool = False
+    told: bool = field(default=False)
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
 
     @property
     def state(self) -> str:
@@ -41,17 +64,115 @@ class _Run:
 
     def last_line(self) -> str:
         """What the run printed last."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 4096))
+        with self.job.log.open("rb") as file:
+            file.seek(max(0, self.job.log.stat().st_size - 4096))
             lines = file.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _table(runs: list[_Run]) -> Table:
-    table = Table("recipe", "state", "last line", box=None, pad_edge=False)
-    for run in runs:
-        table.add_row(run.name, run.state, run.last_line(), style="red" if "failed" in run.state else "")
+def _table(processes: list[_Process]) -> Table:
+    table = Table("run", "state", "last line", box=None, pad_edge=False)
+    for one in processes:
+        table.add_row(
+            one.job.out.name, one.state, one.last_line(), style="red" if "failed" in one.state else ""
+        )
     return table
+
+
+def _start(job: Job, environment: dict[str, str]) -> _Process:
+    command = [sys.executable, "-m", "capszoo.recipes.train", job.recipe, "--out", str(job.out)]
+    with job.log.open("ab") as file:
+        # A session of its own, so that Ctrl-C reaches a run once, from here.
+        process = subprocess.Popen(
+            [*command, *job.arguments], stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+    return _Process(job, process)
+
+
+def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | None = None) -> bool:
+    """Make runs, some at the same time, to the end of the last.
+
+    Args:
+        jobs: in the order in which they start.
+        parallel: runs at the same time, which share the CPU's cores; None: all.
+        minutes: time after which the runs stop with checkpoints; None: no limit.
+
+    Returns:
+        Whether all of them came to their end; False where `minutes` were up first.
+
+    Raises:
+        Stopped: a signal came. TrainingError: a run failed, or a folder cannot be written. Both after the others'
+            end or checkpoint.
+    """
+    parallel = min(parallel or len(jobs), len(jobs))
+    for job in jobs:
+        try:
+            job.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(f"cannot write to {job.out.parent}: {error.strerror or error}") from error
+    # Without a share of the cores each, all would use all of them and wait for each other.
+    threads = str(max(1, (os.cpu_count() or 1) // max(parallel, 1)))
+    environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
+    console = Console(highlight=False)
+    waiting, processes = list(jobs), list[_Process]()
+    deadline = time.monotonic() + 60 * minutes if minutes is not None else None
+    with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
+        try:
+            stopping = False
+            while waiting or any(one.running for one in processes):
+                late = deadline is not None and time.monotonic() > deadline
+                if (stop.number or late) and not stopping:
+                    stopping, waiting = True, []
+                    console.print("stopping: each run makes its update to the end and saves", markup=False)
+                    _signal(processes, signal.SIGTERM)
+                while waiting and sum(one.running for one in processes) < parallel:
+                    processes.append(_start(waiting.pop(0), environment))
+                    job = processes[-1].job
+                    console.print(
+                        f"{job.out.name}: started, printing to {job.log}", soft_wrap=True, markup=False
+                    )
+                _tell(processes, console)
+                if console.is_terminal:
+                    live.update(_table(processes), refresh=True)
+                time.sleep(LOOK_SECONDS)
+        finally:
+            _signal(processes, signal.SIGKILL)  # a second Ctrl-C, or an error of ours: leave nobody behind
+    _tell(processes, console)
+    failed = [one.job.out.name for one in processes if one.process.returncode]
+    if stop.number:
+        raise Stopped(
+            f"stopped {len(failed)} of {len(processes)} runs; the same command resumes", stop.number
+        )
+    if stopping:
+        return False
+    if failed:
+        raise TrainingError(
+            f"{len(failed)} of {len(processes)} runs failed: {', '.join(failed)}; their logs say why"
+        )
+    return True
+
+
+def _signal(processes: list[_Process], number: int) -> None:
+    for one in processes:
+        if one.running:
+            one.process.send_signal(number)
+
+
+def _tell(processes: list[_Process], console: Any) -> None:
+    """Say once of each run that has ended how it did."""
+    for one in processes:
+        if not one.running and not one.told:
+            one.told = True
+            console.print(f"{one.job.out.name}: {one.state}: {one.last_line()}", soft_wrap=True, markup=False)
+
+
+def _arguments(
+    overrides: Sequence[str] | None, data: str | Path | None, cpu: bool, profile: str | None
+) -> tuple[str, ...]:
+    options = [part for override in overrides or () for part in ("--set", override)]
+    options += ["--data", str(data)] if data else []
+    options += ["--profile", profile] if profile else []
+    return (*options, *(["--cpu"] if cpu else []))
 
 
 def train_together(
@@ -64,88 +185,105 @@ def train_together(
 ) -> None:
     """Train several recipes at the same time, to the end of the last.
 
-    Arguments:
+    Args:
         recipes: paths of YAML files, or names of recipes that come with the package.
         overrides, data, cpu, profile: as for `train`, for all of them.
         out: folder in which each run has its own; None: `runs`.
 
-    Raises `RecipeError` before anything starts, `Stopped` after a signal, and `TrainingError` at the end where a run
-    failed.
+    Raises:
+        RecipeError: before anything starts. Stopped: after a signal. TrainingError: at the end where a run failed.
     """
     names = [load_recipe(recipe, overrides, profile).name for recipe in recipes]
     for name in names:
         if names.count(name) > 1:
             raise RecipeError(f"two of the recipes are {name}: they would write to the same folder")
     parent = Path(out) if out else Path("runs")
+    arguments = _arguments(overrides, data, cpu, profile)
+    run_jobs([Job(recipe, parent / name, arguments) for recipe, name in zip(recipes, names, strict=True)])
+
+
+def finished_metadata(run: Path) -> dict[str, Any] | None:
+    """The metadata that a finished run left in its folder; None where it is not finished."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(f"cannot write to {parent}: {error.strerror or error}") from error
-
-    options = [part for override in overrides or () for part in ("--set", override)]
-    options += ["--data", str(data)] if data else []
-    options += ["--profile", profile] if profile else []
-    options += ["--cpu"] if cpu else []
-    # Without a share of the cores each, all would use all of them and wait for each other.
-    threads = str(max(1, (os.cpu_count() or 1) // len(names)))
-    environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
-
-    def start(recipe: str, name: str) -> _Run:
-        log = parent / f"{name}.log"
-        command = [
-            sys.executable,
-            "-m",
-            "capszoo.recipes.train",
-            recipe,
-            "--out",
-            str(parent / name),
-            *options,
-        ]
-        with log.open("ab") as file:
-            # A session of its own, so that Ctrl-C reaches a run once, from here.
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, env=environment, start_new_session=True
-            )
-        return _Run(name, log, process)
-
-    console = Console(highlight=False)
-    runs: list[_Run] = []
-    with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
-        try:
-            runs += [start(recipe, name) for recipe, name in zip(recipes, names, strict=True)]
-            for run in runs:
-                console.print(f"{run.name}: started, printing to {run.log}", soft_wrap=True, markup=False)
-            passed_on = False
-            while any(run.process.poll() is None for run in runs):
-                if stop.number and not passed_on:
-                    passed_on = True
-                    console.print("stopping: each run makes its update to the end and saves", markup=False)
-                    _signal(runs, signal.SIGTERM)
-                _tell(runs, console)
-                if console.is_terminal:
-                    live.update(_table(runs), refresh=True)
-                time.sleep(LOOK_SECONDS)
-        finally:
-            _signal(runs, signal.SIGKILL)  # a second Ctrl-C, or an error of ours: leave nobody behind
-    _tell(runs, console)
-    failed = [run.name for run in runs if run.process.returncode]
-    if stop.number:
-        raise Stopped(f"stopped {len(failed)} of {len(runs)} runs; the same command goes on", stop.number)
-    if failed:
-        raise TrainingError(
-            f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}; their logs say why"
-        )
+        found: dict[str, Any] = json.loads(finished_run(run).with_suffix(".json").read_text(encoding="utf-8"))
+    except (WeightsError, OSError, ValueError):
+        return None
+    return found
 
 
-def _signal(runs: list[_Run], number: int) -> None:
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.send_signal(number)
+def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> dict[str, Any]:
+    """Accuracies of one recipe's runs: each seed's, their mean and standard deviation (of a sample).
+
+    Args:
+        name: of the recipe.
+        runs: metadata of the finished run of each seed.
+
+    Returns:
+        `{"recipe", "epochs", "seeds", "test": {"values", "mean", "sd", "n"}, "validation": …}`, in per cent; a
+        split that a run lacks is left out, `sd` with a single seed.
+    """
+    summary: dict[str, Any] = {"recipe": name, "epochs": epochs, "seeds": list(runs)}
+    for split in ("test", "validation"):
+        found = [info["metrics"].get(split) for info in runs.values()]
+        if not found or any(one is None for one in found):
+            continue
+        values = [one["top1"] for one in found]
+        summary[split] = {"values": values, "mean": round(statistics.fmean(values), 4), "n": found[0]["n"]}
+        if len(values) > 1:
+            summary[split]["sd"] = round(statistics.stdev(values), 4)
+    return summary
 
 
-def _tell(runs: list[_Run], console: Any) -> None:
-    """Say once of each run that has ended how it did."""
-    for run in runs:
-        if run.process.poll() is not None and not run.told:
-            run.told = True
-            console.print(f"{run.name}: {run.state}: {run.last_line()}", soft_wrap=True, markup=False)
+def train_seeds(
+    recipe: str,
+    seeds: Sequence[int],
+    overrides: list[str] | None = None,
+    out: str | Path | None = None,
+    data: str | Path | None = None,
+    cpu: bool = False,
+    profile: str | None = None,
+    parallel: int = 1,
+) -> dict[str, Any]:
+    """Train a recipe with several seeds, and summarise the runs.
+
+    The runs lie in `<out>/<recipe>.seed<N>`. The summary is written to `<out>/<recipe>.seeds.json` and into the
+    metadata of every run, so that a bundled checkpoint states the mean beside its own accuracy. The same command
+    resumes what was stopped, and leaves what is finished as it is.
+
+    Args:
+        seeds: at least one, all different.
+        out: folder of all runs; None: `runs`.
+        parallel: runs at the same time.
+        recipe, overrides, data, cpu, profile: as for `train`.
+
+    Returns:
+        The summary (see `seeds_summary`).
+
+    Raises:
+        RecipeError: a seed is given twice, or `overrides` set it too. Further as `run_jobs`.
+    """
+    if len(set(seeds)) != len(seeds) or not seeds:
+        raise RecipeError(f"--seeds takes different numbers, e.g. 0,1,2; got {','.join(map(str, seeds))}")
+    if any(override.partition("=")[0] == "seed" for override in overrides or ()):
+        raise RecipeError("--seeds and --set seed=… both set the seed: give one of them")
+    resolved: Recipe = load_recipe(recipe, overrides, profile)
+    parent = Path(out) if out else Path("runs")
+    folders = {seed: parent / f"{resolved.name}.seed{seed}" for seed in seeds}
+    arguments = _arguments(overrides, data, cpu, profile)
+    open_runs = [
+        Job(recipe, folder, (*arguments, "--set", f"seed={seed}"))
+        for seed, folder in folders.items()
+        if finished_metadata(folder) is None
+    ]
+    if open_runs:
+        run_jobs(open_runs, parallel)
+    runs = {seed: finished_metadata(folder) for seed, folder in folders.items()}
+    missing = [str(folders[seed]) for seed, info in runs.items() if info is None]
+    if missing:
+        raise TrainingError(f"{missing[0]} holds no finished run: the same command resumes it")
+    found = {seed: info for seed, info in runs.items() if info is not None}
+    summary = seeds_summary(resolved.name, found, resolved.epochs)
+    for folder in folders.values():
+        amend_metadata(finished_run(folder), seeds=summary)
+    write_atomically(parent / f"{resolved.name}.seeds.json", json.dumps(summary, indent=1) + "\n")
+    return summary

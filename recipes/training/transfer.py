@@ -1,0 +1,191 @@
+"""The state of a run as plain files: to carry a run to another machine, or to keep it in a repository.
+
+`export_state` writes the newest sound checkpoint (weights, moving average, optimiser state, position) as safetensors
+files of a bounded size, with the run's recipe, records and sessions, and a manifest with every file's sha256.
+`import_state` makes a run of them that the same command resumes, with the same weights bit for bit as on the first
+machine (same processor type and number of threads).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+
+from .checkpoints import Checkpoint, latest_checkpoint, save_checkpoint, write_atomically
+from .distributed import TrainingError
+
+__all__ = ["PART_BYTES", "export_state", "import_state"]
+
+#: Bytes of a part; larger tensors are cut.
+PART_BYTES = 15_000_000
+FORMAT = 1
+COPIED = ("recipe.yaml", "sessions.json", "metrics.jsonl")
+
+
+def _optimizer_tensors(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimiser's state as tensors by name, and the rest as JSON."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, entries in optimizer["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{index}/{key}"] = value
+            else:
+                numbers.setdefault(str(index), {})[key] = value
+    return tensors, {"param_groups": optimizer["param_groups"], "numbers": numbers}
+
+
+def _pieces(tensors: dict[str, Tensor], limit: int) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, flat, those above `limit` bytes in several pieces."""
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().flatten()
+        for number, piece in enumerate(flat.split(max(1, limit // flat.element_size()))):
+            yield f"{name}#{number}", piece
+        if not flat.numel():
+            yield f"{name}#0", flat
+
+
+def _parts(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, piece in _pieces(tensors, limit):
+        amount = piece.numel() * piece.element_size()
+        if part and size + amount > limit:
+            yield part
+            part, size = {}, 0
+        part[name] = piece.clone()
+        size += amount
+    if part:
+        yield part
+
+
+def export_state(run: str | Path, folder: str | Path, part_bytes: int = PART_BYTES) -> Path:
+    """Write the newest checkpoint of a run as safetensors files.
+
+    Args:
+        run: folder of a run.
+        folder: is made; must be empty.
+        part_bytes: largest size of one file's tensors.
+
+    Returns:
+        The manifest's path.
+
+    Raises:
+        TrainingError: the run has no sound checkpoint, or the folder is not empty or cannot be written.
+    """
+    source, target = Path(run), Path(folder)
+    checkpoint, _ = latest_checkpoint(source)
+    if checkpoint is None or not (source / "recipe.yaml").is_file():
+        raise TrainingError(f"{source} holds no checkpoint of a run: give the folder that train wrote")
+    if target.exists() and any(target.iterdir()):
+        raise TrainingError(f"{target} is not empty: choose another folder")
+    tensors = {
+        f"{part}/{name}": value
+        for part, weights in checkpoint.weights.items()
+        for name, value in weights.items()
+    }
+    more, optimizer = _optimizer_tensors(checkpoint.optimizer["optimizer"])
+    tensors |= more
+    state = {key: value for key, value in checkpoint.state.items() if key != "files"}
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "state": state,
+        "optimizer": optimizer,
+        "scaler": checkpoint.optimizer.get("scaler"),
+        "tensors": {name: list(value.shape) for name, value in tensors.items()},
+        "files": {},
+    }
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for number, part in enumerate(_parts(tensors, part_bytes)):
+            content = to_safetensors(part)
+            name = f"state-{number:03d}.safetensors"
+            write_atomically(target / name, content)
+            manifest["files"][name] = hashlib.sha256(content).hexdigest()
+        for name in COPIED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, target / name)
+                manifest["files"][name] = hashlib.sha256((target / name).read_bytes()).hexdigest()
+        write_atomically(target / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    except OSError as error:
+        raise TrainingError(f"cannot write to {target}: {error.strerror or error}") from error
+    return target / "manifest.json"
+
+
+def _read(source: Path) -> Checkpoint:
+    """The checkpoint that a folder of `export_state` holds; raises what is wrong with it."""
+    manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"its format is {manifest['format']}, this version reads {FORMAT}")
+    pieces: dict[str, Tensor] = {}
+    for name, digest in manifest["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is not a file name")
+        if hashlib.sha256((source / name).read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{name} does not match its checksum")
+        if name.endswith(".safetensors"):
+            pieces |= load_file(source / name)
+    weights: dict[str, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {
+        int(index): dict(values) for index, values in manifest["optimizer"]["numbers"].items()
+    }
+    for name, shape in manifest["tensors"].items():
+        found = [
+            pieces[key] for key in (f"{name}#{number}" for number in range(len(pieces))) if key in pieces
+        ]
+        tensor = torch.cat(found).reshape(shape)
+        part, _, rest = name.partition("/")
+        if part == "optimizer":
+            index, _, key = rest.partition("/")
+            state.setdefault(int(index), {})[key] = tensor
+        else:
+            weights.setdefault(part, {})[rest] = tensor
+    optimizer: dict[str, Any] = {
+        "optimizer": {"state": state, "param_groups": manifest["optimizer"]["param_groups"]}
+    }
+    if manifest["scaler"] is not None:
+        optimizer["scaler"] = manifest["scaler"]
+    return Checkpoint(weights, optimizer, manifest["state"])
+
+
+def import_state(folder: str | Path, run: str | Path) -> Path:
+    """Make a run of what `export_state` wrote; `capszoo train <run>/recipe.yaml --out <run>` resumes it.
+
+    Args:
+        folder: what `export_state` wrote.
+        run: folder of the new run; must not hold one.
+
+    Returns:
+        The folder of the run.
+
+    Raises:
+        TrainingError: a file is missing, damaged or of another format, or `run` holds a run.
+    """
+    source, target = Path(folder), Path(run)
+    if (target / "recipe.yaml").exists() or (target / "checkpoints").exists():
+        raise TrainingError(f"{target} already holds a run: choose another folder")
+    try:
+        checkpoint = _read(source)
+        step = checkpoint.state["step"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TrainingError(f"{source} is not the state of a run, or damaged: {reason}") from error
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(target, step, checkpoint.weights, checkpoint.optimizer, checkpoint.state)
+        for name in COPIED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, target / name)
+    except OSError as error:
+        raise TrainingError(f"cannot write to {target}: {error.strerror or error}") from error
+    return target
