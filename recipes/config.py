@@ -172,6 +172,7 @@ class ScheduleConfig(_Section):
     decay_epochs: Rate | None = None
     """Epochs between the drops of "step"."""
     decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Factor of the drops of "step" and "multistep"; power of "poly" (1: a straight line to min_lr)."""
 
 
 class LossConfig(_Section):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from capszoo.models._pretrained import bundled_tags
 
@@ -30,7 +30,7 @@ class QueueItem(BaseModel):
     """One recipe to train.
 
     Attributes:
-        tag: name of the recipe, `<arch>.<tag>`.
+        tag: name of the recipe, `<arch>.<tag>`, or a YAML file.
         profile: one of its profiles; None: the paper's settings.
         set: further `key=value` settings.
         seeds: one run for each.
@@ -38,6 +38,7 @@ class QueueItem(BaseModel):
         at_least: accuracy in per cent that is aimed at.
         cost: measured or estimated cost, in words.
         note: what else there is to know.
+        tier: 1 is trained first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -85,20 +86,25 @@ def read_queue(path: Path = QUEUE) -> list[QueueItem]:
     """
     try:
         tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        items = [QueueItem.model_validate(item) for item in tree["queue"]]
+        items = TypeAdapter(list[QueueItem]).validate_python(tree["queue"])
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise RecipeError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RecipeError(f"{path}: '{where}' is wrong: {first['msg']}") from error
+        number, *keys = first["loc"] or (0,)
+        where = ".".join(map(str, keys))
+        raise RecipeError(f"{path}: item {int(number) + 1}: '{where}' is wrong: {first['msg']}") from error
     for item in items:
         load_recipe(item.tag, list(item.set), item.profile)
     return items
 
 
+def _name(item: QueueItem) -> str:
+    return load_recipe(item.tag, list(item.set), item.profile).name
+
+
 def _folder(parent: Path, item: QueueItem, seed: int) -> Path:
-    return parent / (item.tag if item.seeds == (0,) else f"{item.tag}.seed{seed}")
+    return parent / (_name(item) if item.seeds == (0,) else f"{_name(item)}.seed{seed}")
 
 
 def queue_state(items: Sequence[QueueItem], out: str | Path | None = None) -> list[QueueState]:
@@ -107,7 +113,7 @@ def queue_state(items: Sequence[QueueItem], out: str | Path | None = None) -> li
     states = []
     for item in items:
         epochs = load_recipe(item.tag, list(item.set), item.profile).epochs
-        shipped = bundled_tags().get(item.tag)
+        shipped = bundled_tags().get(_name(item))
         known = shipped.raw.get("metrics", {}).get("test", {}).get("top1") if shipped else None
         for seed in item.seeds:
             folder = _folder(parent, item, seed)

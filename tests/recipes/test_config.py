@@ -75,14 +75,6 @@ def test_every_figure_has_a_recipe() -> None:
     assert {(a, d) for a, d in wanted if (a, names[d]) not in found} == without
 
 
-def test_queue() -> None:
-    queue = yaml.safe_load((CONFIGS.parent / "queue.yaml").read_text())["queue"]
-    assert {entry["tag"] for entry in queue} <= set(list_recipes()), "what is queued has a recipe"
-    assert len({entry["tag"] for entry in queue}) == len(queue) > 10
-    for entry in queue:
-        assert entry.keys() <= {"tag", "reference", "at_least", "cost", "note"} and entry["at_least"] > 50
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

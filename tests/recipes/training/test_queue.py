@@ -1,0 +1,81 @@
+"""The queue: every item is a recipe; what is finished is left out, what was begun comes first; seeds are summarised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from capszoo.recipes.config import RecipeError
+from capszoo.recipes.training.multi_run import seeds_summary, train_seeds
+from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
+
+from .test_multi_run import write_recipes
+
+
+def test_the_queue_of_the_package_names_recipes_and_aims() -> None:
+    items = read_queue()
+    assert len({item.tag for item in items}) == len(items)
+    assert all(item.at_least is not None for item in items)
+    assert [item.tier for item in items] == sorted(item.tier or 9 for item in items), "tier by tier"
+    assert all(state.epoch == 0 and not state.finished for state in queue_state(items, "nowhere"))
+
+
+def write_queue(folder: Path, items: list[dict]) -> Path:
+    path = folder / "queue.yaml"
+    path.write_text(yaml.safe_dump({"queue": items}))
+    return path
+
+
+def test_a_wrong_queue_is_one_line(tmp_path: Path) -> None:
+    for item, message in (
+        ({"tag": "idpa_cnn.mnist", "sed": 1}, "item 1: 'sed' is wrong"),
+        ({"tag": "idpa_cnn.mnistt"}, "did you mean 'idpa_cnn.mnist'"),
+        ({"tag": "idpa_cnn.mnist", "set": ["epoch=1"]}, "unknown key 'epoch'"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            read_queue(write_queue(tmp_path, [item]))
+
+
+def test_seeds_and_queue_train_what_is_not_finished(tmp_path: Path, data: Path) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "idx")
+    runs = tmp_path / "runs"
+    summary = train_seeds(recipe, [0, 1], out=runs, cpu=True, parallel=2)
+    assert summary["seeds"] == [0, 1] and len(summary["test"]["values"]) == 2 and "sd" in summary["test"]
+    assert json.loads((runs / "idpa_cnn.idx.seeds.json").read_text()) == summary
+    metadata = json.loads((runs / "idpa_cnn.idx.seed1" / "idpa_cnn.idx.json").read_text())
+    assert metadata["seeds"] == summary and metadata["seed"] == 1
+    logs = [path.stat().st_size for path in sorted(runs.glob("*.log"))]
+    again = train_seeds(recipe, [0, 1], out=runs, cpu=True)
+    assert again == summary and [path.stat().st_size for path in sorted(runs.glob("*.log"))] == logs
+
+    queue = write_queue(
+        tmp_path, [{"tag": recipe, "seeds": [0, 1]}, {"tag": recipe, "set": ["tag=other"], "at_least": 50.0}]
+    )
+    before = queue_state(read_queue(queue), runs)
+    assert [state.finished for state in before] == [True, True, False]
+    with pytest.raises(RecipeError, match="the queue has no idpa_cnn.other"):
+        train_queue(runs, only=["idpa_cnn.other"], path=queue)
+    assert train_queue(runs, cpu=True, path=queue)
+    assert all(state.finished and state.epoch == 1 for state in queue_state(read_queue(queue), runs))
+    assert (runs / "idpa_cnn.other").is_dir()
+    assert [path.stat().st_size for path in sorted(runs.glob("*seed*.log"))] == logs, "finished ones are left"
+
+
+def test_mean_and_standard_deviation_by_hand() -> None:
+    runs = {
+        seed: {"metrics": {"test": {"top1": top1, "n": 100}}}
+        for seed, top1 in ((0, 90.0), (1, 92.0), (2, 94.0))
+    }
+    summary = seeds_summary("a.b", runs, 5)
+    assert summary["test"] == {"values": [90.0, 92.0, 94.0], "mean": 92.0, "sd": 2.0, "n": 100}
+    assert "validation" not in summary
+    assert "sd" not in seeds_summary("a.b", {0: runs[0]}, 5)["test"]
+
+
+@pytest.mark.parametrize(("seeds", "overrides"), [([0, 0], []), ([], []), ([1], ["seed=2"])])
+def test_seeds_that_cannot_be(tmp_path: Path, seeds: list[int], overrides: list[str]) -> None:
+    with pytest.raises(RecipeError, match="--seeds"):
+        train_seeds("idpa_cnn.mnist", seeds, overrides, out=tmp_path)

@@ -1,0 +1,66 @@
+"""A run's state as plain files: carried over, it ends with the same weights bit for bit; damaged files are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from capszoo.recipes.train import train
+from capszoo.recipes.training.distributed import TrainingError
+from capszoo.recipes.training.transfer import export_state, import_state
+
+from .test_stages import staged_recipe
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": {"name": "adamw", "lr": 0.003}, "ema_decay": None}])
+def test_a_run_goes_on_elsewhere_bit_for_bit(tiny_mnist: Path, tmp_path: Path, changes: dict) -> None:
+    recipe = staged_recipe(**changes)
+    whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
+    train(recipe, out=tmp_path / "here", data=tiny_mnist, stop_after=4)
+    manifest = export_state(tmp_path / "here", tmp_path / "state", part_bytes=4000)
+    parts = list((tmp_path / "state").glob("state-*.safetensors"))
+    assert len(parts) > 3 and all(part.stat().st_size < 20_000 for part in parts)
+    assert json.loads(manifest.read_text())["state"]["step"] == 4
+    there = import_state(tmp_path / "state", tmp_path / "there")
+    result = train(there / "recipe.yaml", out=there, data=tiny_mnist)
+    expected, found = load_file(whole["weights"]), load_file(result["weights"])
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_what_cannot_be_imported_is_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
+    train(staged_recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
+    export_state(tmp_path / "run", tmp_path / "state")
+    with pytest.raises(TrainingError, match="is not empty"):
+        export_state(tmp_path / "run", tmp_path / "state")
+    with pytest.raises(TrainingError, match="holds no checkpoint"):
+        export_state(tmp_path / "nothing", tmp_path / "other")
+    with pytest.raises(TrainingError, match="already holds a run"):
+        import_state(tmp_path / "state", tmp_path / "run")
+
+    def refused(damage: str, text: str) -> None:
+        shutil.copytree(tmp_path / "state", tmp_path / damage)
+        manifest = tmp_path / damage / "manifest.json"
+        part = tmp_path / damage / "state-000.safetensors"
+        if damage == "bits":
+            part.write_bytes(part.read_bytes()[:-1] + b"x")
+        elif damage == "missing":
+            part.unlink()
+        elif damage == "list":
+            manifest.write_text("[]")
+        elif damage == "outside":
+            tree = json.loads(manifest.read_text())
+            tree["files"] = {"../state/manifest.json": "0" * 64}
+            manifest.write_text(json.dumps(tree))
+        with pytest.raises(TrainingError, match=text) as error:
+            import_state(tmp_path / damage, tmp_path / f"{damage}-run")
+        assert "\n" not in str(error.value) and not (tmp_path / f"{damage}-run").exists()
+
+    refused("bits", "does not match its checksum")
+    refused("missing", "No such file")
+    refused("list", "not the state of a run, or damaged")
+    refused("outside", "is not a file name")
