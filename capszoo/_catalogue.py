@@ -14,19 +14,17 @@ from typing import Any
 
 from ._metadata import WeightsInfo, default_weights, read_metadata, weights_folders
 from ._suggest import unknown_name
-from .errors import CapszooError, UnknownModel, UsageError
+from .errors import CapszooError, UnknownModel
 
 __all__ = [
     "CATALOGUE",
     "architectures",
     "check_model_argument",
-    "check_recipe_argument",
     "checkpoint_row",
     "checkpoints",
     "describe",
     "list_rows",
     "plain",
-    "recipe_names",
     "weights_entry",
 ]
 
@@ -48,23 +46,6 @@ def architectures() -> dict[str, dict[str, Any]]:
 def checkpoints() -> dict[str, WeightsInfo]:
     """Every checkpoint's metadata by its full name."""
     return read_metadata(weights_folders())
-
-
-def recipe_names() -> list[str]:
-    """Names of the recipes that the package brings."""
-    import capszoo.recipes
-
-    folders = (Path(folder) / "configs" for folder in capszoo.recipes.__path__)
-    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-
-
-def check_recipe_argument(name: str) -> None:
-    """Raise `UsageError` where a RECIPE argument is neither a file nor a recipe of the package."""
-    if Path(name).suffix in (".yaml", ".yml", ".json"):
-        if not Path(name).is_file():
-            raise UsageError(f"no recipe at {name}", "check the path, or give a recipe's name")
-    elif name not in recipe_names():
-        raise UsageError(unknown_name("recipe", name, recipe_names()))
 
 
 def check_model_argument(name: str) -> None:

@@ -67,7 +67,8 @@ class WeightsInfo:
     @property
     def own_keys(self) -> dict[str, Any]:
         """What timm's configuration has no place for: a model's ``pretrained_cfg["capszoo"]``."""
-        return {"score_kind": self.score_kind}
+        stated = {key: self.raw[key] for key in ("background", "object_size") if self.raw.get(key)}
+        return {"score_kind": self.score_kind, **stated}
 
     @classmethod
     def from_json(cls, path: Path) -> WeightsInfo:

@@ -19,7 +19,7 @@ from torch import nn
 from .errors import UsageError
 from .explain import Explanation, explain
 from .inference import ImagePrediction, label_names, load_model, predict
-from .preprocess import ImageLike, as_image, is_image_like, model_input_size
+from .preprocess import ImageLike, as_image, is_image_like, model_input_size, model_transform
 from .scores import score_kind
 
 __all__ = ["ExportedModel", "LoadedModel", "load"]
@@ -63,14 +63,14 @@ class LoadedModel:
 
     @overload  # a path is an iterable of characters to the type checker, and one image here
     def predict(  # type: ignore[overload-overlap]
-        self, images: ImageLike, topk: int = 5, batch_size: int = 32
+        self, images: ImageLike, topk: int = 5, batch_size: int = 32, **reading: Any
     ) -> ImagePrediction: ...
     @overload
     def predict(
-        self, images: Iterable[ImageLike], topk: int = 5, batch_size: int = 32
+        self, images: Iterable[ImageLike], topk: int = 5, batch_size: int = 32, **reading: Any
     ) -> list[ImagePrediction]: ...
     def predict(
-        self, images: ImageLike | Iterable[ImageLike], topk: int = 5, batch_size: int = 32
+        self, images: ImageLike | Iterable[ImageLike], topk: int = 5, batch_size: int = 32, **reading: Any
     ) -> ImagePrediction | list[ImagePrediction]:
         """Classify one image, or each of several.
 
@@ -79,6 +79,8 @@ class LoadedModel:
                 iterable of such.
             topk: classes per image.
             batch_size: images per forward pass.
+            **reading: ``background="black"`` or ``"white"`` for transparent pixels, ``invert=True`` for dark digits on
+                white, ``fit=True`` to centre and scale a drawing.
 
         Returns:
             One prediction for one image, a list for several. A file that cannot be read has its ``error`` set.
@@ -86,21 +88,23 @@ class LoadedModel:
         Raises:
             UsageError: an array that is no image, or ``topk`` below 1.
         """
-        found = predict(self.net, images, topk, batch_size)
+        found = predict(self.net, images, topk, batch_size, transform=model_transform(self.net, **reading))
         return found[0] if is_image_like(images) else found
 
-    def explain(self, image: ImageLike, target: int | str | None = None) -> Explanation:
+    def explain(self, image: ImageLike, target: int | str | None = None, **reading: Any) -> Explanation:
         """From where in an image a class capsule was routed.
 
         Args:
             image: as for :meth:`predict`.
             target: class (index or name) to follow; None for the predicted one.
+            **reading: as for :meth:`predict`.
 
         Raises:
             CapszooError: the file cannot be read, or the model has no couplings.
             UsageError: no such class, or an array that is no image.
         """
-        return explain(self.net, as_image(image), target, name=self.name)
+        transform = model_transform(self.net, **reading)
+        return explain(self.net, transform(as_image(image)), target, name=self.name)
 
     def export(self, path: str | Path, **options: Any) -> ExportedModel:
         """Write the model as an ONNX file, or as a bundle with everything that serving needs.

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from .errors import CapszooError, UsageError
+from .reading import default_background, flatten
 
 __all__ = ["MAX_PIXELS", "open_image", "pixel_limit", "resize_and_crop", "to_mode"]
 
@@ -106,10 +107,11 @@ def open_image(
 
 
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
-    """An image of any mode in grey (1 channel) or RGB (3), 16 and 32 bits scaled down to 8."""
+    """An image of any mode in grey (1 channel) or RGB (3), 16 and 32 bits scaled down to 8, transparency composited."""
     mode = "L" if channels == 1 else "RGB"
     if image.mode.startswith("I") or image.mode == "F":
         image = _to_8_bits(image)
+    image, _ = flatten(image, default_background(channels), channels)
     return image if image.mode == mode else image.convert(mode)
 
 

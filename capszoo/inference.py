@@ -210,6 +210,7 @@ def predict(
     topk: int = 5,
     batch_size: int = 32,
     advance: Callable[[int], None] | None = None,
+    transform: ImageTransform | None = None,
 ) -> list[ImagePrediction]:
     """Classify images; a file that cannot be read gets a prediction that says so.
 
@@ -219,6 +220,7 @@ def predict(
         topk: classes per image, at most as many as there are.
         batch_size: images per forward pass.
         advance: called with the number of images done after each batch.
+        transform: how images are read; None takes `capszoo.preprocess.model_transform` of the model.
 
     Raises:
         UsageError: ``topk`` below 1, a model without classes, or an array that is no image.
@@ -228,7 +230,7 @@ def predict(
         raise UsageError(f"topk is {topk}", "give 1 or more")
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
-    transform = model_transform(model)
+    transform = transform or model_transform(model)
     pictures: list[ImageLike] = [images] if is_image_like(images) else list(images)  # type: ignore[list-item, arg-type]
     results: list[ImagePrediction] = []
     for start in range(0, len(pictures), batch_size):
@@ -257,16 +259,19 @@ def _predict_chunk(
 ) -> list[ImagePrediction]:
     tensors: list[Tensor] = []
     sizes: list[tuple[int, int]] = []
+    notes: list[tuple[str, ...]] = []
     errors: dict[int, str] = {}
     for i, (_, given) in enumerate(chunk):
         try:
             image = as_image(given)
-            tensors.append(transform(image))
+            view, said = transform.read(image)
         except UsageError:
             raise
         except CapszooError as e:
             errors[i] = str(e)
         else:
+            tensors.append(transform.normalise(view))
+            notes.append(said)
             sizes.append(image.size)
     kind = score_kind(model)
     found: Iterator[tuple[Any, ...]] = iter(())
@@ -276,16 +281,16 @@ def _predict_chunk(
             scores = model(torch.stack(tensors).to(like.device, like.dtype)).float().cpu()
         values, indices = scores.topk(topk, dim=1)
         shares = probabilities(scores, kind).gather(1, indices)
-        found = iter(zip(values.tolist(), indices.tolist(), shares.tolist(), sizes, strict=True))
+        found = iter(zip(values.tolist(), indices.tolist(), shares.tolist(), sizes, notes, strict=True))
     results = []
     for i, (name, _) in enumerate(chunk):
         if i in errors:
             results.append(ImagePrediction(name, error=errors[i]))
             continue
-        best, classes, probable, size = next(found)
+        best, classes, probable, size, said = next(found)
         top = tuple(
             ScoredClass(c, labels[c], value, share)
             for value, c, share in zip(best, classes, probable, strict=True)
         )
-        results.append(ImagePrediction(name, top, size, score_kind=kind))
+        results.append(ImagePrediction(name, top, size, score_kind=kind, notes=said))
     return results

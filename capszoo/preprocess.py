@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .errors import CapszooError, UsageError
 from .images import open_image, resize_and_crop, to_mode
+from .reading import BACKGROUNDS, default_background, fit_drawing, flatten, invert, looks_inverted, pad_to
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -133,6 +134,12 @@ class ImageTransform:
         mean, std: per channel, for values in 0..1.
         interpolation: ``nearest``, ``bilinear``, ``bicubic`` or ``lanczos``.
         crop_pct: share of the resized image that the crop keeps.
+        background: ``black`` or ``white``: what transparent pixels are composited on.
+        object_size: height and width that objects had in training on a larger canvas (affNIST, MultiMNIST): an image is
+            resized and cropped to it, then padded to ``size``. One that has ``size`` already is a whole canvas. None:
+            images fill the frame.
+        invert: dark for bright.
+        fit: centre and scale a drawing as MNIST's makers did (:func:`capszoo.reading.fit_drawing`).
     """
 
     channels: int
@@ -141,16 +148,38 @@ class ImageTransform:
     std: tuple[float, ...]
     interpolation: str = "bilinear"
     crop_pct: float = 1.0
+    background: str = "black"
+    object_size: tuple[int, int] | None = None
+    invert: bool = False
+    fit: bool = False
 
     def view(self, image: Image.Image) -> Image.Image:
         """The part of the image that the model sees, at the model's size, in grey or RGB."""
+        return self.read(image)[0]
+
+    def read(self, image: Image.Image) -> tuple[Image.Image, tuple[str, ...]]:
+        """What the model sees of the image, and notes on how it was read."""
+        image, note = flatten(image, self.background, self.channels)
         image = to_mode(image, self.channels)
+        image = invert(image) if self.invert else image
+        whole = (image.height, image.width) == self.size
+        size = self.size if self.object_size is None or (whole and not self.fit) else self.object_size
         resampling = _RESAMPLING.get(self.interpolation, Image.Resampling.BILINEAR)
-        return resize_and_crop(image, self.size, self.crop_pct, resampling)
+        if self.fit:
+            image = fit_drawing(image, size)
+        else:
+            image = resize_and_crop(image, size, self.crop_pct, resampling)
+        bright = "" if self.invert else looks_inverted(image, self.mean)
+        image = image if size == self.size else pad_to(image, self.size, self.background)
+        return image, tuple(said for said in (note, bright) if said)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Image to ``[c, h, w]``, float32."""
-        pixels = np.asarray(self.view(image), dtype=np.float32) / 255
+        return self.normalise(self.view(image))
+
+    def normalise(self, view: Image.Image) -> Tensor:
+        """What :meth:`view` or :meth:`read` gave to ``[c, h, w]``, float32."""
+        pixels = np.asarray(view, dtype=np.float32) / 255
         tensor = torch.from_numpy(pixels.reshape(*self.size, self.channels)).permute(2, 0, 1)
         return (tensor - self._column(self.mean)) / self._column(self.std)
 
@@ -178,8 +207,15 @@ def model_input_size(model: nn.Module) -> tuple[int, int, int]:
     return int(channels), int(height), int(width)
 
 
-def model_transform(model: nn.Module) -> ImageTransform:
+def model_transform(
+    model: nn.Module, *, background: str | None = None, invert: bool = False, fit: bool = False
+) -> ImageTransform:
     """The transform that a model's weights were trained for.
+
+    Args:
+        model: its configuration says the rest.
+        background: ``black`` or ``white`` for transparent pixels; None takes what the weights' metadata say.
+        invert, fit: see :class:`ImageTransform`.
 
     Raises:
         CapszooError: a model whose input is no single grey or colour image.
@@ -191,6 +227,11 @@ def model_transform(model: nn.Module) -> ImageTransform:
             f"the model takes {channels} channels, which is no single image",
             "call it from Python with a tensor, or create it with in_chans=1 or 3",
         )
+    if background is not None and background not in BACKGROUNDS:
+        raise UsageError(f"no background '{background}'", f"use {' or '.join(BACKGROUNDS)}")
+    own: dict[str, Any] = cfg.get("capszoo") or {}
+    trained_on = tuple((cfg.get("input_size") or (0, 0, 0))[-2:])
+    objects = tuple(own.get("object_size") or ()) if trained_on == (height, width) else ()
     return ImageTransform(
         channels=channels,
         size=(height, width),
@@ -198,6 +239,10 @@ def model_transform(model: nn.Module) -> ImageTransform:
         std=per_channel(cfg.get("std") or (1.0,), channels),
         interpolation=str(cfg.get("interpolation") or "bilinear"),
         crop_pct=float(cfg.get("crop_pct") or 1.0),
+        background=background or own.get("background") or default_background(channels),
+        object_size=objects if objects and objects != (height, width) else None,
+        invert=invert,
+        fit=fit,
     )
 
 

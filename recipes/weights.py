@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import capszoo
 from capszoo.data import DATASETS, DatasetSpec, normalize
 from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, sha256_of, weights_folders
+from capszoo.reading import default_background
 from capszoo.scores import kind_for
 
 from .evaluate import evaluate
@@ -213,9 +214,16 @@ def write_weights(
 def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:
     """Metadata that say how to read a model's input and output.
 
-    `score_kind` names the kind of the scores (`capszoo.scores`).
+    `score_kind` names the kind of the scores (`capszoo.scores`), `background` what transparent pixels are composited
+    on, and `object_size` the height and width of an object where training images are composed of objects on a larger
+    canvas (None: images fill the frame).
     """
-    return {"score_kind": kind_for(loss, not spec.multi_label)}
+    objects = DATASETS[spec.base].input_size[1:] if spec.base and spec.base in DATASETS else None
+    return {
+        "score_kind": kind_for(loss, not spec.multi_label),
+        "background": default_background(spec.input_size[0]),
+        "object_size": list(objects) if objects and objects != spec.input_size[1:] else None,
+    }
 
 
 def canonical_keys(known: Mapping[str, WeightsInfo]) -> dict[str, bool]:

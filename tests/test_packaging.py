@@ -288,8 +288,14 @@ def test_imports_run_one_way(root: Path) -> None:
     wrong = []
     for module, path in _modules(root):
         part = _part(module)
+        # the package's own names are resolved on first use; for a type checker alone they are imports
+        skipped = _type_checking_only(path) if module == "capszoo" else set()
         for target, line in _imported(module, path):
-            if not target.startswith("capszoo.") or _part(target) in (part, *ALLOWED[part]):
+            if (
+                line in skipped
+                or not target.startswith("capszoo.")
+                or _part(target) in (part, *ALLOWED[part])
+            ):
                 continue
             wrong.append(f"{path.relative_to(root)}:{line}: {part} must not import {target}")
     assert not wrong, "\n".join(wrong)
@@ -300,7 +306,9 @@ def _type_checking_only(path: Path) -> set[int]:
     return {
         line
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id in ("TYPE_CHECKING", "_TYPE_CHECKING")
         for inner in node.body
         for line in range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)
     }

@@ -19,8 +19,11 @@ from .._catalogue import architectures, checkpoints
 from ..errors import CapszooError, UsageError
 
 __all__ = [
+    "BackgroundOption",
     "DeviceOption",
+    "FitOption",
     "ImagesArgument",
+    "InvertOption",
     "ItersOption",
     "JsonOption",
     "ModelArgument",
@@ -55,6 +58,21 @@ ImagesArgument = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cuda where there is one).")]
+BackgroundOption = Annotated[
+    str | None,
+    typer.Option(
+        "--background",
+        metavar="black|white",
+        help="Background of transparent pixels (default: as the weights' metadata say).",
+        show_default=False,
+    ),
+]
+InvertOption = Annotated[
+    bool, typer.Option("--invert", help="Swap dark and bright: for dark digits on white paper.")
+]
+FitOption = Annotated[
+    bool, typer.Option("--fit", help="Centre and scale a drawing as MNIST's digits were (white on black).")
+]
 SizeOption = Annotated[
     str | None, typer.Option("--img-size", metavar="N or HxW", help="Input size, if not the model's own.")
 ]

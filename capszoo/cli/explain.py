@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from .._catalogue import check_model_argument
 from ..errors import UsageError
-from .common import DeviceOption, ModelArgument, check_paths, stderr, stdout
+from .common import (
+    BackgroundOption,
+    DeviceOption,
+    FitOption,
+    InvertOption,
+    ModelArgument,
+    check_paths,
+    stderr,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +64,9 @@ def explain_command(
     count: Annotated[
         int, typer.Option("--count", min=1, help="reconstruct, multi: images of each kind, right and wrong.")
     ] = 4,
+    invert: InvertOption = False,
+    fit: FitOption = False,
+    background: BackgroundOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Draw from where a class capsule was routed, or what a decoder makes of capsules."""
@@ -78,26 +90,38 @@ def explain_command(
     if of_data:
         _draw_data(what, model, dataset, data, count, device, path)
     elif image is not None:
-        _draw_image(what, model, image, target, device, path)
+        reading = {"background": background, "invert": invert, "fit": fit}
+        _draw_image(what, model, image, target, device, path, reading)
 
 
 def _draw_image(
-    what: str, name: str, image: Path, target: str | None, device: str | None, path: Path
+    what: str,
+    name: str,
+    image: Path,
+    target: str | None,
+    device: str | None,
+    path: Path,
+    reading: dict[str, Any],
 ) -> None:
     from ..explain import explain, save_figure
     from ..inference import load_model
-    from ..preprocess import load_image
+    from ..preprocess import load_image, model_transform
 
     picture = load_image(image)
     model = load_model(name, device=device)
+    transform = model_transform(model, **reading)
+    view, notes = transform.read(picture)
+    seen = transform.normalise(view)
+    for said in notes:
+        stderr().print(f"note: {escape(said)}", soft_wrap=True)
     if what == "perturb":
         from ..explain.reconstructions import perturb, save_perturbation
 
-        changed = perturb(model, picture, target)
+        changed = perturb(model, seen, target)
         written = save_perturbation(changed, path)
         line = f"capsule of {changed.label}, {changed.images.shape[0]} dimensions"
     else:
-        explanation = explain(model, picture, target, name=Path(name).name)
+        explanation = explain(model, seen, target, name=Path(name).name)
         written = save_figure(explanation, path)
         share = float(explanation.probabilities[explanation.predicted])
         line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"

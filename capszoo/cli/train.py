@@ -9,9 +9,26 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_recipe_argument, recipe_names
+from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import JsonOption, ModelArgument, print_json, stderr, stdout
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that the package brings."""
+    from .. import recipes
+
+    folders = (Path(folder) / "configs" for folder in recipes.__path__)
+    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+
+
+def check_recipe_argument(name: str) -> None:
+    """Raise `UsageError` where a RECIPE argument is neither a file nor a recipe of the package."""
+    if Path(name).suffix in (".yaml", ".yml", ".json"):
+        if not Path(name).is_file():
+            raise UsageError(f"no recipe at {name}", "check the path, or give a recipe's name")
+    elif name not in recipe_names():
+        raise UsageError(unknown_name("recipe", name, recipe_names()))
 
 
 def complete_recipe(incomplete: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,8 +12,11 @@ from rich.table import Table
 from .._catalogue import architectures, check_model_argument, describe, list_rows, plain
 from ..errors import CapszooError
 from .common import (
+    BackgroundOption,
     DeviceOption,
+    FitOption,
     ImagesArgument,
+    InvertOption,
     ItersOption,
     JsonOption,
     ModelArgument,
@@ -26,6 +29,9 @@ from .common import (
     stderr,
     stdout,
 )
+
+if TYPE_CHECKING:
+    from ..inference import ImagePrediction
 
 
 def list_command(
@@ -161,6 +167,17 @@ def info_command(
     out.print(weights)
 
 
+def _print_notes(results: Sequence[ImagePrediction]) -> None:
+    """Each note once, with the first image that it is about and the number of others."""
+    about: dict[str, list[str]] = {}
+    for result in results:
+        for said in result.notes:
+            about.setdefault(said, []).append(result.image)
+    for said, images in about.items():
+        others = f" and {len(images) - 1} more" if len(images) > 1 else ""
+        stderr().print(f"note: {escape(images[0])}{others}: {escape(said)}", soft_wrap=True)
+
+
 def predict_command(
     model: ModelArgument,
     images: ImagesArgument,
@@ -168,21 +185,25 @@ def predict_command(
     device: DeviceOption = None,
     img_size: SizeOption = None,
     routing_iters: ItersOption = None,
+    invert: InvertOption = False,
+    fit: FitOption = False,
+    background: BackgroundOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Classify images."""
     check_model_argument(model)
     check_paths(images)
     from ..inference import load_model, predict
-    from ..preprocess import find_images, model_input_size
+    from ..preprocess import find_images, model_transform
     from ..scores import score_kind
 
     files = find_images(images)
     net = load_model(
         model, device=device, **given(img_size=parse_size(img_size), routing_iters=routing_iters)
     )
+    transform = model_transform(net, background=background, invert=invert, fit=fit)
     with progress_bar("predicting", len(files)) as advance:
-        results = predict(net, files, topk, advance=advance)
+        results = predict(net, files, topk, advance=advance, transform=transform)
     failed = [result for result in results if result.error]
     kind = score_kind(net)
     if as_json:
@@ -196,10 +217,14 @@ def predict_command(
                 table.add_row(escape(result.image) if rank == 0 else "", escape(scored.label), *shown)
         if table.row_count:
             stdout().print(table)
-    _, height, width = model_input_size(net)
-    resized = sum(not result.error and result.size != (width, height) for result in results)
-    if resized:
+    height, width = transform.object_size or transform.size
+    canvas = transform.size[::-1]
+    resized = sum(not one.error and one.size not in ((width, height), canvas) for one in results)
+    if fit:
+        stderr().print(f"note: drawings centred and scaled to {height}x{width}")
+    elif resized:
         stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
+    _print_notes(results)
     for result in failed:
         stderr().print(f"[bold red]error:[/] {escape(result.error)}", soft_wrap=True)
     if failed:

@@ -1,10 +1,11 @@
 """Classify images with the exported model: numpy, pillow and onnxruntime are all it needs.
 
-    python infer.py IMAGE... [--topk 3] [--json] [--provider CUDAExecutionProvider]
+    python infer.py IMAGE... [--topk 3] [--json] [--invert] [--fit] [--background white]
+                    [--provider CUDAExecutionProvider]
 
-Reads model.onnx, preprocess.json and labels.txt beside this file. The steps from file to input are those the model was
-trained with: upright, grey or RGB, shorter side resized, centre cropped, channels first, and normalised (or left as
-uint8, where the graph normalises).
+Reads model.onnx, preprocess.json and labels.txt beside this file. The steps from file to input are those the model
+was trained with: upright, transparency composited, grey or RGB, shorter side resized, centre cropped, padded where the
+model was trained on a larger canvas, channels first, and normalised (or left as uint8, where the graph normalises).
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageChops, ImageOps
 
+BACKGROUNDS = {"black": 0, "white": 255}
+VANISHES_BELOW = 32  # of 255: mean difference from the background
+FITTED = 20 / 28  # share of the frame's side that MNIST's digits were scaled to
 HERE = Path(__file__).resolve().parent
 MAX_PIXELS = 64_000_000
 RESAMPLING = {
@@ -28,8 +32,8 @@ RESAMPLING = {
 }
 
 
-def open_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image file, upright, in grey or RGB; refused before it is decoded where it has too many pixels."""
+def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """An image file, upright, 8 bits a channel; refused before it is decoded where it has too many pixels."""
     if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
         Image.MAX_IMAGE_PIXELS = max_pixels
     with Image.open(path) as file:
@@ -50,12 +54,113 @@ def open_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) ->
         white = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
         scaled = [(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips]
         image = Image.fromarray(np.concatenate(scaled))
-    return image.convert("L" if channels == 1 else "RGB")
+    return image
 
 
-def resize_and_crop(image: Image.Image, spec: dict[str, Any]) -> Image.Image:
-    """The centre of an image at the model's size; what is cropped away is never scaled."""
-    height, width = spec["size"]
+def preprocess(
+    path: str | Path, spec: dict[str, Any], max_pixels: int = MAX_PIXELS, **options: Any
+) -> np.ndarray:
+    """An image file to the model's input ``[c, h, w]``, by the rules of preprocess.json; options as for `read`."""
+    return read(path, spec, max_pixels, **options)[0]
+
+
+def read(
+    path: str | Path, spec: dict[str, Any], max_pixels: int = MAX_PIXELS, **options: Any
+) -> tuple[np.ndarray, list[str]]:
+    """An image file to the model's input ``[c, h, w]``, and notes on how it was read.
+
+    Args:
+        path: of the file.
+        spec: preprocess.json.
+        max_pixels: an image with more is refused.
+        **options: ``background``, ``invert``, ``fit``.
+    """
+    image = open_image(path, max_pixels)
+    background = options.get("background") or spec.get("background", "black")
+    image, note = flatten(image, background, spec["channels"])
+    image = image.convert("L" if spec["channels"] == 1 else "RGB")
+    image = ImageChops.invert(image) if options.get("invert") else image
+    frame = tuple(spec["size"])
+    whole = (image.height, image.width) == frame and not options.get("fit")
+    size = frame if whole or not spec.get("object_size") else tuple(spec["object_size"])
+    image = fit_drawing(image, size) if options.get("fit") else resize_and_crop(image, size, spec)
+    bright = "" if options.get("invert") else looks_inverted(image, spec["mean"])
+    notes = [said for said in (note, bright) if said]
+    if size != frame:
+        value = BACKGROUNDS[background]
+        canvas = Image.new(image.mode, frame[::-1], value if image.mode == "L" else (value,) * 3)
+        canvas.paste(image, ((frame[1] - image.width) // 2, (frame[0] - image.height) // 2))
+        image = canvas
+    pixels = np.asarray(image, dtype=np.uint8).reshape(*frame, spec["channels"]).transpose(2, 0, 1)
+    if spec["dtype"] == "uint8":
+        return np.ascontiguousarray(pixels), notes
+    column = (-1, 1, 1)
+    mean = np.asarray(spec["mean"], np.float32).reshape(column)
+    std = np.asarray(spec["std"], np.float32).reshape(column)
+    return (pixels.astype(np.float32) / np.float32(255) - mean) / std, notes
+
+
+def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.Image, str]:
+    """Composite transparent pixels; on the opposite background where the opaque ones would vanish, and a note then."""
+    if not image.has_transparency_data:
+        return image, ""
+    rgba = image.convert("RGBA")
+    step = max(
+        1, round((rgba.width * rgba.height / 1e6) ** 0.5)
+    )  # a sample of about a million pixels will do
+    opacity = np.asarray(rgba.getchannel("A"))[::step, ::step].astype(np.float64)
+    grey = np.asarray(rgba.convert("RGB").convert("L"))[::step, ::step].astype(np.float64)
+    total = opacity.sum()
+    differs = np.abs(grey - BACKGROUNDS[background])
+    vanishes = opacity.min() < 255 and total > 0 and (differs * opacity).sum() / total < VANISHES_BELOW
+    chosen, note = background, ""
+    if vanishes:
+        chosen = "white" if background == "black" else "black"
+        note = f"transparent, and its opaque pixels are {background}: composited on {chosen}"
+    canvas = Image.new("RGBA", rgba.size, (BACKGROUNDS[chosen],) * 3 + (255,))
+    flat = Image.alpha_composite(canvas, rgba).convert("RGB" if channels == 3 else "L")
+    if vanishes and channels == 1:
+        return ImageChops.invert(flat), f"{note} and inverted"
+    return flat, note
+
+
+def looks_inverted(image: Image.Image, mean: list[float]) -> str:
+    """A note where a grey picture is bright with a bright edge, and training images are dark; else empty."""
+    if len(mean) != 1 or mean[0] > 0.35 or image.mode != "L":
+        return ""
+    pixels = np.asarray(image, dtype=np.float64) / 255
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    if pixels.mean() < 0.5 or edge.mean() < 0.5:
+        return ""
+    return f"mean {pixels.mean():.1f}, trained on {mean[0]:.2f}: inverted? --invert swaps dark and bright"
+
+
+def fit_drawing(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Centre and scale a drawing as MNIST's makers did: 20 of 28 pixels, its centre of mass at the middle."""
+    height, width = size
+    grey = np.asarray(image.convert("L"))
+    darkest, brightest = float(grey.min()), float(grey.max())
+    ink = grey > darkest + 0.2 * (brightest - darkest)
+    if not ink.any() or ink.all():  # nothing is drawn
+        return image.resize((width, height))
+    rows, cols = np.flatnonzero(ink.any(axis=1)), np.flatnonzero(ink.any(axis=0))
+    drawing = image.crop((int(cols[0]), int(rows[0]), int(cols[-1]) + 1, int(rows[-1]) + 1))
+    scale = FITTED * min(height / drawing.height, width / drawing.width)
+    small = (max(1, round(drawing.width * scale)), max(1, round(drawing.height * scale)))
+    drawing = drawing.resize(small, Image.Resampling.LANCZOS)
+    weight = np.asarray(drawing.convert("L"), dtype=np.float64) + 1e-9
+    down = (weight.sum(axis=1) @ np.arange(small[1])) / weight.sum()
+    across = (weight.sum(axis=0) @ np.arange(small[0])) / weight.sum()
+    top = min(max(round(height / 2 - down), 0), height - small[1])
+    left = min(max(round(width / 2 - across), 0), width - small[0])
+    framed = Image.new(image.mode, (width, height))
+    framed.paste(drawing, (left, top))
+    return framed
+
+
+def resize_and_crop(image: Image.Image, size: tuple[int, int], spec: dict[str, Any]) -> Image.Image:
+    """The centre of an image at a size; what is cropped away is never scaled."""
+    height, width = size
     scale = max(height / image.height, width / image.width) / spec["crop_pct"]
     rows, cols = max(height, round(image.height * scale)), max(width, round(image.width * scale))
     top, left = (rows - height) // 2, (cols - width) // 2
@@ -65,19 +170,6 @@ def resize_and_crop(image: Image.Image, spec: dict[str, Any]) -> Image.Image:
     right, bottom = min((left + width) * across, image.width), min((top + height) * down, image.height)
     box = (left * across, top * down, right, bottom)
     return image.resize((width, height), RESAMPLING[spec["interpolation"]], box=box)
-
-
-def preprocess(path: str | Path, spec: dict[str, Any], max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """An image file to the model's input ``[c, h, w]``, by the rules of preprocess.json."""
-    image = resize_and_crop(open_image(path, spec["channels"], max_pixels), spec)
-    height, width = spec["size"]
-    pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, spec["channels"]).transpose(2, 0, 1)
-    if spec["dtype"] == "uint8":
-        return np.ascontiguousarray(pixels)
-    column = (-1, 1, 1)
-    mean = np.asarray(spec["mean"], np.float32).reshape(column)
-    std = np.asarray(spec["std"], np.float32).reshape(column)
-    return (pixels.astype(np.float32) / np.float32(255) - mean) / std
 
 
 def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:
@@ -146,6 +238,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--provider", default="CPUExecutionProvider", help="ONNX Runtime's execution provider"
     )
+    parser.add_argument("--invert", action="store_true", help="swap dark and bright")
+    parser.add_argument(
+        "--fit", action="store_true", help="centre and scale a drawing as MNIST's digits were"
+    )
+    parser.add_argument("--background", choices=sorted(BACKGROUNDS), help="of transparent pixels")
     options = parser.parse_args(arguments)
     if options.topk < 1 or options.max_pixels < 1:
         parser.error("--topk and --max-pixels must be at least 1")
@@ -158,7 +255,12 @@ def main(arguments: list[str] | None = None) -> int:
     for image in options.images:
         results.append({"image": image})
         try:
-            inputs.append(preprocess(image, classifier.spec, options.max_pixels))
+            reading = {"background": options.background, "invert": options.invert, "fit": options.fit}
+            pixels, notes = read(image, classifier.spec, options.max_pixels, **reading)
+            inputs.append(pixels)
+            if notes:
+                results[-1]["notes"] = notes
+                print(*(f"note: {image}: {said}" for said in notes), sep="\n", file=sys.stderr)
             readable.append(results[-1])
         except Exception as error:  # what Pillow raises for broken files, and MemoryError
             results[-1]["error"] = f"{image}: cannot be read ({first_line(error)})"

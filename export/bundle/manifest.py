@@ -79,6 +79,8 @@ def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportRep
         "resize": "the shorter side to size / crop_pct, the centre cropped to size; none if it has the size",
         "interpolation": transform.interpolation,
         "crop_pct": transform.crop_pct,
+        "background": transform.background,
+        "object_size": list(transform.object_size) if transform.object_size else None,
         "scale": "value / 255",
         "mean": list(transform.mean),
         "std": list(transform.std),

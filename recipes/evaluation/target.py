@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import capszoo
@@ -216,6 +217,7 @@ def _load(
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
     """Images of the size that the model sees, or of the size that its crops are cut out of."""
     trained = recipe.get("data", {}) if recipe.get("data", {}).get("name") == dataset else {}
+    objects = None if trained or multi else _object_size(net)
     augment = trained.get("augment", {})
     _, *model_size = model_input_size(net)
     folder = dataset.startswith(("imagefolder:", "hf:"))
@@ -229,6 +231,9 @@ def _load(
         if composed and multi:
             raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
     size: int | None = trained.get("size")
+    if objects and not composed:
+        found = load_dataset(dataset, split, data, size=objects, resize=objects if folder else None)
+        return _on_canvas(found, model_size), None
     if model_size != native and size is None and not composed:
         if model_size[0] != model_size[1]:
             raise DataError(f"the model takes {model_size[0]}x{model_size[1]} images, data sets are square")
@@ -261,6 +266,26 @@ def _load(
         raise DataError(f"images of {rows} pixels leave nothing to crop: evaluate them with --crops single")
     whole = replace(images.spec, input_size=(images.spec.input_size[0], *images.size))
     return replace(images, spec=whole), views
+
+
+def _object_size(net: nn.Module) -> int | None:
+    """Side of the objects that a network was trained to see on its larger canvas; None where images fill the frame."""
+    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+    stated = (cfg.get("capszoo") or {}).get("object_size")
+    if not stated or tuple(cfg["input_size"][1:]) != model_input_size(net)[1:]:
+        return None
+    return int(stated[0])
+
+
+def _on_canvas(images: ImageSet | StreamedSet, size: Sequence[int]) -> ImageSet:
+    """Images in the middle of a black canvas of ``size`` (height, width), as `ImageTransform` pads them."""
+    if not isinstance(images, ImageSet):
+        raise DataError(f"{images.spec.name} is too large to be padded in memory: evaluate a smaller set")
+    rows, cols = images.size
+    top, left = (size[0] - rows) // 2, (size[1] - cols) // 2
+    padded = F.pad(images.images, (left, size[1] - cols - left, top, size[0] - rows - top))
+    spec = replace(images.spec, input_size=(images.spec.input_size[0], size[0], size[1]))
+    return replace(images, spec=spec, images=padded)
 
 
 def _check_fit(net: nn.Module, images: ImageSet | StreamedSet, crops: Crops | None) -> None:

@@ -1,0 +1,205 @@
+"""Transparency, polarity, framing and canvas: the same in `predict`, in the data readers and in a bundle's infer.py."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import capszoo
+from capszoo.data import DataError, load_dataset
+from capszoo.errors import UsageError
+from capszoo.preprocess import ImageTransform, model_transform, to_mode
+from capszoo.reading import fit_drawing, flatten, looks_inverted, pad_to
+from tests.support import load_script, packed
+
+MNIST = ImageTransform(1, (28, 28), (0.1307,), (0.3081,))
+
+
+@pytest.fixture(scope="module")
+def disguises(root: Path):  # type: ignore[no-untyped-def]
+    return load_script(root / "scripts" / "disguises.py")
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet20_routingcaps.mnist", "resnet20_routingcaps.affnist", "idpa_cnn.mnist"]
+)
+def test_digits_in_six_disguises(name: str, disguises, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model = capszoo.load(name, device="cpu")
+    for how, option in disguises.DISGUISES.items():
+        files = disguises.write(tmp_path / how, how)
+        assert disguises.right_by_predict(model, files, option) >= 9, how
+    inverted = model.predict(disguises.write(tmp_path / "inverted", "inverted"))
+    assert all(any("--invert" in said for said in one.notes) for one in inverted)
+    black = model.predict(disguises.write(tmp_path / "ink", "transparent, black ink"))
+    assert all(any("composited on white and inverted" in said for said in one.notes) for one in black)
+    assert not any(one.notes for one in model.predict(disguises.write(tmp_path / "plain", "plain")))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="needs capszoo[export]")
+def test_infer_py_reads_the_disguises_too(disguises, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    bundle = (
+        capszoo.load("resnet20_routingcaps.affnist", device="cpu").export(tmp_path / "b", gate="quick").path
+    )
+    for how, option in disguises.DISGUISES.items():
+        assert disguises.right_by_infer(bundle, disguises.write(tmp_path / how, how), option) >= 9, how
+
+
+def _pictures() -> list[Image.Image]:
+    noise = np.random.default_rng(0).integers(0, 256, (31, 45, 4), dtype=np.uint8)
+    drawn = np.zeros((50, 40, 4), np.uint8)
+    drawn[10:30, 8:20, 3] = 200
+    white = drawn.copy()
+    white[..., :3] = 255
+    grey_alpha = Image.fromarray(noise[..., :2].copy(), "LA")
+    palette = Image.fromarray(noise[..., 0]).convert("P")
+    palette.info["transparency"] = 7
+    bright = Image.new("L", (40, 40), 240)
+    return [
+        *(Image.fromarray(array) for array in (noise, drawn, white, noise[..., :3])),
+        grey_alpha,
+        palette,
+        bright,
+        Image.effect_noise((28, 28), 80),
+        Image.effect_noise((40, 40), 80),
+    ]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"invert": True}, {"fit": True}, {"background": "white"}, {"invert": True, "fit": True}]
+)
+def test_infer_py_reads_as_the_package(root: Path, tmp_path: Path, channels: int, options: dict) -> None:
+    infer = load_script(root / "export" / "bundle" / "infer.py")
+    background = options.get("background", "black")
+    for size, objects in (((28, 28), None), ((40, 40), (28, 28))):
+        mean, std = (0.1,) * channels, (0.3,) * channels
+        settings = {"invert": False, "fit": False} | {k: v for k, v in options.items() if k != "background"}
+        ours = ImageTransform(
+            channels, size, mean, std, background=background, object_size=objects, **settings
+        )
+        spec = dict(channels=channels, size=size, object_size=objects, mean=mean, std=std, crop_pct=1.0)
+        spec |= dict(interpolation="bilinear", dtype="float32", background="black")
+        for number, picture in enumerate(_pictures()):
+            picture.save(tmp_path / f"{number}.png")
+            with Image.open(tmp_path / f"{number}.png") as file:
+                file.load()
+                view, notes = ours.read(file)
+            pixels, said = infer.read(tmp_path / f"{number}.png", spec, **options)
+            np.testing.assert_allclose(pixels, ours.normalise(view).numpy(), atol=1e-6)
+            assert said == list(notes)
+
+
+def test_transparency() -> None:
+    drawn = np.zeros((20, 20, 4), np.uint8)
+    drawn[5:15, 5:15, 3] = 255
+    black = Image.fromarray(drawn)
+    flat, note = flatten(black, "black", 1)
+    assert np.asarray(flat)[10, 10] == 255 and np.asarray(flat)[0, 0] == 0 and "inverted" in note
+    flat, note = flatten(black, "black", 3)  # colours are not inverted
+    assert (
+        flat.getpixel((10, 10)) == (0, 0, 0) and flat.getpixel((0, 0)) == (255, 255, 255) and "white" in note
+    )
+    flat, note = flatten(black, "white", 3)
+    assert flat.getpixel((0, 0)) == (255, 255, 255) and not note
+    opaque = Image.new("RGBA", (4, 4), (0, 0, 0, 255))  # a black picture is a black picture
+    assert flatten(opaque, "black", 1)[0].getpixel((0, 0)) == 0 and not flatten(opaque, "black", 1)[1]
+    empty = Image.new("RGBA", (4, 4), (255, 255, 255, 0))
+    assert flatten(empty, "black", 1)[0].getpixel((0, 0)) == 0
+    grey = Image.new("L", (4, 4), 9)
+    assert flatten(grey, "black", 1) == (grey, "")
+
+
+def test_folders_are_read_alike(tmp_path: Path) -> None:
+    """Transparent digits of a folder give pictures that differ, as `predict` sees them."""
+    drawn = np.zeros((28, 28, 4), np.uint8)
+    for kind in ("a", "b"):
+        (tmp_path / "train" / kind).mkdir(parents=True)
+        for number in range(2):
+            copy = drawn.copy()
+            copy[5 + number : 20, 5 : 8 + 8 * (kind == "b"), 3] = 255
+            Image.fromarray(copy).save(tmp_path / "train" / kind / f"{number}.png")
+    found = load_dataset(f"imagefolder:{tmp_path}", "train", size=28, resize=28)
+    files = sorted((tmp_path / "train").rglob("*.png"))
+    channels = found.spec.input_size[0]
+    for tensor, file in zip(found.images, files, strict=True):
+        with Image.open(file) as image:
+            seen = np.asarray(to_mode(image, channels))
+        assert seen.min() == 0 and seen.max() == 255
+        np.testing.assert_array_equal(tensor.permute(1, 2, 0).squeeze(-1).numpy(), seen)
+
+
+def test_the_note_on_inverted_images_never_fires_on_test_images(root: Path) -> None:
+    for image in packed(root, "mnist").images[:, 0].numpy():
+        assert not looks_inverted(Image.fromarray(image), (0.1307,))
+        assert looks_inverted(Image.fromarray(255 - image), (0.1307,))
+    garments = packed(root, "fashion_mnist").images[:, 0].numpy()
+    assert sum(bool(looks_inverted(Image.fromarray(image), (0.286,))) for image in garments) <= 2
+
+
+@pytest.mark.slow
+def test_the_note_never_fires_on_all_of_mnist() -> None:
+    try:
+        images = load_dataset("mnist", "test").images[:, 0].numpy()
+    except DataError as error:
+        pytest.skip(str(error))
+    assert len(images) == 10_000
+    assert not any(looks_inverted(Image.fromarray(image), (0.1307,)) for image in images)
+
+
+def test_fit_undoes_shift_and_scale(root: Path) -> None:
+    again, moved = [], []
+    for image in packed(root, "mnist").images[:100, 0].numpy():
+        digit = Image.fromarray(image)
+        again.append(np.abs(np.asarray(fit_drawing(digit, (28, 28)), dtype=float) - image).mean())
+        canvas = Image.new("L", (120, 90))
+        canvas.paste(digit.resize((56, 56)), (60, 3))
+        moved.append(np.abs(np.asarray(fit_drawing(canvas, (28, 28)), dtype=float) - image).mean())
+    # of 255: a digit that MNIST's makers framed stays where it is, a moved and scaled one comes back
+    assert np.mean(again) < 1 and np.mean(moved) < 8
+    digit = Image.fromarray(packed(root, "mnist").images[0, 0].numpy())
+    blank = Image.new("L", (30, 30), 5)
+    assert fit_drawing(blank, (28, 28)).size == (28, 28)  # nothing is drawn
+    assert pad_to(digit, (40, 40)).getpixel((0, 0)) == 0 and pad_to(digit, (40, 40)).size == (40, 40)
+
+
+def test_the_canvas_of_the_weights() -> None:
+    net = capszoo.create_model("resnet20_routingcaps.affnist", pretrained=True)
+    transform = model_transform(net)
+    assert transform.object_size == (28, 28) and transform.size == (40, 40)
+    digit = Image.fromarray(np.full((28, 28), 255, np.uint8))
+    view = np.asarray(transform.view(digit))
+    assert view.shape == (40, 40) and view[6:34, 6:34].min() == 255 and view.sum() == 255 * 28 * 28
+    whole = Image.effect_noise((40, 40), 80)
+    assert np.array_equal(np.asarray(transform.view(whole)), np.asarray(whole))  # a canvas already
+    # another size than the weights were trained for is no canvas of theirs
+    other = capszoo.create_model("resnet20_routingcaps.affnist", pretrained=True, img_size=28)
+    assert model_transform(other).object_size is None
+    with pytest.raises(UsageError, match="no background 'red'"):
+        model_transform(net, background="red")
+
+
+def test_eval_pads_as_predict(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    from capszoo.recipes.evaluation.target import prepare
+
+    digits = packed(root, "mnist")
+    for k in range(10):
+        for split in ("train", "test"):
+            (tmp_path / split / str(k)).mkdir(parents=True)
+        Image.new("L", (28, 28)).save(tmp_path / "train" / str(k) / "0.png")
+        for index in (digits.labels == k).nonzero().flatten()[:3].tolist():
+            Image.fromarray(digits.images[index, 0].numpy()).save(tmp_path / "test" / str(k) / f"{index}.png")
+    subject = prepare("resnet20_routingcaps.affnist", data=f"imagefolder:{tmp_path}", device="cpu")
+    batch = next(subject.batches(30))
+    files = sorted((tmp_path / "test").rglob("*.png"))
+    transform = model_transform(subject.net)
+    for tensor, file in zip(batch.images, files, strict=True):
+        with Image.open(file) as image:
+            torch.testing.assert_close(tensor, transform(image), atol=1e-5, rtol=0)
+    with torch.no_grad():
+        assert (subject.net(batch.images).argmax(1) == batch.labels).float().mean() >= 0.9
