@@ -31,11 +31,12 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     counted,
     header_line,
     paper_figures,
+    seeds_note,
     went_on,
 )
 from capszoo.summary import summarise  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
-from scripts.results import results_page, stale_curves, write_curves  # noqa: E402
+from scripts.results import results_page, stale_curves, write_curves, write_times  # noqa: E402
 
 HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
 
@@ -117,7 +118,7 @@ def results_table() -> str:
         runs = f"1 (seed {raw['seed']}), {raw['recipe']['epochs']} epochs, the last"
         if began_with(info):
             runs += ", after those of " + ("a run broken off" if went_on(info) else "an earlier run")
-        accuracy = f"{test['top1']:.2f}{_unless_top1(info)}"
+        accuracy = f"{test['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
             f"| `{name}` | {raw['dataset']['name']} | {accuracy} | {test['errors']} of {test['n']:,} "
             f"| {runs} | {'; '.join(same) or 'none'} "
@@ -153,7 +154,7 @@ def recipe_table() -> str:
             run = f"seed {raw['seed']}, {raw['recipe']['epochs']} epochs"
             if went_on(trained[name]):
                 run += " after those of a run broken off"
-            ours = f"{raw['metrics']['test']['top1']:.2f} (n = 1: {run})"
+            ours = f"{raw['metrics']['test']['top1']:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'})"
             cost = f"{raw['train_seconds']:,} s for that run, measured on {raw['hardware']}"
         command = f"`capszoo train {name}`"
         profiles = list_profiles(name)
@@ -262,6 +263,8 @@ def main() -> int:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(content, encoding="utf-8")
+    if write_times(ROOT / "docs"):
+        print("written: docs/curves/time_to_accuracy.svg")
     for path in stale_curves(ROOT / "docs"):
         stale.append(str(path.relative_to(ROOT)))
         if not check:

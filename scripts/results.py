@@ -26,6 +26,7 @@ from capszoo.recipes.release.paper_results import (
     shown,
     twin_groups,
 )
+from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy, time_table, times_source
 from capszoo.recipes.training.history import records_of
 from scripts.pictures import KINDS, kinds_of, stale_files
 
@@ -36,8 +37,8 @@ metadata beside the weights (`capszoo/weights/*.json`), the recipes and the pape
 against them.
 
 Accuracies are those of the stored file, in one pass over the whole test set in float32; `make eval-weights` repeats it.
-± is the standard error that the number of test images alone brings; each figure is one run, and how much runs with
-other seeds differ has not been measured. The papers' errors are given as accuracies, too.
+± is the standard error that the number of test images alone brings. A figure is one run's; where several seeds were
+trained, a line states their mean and standard deviation. The papers' errors are given as accuracies, too.
 [reproduce.md](reproduce.md) says how to train one again, [publish.md](publish.md) how a model card is made of the same
 metadata."""
 
@@ -48,6 +49,29 @@ nothing; neither does any difference between single runs say how it would be on 
 
 | recipes | what differs | the papers' | ours | difference of ours |
 |---|---|---|---|---|"""
+
+
+TIMES = """## Time to accuracy
+
+When each run reached 90, 95 and 99% of its final validation accuracy. Images count each time that they were seen. A ~
+marks minutes of runs that kept no times: the epoch's share of the whole run.
+
+![Time to accuracy](curves/time_to_accuracy.svg)
+"""
+
+
+def times_file(docs: Path) -> Path:
+    """Where the picture of all runs' time to accuracy lies."""
+    return docs / "curves" / "time_to_accuracy.svg"
+
+
+def write_times(docs: Path) -> bool:
+    """Draw time to accuracy anew where the picture is missing or drawn from other runs; whether it was."""
+    infos, path = list(bundled_tags().values()), times_file(docs)
+    if path.is_file() and times_source(infos) in path.read_text(encoding="utf-8"):
+        return False
+    draw_time_to_accuracy(path, infos)
+    return True
 
 
 def curve_file(docs: Path, name: str) -> Path:
@@ -68,7 +92,7 @@ def stale_curves(docs: Path) -> list[Path]:
         for name, info in bundled_tags().items()
         if info.raw.get("history")
     }
-    there = sorted((docs / "curves").glob("*.svg"))
+    there = sorted(path for path in (docs / "curves").glob("*.svg") if path != times_file(docs))
     return stale_files(sources, there, lambda path, source: source in path.read_text(encoding="utf-8"))
 
 
@@ -148,4 +172,5 @@ def results_page() -> str:
     groups = [group for group in twin_groups() if any(name in bundled_tags() for name in group)]
     if groups:
         sections.append("\n".join([TWINS, *(line for group in groups for line in _twin_lines(group))]))
+    sections.append("\n".join([TIMES, *time_table(bundled_tags().values())]))
     return "\n\n".join([HEAD, *sections]) + "\n"

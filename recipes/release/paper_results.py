@@ -28,6 +28,7 @@ __all__ = [
     "protocol_lines",
     "recipe_differences",
     "sampling_error",
+    "seeds_note",
     "settings_unlike_the_papers",
     "shown",
     "twin_groups",
@@ -127,6 +128,14 @@ def figures_table(info: WeightsInfo) -> list[str]:
     return lines
 
 
+def seeds_note(info: WeightsInfo) -> str:
+    """Mean and standard deviation over the seeds of a checkpoint's recipe, for after its own accuracy; else empty."""
+    found = (info.raw.get("seeds") or {}).get("test") or {}
+    if "sd" not in found:
+        return ""
+    return f"; {found['mean']:.2f} ± {found['sd']:.2f}, n = {len(found['values'])} seeds"
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if not prefix and key in NO_SETTINGS:
@@ -180,6 +189,8 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         lines.append(
             f"- One run, seed {raw.get('seed', recipe.get('seed'))}; {kept} {recipe['epochs']} epochs."
         )
+        if note := seeds_note(info):
+            lines[-1] += f" All seeds of this recipe, test {counted(info)} in %: {note.removeprefix('; ')}."
         if raw.get("epoch"):
             lines[-1] += " It was chosen by the validation images, whose figure is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):

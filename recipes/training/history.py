@@ -15,8 +15,8 @@ from capszoo.models._pretrained import bundled_tags
 
 __all__ = ["find_runs", "history_of", "read_records", "records_of"]
 
-#: What of an epoch's record is kept with the weights: no times, which say more about the machine than about the run.
-KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1")
+#: What of an epoch's record is kept with the weights; the seconds of training so far are for time to accuracy.
+KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1", "seconds")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
