@@ -118,7 +118,7 @@ def _print(report: Report, files: list[Path]) -> None:
     subject, result = report.subject, report.result
     part = f" of {subject.whole:,}, drawn by seed {report.seed}" if result.n < subject.whole else ""
     out.print(
-        f"{escape(subject.name)} on {escape(subject.images.spec.name)} ({subject.images.split}), "
+        f"{escape(subject.name)} on {escape(subject.images.spec.name)} ({subject.part}), "
         f"n = {result.n:,}{part}; crops: {subject.crops or 'single'}",
         soft_wrap=True,
     )

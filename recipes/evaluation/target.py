@@ -28,6 +28,7 @@ from capszoo.data import (
     normalize,
     split_validation,
 )
+from capszoo.data.folders import find_splits
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import load_model, model_of_pair, run_weights
 from capszoo.models._pretrained import WeightsInfo, bundled_tags, checked_pair
@@ -115,6 +116,12 @@ class Subject:
     @property
     def n(self) -> int:
         return len(self.images)
+
+    @property
+    def part(self) -> str:
+        """What the images are, in words: the split, and whether they chose the weights."""
+        chose = self.images.split == "validation" and bool(self.recipe.get("early_stop"))
+        return f"{self.images.split}; chose the epoch" if chose else self.images.split
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -249,13 +256,7 @@ def _load(
     if multi and not shift and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
-    name, part = (dataset, "train") if split in ("val", "validation") else (dataset, split)
-    images = load_dataset(name, part, data, size=size, resize=side)
-    if split in ("val", "validation"):
-        held_out = int(trained.get("val_size") or 0)
-        if not held_out:
-            raise DataError("the model does not say which images its training held out: use --split test")
-        images = split_validation(images, held_out, int(trained.get("val_seed", 0)))[1]
+    images = _read_split(dataset, split, data, trained, size, side)
     if not multi:
         return images, None
     rows, cols = images.spec.input_size[1:]
@@ -266,6 +267,45 @@ def _load(
         raise DataError(f"images of {rows} pixels leave nothing to crop: evaluate them with --crops single")
     whole = replace(images.spec, input_size=(images.spec.input_size[0], *images.size))
     return replace(images, spec=whole), views
+
+
+def _read_split(
+    dataset: str,
+    split: str,
+    data: str | Path | None,
+    trained: Mapping[str, Any],
+    size: int | None,
+    side: int | None,
+) -> ImageSet | StreamedSet:
+    """The images of a split; of "val" exactly those that training held out, or the data set's own validation split.
+
+    Where a folder has no test split, "test" means its validation split, and the result says so by its `split`.
+
+    Arguments:
+        trained: `data` of the recipe that the model was trained by, if it was trained on this data set.
+    """
+    # what training left out is left out here: a validation split is drawn by the images' numbers
+    skipped: list[str] | None = [] if trained.get("skip_bad") else None
+
+    def load(part: str) -> ImageSet | StreamedSet:
+        return load_dataset(dataset, part, data, size=size, resize=side, skipped=skipped)
+
+    named = dataset.startswith(tuple(PREFIXES))
+    wanted = "val" if split == "validation" else split
+    splits = find_splits(dataset, data) if named and wanted != "train" else set()
+    if wanted == "test" and named and "test" not in splits:
+        if "val" not in splits and trained.get("val_size"):
+            raise DataError(f"{dataset} has no test images: --split val takes those that training held out")
+        wanted = "val" if "val" in splits else wanted
+    if wanted != "val":
+        return load(wanted)
+    if trained.get("validation", "own" if "val" in splits else "carved") == "own":
+        return replace(load("val"), split="validation")
+    held_out = int(trained.get("val_size") or 0)
+    if not held_out:
+        raise DataError("the model does not say which images its training held out: use --split test")
+    stratified = trained.get("validation") == "stratified"
+    return split_validation(load("train"), held_out, int(trained.get("val_seed", 0)), stratified)[1]
 
 
 def _object_size(net: nn.Module) -> int | None:

@@ -1,0 +1,97 @@
+"""`eval RUN --split val` measures exactly the images that training held out, image by image."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capszoo.data import DataError
+from capszoo.recipes.config import load_recipe
+from capszoo.recipes.evaluation.target import prepare
+from capszoo.recipes.finetune import finetune
+from capszoo.recipes.training import setup
+from tests.recipes.test_finetune import MODEL, digits, photos, run, write_digits  # noqa: F401
+from tests.support import packed
+
+
+def _spy(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What training itself read, as it read it."""
+    from capszoo.recipes import finetune as module
+
+    seen: list[Any] = []
+    load = setup.load_data
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        seen.append(load(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(module, "load_data", kept)
+    return seen
+
+
+def _same_images(run_folder: Path, held_out: Any) -> None:
+    subject = prepare(str(run_folder), split="val", device="cpu")
+    assert subject.images.split == "validation" and subject.n == len(held_out)
+    assert torch.equal(subject.images.labels, held_out.labels)
+    for mine, theirs in zip(subject.images.images, held_out.images, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    seen = _spy(monkeypatch)
+    out = tmp_path / "run"
+    result = finetune(MODEL, photos, out, epochs=1, cpu=True, tag="mine")
+    (data,) = seen
+    assert len(data.validation) == result["validation"]["n"]
+    _same_images(out, data.validation)
+    # and not those that a split without strata would give
+    recipe = load_recipe(out / "recipe.yaml")
+    assert recipe.data.validation == "stratified"
+    carved = prepare(str(out), split="train", device="cpu").images
+    order = torch.randperm(len(carved), generator=torch.Generator().manual_seed(recipe.data.val_seed))
+    plain = carved.images[order[: recipe.data.val_size].sort().values]
+    assert plain.shape != data.validation.images.shape or not torch.equal(plain, data.validation.images)
+
+    done = run("eval", out, "--split", "val", "--json", "--device", "cpu")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["stated"] == result["validation"]["top1"]
+    said = run("eval", out, "--split", "val", "--device", "cpu").stdout
+    assert "(validation; chose the epoch)" in said and "(test" not in said
+    line = run("eval", out, "--device", "cpu").stderr
+    assert "no test images: --split val takes those that training held out" in line
+
+
+def test_an_own_validation_split(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = packed(root, "mnist")
+    write_digits(images, tmp_path / "own" / "train", {"one": 8, "three": 8, "eight": 8})
+    write_digits(images, tmp_path / "own" / "val", {"one": 3, "three": 4, "eight": 5}, start=20)
+    seen = _spy(monkeypatch)
+    out = tmp_path / "run"
+    finetune(MODEL, tmp_path / "own", out, epochs=1, cpu=True, tag="mine")
+    _same_images(out, seen[0].validation)
+    for split in ("val", "test"):  # there is no test split: what chose the epoch is not called a test
+        said = run("eval", out, "--split", split, "--device", "cpu")
+        assert said.exit_code == 0, said.stderr
+        assert "(validation; chose the epoch), n = 12" in said.stdout and "(test" not in said.stdout
+
+
+def test_unreadable_images_are_left_out_again(
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (photos / "one" / "0000.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    seen = _spy(monkeypatch)
+    out = tmp_path / "run"
+    finetune(MODEL, photos, out, epochs=1, cpu=True, tag="mine", skip_bad=True)
+    _same_images(out, seen[0].validation)
+
+
+def test_weights_of_the_zoo(root: Path) -> None:
+    with pytest.raises(DataError, match="MNIST"):  # the recipe says what to hold out; the data are not there
+        prepare(MODEL, split="val", data=root / "docs", device="cpu")
