@@ -65,7 +65,7 @@ def kinds_of(info: WeightsInfo) -> list[str]:
 
 
 def _data_name(info: WeightsInfo) -> str:
-    return str(info.raw["recipe"]["data"]["name"])
+    return info.metadata.trained.data.name
 
 
 def _source(info: WeightsInfo, kind: str) -> str:

@@ -110,7 +110,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
     defaults = generate_default_cfgs(full)
     for default in defaults.values():
         # timm lets the first weights decide what a bare name builds; here the architecture's own configuration does,
-        # so that training a checkpoint for another data set never changes a model (see _default_tag)
+        # so that training a checkpoint for another data set never changes a model (see default_tag)
         default.tags.remove("")
         default.tags.appendleft("")
     return defaults

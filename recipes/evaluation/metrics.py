@@ -203,10 +203,10 @@ def count_correct(
 def stated_top1(subject: Subject) -> float | None:
     """The accuracy that the weights' metadata state for these images; None where they state none."""
     info = subject.info
-    if info is None or subject.crops or info.raw.get("dataset", {}).get("name") != subject.images.spec.name:
+    if info is None or subject.crops or info.metadata.dataset.name != subject.images.spec.name:
         return None
-    stated = info.raw.get("metrics", {}).get(subject.images.split, {})
-    return stated.get("top1") if stated.get("n") == subject.n else None
+    stated = info.metadata.metrics.get(subject.images.split)
+    return stated.top1 if stated and stated.n == subject.n else None
 
 
 def reproduced(stated: float, found: float, n: int) -> bool:

@@ -266,7 +266,7 @@ def affnist(
         limit, seed: use so many images of each set, drawn by the seed.
     """
     spec = dataset_spec("affnist")
-    name = subject.recipe.get("data", {}).get("name", subject.images.spec.name)
+    name = subject.recipe.data.name or subject.images.spec.name
     trained = name == "affnist"
     reason = ""
     size = tuple(getattr(subject.net, "img_size", ()))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import capszoo
 from capszoo._api import default_device
 from capszoo._memory import keep_freed_memory
+from capszoo.checkpoint import resolve
 from capszoo.data import (
     PREFIXES,
     Batch,
@@ -29,13 +30,13 @@ from capszoo.data import (
     split_validation,
 )
 from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import load_model, model_of_pair, run_weights
-from capszoo.models._pretrained import WeightsInfo, bundled_tags, checked_pair
+from capszoo.metadata import DataRecord, RecipeRecord
+from capszoo.models._pretrained import WeightsInfo
 from capszoo.preprocess import model_input_size
 
 from .crops import Crops, default_side
 
-__all__ = ["Subject", "create_for", "drawn", "model_from_file", "prepare", "score_threshold"]
+__all__ = ["Subject", "create_for", "drawn", "prepare", "score_threshold"]
 
 
 def score_threshold(loss: str) -> float:
@@ -61,31 +62,16 @@ def create_for(
     return create(**{**args, **model_args})
 
 
-def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
-    """Build a trained model from `<arch>.<tag>.safetensors` (or its `.json`), the two lying side by side.
-
-    Raises `WeightsError` where the sha256 differs from the metadata's.
-    """
-    weights, info = checked_pair(path)
-    return model_of_pair(weights, info).eval(), info
-
-
 def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | None]:
-    """A model and, where it has any, its metadata.
+    """A model on the CPU and, where it has any, its metadata.
 
     Arguments:
-        model: a module, a name with weights, `hf-hub:…`, a weights file or its metadata, or the folder of a run.
+        model: a module, or what `capszoo.checkpoint.resolve` takes.
     """
     if isinstance(model, nn.Module):
         return model, None
-    path, name = Path(model), str(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        path = run_weights(path)
-    if path.suffix in (".safetensors", ".json"):
-        return model_from_file(path)
-    net = load_model(name, device="cpu")
-    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-    return net, bundled_tags().get(f"{cfg.get('architecture')}.{cfg.get('tag')}")
+    found = resolve(model)
+    return found.create(device="cpu"), found.same_in_zoo()
 
 
 @dataclass(frozen=True)
@@ -117,8 +103,8 @@ class Subject:
         return len(self.images)
 
     @property
-    def recipe(self) -> dict[str, Any]:
-        return self.info.raw.get("recipe", {}) if self.info else {}
+    def recipe(self) -> RecipeRecord:
+        return self.info.metadata.trained if self.info else RecipeRecord()
 
     def batches(self, batch_size: int, progress: Callable[[int], None] | None = None) -> Iterator[Batch]:
         """Every image once, in order; `progress` is called with the number of images after each batch."""
@@ -170,10 +156,10 @@ def prepare(
         dataset, data = str(data), None
     net, info = find_model(model)
     if dataset is None:
-        if info is None or "dataset" not in info.raw:
+        if info is None or not info.metadata.dataset.name:
             raise DataError("name the data set: the model does not say which one it was trained on")
-        dataset = str(info.raw["dataset"]["name"])
-    recipe = info.raw.get("recipe", {}) if info else {}
+        dataset = info.metadata.dataset.name
+    recipe = info.metadata.trained if info else RecipeRecord()
     views: Crops | None = None
     if isinstance(dataset, str):
         images, views = _load(dataset, split, data, net, recipe, crops == "multi")
@@ -198,7 +184,7 @@ def prepare(
         whole=whole,
         mean=mean if known else images.spec.mean,
         std=std if known else images.spec.std,
-        threshold=score_threshold(recipe.get("loss", {}).get("name", "margin")),
+        threshold=score_threshold(recipe.loss.name if recipe.loss else "margin"),
         info=info,
         crops=views,
     )
@@ -213,12 +199,13 @@ def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> Image
 
 
 def _load(
-    dataset: str, split: str, data: str | Path | None, net: nn.Module, recipe: dict[str, Any], multi: bool
+    dataset: str, split: str, data: str | Path | None, net: nn.Module, recipe: RecipeRecord, multi: bool
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
     """Images of the size that the model sees, or of the size that its crops are cut out of."""
-    trained = recipe.get("data", {}) if recipe.get("data", {}).get("name") == dataset else {}
-    objects = None if trained or multi else _object_size(net)
-    augment = trained.get("augment", {})
+    known = recipe.data.name == dataset
+    trained = recipe.data if known else DataRecord()
+    objects = None if known or multi else _object_size(net)
+    augment = trained.augment
     _, *model_size = model_input_size(net)
     folder = dataset.startswith(("imagefolder:", "hf:"))
     composed = False
@@ -230,7 +217,7 @@ def _load(
         composed = bool(spec.base)
         if composed and multi:
             raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
-    size: int | None = trained.get("size")
+    size = trained.size
     if objects and not composed:
         found = load_dataset(dataset, split, data, size=objects, resize=objects if folder else None)
         return _on_canvas(found, model_size), None
@@ -239,29 +226,29 @@ def _load(
             raise DataError(f"the model takes {model_size[0]}x{model_size[1]} images, data sets are square")
         size = model_size[0]
     # As in training: the middle of images resized in the same way.
-    resize: int | None = augment.get("resize")
-    if folder and not trained:
+    resize = augment.resize
+    if folder and not known:
         cfg: Any = getattr(net, "pretrained_cfg", None) or {}
         resize = round(model_size[0] / float(cfg.get("crop_pct") or 1.0))
     side = resize
     seen = size or (native[0] if native else model_size[0])
-    shift = int(augment.get("shift") or 0) if side is None else 0
+    shift = (augment.shift or 0) if side is None else 0
     if multi and not shift and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
     name, part = (dataset, "train") if split in ("val", "validation") else (dataset, split)
     images = load_dataset(name, part, data, size=size, resize=side)
     if split in ("val", "validation"):
-        held_out = int(trained.get("val_size") or 0)
+        held_out = trained.val_size or 0
         if not held_out:
             raise DataError("the model does not say which images its training held out: use --split test")
-        images = split_validation(images, held_out, int(trained.get("val_seed", 0)))[1]
+        images = split_validation(images, held_out, trained.val_seed or 0)[1]
     if not multi:
         return images, None
     rows, cols = images.spec.input_size[1:]
     if shift:
-        return images, Crops(rows + 2 * shift, (rows, cols), bool(augment.get("flip")), shift)
-    views = Crops(images.size[0], (rows, cols), bool(augment.get("flip")))
+        return images, Crops(rows + 2 * shift, (rows, cols), bool(augment.flip), shift)
+    views = Crops(images.size[0], (rows, cols), bool(augment.flip))
     if images.size[0] == rows:
         raise DataError(f"images of {rows} pixels leave nothing to crop: evaluate them with --crops single")
     whole = replace(images.spec, input_size=(images.spec.input_size[0], *images.size))
