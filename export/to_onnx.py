@@ -13,7 +13,7 @@ file appears under its name only after the last step.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +25,12 @@ import torch.nn as nn
 from capszoo.errors import UsageError
 
 from .atomic import workplace
+from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convolutions_as_products
-from .prepare import (
-    OUTPUTS,
-    PRECISIONS,
-    TOLERANCES,
-    Job,
-    check_dtype,
-    prepare,
-    quiet,
-)
+from .prepare import Job, check_dtype, prepare, quiet
 from .report import ExportError, ExportReport, GateStep, first_line
-from .verify.gate import GATES, MIN_AGREEMENT, Gate
+from .verify.gate import MIN_AGREEMENT, Gate
 from .verify.graph_rules import (
     FORBIDDEN_OPS,
     MAX_RANK,
@@ -72,8 +65,6 @@ __all__ = [
     "write",
 ]
 
-#: What a file is written for.
-RUNTIMES = ("cpu", "gpu")
 
 #: From so many nodes on the exporter's optimisation is kept from quadratic time.
 MANY_NODES = 2000
@@ -82,134 +73,52 @@ MANY_NODES = 2000
 def export(
     model: nn.Module | str,
     path: str | os.PathLike[str],
-    *,
-    name: str = "",
-    pretrained: bool = True,
-    routing_iters: int | None = None,
-    outputs: Sequence[str] = ("scores",),
-    opset: int | None = None,
-    batch: tuple[int, int, int] | int = (1, 8, 32),
-    dynamic_batch: bool = True,
-    input_size: tuple[int, int, int] | None = None,
-    precision: str = "fp32",
-    uint8_input: bool = False,
-    optimize: bool = True,
-    check: bool = True,
-    gate: str = "full",
-    runtime: str | None = None,
-    tolerance: float | None = None,
-    images: torch.Tensor | RealImages | None = None,
-    calibration: torch.Tensor | RealImages | None = None,
-    progress: Callable[[str], None] | None = None,
+    options: ExportOptions | None = None,
+    **changes: Any,
 ) -> ExportReport:
     """Export a classifier to ONNX and prove it equal to the original.
 
     Args:
         model: a module (left as it is), or a name that ``capszoo.create_model`` takes.
         path: file to write.
-        name: what the report and the messages call a module; its class where empty.
-        pretrained: for a model given by name: load its weights; False exports freshly initialised ones.
-        routing_iters: iterations to unroll; None keeps the model's own.
-        outputs: any of ``scores``, ``poses``, ``activations``, ``couplings``; all but the first need a capsule
-            network of the zoo. Couplings become one output per routing layer.
-        opset: ONNX opset; refused where the exporter would silently take another. None: 20, for bf16 22 (the first
-            whose convolution takes bfloat16).
-        batch: (smallest, usual, largest) batch the file must serve; one number fixes the batch.
-        dynamic_batch: False fixes the batch at the usual one.
-        input_size: channels, height and width; None takes the model's own.
-        precision: ``fp32``, ``fp16``, ``bf16`` or ``int8``; inputs and outputs stay float32, as do norms, squash,
-            softmax logits and EM variances. With ``int8`` convolutions and large linear layers outside of the routing
-            compute in it (:mod:`capszoo.export.passes.int8`).
-        uint8_input: take images as uint8 and normalise them inside the graph.
-        optimize: let the exporter fold constants and simplify.
-        check: run the gate; without it the report says that nothing was proved.
-        gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
-            batch 1 and an odd one).
-        runtime: what the file is written for. ``cpu``: EM layers of windows a few positions at a time and, in fp32,
-            some convolutions as products (:mod:`capszoo.export.passes.conv_to_matmul`), which ONNX Runtime's CPU
-            provider is faster with; ``gpu``: whole maps, in few nodes, all convolutions. None: ``gpu`` for half
-            precision, else ``cpu``.
-        tolerance: allowed difference as a share of the largest output; None takes :data:`TOLERANCES`.
-        images: real images ``[b, c, h, w]`` as the graph takes them (normalised, or uint8); if given, their top-1
-            must agree. For int8 they are needed: it may lose 0.5 points on them (where their classes are not known,
-            turn as many answers).
-        calibration: real images that give int8 its ranges; others than ``images``.
-        progress: called with one line before each step.
+        options: see :class:`capszoo.export.options.ExportOptions`; None takes the defaults.
+        **changes: options by keyword, such as ``precision="fp16"``.
 
     Returns:
         The report; ``passed`` is True.
 
     Raises:
         ExportError: the model cannot be exported or failed the gate; nothing was written.
-        UsageError: arguments that make no sense.
+        UsageError: options that make no sense.
     """
+    options = collect(ExportOptions, options, changes)
     target = Path(path)
     if target.is_dir():
         raise UsageError(f"{target} is a folder", "give the name of a file, such as model.onnx")
-    job = prepare(
-        model,
-        name=name,
-        pretrained=pretrained,
-        routing_iters=routing_iters,
-        outputs=outputs,
-        batch=batch,
-        dynamic_batch=dynamic_batch,
-        input_size=input_size,
-        precision=precision,
-        uint8_input=uint8_input,
-        tolerance=tolerance,
-        progress=progress,
-    )
-    return write(
-        job,
-        target,
-        opset=opset,
-        optimize=optimize,
-        check=check,
-        gate=gate,
-        runtime=runtime,
-        images=images,
-        calibration=calibration,
-        progress=progress,
-    )
+    options.check_images()
+    return write(prepare(model, options), target)
 
 
-def write(
-    job: Job,
-    path: str | os.PathLike[str],
-    *,
-    opset: int | None = None,
-    optimize: bool = True,
-    check: bool = True,
-    gate: str = "full",
-    runtime: str | None = None,
-    images: torch.Tensor | RealImages | None = None,
-    calibration: torch.Tensor | RealImages | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> ExportReport:
-    """Write a prepared model as ONNX, through the gate; arguments as for :func:`export`."""
-    if gate not in GATES:
-        raise UsageError(f"unknown gate '{gate}'", f"use {' or '.join(GATES)}")
-    runtime = runtime or ("gpu" if job.precision in ("fp16", "bf16") else "cpu")
-    if runtime not in RUNTIMES:
-        raise UsageError(f"unknown runtime '{runtime}'", f"use {' or '.join(RUNTIMES)}")
-    real, ranges = _real(images), _real(calibration)
-    if job.precision == "int8":
-        _check_int8(real, ranges, check)
-    elif ranges is not None:
-        raise UsageError(
-            f"{job.precision} is not calibrated", "ask for int8, or leave the calibration images out"
-        )
-    opset = opset or (22 if job.precision == "bf16" else 20)
-    require_libraries(check or job.precision == "int8")
+def write(job: Job, path: str | os.PathLike[str], **changes: Any) -> ExportReport:
+    """Write a prepared model as ONNX, through the gate.
+
+    Args:
+        job: the model.
+        path: file to write.
+        **changes: options that do not change the model, where they are to differ from those that it was prepared with.
+    """
+    options = collect(type(job.options), job.options, changes)
+    options.check_images()
+    real, ranges, say = options.real_images, options.ranges, options.say
+    opset, full = options.onnx_opset, options.gate == "full"
+    require_libraries(options.check or job.precision == "int8")
     target, name = Path(path), job.name
     job.samples = None if real is None else real.images[:32].cpu().numpy()
-    say = progress or (lambda line: None)
     say("tracing")
-    program = _to_onnx_program(job, opset, runtime == "cpu")
+    program = _to_onnx_program(job, opset, options.target == "cpu")
     proto = stripped(program.model_proto)  # plain: before the exporter's optimisation
     plain = proto
-    if optimize:
+    if options.optimize:
         say("optimising")
         with linear_rewriting(len(plain.graph.node)):
             program.optimize()
@@ -223,12 +132,14 @@ def write(
         )
     if job.precision == "int8":
         assert ranges is not None
-        proto, report = _quantised(job, proto, plain if check else None, target, gate, real, ranges, say)
+        proto, report = _quantised(
+            job, proto, plain if options.check else None, target, full, real, ranges, say
+        )
     with workplace(target, folder=False) as temporary:
         data = proto.SerializeToString()
         temporary.write_bytes(data)
         report.file_bytes = len(data)
-        if check:
+        if options.check:
             session = Gate(report, job, proto, say)
             session.structure()
             if job.precision == "int8":
@@ -236,31 +147,14 @@ def write(
                 session.finite()
                 session.accuracy(real)
             else:
-                session.parity(full=gate == "full")
+                session.parity(full)
                 session.half_in_pytorch(real)
                 session.real_images(real)
-                session.both_graphs(plain, run=gate == "full" and optimize)
+                session.both_graphs(plain, run=full and options.optimize)
         else:
             report.gate.append(GateStep("gate", None, "not run: check=False"))
         os.replace(temporary, target)
     return report
-
-
-def _real(images: torch.Tensor | RealImages | None) -> RealImages | None:
-    return RealImages(images, None, "given") if isinstance(images, torch.Tensor) else images
-
-
-def _check_int8(images: RealImages | None, calibration: RealImages | None, check: bool) -> None:
-    if calibration is None or len(calibration) < int8.MIN_CALIBRATION:
-        have = "none" if calibration is None else str(len(calibration))
-        raise UsageError(
-            f"int8 needs at least {int8.MIN_CALIBRATION} real images to calibrate it, there are {have}",
-            "--calibrate names a folder of them, or a data set",
-        )
-    if images is None and check:
-        raise UsageError(
-            "int8 needs real images that measure what it costs", "--verify-data names a folder, or a data set"
-        )
 
 
 def _quantised(
@@ -268,7 +162,7 @@ def _quantised(
     proto: onnx.ModelProto,
     plain: onnx.ModelProto | None,
     target: Path,
-    gate: str,
+    full: bool,
     images: RealImages | None,
     calibration: RealImages,
     say: Callable[[str], None],
@@ -279,9 +173,9 @@ def _quantised(
     if plain is not None:
         session = Gate(proved, before, proto, say)
         session.structure()
-        session.parity(full=gate == "full")
+        session.parity(full)
         session.real_images(images)
-        session.both_graphs(plain, run=gate == "full" and plain is not proto)
+        session.both_graphs(plain, run=full and plain is not proto)
     say("quantising")
     check_dtype(calibration.images, job)
     weights = int8.plain_layers(job.served)

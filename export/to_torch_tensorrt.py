@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,9 @@ import torch.nn as nn
 
 from capszoo.errors import UsageError
 
+from .options import BuildOptions, ExportOptions, collect
 from .prepare import Job, prepare
 from .report import ExportError, first_line
-from .to_tensorrt import BuildOptions
 from .verify.gate import hold_to_eager
 
 __all__ = ["compile_module", "find_torch_tensorrt"]
@@ -42,34 +41,32 @@ def find_torch_tensorrt() -> Any | None:
 
 def compile_module(
     model: nn.Module | str,
+    export_options: ExportOptions | None = None,
     *,
-    batch: tuple[int, int, int] | int = (1, 8, 32),
-    precision: str = "fp32",
-    routing_iters: int | None = None,
-    outputs: Sequence[str] = ("scores",),
-    uint8_input: bool = False,
-    input_size: tuple[int, int, int] | None = None,
     options: BuildOptions | None = None,
     device: str = "cuda",
     torch_tensorrt: Any = None,
+    **changes: Any,
 ) -> nn.Module:
     """Compile a classifier with Torch-TensorRT; precision lies in the model, as for the other formats.
 
     Args:
-        model, batch, precision, routing_iters, outputs, uint8_input, input_size: see
-            :func:`capszoo.export.to_onnx.export`; no int8.
+        model: a module (left as it is), or a name that ``capszoo.create_model`` takes.
+        export_options: see :class:`capszoo.export.options.ExportOptions`; no int8, and nothing of the ONNX file.
         options: how engines are built.
         device: of the result.
         torch_tensorrt: the API; None imports it.
+        **changes: export options by keyword, such as ``precision="fp16"``.
 
     Returns:
         A module that takes and gives float32 (or takes uint8) on ``device``.
 
     Raises:
         ExportError: Torch-TensorRT is absent, does not compile the model, or the result differs from the original.
-        UsageError: arguments that make no sense.
+        UsageError: options that make no sense.
     """
-    if precision == "int8":
+    export_options = collect(ExportOptions, export_options, changes)
+    if export_options.precision == "int8":
         raise UsageError(
             "torch_tensorrt takes no int8 here", "export --int8 to ONNX and build with --format tensorrt"
         )
@@ -79,15 +76,7 @@ def compile_module(
     if device == "cuda" and not torch.cuda.is_available():
         raise ExportError("Torch-TensorRT needs an NVIDIA GPU", "torch.cuda.is_available() is False")
     options = options or BuildOptions()
-    job = prepare(
-        model,
-        batch=batch,
-        precision=precision,
-        routing_iters=routing_iters,
-        outputs=outputs,
-        uint8_input=uint8_input,
-        input_size=input_size,
-    )
+    job = prepare(model, export_options)
     job.served.to(device)
     program = job.trace()
     arguments = _arguments(trt.dynamo.compile, options)

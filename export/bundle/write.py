@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn as nn
 
 import capszoo
@@ -30,104 +28,55 @@ from capszoo.preprocess import model_transform
 
 from .. import compare, to_aoti, to_onnx, to_tensorrt
 from ..atomic import old_name, workplace
+from ..options import BundleOptions, collect
 from ..prepare import Job, prepare
 from ..report import GateStep
-from ..verify.images import RealImages
 from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing
 from .triton import write_triton
 
-__all__ = ["FORMATS", "export_bundle"]
-
-FORMATS = ("onnx", "tensorrt", "aoti")
+__all__ = ["export_bundle"]
 
 
 def export_bundle(
-    model: nn.Module,
-    out: str | os.PathLike[str],
-    *,
-    name: str = "",
-    source: str = "",
-    formats: Sequence[str] = ("onnx",),
-    routing_iters: int | None = None,
-    outputs: Sequence[str] = ("scores",),
-    opset: int | None = None,
-    batch: tuple[int, int, int] | int = (1, 8, 32),
-    precision: str = "fp32",
-    uint8_input: bool = False,
-    gate: str = "full",
-    runtime: str | None = None,
-    images: torch.Tensor | RealImages | None = None,
-    calibration: torch.Tensor | RealImages | None = None,
-    triton: bool = False,
-    engine: to_tensorrt.BuildOptions | None = None,
-    progress: Callable[[str], None] | None = None,
+    model: nn.Module, out: str | os.PathLike[str], options: BundleOptions | None = None, **changes: Any
 ) -> dict[str, Any]:
     """Export a classifier and all that serving it needs.
 
     Args:
         model: the classifier, in float32; left as it is.
         out: folder to write. An older bundle there is replaced, another folder that holds files is refused.
-        name: name of the model in the bundle; its class where empty.
-        source: the name under which ``capszoo.inference.load_model`` finds the model again.
-        formats: any of :data:`FORMATS`. The ONNX file is always written: the gate runs on it.
-        routing_iters, outputs, opset, batch, precision, uint8_input, gate, runtime, images, calibration: see
-            :func:`capszoo.export.to_onnx.export`. The outputs must include the scores. With the format tensorrt the
-            file is written for a GPU unless told otherwise.
-        triton: add a model repository for Triton Inference Server.
-        engine: how a TensorRT engine is built.
-        progress: called with one line before each step.
+        options: see :class:`capszoo.export.options.BundleOptions`; None takes the defaults.
+        **changes: options by keyword, such as ``formats=("onnx", "aoti")``.
 
     Returns:
         The manifest, as stored; ``notes`` says what could not be done here.
 
     Raises:
         ExportError: the model cannot be exported, or failed the gate; nothing was written.
-        UsageError: arguments that make no sense.
+        UsageError: options that make no sense.
     """
-    unknown = [word for word in formats if word not in FORMATS]
-    if unknown or not formats:
-        raise UsageError(f"unknown format '{unknown[0] if unknown else ''}'", f"use {', '.join(FORMATS)}")
-    if "scores" not in outputs:
-        raise UsageError("a bundle needs the output scores", "add it to the outputs")
-    if precision == "int8" and "aoti" in formats:
-        raise UsageError("AOTInductor takes no int8", "leave the format aoti out")
+    options = collect(BundleOptions, options, changes)
+    options.check_images()
     target = Path(out)
     _check_target(target)
     transform = model_transform(model)
     labels = label_names(model)
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
-    job = prepare(
-        model,
-        name=name,
-        routing_iters=routing_iters,
-        outputs=outputs,
-        batch=batch,
-        precision=precision,
-        uint8_input=uint8_input,
-        progress=progress,
-    )
+    job = prepare(model, options)
     safe = re.sub(r"[^\w.-]+", "_", job.name)
     with workplace(target, folder=True) as work:
-        report = to_onnx.write(
-            job,
-            work / "model.onnx",
-            opset=opset,
-            gate=gate,
-            runtime=runtime or ("gpu" if "tensorrt" in formats else None),
-            images=images,
-            calibration=calibration,
-            progress=progress,
-        )
+        report = to_onnx.write(job, work / "model.onnx")
         report.gate.append(to_tensorrt.rtx_step(work / "model.onnx", report))
         notes: list[str] = []
         engines: dict[str, Any] = {}
-        if "aoti" in formats:
-            engines["aoti"] = to_aoti.write(job, work, progress=progress)
+        if "aoti" in options.formats:
+            engines["aoti"] = to_aoti.write(job, work, progress=options.progress)
             report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
-        options = engine or to_tensorrt.BuildOptions()
-        if "tensorrt" in formats:
-            engines["tensorrt"], steps = to_tensorrt.write(job, report, work, options, progress)
+        if "tensorrt" in options.formats:
+            engines["tensorrt"], steps = to_tensorrt.write(
+                job, report, work, options.engine, options.progress
+            )
             report.gate.extend(steps)
             if engines["tensorrt"]["note"]:
                 notes.append(engines["tensorrt"]["note"])
@@ -140,12 +89,12 @@ def export_bundle(
         (work / "labels.txt").write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
         _write_reference(job, work / "reference.npz")
-        if triton:
-            write_triton(work, safe, report, len(labels), "tensorrt" in formats)
+        if options.triton:
+            write_triton(work, safe, report, len(labels), "tensorrt" in options.formats)
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "name": safe,
-            "model": describe_model(model, job, source),
+            "model": describe_model(model, job, options.source),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "exported_with": {
                 "capszoo": capszoo.__version__,
@@ -165,7 +114,7 @@ def export_bundle(
                 for key, shape in report.outputs.items()
             ],
             "labels": labels,
-            "precision": {"model": precision, **report.precision_map},
+            "precision": {"model": job.precision, **report.precision_map},
             "batch": spec["batch"],
             "engines": engines,
             "comparison": figures(report),
@@ -174,7 +123,7 @@ def export_bundle(
             "notes": notes,
             "graph": {"nodes": report.num_nodes, "operators": report.node_types, "max_rank": report.max_rank},
         }
-        (work / "README.md").write_text(_readme(manifest, triton), encoding="utf-8")
+        (work / "README.md").write_text(_readme(manifest, options.triton), encoding="utf-8")
         manifest["files"] = {
             file.relative_to(work).as_posix(): sha256_of(file)
             for file in sorted(work.rglob("*"))

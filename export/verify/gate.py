@@ -20,10 +20,8 @@ from .images import RealImages
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["GATES", "MIN_AGREEMENT", "Gate", "hold_to_eager"]
+__all__ = ["MIN_AGREEMENT", "Gate", "hold_to_eager"]
 
-#: All probes, batches and graphs, or some.
-GATES = ("full", "quick")
 
 #: Share of real images whose top-1 half precision must keep; float32 keeps all.
 MIN_AGREEMENT = 0.995
