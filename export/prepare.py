@@ -22,11 +22,11 @@ from . import unroll
 from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError, first_line
 
-__all__ = ["Job", "check_dtype", "prepare", "quiet"]
+__all__ = ["PreparedModel", "check_dtype", "prepare", "quiet"]
 
 
 @dataclass
-class Job:
+class PreparedModel:
     """A model prepared for export, with the original that every result is held against.
 
     Attributes:
@@ -99,7 +99,7 @@ class Job:
         return None if smallest == largest else ({0: torch.export.Dim("batch", min=1, max=max(largest, 2))},)
 
 
-def prepare(model: nn.Module | str, options: ExportOptions | None = None, **changes: Any) -> Job:
+def prepare(model: nn.Module | str, options: ExportOptions | None = None, **changes: Any) -> PreparedModel:
     """Prepare a model for export, whatever the format.
 
     Args:
@@ -141,7 +141,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         served = unroll.prepare_for_export(model, options.routing_iters).cpu()
         output_names = _output_names(model, outputs, size)
     plain = outputs == ("scores",) and not mean
-    return Job(
+    return PreparedModel(
         name=name,
         original=original if plain else unroll.Served(original, outputs, mean, std).eval(),
         served=served
@@ -196,10 +196,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_dtype(images: torch.Tensor, job: Job) -> None:
+def check_dtype(images: torch.Tensor, prepared: PreparedModel) -> None:
     """Refuse images (UsageError) of another type than the graph takes."""
-    if str(images.dtype) != f"torch.{job.input_dtype}":
-        raise UsageError(f"the images are {images.dtype}", f"the graph takes {job.input_dtype} images")
+    if str(images.dtype) != f"torch.{prepared.input_dtype}":
+        raise UsageError(f"the images are {images.dtype}", f"the graph takes {prepared.input_dtype} images")
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from capszoo.errors import UsageError
 from .atomic import workplace
 from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
 from .passes import int8
-from .passes.conv_to_matmul import convolutions_as_products
-from .prepare import Job, check_dtype, prepare, quiet
+from .passes.conv_to_matmul import convs_to_matmul
+from .prepare import PreparedModel, check_dtype, prepare, quiet
 from .report import ExportError, ExportReport, GateStep, first_line
 from .verify.gate import MIN_AGREEMENT, Gate
 from .verify.graph_rules import (
@@ -52,7 +52,7 @@ __all__ = [
     "ExportReport",
     "FORBIDDEN_OPS",
     "GateStep",
-    "Job",
+    "PreparedModel",
     "MAX_RANK",
     "MIN_AGREEMENT",
     "OUTPUTS",
@@ -99,23 +99,23 @@ def export(
     return write(prepare(model, options), target)
 
 
-def write(job: Job, path: str | os.PathLike[str], **changes: Any) -> ExportReport:
+def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any) -> ExportReport:
     """Write a prepared model as ONNX, through the gate.
 
     Args:
-        job: the model.
+        prepared: the model.
         path: file to write.
         **changes: options that do not change the model, where they are to differ from those that it was prepared with.
     """
-    options = collect(type(job.options), job.options, changes)
+    options = collect(type(prepared.options), prepared.options, changes)
     options.check_images()
     real, ranges, say = options.real_images, options.ranges, options.say
     opset, full = options.onnx_opset, options.gate == "full"
-    require_libraries(options.check or job.precision == "int8")
-    target, name = Path(path), job.name
-    job.samples = None if real is None else real.images[:32].cpu().numpy()
+    require_libraries(options.check or prepared.precision == "int8")
+    target, name = Path(path), prepared.name
+    prepared.samples = None if real is None else real.images[:32].cpu().numpy()
     say("tracing")
-    program = _to_onnx_program(job, opset, options.target == "cpu")
+    program = _to_onnx_program(prepared, opset, options.target == "cpu")
     proto = stripped(program.model_proto)  # plain: before the exporter's optimisation
     plain = proto
     if options.optimize:
@@ -123,26 +123,26 @@ def write(job: Job, path: str | os.PathLike[str], **changes: Any) -> ExportRepor
         with linear_rewriting(len(plain.graph.node)):
             program.optimize()
         proto = stripped(program.model_proto)
-    report = _describe(proto, target, job)
+    report = _describe(proto, target, prepared)
     if report.opset != opset:
         raise ExportError(
             f"{name}: asked for opset {opset}, the exporter wrote {report.opset}",
             "ask for an opset from 18 on that torch.onnx knows",
             report,
         )
-    if job.precision == "int8":
+    if prepared.precision == "int8":
         assert ranges is not None
         proto, report = _quantised(
-            job, proto, plain if options.check else None, target, full, real, ranges, say
+            prepared, proto, plain if options.check else None, target, full, real, ranges, say
         )
     with workplace(target, folder=False) as temporary:
         data = proto.SerializeToString()
         temporary.write_bytes(data)
         report.file_bytes = len(data)
         if options.check:
-            session = Gate(report, job, proto, say)
+            session = Gate(report, prepared, proto, say)
             session.structure()
-            if job.precision == "int8":
+            if prepared.precision == "int8":
                 assert real is not None
                 session.finite()
                 session.accuracy(real)
@@ -158,7 +158,7 @@ def write(job: Job, path: str | os.PathLike[str], **changes: Any) -> ExportRepor
 
 
 def _quantised(
-    job: Job,
+    prepared: PreparedModel,
     proto: onnx.ModelProto,
     plain: onnx.ModelProto | None,
     target: Path,
@@ -168,7 +168,7 @@ def _quantised(
     say: Callable[[str], None],
 ) -> tuple[onnx.ModelProto, ExportReport]:
     """Quantise a float32 graph; with ``plain`` (unoptimised) given, prove that graph equal to eager first."""
-    before = replace(job, precision="fp32", tolerance=TOLERANCES["fp32"])
+    before = replace(prepared, precision="fp32", tolerance=TOLERANCES["fp32"])
     proved = _describe(proto, target, before)
     if plain is not None:
         session = Gate(proved, before, proto, say)
@@ -177,15 +177,17 @@ def _quantised(
         session.real_images(images)
         session.both_graphs(plain, run=full and plain is not proto)
     say("quantising")
-    check_dtype(calibration.images, job)
-    weights = int8.plain_layers(job.served)
+    check_dtype(calibration.images, prepared)
+    weights = int8.plain_layers(prepared.served)
     if not int8.quantisable(proto, weights):
-        raise ExportError(f"{job.name}: no convolution or large linear layer to compute in int8", "use fp16")
+        raise ExportError(
+            f"{prepared.name}: no convolution or large linear layer to compute in int8", "use fp16"
+        )
     try:
-        quantised = int8.quantise(proto, weights, calibration.images, job.batch)
+        quantised = int8.quantise(proto, weights, calibration.images, prepared.batch)
     except Exception as e:  # onnxruntime's exceptions have no common base class of their own
-        raise ExportError(f"{job.name}: ONNX Runtime cannot quantise it: {first_line(e)}") from e
-    report = _describe(stripped(quantised), target, job)
+        raise ExportError(f"{prepared.name}: ONNX Runtime cannot quantise it: {first_line(e)}") from e
+    report = _describe(stripped(quantised), target, prepared)
     report.float_comparisons = proved.comparisons
     report.gate = [replace(step, name=f"before quantisation: {step.name}") for step in proved.gate]
     detail = f"{len(calibration)} images, {calibration.source}"
@@ -193,30 +195,30 @@ def _quantised(
     return quantised, report
 
 
-def _to_onnx_program(job: Job, opset: int, for_cpu: bool) -> Any:
+def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
     """torch.export, then torch.onnx without its optimisation (an ``ONNXProgram``)."""
     with ExitStack() as stack:
-        if for_cpu and job.precision == "fp32":
-            stack.enter_context(convolutions_as_products(job.served, job.example(1)))
-        exported = job.trace(in_parts=for_cpu)
+        if for_cpu and prepared.precision == "fp32":
+            stack.enter_context(convs_to_matmul(prepared.served, prepared.example(1)))
+        exported = prepared.trace(in_parts=for_cpu)
     with quiet():
         try:
             program = torch.onnx.export(
                 exported,
                 exported.example_inputs[0],
                 input_names=["input"],
-                output_names=job.output_names,
+                output_names=prepared.output_names,
                 opset_version=opset,
                 dynamo=True,
                 external_data=False,
-                dynamic_shapes=job.dynamic_shapes(),
+                dynamic_shapes=prepared.dynamic_shapes(),
                 optimize=False,
                 verbose=False,
             )
         except Exception as e:  # torch raises many kinds here, several without a common base
-            raise ExportError(f"{job.name}: torch.onnx cannot translate it: {first_line(e)}") from e
+            raise ExportError(f"{prepared.name}: torch.onnx cannot translate it: {first_line(e)}") from e
     if program is None:
-        raise ExportError(f"{job.name}: torch.onnx gave no program")
+        raise ExportError(f"{prepared.name}: torch.onnx gave no program")
     return program
 
 
@@ -244,7 +246,7 @@ def linear_rewriting(nodes: int) -> Iterator[None]:
         rewriter._DEFAULT_REWRITE_RULES = before
 
 
-def _describe(proto: onnx.ModelProto, path: Path, job: Job) -> ExportReport:
+def _describe(proto: onnx.ModelProto, path: Path, prepared: PreparedModel) -> ExportReport:
     import onnx
     import onnxscript
 
@@ -261,20 +263,20 @@ def _describe(proto: onnx.ModelProto, path: Path, job: Job) -> ExportReport:
     opsets = [entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")]
     return ExportReport(
         path=str(path),
-        model=job.name,
+        model=prepared.name,
         opset=opsets[0] if opsets else 0,
         ir_version=proto.ir_version,
         input_name=proto.graph.input[0].name,
         input_shape=shape_of(proto.graph.input[0]),
-        input_dtype=job.input_dtype,
+        input_dtype=prepared.input_dtype,
         outputs={value.name: shape_of(value) for value in proto.graph.output},
-        batch=job.batch,
-        routing_iters=job.routing_iters,
+        batch=prepared.batch,
+        routing_iters=prepared.routing_iters,
         node_types=dict(node_types(proto).most_common()),
         max_rank=max(ranks),
         file_bytes=0,
-        tolerance=job.tolerance,
+        tolerance=prepared.tolerance,
         versions=versions,
-        precision=job.precision,
+        precision=prepared.precision,
         precision_map=precision_map(proto),
     )

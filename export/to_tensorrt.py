@@ -27,9 +27,9 @@ import torch
 from capszoo.errors import CapszooError
 
 from .options import BuildOptions
-from .prepare import Job
+from .prepare import PreparedModel
 from .report import ExportError, ExportReport, GateStep, first_line
-from .verify.gate import hold_to_eager
+from .verify.gate import verify_against_eager
 
 __all__ = [
     "BuildOptions",
@@ -261,7 +261,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def write(
-    job: Job,
+    prepared: PreparedModel,
     report: ExportReport,
     folder: Path,
     options: BuildOptions,
@@ -311,7 +311,7 @@ def write(
     detail = f"{built.api}, {built.layers} layers, {built.file_bytes:,} bytes"
     steps = [GateStep(name, True, detail)]
     if torch.cuda.is_available():
-        steps.append(GateStep(parity, True, hold_to_eager(job, TensorRTRunner(plan, trt))[0]))
+        steps.append(GateStep(parity, True, verify_against_eager(prepared, TensorRTRunner(plan, trt))[0]))
     else:
         steps.append(GateStep(parity, None, "not run: torch finds no CUDA device"))
     return described, steps

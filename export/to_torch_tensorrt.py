@@ -22,9 +22,9 @@ import torch.nn as nn
 from capszoo.errors import UsageError
 
 from .options import BuildOptions, ExportOptions, collect
-from .prepare import Job, prepare
+from .prepare import PreparedModel, prepare
 from .report import ExportError, first_line
-from .verify.gate import hold_to_eager
+from .verify.gate import verify_against_eager
 
 __all__ = ["compile_module", "find_torch_tensorrt"]
 
@@ -76,25 +76,28 @@ def compile_module(
     if device == "cuda" and not torch.cuda.is_available():
         raise ExportError("Torch-TensorRT needs an NVIDIA GPU", "torch.cuda.is_available() is False")
     options = options or BuildOptions()
-    job = prepare(model, export_options)
-    job.served.to(device)
-    program = job.trace()
+    prepared = prepare(model, export_options)
+    prepared.served.to(device)
+    program = prepared.trace()
     arguments = _arguments(trt.dynamo.compile, options)
     try:
-        compiled: nn.Module = trt.dynamo.compile(program, inputs=[_input(trt, job)], **arguments)
+        compiled: nn.Module = trt.dynamo.compile(program, inputs=[_input(trt, prepared)], **arguments)
     except Exception as e:  # the library raises many kinds, without a common base
-        raise ExportError(f"{job.name}: Torch-TensorRT cannot compile it: {first_line(e)}") from e
-    hold_to_eager(job, _Runner(compiled, device))
+        raise ExportError(f"{prepared.name}: Torch-TensorRT cannot compile it: {first_line(e)}") from e
+    verify_against_eager(prepared, _Runner(compiled, device))
     return compiled
 
 
-def _input(trt: Any, job: Job) -> Any:
+def _input(trt: Any, prepared: PreparedModel) -> Any:
     """The input with its batch profile."""
-    smallest, usual, largest = job.batch
-    dtype = torch.uint8 if job.input_dtype == "uint8" else torch.float32
+    smallest, usual, largest = prepared.batch
+    dtype = torch.uint8 if prepared.input_dtype == "uint8" else torch.float32
     if smallest == largest:
-        return trt.Input(shape=(usual, *job.size), dtype=dtype)
-    shapes = {f"{key}_shape": (n, *job.size) for key, n in zip(("min", "opt", "max"), job.batch, strict=True)}
+        return trt.Input(shape=(usual, *prepared.size), dtype=dtype)
+    shapes = {
+        f"{key}_shape": (n, *prepared.size)
+        for key, n in zip(("min", "opt", "max"), prepared.batch, strict=True)
+    }
     return trt.Input(**shapes, dtype=dtype)
 
 

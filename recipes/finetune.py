@@ -287,14 +287,14 @@ def finetune(
 
 def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[str, Any]:
     """Write what people look at: names of the classes, confusion matrix, model card."""
-    subject = prepare(weights, images.measured, device=device)
-    result, split = assess(subject), subject.images.split
+    target = prepare(weights, images.measured, device=device)
+    result, split = assess(target), target.images.split
     assert result.confusion is not None  # one label an image
     counts = {"images": result.confusion.sum(1).tolist(), "right": result.confusion.diagonal().tolist()}
     info = amend_metadata(weights, per_class={"split": split, **counts})
     paths = {kind: weights.with_name(name) for kind, name in FINISHED.items()}
     write_atomically(paths["labels"], "".join(f"{label}\n" for label in info.label_names or ()))
-    draw_confusion(result, f"{subject.name}, {result.n:,} images of {split}", paths["confusion"])
+    draw_confusion(result, f"{target.name}, {result.n:,} images of {split}", paths["confusion"])
     pictures = [file for file in (CURVES, CONFUSION) if weights.with_name(file).is_file()]
     card = model_card(info, weights.parent.resolve().name, pictures=pictures, local=True)
     write_atomically(paths["card"], card.content)

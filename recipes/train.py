@@ -46,15 +46,15 @@ from .config import Recipe, RecipeError, load_recipe
 from .evaluate import evaluate
 from .evaluation.metrics import all_right, count_correct
 from .evaluation.target import score_threshold
-from .training.anomaly import Watch
+from .training.anomaly import NonFiniteDetector
 from .training.checkpoints import Checkpoint, latest_checkpoint, save_checkpoint, threads_of_run
 from .training.distributed import (
     PeerLost,
     Stopped,
     StopRequest,
     TrainingError,
-    agree,
-    one_fate,
+    raise_on_all_ranks,
+    sync_error,
 )
 from .training.early_stop import BestEpoch
 from .training.log import RunLog
@@ -72,7 +72,7 @@ from .training.setup import (
     create_net,
     create_optimizer,
     create_scheduler,
-    hold_frozen,
+    freeze_batch_statistics,
     load_data,
 )
 from .training.stages import (
@@ -98,9 +98,9 @@ except ModuleNotFoundError as error:
 
 __all__ = ["TrainingError", "main", "train"]
 
-LOOK_EVERY = 20
+SYNC_EVERY = 20
 """Largest number of updates between looks at the loss and for signals: looking makes a GPU, and processes, wait."""
-LOOK_SECONDS = 2.0
+SYNC_SECONDS = 2.0
 """Slow updates are looked at more often: about this often."""
 GOLDEN_IMAGES = 4
 
@@ -235,7 +235,7 @@ class TrainState:
         seconds: trained so far, over all sessions.
         sums: loss, right answers and images of the epoch so far.
         losses: of the updates since the last look at them.
-        next_look: update after which they are looked at.
+        next_sync: update after which they are looked at.
     """
 
     stage: Stage
@@ -255,7 +255,7 @@ class TrainState:
     saved_step: int = 0
     seconds: float = 0.0
     losses: list[Tensor] = field(default_factory=list)
-    next_look: int = 1
+    next_sync: int = 1
     epoch_began: float = 0.0
     epoch_first: int = 0
 
@@ -328,7 +328,7 @@ def _prepare(
             f"in {recipe.accumulate} parts each"
         )
     commit = source_commit()
-    with one_fate(accelerator):
+    with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             check_run(recipe, out, resume)
         found = data if isinstance(data, RunData) else load_data(recipe, data)
@@ -467,7 +467,7 @@ def _save_checkpoint(run: Run, state: TrainState) -> None:
     if state.best:
         position["best"] = state.best.state()
         weights |= {"best": state.best.weights} if state.best.weights else {}
-    with one_fate(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         try:
             if run.main:
                 save_checkpoint(run.out, state.step, weights, tensors, position)
@@ -482,7 +482,7 @@ def _save_checkpoint(run: Run, state: TrainState) -> None:
 
 def _start(run: Run) -> tuple[TrainState, RunLog]:
     """The state that the run goes on from, and its log."""
-    with one_fate(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
         epoch = checkpoint.state["step"] // run.steps if checkpoint else 0
         state = _create_state(run, stage_at(run.recipe, epoch))
@@ -491,7 +491,7 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
             open_run(run.recipe, run.out)
             check_room(run.out, run.recipe, state.net)
     _distribute(run, state)
-    with one_fate(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         if checkpoint:
             _restore(run, state, checkpoint)
             state.saved_step = state.step
@@ -542,7 +542,7 @@ def _next_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
     state = _create_state(run, stage_at(run.recipe, before.step // run.steps))
     _distribute(run, state)
     _restore(run, state, checkpoint)
-    state.saved_step, state.next_look = state.step, state.step + 1
+    state.saved_step, state.next_sync = state.step, state.step + 1
     log.say(f"stage {state.stage.number + 1}: images of {'x'.join(map(str, state.batches.target))} pixels")
     return state
 
@@ -576,13 +576,15 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest) -
         torch.distributed.all_reduce(news, torch.distributed.ReduceOp.MAX)
         mean = run.accelerator.reduce(mean, "mean")
     bad, number, pace = (0 if value == -math.inf else value for value in news.tolist())
-    state.next_look = state.step + min(LOOK_EVERY, max(1, int(LOOK_SECONDS / max(pace, 1e-6))))
+    state.next_sync = state.step + min(SYNC_EVERY, max(1, int(SYNC_SECONDS / max(pace, 1e-6))))
     if bad:
         _locate_nonfinite(run, state, log, int(-bad))
     if state.losses:
         epoch = (state.step - 1) // run.steps + 1
         rate = run.recipe.batch_size / pace
-        log.look(state.step, mean.item(), _rate(state.optimizer), rate, f"epoch {epoch}/{run.recipe.epochs}")
+        log.update(
+            state.step, mean.item(), _rate(state.optimizer), rate, f"epoch {epoch}/{run.recipe.epochs}"
+        )
     state.losses.clear()
     return int(number)
 
@@ -599,7 +601,7 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
         state.step_module.net = state.net  # hooks see nothing inside a compiled net
         place = _replay(run, state, bad)
     place = next((text for text in gather_object([place]) if text), "which did not happen again there")
-    agree(
+    sync_error(
         run.accelerator,
         TrainingError(
             f"the loss is not finite at update {bad} (epoch {(bad - 1) // run.steps + 1}), {place}; "
@@ -613,7 +615,9 @@ def _replay(run: Run, state: TrainState, bad: int) -> str:
     while state.step < bad:
         for batch in state.batches.epoch(*divmod(state.step, run.steps)):
             scaled = run.accelerator.scaler is not None
-            watch = Watch(state.step_module, gradients=not scaled) if state.step >= bad - 2 else None
+            watch = (
+                NonFiniteDetector(state.step_module, gradients=not scaled) if state.step >= bad - 2 else None
+            )
             _train_step(run, state, batch)
             state.step += 1
             if watch:
@@ -638,7 +642,7 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
     epoch, start = divmod(state.step, run.steps)
     every = run.recipe.checkpoint_every
     state.ddp_module.train()
-    hold_frozen(state.net)
+    freeze_batch_statistics(state.net)
     state.epoch_began, state.epoch_first = time.monotonic(), state.step
     for batch in state.batches.epoch(epoch, start):
         state.losses.append(_train_step(run, state, batch))
@@ -648,7 +652,7 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
         at_limit = clock.at_limit(run, state)
         periodic = every is not None and state.step % every == 0
         number = 0
-        due = last or at_limit or periodic or state.step >= state.next_look
+        due = last or at_limit or periodic or state.step >= state.next_sync
         if due or (run.world == 1 and stop.number):
             number = _sync_and_log(run, state, log, stop)
         if last:
@@ -684,7 +688,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
     record["seconds"] = round(state.seconds, 1)
     state.sums.zero_()
     # The record first: a run that is killed between the two makes its epoch's end again.
-    with one_fate(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         if state.probe:
             record["routing"] = state.probe.measure(state.evaluated)
         try:
@@ -695,7 +699,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
     log.progress.update(log.task, completed=state.step)
     told = (f"{key} {value}" for key, value in record.items() if key not in ("step", "routing"))
     log.say("  ".join(told))
-    state.next_look = state.step + 1
+    state.next_sync = state.step + 1
 
 
 class _Clock:
@@ -735,7 +739,7 @@ def _train(run: Run) -> dict[str, Any]:
     except _Pause:
         return {"out": run.out, "finished": False, "step": state.step, "epoch": state.step // run.steps}
     except Stopped as stopped:
-        agree(run.accelerator, stopped)
+        sync_error(run.accelerator, stopped)
     except KeyboardInterrupt:
         raise TrainingError(
             f"stopped at once; the same command goes on from update {state.saved_step} of {run.total}"
@@ -764,7 +768,7 @@ def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         log.say(
             f"kept: epoch {state.best.epoch}, validation {spec.accuracy} {state.best.top1:.2f}% ({ended})"
         )
-    with one_fate(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         if run.main:
             details = _details(run, state, log)
 
@@ -837,7 +841,7 @@ def _lost_peer(error: RuntimeError) -> bool:
 
 def _update(
     accelerator: Accelerator,
-    task: nn.Module,
+    ddp_module: nn.Module,
     optimizer: Any,
     batch: Batch,
     recipe: Recipe,
@@ -852,14 +856,14 @@ def _update(
         images, labels, pixels, parts, part_labels = part
         share = len(labels) / len(batch.labels)
         # Gradients travel between processes with the last part only.
-        with _unsynced(accelerator, task, number < recipe.accumulate):
+        with _unsynced(accelerator, ddp_module, number < recipe.accumulate):
             images = images.contiguous(memory_format=layout)
-            loss, scores = task(images, labels, pixels, parts, part_labels)
+            loss, scores = ddp_module(images, labels, pixels, parts, part_labels)
             accelerator.backward(loss * share)
         mean_loss += loss.detach() * share
         sums[1] += all_right(scores.detach(), labels, known, threshold).sum()
     if recipe.clip_grad:
-        accelerator.clip_grad_norm_(task.parameters(), recipe.clip_grad)
+        accelerator.clip_grad_norm_(ddp_module.parameters(), recipe.clip_grad)
     optimizer.step()
     optimizer.zero_grad()
     sums[0] += mean_loss * len(batch.labels)

@@ -87,9 +87,9 @@ def eval_command(
         require_matplotlib("--out")
         if out.exists() and not out.is_dir():
             raise CapszooError(f"{out} is a file", "--out takes a folder")
-    subject = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
+    target = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
     report = measure(
-        subject,
+        target,
         batch_size=batch_size,
         robustness=robustness,
         routing=routing,
@@ -115,11 +115,11 @@ def eval_command(
 
 def _print(report: Report, files: list[Path]) -> None:
     out = stdout()
-    subject, result = report.subject, report.result
-    part = f" of {subject.whole:,}, drawn by seed {report.seed}" if result.n < subject.whole else ""
+    target, result = report.target, report.result
+    part = f" of {target.whole:,}, drawn by seed {report.seed}" if result.n < target.whole else ""
     out.print(
-        f"{escape(subject.name)} on {escape(subject.images.spec.name)} ({subject.images.split}), "
-        f"n = {result.n:,}{part}; crops: {subject.crops or 'single'}",
+        f"{escape(target.name)} on {escape(target.images.spec.name)} ({target.images.split}), "
+        f"n = {result.n:,}{part}; crops: {target.crops or 'single'}",
         soft_wrap=True,
     )
     figures = Table.grid(padding=(0, 2))
@@ -138,7 +138,7 @@ def _print(report: Report, files: list[Path]) -> None:
     if report.routing:
         out.print()
         _print_routing(report.routing, [figures.label for figures in result.per_class])
-        _print_rounds(report)
+        _print_iterations(report)
     for file in files:
         out.print(f"written: {escape(str(file))}", soft_wrap=True)
 
@@ -211,21 +211,21 @@ def _print_routing(stats: RoutingStats, labels: list[str]) -> None:
         out.print(table)
 
 
-def _print_rounds(report: Report) -> None:
-    if not report.rounds:
+def _print_iterations(report: Report) -> None:
+    if not report.iterations:
         return
-    from ..recipes.evaluation.report import ROUND_IMAGES
+    from ..recipes.evaluation.report import ITERATION_IMAGES
 
     out = stdout()
     out.print()
     out.print(
-        f"change by round: logits, and couplings as a share of an even one in brackets; "
-        f"n = {min(ROUND_IMAGES, report.result.n)}; * beyond the network's own rounds",
+        f"change by iteration: logits, and couplings as a share of an even one in brackets; "
+        f"n = {min(ITERATION_IMAGES, report.result.n)}; * beyond the network's own iterations",
         soft_wrap=True,
     )
-    most = len(report.rounds[0].logits)
-    table = Table("routing layer", *(f"round {t}" for t in range(1, most + 1)), box=None, pad_edge=False)
-    for number, layer in enumerate(report.rounds, 1):
+    most = len(report.iterations[0].logits)
+    table = Table("routing layer", *(f"iteration {t}" for t in range(1, most + 1)), box=None, pad_edge=False)
+    for number, layer in enumerate(report.iterations, 1):
         shown = (
             f"{logits:.3g} ({couplings:.3g}){'' if t <= layer.own else '*'}"
             for t, (logits, couplings) in enumerate(zip(layer.logits, layer.couplings, strict=True), 1)

@@ -23,7 +23,7 @@ from capszoo.scores import score_kind
 from capszoo.summary import iteration_attributes
 
 from .. import compare, unroll
-from ..prepare import Job
+from ..prepare import PreparedModel
 from ..report import ExportReport, first_line
 
 __all__ = [
@@ -89,7 +89,7 @@ def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportRep
     }
 
 
-def describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
+def describe_model(model: nn.Module, prepared: PreparedModel, source: str) -> dict[str, Any]:
     """Where the model comes from, its weights, and how it routes."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     weights: dict[str, Any] = {}
@@ -104,11 +104,11 @@ def describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
         }
     routing = [
         {"layer": name, "type": type(module).__name__, "iterations": getattr(module, attribute)}
-        for name, module in job.original.named_modules()
+        for name, module in prepared.original.named_modules()
         if type(module).__module__.startswith("capszoo.layers")
         for attribute in iteration_attributes(module)
     ]
-    served = job.original if isinstance(job.original, unroll.Served) else None
+    served = prepared.original if isinstance(prepared.original, unroll.Served) else None
     return {
         "architecture": cfg.get("architecture") or type(model).__name__,
         "class": type(model).__name__,
@@ -118,8 +118,8 @@ def describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
         "num_params": sum(p.numel() for p in model.parameters()),
         "outputs": list(served.outputs) if served else ["scores"],
         "routing": routing,
-        "routing_iters": job.routing_iters,
-        "routing_iters_asked": job.routing_iters[0] if len(job.routing_iters) == 1 else None,
+        "routing_iters": prepared.routing_iters,
+        "routing_iters_asked": prepared.routing_iters[0] if len(prepared.routing_iters) == 1 else None,
     }
 
 

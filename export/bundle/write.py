@@ -29,7 +29,7 @@ from capszoo.preprocess import model_transform
 from .. import compare, to_aoti, to_onnx, to_tensorrt
 from ..atomic import old_name, workplace
 from ..options import BundleOptions, collect
-from ..prepare import Job, prepare
+from ..prepare import PreparedModel, prepare
 from ..report import GateStep
 from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing
 from .triton import write_triton
@@ -63,19 +63,19 @@ def export_bundle(
     labels = label_names(model)
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
-    job = prepare(model, options)
-    safe = re.sub(r"[^\w.-]+", "_", job.name)
+    prepared = prepare(model, options)
+    safe = re.sub(r"[^\w.-]+", "_", prepared.name)
     with workplace(target, folder=True) as work:
-        report = to_onnx.write(job, work / "model.onnx")
+        report = to_onnx.write(prepared, work / "model.onnx")
         report.gate.append(to_tensorrt.rtx_step(work / "model.onnx", report))
         notes: list[str] = []
         engines: dict[str, Any] = {}
         if "aoti" in options.formats:
-            engines["aoti"] = to_aoti.write(job, work, progress=options.progress)
+            engines["aoti"] = to_aoti.write(prepared, work, progress=options.progress)
             report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
         if "tensorrt" in options.formats:
             engines["tensorrt"], steps = to_tensorrt.write(
-                job, report, work, options.engine, options.progress
+                prepared, report, work, options.engine, options.progress
             )
             report.gate.extend(steps)
             if engines["tensorrt"]["note"]:
@@ -88,13 +88,13 @@ def export_bundle(
         _write_json(work / "preprocess.json", spec)
         (work / "labels.txt").write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
-        _write_reference(job, work / "reference.npz")
+        _write_reference(prepared, work / "reference.npz")
         if options.triton:
             write_triton(work, safe, report, len(labels), "tensorrt" in options.formats)
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "name": safe,
-            "model": describe_model(model, job, options.source),
+            "model": describe_model(model, prepared, options.source),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "exported_with": {
                 "capszoo": capszoo.__version__,
@@ -114,7 +114,7 @@ def export_bundle(
                 for key, shape in report.outputs.items()
             ],
             "labels": labels,
-            "precision": {"model": job.precision, **report.precision_map},
+            "precision": {"model": prepared.precision, **report.precision_map},
             "batch": spec["batch"],
             "engines": engines,
             "comparison": figures(report),
@@ -155,20 +155,20 @@ def _put_in_place(work: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_reference(job: Job, path: Path) -> None:
+def _write_reference(prepared: PreparedModel, path: Path) -> None:
     """Inputs, and the scores that the original gives for them: the probes, and up to four real images.
 
     int8 is made for values such as real images have: those alone, up to eight.
     """
-    shape, dtype = (1, *job.size), job.input_dtype
+    shape, dtype = (1, *prepared.size), prepared.input_dtype
     inputs = [compare.probe_input(probe, shape, 0, dtype) for probe in compare.PROBES]
-    if job.samples is not None:
-        inputs = [job.samples[:8]] if job.precision == "int8" else [*inputs, job.samples[:4]]
+    if prepared.samples is not None:
+        inputs = [prepared.samples[:8]] if prepared.precision == "int8" else [*inputs, prepared.samples[:4]]
     stacked = np.concatenate(inputs)
-    smallest, _, largest = job.batch
+    smallest, _, largest = prepared.batch
     # a fixed or large batch takes as many as it must, a small one no more than it can
     stacked = stacked[np.arange(max(smallest, min(len(stacked), largest))) % len(stacked)]
-    scores = compare.EagerRunner(job.original)(stacked)[job.output_names.index("scores")]
+    scores = compare.EagerRunner(prepared.original)(stacked)[prepared.output_names.index("scores")]
     np.savez_compressed(path, images=stacked, scores=scores)
 
 

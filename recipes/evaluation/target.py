@@ -36,7 +36,7 @@ from capszoo.preprocess import model_input_size
 
 from .crops import Crops, default_side
 
-__all__ = ["Subject", "create_for", "drawn", "prepare", "score_threshold"]
+__all__ = ["EvalTarget", "create_for", "drawn", "prepare", "score_threshold"]
 
 
 def score_threshold(loss: str) -> float:
@@ -75,7 +75,7 @@ def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | 
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalTarget:
     """A model on its device, and the images it is tried on.
 
     Attributes:
@@ -117,7 +117,7 @@ class Subject:
         """uint8 [b, c, h, w] as the model takes it."""
         return normalize(pixels, self.mean, self.std).contiguous(memory_format=torch.channels_last)
 
-    def on(self, images: ImageSet | StreamedSet) -> Subject:
+    def on(self, images: ImageSet | StreamedSet) -> EvalTarget:
         """The same model on other images, one view of each."""
         return replace(self, images=images.to(self.images.device), whole=len(images), crops=None)
 
@@ -132,7 +132,7 @@ def prepare(
     seed: int = 0,
     crops: str = "single",
     device: str | torch.device | None = None,
-) -> Subject:
+) -> EvalTarget:
     """Find a model and its images.
 
     Arguments:
@@ -170,17 +170,17 @@ def prepare(
     _check_fit(net, images, views)
     whole = len(images)
     images = drawn(images, limit, seed)
-    target = torch.device(device or default_device())
-    if target.type == "cpu":
+    place = torch.device(device or default_device())
+    if place.type == "cpu":
         keep_freed_memory()
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
     channels = images.spec.input_size[0]
     known = info is not None or (cfg.get("tag") and len(cfg.get("mean") or ()) == channels)
     mean, std = (info.mean, info.std) if info else (tuple(cfg.get("mean", ())), tuple(cfg.get("std", ())))
-    return Subject(
+    return EvalTarget(
         name=info.name if info else type(net).__name__ if isinstance(model, nn.Module) else str(model),
-        net=net.to(target).to(memory_format=torch.channels_last).eval(),
-        images=images.to(target),
+        net=net.to(place).to(memory_format=torch.channels_last).eval(),
+        images=images.to(place),
         whole=whole,
         mean=mean if known else images.spec.mean,
         std=std if known else images.spec.std,
