@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
-from ..errors import CapszooError
+from ..errors import CapszooError, UsageError
 from .common import DeviceOption, JsonOption, ModelArgument, print_json, progress_bar, stdout
 
 if TYPE_CHECKING:
@@ -69,31 +69,19 @@ def eval_command(
 ) -> None:
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
     check_model_argument(model)
-    from ..errors import UsageError
-    from ..explain.plotting import require_matplotlib
     from ..recipes.evaluation.metrics import reproduced
     from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import prepare
 
-    radii = None if eps is None else parse_radii(eps)
-    if radii is not None and not robustness:
-        raise UsageError("--eps is of PGD", "add --robustness")
-    if crops == "multi" and (robustness or routing):
-        raise UsageError(
-            "--robustness and --routing are measured on one view of each image", "leave --crops multi out"
-        )
-    if out is not None:
-        require_matplotlib("--out")
-        if out.exists() and not out.is_dir():
-            raise CapszooError(f"{out} is a file", "--out takes a folder")
+    _check_options(eps, robustness, routing, crops, out)
     target = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
     report = measure(
         target,
         batch_size=batch_size,
         robustness=robustness,
         routing=routing,
-        radii=radii,
+        radii=None if eps is None else parse_radii(eps),
         steps=steps,
         data=data if data and Path(data).is_dir() else None,
         limit=limit,
@@ -111,6 +99,25 @@ def eval_command(
             f"top-1 is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
             "look whether the data set is the one they name",
         )
+
+
+def _check_options(eps: str | None, robustness: bool, routing: bool, crops: str, out: Path | None) -> None:
+    """Refuse options that do not go together, before the model is loaded."""
+    from ..explain.plotting import require_matplotlib
+    from ..recipes.evaluation.robustness import parse_radii
+
+    if eps is not None:
+        parse_radii(eps)
+        if not robustness:
+            raise UsageError("--eps is of PGD", "add --robustness")
+    if crops == "multi" and (robustness or routing):
+        raise UsageError(
+            "--robustness and --routing are measured on one view of each image", "leave --crops multi out"
+        )
+    if out is not None:
+        require_matplotlib("--out")
+        if out.exists() and not out.is_dir():
+            raise CapszooError(f"{out} is a file", "--out takes a folder")
 
 
 def _print(report: Report, files: list[Path]) -> None:

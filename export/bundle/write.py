@@ -30,7 +30,7 @@ from .. import compare, to_aoti, to_onnx, to_tensorrt
 from ..atomic import old_name, workplace
 from ..options import BundleOptions, collect
 from ..prepare import PreparedModel, prepare
-from ..report import GateStep
+from ..report import ExportReport, GateStep
 from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing
 from .triton import write_triton
 
@@ -68,21 +68,7 @@ def export_bundle(
     with workplace(target, folder=True) as work:
         report = to_onnx.write(prepared, work / "model.onnx")
         report.gate.append(to_tensorrt.rtx_step(work / "model.onnx", report))
-        notes: list[str] = []
-        engines: dict[str, Any] = {}
-        if "aoti" in options.formats:
-            engines["aoti"] = to_aoti.write(prepared, work, progress=options.progress)
-            report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
-        if "tensorrt" in options.formats:
-            engines["tensorrt"], steps = to_tensorrt.write(
-                prepared, report, work, options.engine, options.progress
-            )
-            report.gate.extend(steps)
-            if engines["tensorrt"]["note"]:
-                notes.append(engines["tensorrt"]["note"])
-        else:
-            why = "not run: the format tensorrt was not asked for"
-            report.gate.append(GateStep("TensorRT builds the engine", None, why))
+        engines, notes = _write_engines(prepared, report, work, options)
         report.path = "model.onnx"
         spec = preprocessing(model, transform, report)
         _write_json(work / "preprocess.json", spec)
@@ -91,37 +77,14 @@ def export_bundle(
         _write_reference(prepared, work / "reference.npz")
         if options.triton:
             write_triton(work, safe, report, len(labels), "tensorrt" in options.formats)
-        manifest: dict[str, Any] = {
+        manifest = {
             "schema": SCHEMA,
             "name": safe,
             "model": describe_model(model, prepared, options.source),
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "exported_with": {
-                "capszoo": capszoo.__version__,
-                "python": platform.python_version(),
-                **report.versions,
-            },
-            "opset": report.opset,
-            "ir_version": report.ir_version,
-            "input": {
-                **spec,
-                "name": spec["input"],
-                "shape": list(report.input_shape),
-                "range": "0..255" if spec["dtype"] == "uint8" else "0..1 before normalisation",
-            },
-            "outputs": [
-                {"name": key, "shape": list(shape), "dtype": "float32", "meaning": meaning(key)}
-                for key, shape in report.outputs.items()
-            ],
+            **_describe_export(report, spec),
             "labels": labels,
-            "precision": {"model": prepared.precision, **report.precision_map},
-            "batch": spec["batch"],
             "engines": engines,
-            "comparison": figures(report),
-            "tolerance": report.tolerance,
-            "gates": [asdict(step) for step in report.gate],
             "notes": notes,
-            "graph": {"nodes": report.num_nodes, "operators": report.node_types, "max_rank": report.max_rank},
         }
         (work / "README.md").write_text(_readme(manifest, options.triton), encoding="utf-8")
         manifest["files"] = {
@@ -132,6 +95,54 @@ def export_bundle(
         _write_json(work / "manifest.json", manifest)
         _put_in_place(work, target)
     return manifest
+
+
+def _write_engines(
+    prepared: PreparedModel, report: ExportReport, work: Path, options: BundleOptions
+) -> tuple[dict[str, Any], list[str]]:
+    """Write the formats beside ONNX: what the manifest says of each, and notes on what could not be done here."""
+    engines: dict[str, Any] = {}
+    if "aoti" in options.formats:
+        engines["aoti"] = to_aoti.write(prepared, work, progress=options.progress)
+        report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
+    if "tensorrt" not in options.formats:
+        why = "not run: the format tensorrt was not asked for"
+        report.gate.append(GateStep("TensorRT builds the engine", None, why))
+        return engines, []
+    engines["tensorrt"], steps = to_tensorrt.write(prepared, report, work, options.engine, options.progress)
+    report.gate.extend(steps)
+    note = engines["tensorrt"]["note"]
+    return engines, [note] if note else []
+
+
+def _describe_export(report: ExportReport, spec: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's part on the graph, its input and outputs, and what was proved of it."""
+    return {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "exported_with": {
+            "capszoo": capszoo.__version__,
+            "python": platform.python_version(),
+            **report.versions,
+        },
+        "opset": report.opset,
+        "ir_version": report.ir_version,
+        "input": {
+            **spec,
+            "name": spec["input"],
+            "shape": list(report.input_shape),
+            "range": "0..255" if spec["dtype"] == "uint8" else "0..1 before normalisation",
+        },
+        "outputs": [
+            {"name": key, "shape": list(shape), "dtype": "float32", "meaning": meaning(key)}
+            for key, shape in report.outputs.items()
+        ],
+        "precision": {"model": report.precision, **report.precision_map},
+        "batch": spec["batch"],
+        "comparison": figures(report),
+        "tolerance": report.tolerance,
+        "gates": [asdict(step) for step in report.gate],
+        "graph": {"nodes": report.num_nodes, "operators": report.node_types, "max_rank": report.max_rank},
+    }
 
 
 def _check_target(target: Path) -> None:
