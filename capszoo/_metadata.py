@@ -10,11 +10,14 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._checks import check_model_args, checked_value, read_json_object
 from .errors import WeightsError
 from .scores import SCORE_KINDS, kind_for
+
+if TYPE_CHECKING:
+    from .metadata import Metadata
 
 __all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "weights_folders"]
 
@@ -69,6 +72,13 @@ class WeightsInfo:
         """What timm's configuration has no place for: a model's ``pretrained_cfg["capszoo"]``."""
         stated = {key: self.raw[key] for key in ("background", "object_size") if self.raw.get(key)}
         return {"score_kind": self.score_kind, **stated}
+
+    @property
+    def metadata(self) -> Metadata:
+        """``raw`` as a typed record."""
+        from .metadata import Metadata
+
+        return Metadata.read(self.raw, self.name)
 
     @classmethod
     def from_json(cls, path: Path) -> WeightsInfo:

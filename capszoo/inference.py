@@ -7,20 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models import is_model
 from torch import Tensor, nn
 
-from ._api import UnknownModel, create_model, default_device, list_models, list_pretrained
-from ._suggest import unknown_name
+from .checkpoint import NoWeights, resolve
 from .errors import CapszooError, UsageError
-from .models._builder import NO_SOURCE
-from .models._metadata import WeightsError, check_demand, fitting
-from .models._pretrained import WeightsInfo, checked_pair, is_hub_error, load_safetensors
 from .preprocess import ImageLike, ImageTransform, as_image, is_image_like, model_transform
 from .scores import probabilities, score_kind
 
@@ -30,18 +24,12 @@ __all__ = [
     "ScoredClass",
     "label_names",
     "load_model",
-    "model_of_pair",
     "predict",
-    "run_weights",
 ]
 
 
-class NoWeights(CapszooError):
-    """An architecture of the zoo that has no pretrained weights."""
-
-
 def load_model(name: str, pretrained: bool = True, device: str | None = None, **kwargs: Any) -> nn.Module:
-    """A model in eval mode, from a name or a path.
+    """A model in eval mode, from whatever :mod:`capszoo.checkpoint` takes for a MODEL.
 
     Args:
         name: registered name, ``name.tag``, ``hf-hub:org/repo``, the folder of a finished training run, a folder with
@@ -56,85 +44,7 @@ def load_model(name: str, pretrained: bool = True, device: str | None = None, **
         CapszooError: nothing there that could be loaded.
         WeightsError: weights that are damaged or do not fit.
     """
-    path = Path(name.removeprefix("local-dir:"))
-    if name.startswith("hf-hub:"):
-        model = _from_hub(name, pretrained, kwargs)
-    elif path.is_dir() or path.suffix == ".safetensors":
-        model = _from_disk(path, pretrained, kwargs)
-    elif "/" in name or name.startswith("local-dir:"):
-        raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
-    else:
-        if pretrained and name in list_models() and not list_pretrained(f"{name}.*"):
-            raise NoWeights(
-                f"no pretrained weights of {name} exist",
-                "`capszoo list --pretrained` shows those that do; `capszoo train` makes them",
-            )
-        model = create_model(name, pretrained=pretrained, **kwargs)
-    return model.eval().to(device or default_device())
-
-
-def _from_hub(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    try:
-        return create_model(name, pretrained=pretrained, **kwargs)
-    except (WeightsError, UnknownModel):
-        raise
-    except Exception as e:
-        if not is_hub_error(e) and not isinstance(e, ValueError):
-            raise
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise CapszooError(
-            f"{name}: the Hub gives no such model ({reason})", "check the name and the connection"
-        ) from e
-
-
-def _from_disk(path: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    if path.is_dir() and (path / "config.json").is_file():
-        return create_model(f"local-dir:{path}", pretrained=pretrained, **kwargs)
-    weights, info = checked_pair(run_weights(path) if path.is_dir() else path)
-    return model_of_pair(weights, info, pretrained, **kwargs)
-
-
-def model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool = True, **kwargs: Any) -> nn.Module:
-    """The model that metadata describe, with the weights that :func:`checked_pair` found beside them.
-
-    Raises:
-        WeightsError: the metadata do not describe these weights, or no model.
-    """
-    if not is_model(info.architecture):
-        raise WeightsError(f"{weights}: {unknown_name('architecture', info.architecture, list_models())}")
-    about: dict[str, Any] = dict(
-        NO_SOURCE,
-        tag="",
-        num_classes=info.num_classes,
-        input_size=info.input_size,
-        mean=info.mean,
-        std=info.std,
-        interpolation=info.interpolation,
-        crop_pct=info.crop_pct,
-        label_names=info.label_names,
-    )
-    described = {"num_classes": info.num_classes, "in_chans": info.input_size[0], **info.model_args}
-    create = partial(create_model, info.architecture)
-    if pretrained:
-        state = load_safetensors(weights)
-        check_demand(partial(create, pretrained_cfg_overlay=dict(about), **described), state, str(weights))
-        about["state_dict"] = state
-    with fitting(str(weights)):
-        model = create(pretrained=pretrained, pretrained_cfg_overlay=about, **{**described, **kwargs})
-    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-    cfg.pop("state_dict", None)
-    cfg["capszoo"] = info.own_keys
-    cfg["file"] = str(weights)  # where it came from; only now, for timm would read it
-    return model
-
-
-def run_weights(folder: Path) -> Path:
-    """The weights that a finished run left in its folder, as ``<architecture>.<tag>.safetensors``."""
-    found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
-    if len(found) != 1:
-        what = "several checkpoints" if found else "no weights with their metadata, and no config.json"
-        raise CapszooError(f"{folder}: {what} in this folder", "name a .safetensors file, or finish the run")
-    return found[0]
+    return resolve(name).create(pretrained, device, **kwargs)
 
 
 @dataclass(frozen=True)

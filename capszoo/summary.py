@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ._api import ModelInfo, create_model, list_models, model_info
 from ._catalogue import list_rows, weights_entry
 from ._metadata import WeightsInfo
-from .inference import load_model, run_weights
+from .checkpoint import resolve
 from .models._papers import PAPERS, PaperFigure
-from .models._pretrained import bundled_tags, checked_pair
+from .models._pretrained import bundled_tags
 from .preprocess import model_input_size
 
 __all__ = [
@@ -144,11 +143,9 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
 
 def _untrained(name: str, kwargs: dict[str, Any]) -> tuple[nn.Module, tuple[WeightsInfo, ...] | None]:
     """The model with random weights, and the metadata of a folder's or file's weights; None for a registered name."""
-    path = Path(name.removeprefix("local-dir:"))
-    if name.startswith(("hf-hub:", "local-dir:")) or path.is_dir() or path.suffix == ".safetensors":
-        described: tuple[WeightsInfo, ...] = ()
-        if path.exists() and not (path / "config.json").is_file():
-            described = (checked_pair(run_weights(path) if path.is_dir() else path)[1],)
-        return load_model(name, pretrained=False, device="meta", **kwargs), described
+    found = resolve(name)
+    if found.kind != "name":
+        described = (found.info,) if found.info else ()
+        return found.create(pretrained=False, device="meta", **kwargs), described
     trained = bundled_tags()[name].model_args if name in bundled_tags() else {}
     return create_model(name, device="meta", **{**trained, **kwargs}), None

@@ -1,10 +1,11 @@
 """Export of models to other runtimes, each with proof that the result equals the original.
 
-``unroll`` prepares a model (fixed iterations, folded BatchNorm, prepared weight layouts), ``prepare`` keeps it with its
-original, and ``passes`` are further changes to it. ``to_onnx`` writes the ONNX file through the gate of ``verify``, and
-notes all in a ``report``; ``to_tensorrt`` and ``to_aoti`` make engines; ``bundle`` writes and checks the folder that is
-served; ``compare`` holds the runners and the one comparator. The optional libraries (onnx, onnxscript, onnxruntime) are
-imported when a function needs them, not before.
+``options`` declares and checks every option. ``unroll`` prepares a model (fixed iterations, folded BatchNorm,
+prepared weight layouts), ``prepare`` keeps it with its original, and ``passes`` are further changes to it.
+``to_onnx`` writes the ONNX file through the gate of ``verify``, and notes all in a ``report``; ``to_tensorrt`` and
+``to_aoti`` make engines; ``bundle`` writes and checks the folder that is served; ``compare`` holds the runners and
+the one comparator. The optional libraries (onnx, onnxscript, onnxruntime) are imported when a function needs them,
+not before.
 """
 
 from __future__ import annotations

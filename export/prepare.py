@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,23 +19,14 @@ from capszoo.models._base import NoCapsules
 from capszoo.preprocess import model_input_size, model_transform
 
 from . import unroll
+from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError, first_line
 
-__all__ = ["OUTPUTS", "PRECISIONS", "TOLERANCES", "Job", "check_dtype", "prepare", "quiet"]
-
-#: What a graph can give.
-OUTPUTS = ("scores", "poses", "activations", "couplings")
-
-#: What the model computes in before the graph is made; int8 is put into the graph afterwards.
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
-
-#: Allowed difference as a share of the largest output. Those of bf16, with its 8 bits, and of int8, on real images
-#: only, are our choice; int8 is held to its accuracy besides.
-TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "int8": 0.25}
+__all__ = ["PreparedModel", "check_dtype", "prepare", "quiet"]
 
 
 @dataclass
-class Job:
+class PreparedModel:
     """A model prepared for export, with the original that every result is held against.
 
     Attributes:
@@ -48,6 +39,7 @@ class Job:
         precision: of ``served``.
         tolerance: allowed difference as a share of the largest output.
         routing_iters: distinct iteration counts.
+        options: how it was prepared, and how it is to be written.
         samples: some of the real images that the gate was given.
     """
 
@@ -60,6 +52,7 @@ class Job:
     precision: str
     tolerance: float
     routing_iters: list[int]
+    options: ExportOptions
     samples: np.ndarray | None = None
 
     @property
@@ -106,59 +99,49 @@ class Job:
         return None if smallest == largest else ({0: torch.export.Dim("batch", min=1, max=max(largest, 2))},)
 
 
-def prepare(
-    model: nn.Module | str,
-    *,
-    name: str = "",
-    pretrained: bool = True,
-    routing_iters: int | None = None,
-    outputs: Sequence[str] = ("scores",),
-    batch: tuple[int, int, int] | int = (1, 8, 32),
-    dynamic_batch: bool = True,
-    input_size: tuple[int, int, int] | None = None,
-    precision: str = "fp32",
-    uint8_input: bool = False,
-    tolerance: float | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> Job:
-    """Prepare a model for export, whatever the format; arguments as for :func:`capszoo.export.to_onnx.export`.
+def prepare(model: nn.Module | str, options: ExportOptions | None = None, **changes: Any) -> PreparedModel:
+    """Prepare a model for export, whatever the format.
+
+    Args:
+        model: a module (left as it is), or a name that ``capszoo.create_model`` takes.
+        options: see :class:`ExportOptions`; None takes the defaults.
+        **changes: options by keyword.
 
     Raises:
         ExportError: a model that cannot be exported.
-        UsageError: arguments that make no sense.
+        UsageError: options that make no sense.
     """
-    profile = _batch_profile(batch, dynamic_batch)
-    if precision not in PRECISIONS:
-        raise UsageError(f"unknown precision '{precision}'", f"use {', '.join(PRECISIONS)}")
+    options = collect(ExportOptions, options, changes)
+    name = options.name
     if isinstance(model, str):
         import capszoo
 
-        name, model = name or model, capszoo.create_model(model, pretrained=pretrained)
+        name, model = name or model, capszoo.create_model(model, pretrained=options.pretrained)
     name = name or type(model).__name__
     bad = unroll.non_finite_weights(model)
     if bad:
         raise ExportError(f"{name}: weights hold NaN or infinity ({', '.join(bad[:3])})", "train it again")
     if any(p.dtype != torch.float32 for p in model.parameters()):
         raise ExportError(f"{name}: only float32 models are exported", "call model.float() first")
-    size = input_size or model_input_size(model)
+    size = options.input_size or model_input_size(model)
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
-    if uint8_input:
+    if options.uint8_input:
         transform = model_transform(model)
         mean, std = transform.mean, transform.std
-    dtype = PRECISIONS[precision]
-    if progress:
-        progress("preparing")
+    dtype = PRECISIONS[options.precision]
+    options.say("preparing")
+    outputs = tuple(options.outputs)
     _check_outputs(model, outputs)
     with _evaluating(model):
         # the reference must route as often as the graph does, but stay as unprepared as the user's model
         original = copy.deepcopy(model)
-        if routing_iters is not None:
-            unroll.set_routing_iterations(original, routing_iters)
-        served = unroll.prepare_for_export(model, routing_iters).cpu()
+        if options.routing_iters is not None:
+            unroll.set_routing_iterations(original, options.routing_iters)
+        served = unroll.prepare_for_export(model, options.routing_iters).cpu()
         output_names = _output_names(model, outputs, size)
-    plain = tuple(outputs) == ("scores",) and not mean
-    return Job(
+    plain = outputs == ("scores",) and not mean
+    return PreparedModel(
         name=name,
         original=original if plain else unroll.Served(original, outputs, mean, std).eval(),
         served=served
@@ -166,27 +149,15 @@ def prepare(
         else unroll.Served(served, outputs, mean, std, dtype).eval(),
         size=size,
         output_names=output_names,
-        batch=profile,
-        precision=precision,
-        tolerance=TOLERANCES[precision] if tolerance is None else tolerance,
+        batch=options.profile,
+        precision=options.precision,
+        tolerance=options.allowed,
         routing_iters=unroll.routing_iterations(served),
+        options=options,
     )
 
 
-def _batch_profile(batch: tuple[int, int, int] | int, dynamic: bool) -> tuple[int, int, int]:
-    values = (batch, batch, batch) if isinstance(batch, int) else tuple(batch)
-    if len(values) != 3 or not 1 <= values[0] <= values[1] <= values[2]:
-        raise UsageError(f"batch {batch} makes no sense", "give smallest, usual and largest, such as 1,8,32")
-    smallest, usual, largest = values
-    return (smallest, usual, largest) if dynamic else (usual, usual, usual)
-
-
 def _check_outputs(model: nn.Module, outputs: Sequence[str]) -> None:
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown or not outputs:
-        raise UsageError(f"unknown output '{unknown[0] if unknown else ''}'", f"use {', '.join(OUTPUTS)}")
-    if len(set(outputs)) < len(outputs):
-        raise UsageError(f"outputs {', '.join(outputs)} name one twice", "name each once")
     if tuple(outputs) != ("scores",) and not hasattr(model, "forward_capsules"):
         raise UsageError(f"{type(model).__name__} has no capsules", "ask for the output scores only")
 
@@ -225,10 +196,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_dtype(images: torch.Tensor, job: Job) -> None:
+def check_dtype(images: torch.Tensor, prepared: PreparedModel) -> None:
     """Refuse images (UsageError) of another type than the graph takes."""
-    if str(images.dtype) != f"torch.{job.input_dtype}":
-        raise UsageError(f"the images are {images.dtype}", f"the graph takes {job.input_dtype} images")
+    if str(images.dtype) != f"torch.{prepared.input_dtype}":
+        raise UsageError(f"the images are {images.dtype}", f"the graph takes {prepared.input_dtype} images")
 
 
 @contextmanager

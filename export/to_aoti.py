@@ -18,9 +18,9 @@ import torch
 
 from capszoo.errors import CapszooError
 
-from .prepare import Job, quiet
+from .prepare import PreparedModel, quiet
 from .report import ExportError, first_line
-from .verify.gate import hold_to_eager
+from .verify.gate import verify_against_eager
 
 __all__ = ["AotiRunner", "compile_program", "recompile_command", "write"]
 
@@ -90,7 +90,9 @@ def recompile_command(package: str = "model.pt2") -> str:
     return f"python -m capszoo.export.to_aoti {PROGRAM} {package}"
 
 
-def write(job: Job, folder: Path, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+def write(
+    prepared: PreparedModel, folder: Path, progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Write the portable program and the package for the device at hand, and prove the package equal.
 
     Returns:
@@ -100,14 +102,14 @@ def write(job: Job, folder: Path, progress: Callable[[str], None] | None = None)
         ExportError: it cannot be compiled, or gives other results.
     """
     say = progress or (lambda line: None)
-    program = job.trace()
+    program = prepared.trace()
     torch.export.save(program, str(folder / PROGRAM))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     file = f"model.{device}.pt2"
     say("AOTInductor compiles (about half a minute)")
     compile_program(program, folder / file, device)
     say("AOTInductor against eager")
-    words, worst = hold_to_eager(job, AotiRunner(folder / file, device))
+    words, worst = verify_against_eager(prepared, AotiRunner(folder / file, device))
     return {
         "file": file,
         "program": PROGRAM,

@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import CapszooError
 
-from .prepare import Job
+from .options import BuildOptions
+from .prepare import PreparedModel
 from .report import ExportError, ExportReport, GateStep, first_line
-from .verify.gate import hold_to_eager
+from .verify.gate import verify_against_eager
 
 __all__ = [
     "BuildOptions",
@@ -44,37 +45,6 @@ __all__ = [
 INSTALL = "pip install 'capszoo[tensorrt]' on a machine with an NVIDIA GPU (TensorRT 10.9 or later)"
 
 _FOLDER = "tensorrt"
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """How an engine is built.
-
-    Attributes:
-        workspace_mib: memory that a layer's tactic may use, MiB.
-        optimization_level: 0 (quick build) to 5 (all tactics).
-        timing_cache: file that keeps measured tactics between builds; made where it does not exist.
-        version_compatible: run on later TensorRT versions too.
-        hardware_compatible: run on other GPUs of Ampere and later too.
-        refit: allow new weights without a new build.
-        detailed: keep layer names, for inspection.
-        compute_capability: build for that GPU (such as ``"SM89"``) without having it; TensorRT-RTX only.
-    """
-
-    workspace_mib: int = 4096
-    optimization_level: int = 3
-    timing_cache: str | None = None
-    version_compatible: bool = False
-    hardware_compatible: bool = False
-    refit: bool = False
-    detailed: bool = True
-    compute_capability: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.workspace_mib < 1:
-            raise UsageError(f"a workspace of {self.workspace_mib} MiB makes no sense", "give 1 or more")
-        if not 0 <= self.optimization_level <= 5:
-            raise UsageError(f"there is no optimisation level {self.optimization_level}", "give 0 to 5")
 
 
 @dataclass(frozen=True)
@@ -291,7 +261,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def write(
-    job: Job,
+    prepared: PreparedModel,
     report: ExportReport,
     folder: Path,
     options: BuildOptions,
@@ -341,7 +311,7 @@ def write(
     detail = f"{built.api}, {built.layers} layers, {built.file_bytes:,} bytes"
     steps = [GateStep(name, True, detail)]
     if torch.cuda.is_available():
-        steps.append(GateStep(parity, True, hold_to_eager(job, TensorRTRunner(plan, trt))[0]))
+        steps.append(GateStep(parity, True, verify_against_eager(prepared, TensorRTRunner(plan, trt))[0]))
     else:
         steps.append(GateStep(parity, None, "not run: torch finds no CUDA device"))
     return described, steps

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,10 @@ import torch.nn as nn
 
 from capszoo.errors import UsageError
 
-from .prepare import Job, prepare
+from .options import BuildOptions, ExportOptions, collect
+from .prepare import PreparedModel, prepare
 from .report import ExportError, first_line
-from .to_tensorrt import BuildOptions
-from .verify.gate import hold_to_eager
+from .verify.gate import verify_against_eager
 
 __all__ = ["compile_module", "find_torch_tensorrt"]
 
@@ -42,34 +41,32 @@ def find_torch_tensorrt() -> Any | None:
 
 def compile_module(
     model: nn.Module | str,
+    export_options: ExportOptions | None = None,
     *,
-    batch: tuple[int, int, int] | int = (1, 8, 32),
-    precision: str = "fp32",
-    routing_iters: int | None = None,
-    outputs: Sequence[str] = ("scores",),
-    uint8_input: bool = False,
-    input_size: tuple[int, int, int] | None = None,
     options: BuildOptions | None = None,
     device: str = "cuda",
     torch_tensorrt: Any = None,
+    **changes: Any,
 ) -> nn.Module:
     """Compile a classifier with Torch-TensorRT; precision lies in the model, as for the other formats.
 
     Args:
-        model, batch, precision, routing_iters, outputs, uint8_input, input_size: see
-            :func:`capszoo.export.to_onnx.export`; no int8.
+        model: a module (left as it is), or a name that ``capszoo.create_model`` takes.
+        export_options: see :class:`capszoo.export.options.ExportOptions`; no int8, and nothing of the ONNX file.
         options: how engines are built.
         device: of the result.
         torch_tensorrt: the API; None imports it.
+        **changes: export options by keyword, such as ``precision="fp16"``.
 
     Returns:
         A module that takes and gives float32 (or takes uint8) on ``device``.
 
     Raises:
         ExportError: Torch-TensorRT is absent, does not compile the model, or the result differs from the original.
-        UsageError: arguments that make no sense.
+        UsageError: options that make no sense.
     """
-    if precision == "int8":
+    export_options = collect(ExportOptions, export_options, changes)
+    if export_options.precision == "int8":
         raise UsageError(
             "torch_tensorrt takes no int8 here", "export --int8 to ONNX and build with --format tensorrt"
         )
@@ -79,33 +76,28 @@ def compile_module(
     if device == "cuda" and not torch.cuda.is_available():
         raise ExportError("Torch-TensorRT needs an NVIDIA GPU", "torch.cuda.is_available() is False")
     options = options or BuildOptions()
-    job = prepare(
-        model,
-        batch=batch,
-        precision=precision,
-        routing_iters=routing_iters,
-        outputs=outputs,
-        uint8_input=uint8_input,
-        input_size=input_size,
-    )
-    job.served.to(device)
-    program = job.trace()
+    prepared = prepare(model, export_options)
+    prepared.served.to(device)
+    program = prepared.trace()
     arguments = _arguments(trt.dynamo.compile, options)
     try:
-        compiled: nn.Module = trt.dynamo.compile(program, inputs=[_input(trt, job)], **arguments)
+        compiled: nn.Module = trt.dynamo.compile(program, inputs=[_input(trt, prepared)], **arguments)
     except Exception as e:  # the library raises many kinds, without a common base
-        raise ExportError(f"{job.name}: Torch-TensorRT cannot compile it: {first_line(e)}") from e
-    hold_to_eager(job, _Runner(compiled, device))
+        raise ExportError(f"{prepared.name}: Torch-TensorRT cannot compile it: {first_line(e)}") from e
+    verify_against_eager(prepared, _Runner(compiled, device))
     return compiled
 
 
-def _input(trt: Any, job: Job) -> Any:
+def _input(trt: Any, prepared: PreparedModel) -> Any:
     """The input with its batch profile."""
-    smallest, usual, largest = job.batch
-    dtype = torch.uint8 if job.input_dtype == "uint8" else torch.float32
+    smallest, usual, largest = prepared.batch
+    dtype = torch.uint8 if prepared.input_dtype == "uint8" else torch.float32
     if smallest == largest:
-        return trt.Input(shape=(usual, *job.size), dtype=dtype)
-    shapes = {f"{key}_shape": (n, *job.size) for key, n in zip(("min", "opt", "max"), job.batch, strict=True)}
+        return trt.Input(shape=(usual, *prepared.size), dtype=dtype)
+    shapes = {
+        f"{key}_shape": (n, *prepared.size)
+        for key, n in zip(("min", "opt", "max"), prepared.batch, strict=True)
+    }
     return trt.Input(**shapes, dtype=dtype)
 
 

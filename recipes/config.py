@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from capszoo._suggest import unknown_name
 from capszoo.data import Augment, DataError, check_name
 from capszoo.errors import UsageError
-
-try:
-    from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("recipes need pydantic: pip install 'capszoo[train]'") from error
 
 __all__ = [
     "AugmentConfig",

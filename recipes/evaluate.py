@@ -68,17 +68,17 @@ def evaluate(
     what `top1` counts, "top-1" or, of images with several labels, the "exact set"; `stated` is the metadata's top1
     for a whole test split, else None.
     """
-    subject = prepare(model, dataset, split, data, device=device)
-    result = assess(subject, batch_size)
+    target = prepare(model, dataset, split, data, device=device)
+    result = assess(target, batch_size)
     return {
-        "model": subject.name,
-        "dataset": subject.images.spec.name,
-        "split": subject.images.split,
-        "accuracy": subject.images.spec.accuracy,
+        "model": target.name,
+        "dataset": target.images.spec.name,
+        "split": target.images.split,
+        "accuracy": target.images.spec.accuracy,
         "top1": round(result.accuracy, 4),
         "errors": result.errors,
         "n": result.n,
-        "stated": stated_top1(subject),
+        "stated": stated_top1(target),
     }
 
 

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from capszoo._api import default_device
+from capszoo.checkpoint import resolve
 from capszoo.data import DATASETS, PREFIXES, DataError, split_validation
 from capszoo.data.folders import find_splits
 from capszoo.errors import UsageError
-from capszoo.inference import load_model, run_weights
-from capszoo.models._metadata import ModelConfig
-from capszoo.models._pretrained import WeightsInfo, bundled_tags, hub_config, is_hub_error
+from capszoo.metadata import Metadata
 from capszoo.preprocess import per_channel
 
 from .config import Recipe, list_recipes, load_recipe
@@ -35,7 +34,6 @@ from .release.model_card import (
     CONFUSION,
     CURVES,
     LABELS,
-    METADATA,
     model_card,
     public,
 )
@@ -89,14 +87,18 @@ def find_source(model: str, weights: bool = True) -> Source:
     Arguments:
         weights: False for an architecture that is to start from random weights, and may have none.
 
-    Raises what `capszoo.inference.load_model` raises.
+    Raises what `capszoo.checkpoint.resolve` and its `create` raise.
     """
-    net = load_model(model, pretrained=weights, device="cpu")
+    found = resolve(model)
+    net = found.create(pretrained=weights, device="cpu")
     cfg: dict[str, Any] = net.pretrained_cfg  # type: ignore[assignment]
     architecture = str(cfg["architecture"])
-    raw = _metadata(model, cfg)
-    args = {key: value for key, value in raw.get("model_args", {}).items() if key not in _DECIDED}
-    loss = raw.get("recipe", {}).get("loss") or _usual_loss(architecture)
+    # of an architecture that is to start from random weights, those that it has say nothing
+    bare = found.kind == "name" and "." not in found.argument
+    stated = Metadata() if bare and not weights else found.metadata()
+    args = {key: value for key, value in stated.model_args.items() if key not in _DECIDED}
+    trained = stated.trained.loss
+    loss = trained.model_dump(mode="json") if trained else _usual_loss(architecture)
     if not args.get("decoder"):
         loss = {**loss, "reconstruction": 0.0}
     size = (int(getattr(net, "in_chans", cfg["input_size"][0])), *tuple(cfg["input_size"])[-2:])
@@ -106,34 +108,6 @@ def find_source(model: str, weights: bool = True) -> Source:
 
 #: Arguments that follow from the data.
 _DECIDED = ("num_classes", "in_chans", "img_size", "pretrained")
-
-
-def _metadata(model: str, cfg: dict[str, Any]) -> dict[str, Any]:
-    """The metadata that lies beside the weights: at least `model_args`, and where it is known `recipe`."""
-    path = Path(model.removeprefix("local-dir:"))
-    if model.startswith("hf-hub:"):
-        return _hub_metadata(model.removeprefix("hf-hub:"))
-    if (path / "config.json").is_file():
-        return {"model_args": ModelConfig.read(path / "config.json").model_args}
-    if path.is_dir() or path.suffix == ".safetensors":
-        weights = run_weights(path) if path.is_dir() else path
-        return WeightsInfo.from_json(weights.with_suffix(".json")).raw
-    info = bundled_tags().get(f"{cfg['architecture']}.{cfg.get('tag')}")
-    return info.raw if info else {}
-
-
-def _hub_metadata(repo_id: str) -> dict[str, Any]:
-    """That of a repository whose model has been loaded; `model_args` alone where it has none, or does not give it."""
-    from huggingface_hub import hf_hub_download
-
-    name, _, revision = repo_id.partition("@")
-    try:
-        path = Path(hf_hub_download(name, METADATA, revision=revision or None))
-    except Exception as error:
-        if not is_hub_error(error):
-            raise
-        return {"model_args": hub_config(repo_id).model_args}
-    return WeightsInfo.from_json(path).raw
 
 
 def _usual_loss(architecture: str) -> dict[str, Any]:
@@ -313,14 +287,14 @@ def finetune(
 
 def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[str, Any]:
     """Write what people look at: names of the classes, confusion matrix, model card."""
-    subject = prepare(weights, images.measured, device=device)
-    result, split = assess(subject), subject.images.split
+    target = prepare(weights, images.measured, device=device)
+    result, split = assess(target), target.images.split
     assert result.confusion is not None  # one label an image
     counts = {"images": result.confusion.sum(1).tolist(), "right": result.confusion.diagonal().tolist()}
     info = amend_metadata(weights, per_class={"split": split, **counts})
     paths = {kind: weights.with_name(name) for kind, name in FINISHED.items()}
     write_atomically(paths["labels"], "".join(f"{label}\n" for label in info.label_names or ()))
-    draw_confusion(result, f"{subject.name}, {result.n:,} images of {split}", paths["confusion"])
+    draw_confusion(result, f"{target.name}, {result.n:,} images of {split}", paths["confusion"])
     pictures = [file for file in (CURVES, CONFUSION) if weights.with_name(file).is_file()]
     card = model_card(info, weights.parent.resolve().name, pictures=pictures, local=True)
     write_atomically(paths["card"], card.content)

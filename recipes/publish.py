@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,26 +25,25 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from capszoo.checkpoint import resolve
 from capszoo.data import normalize
 from capszoo.errors import CapszooError, UsageError
 from capszoo.models._pretrained import (
     HUB_FILENAME,
+    METADATA_FILENAME,
     WeightsError,
     WeightsInfo,
     bundled_tags,
     is_hub_error,
-    locate_weights,
     sha256_of,
 )
 
 from .evaluation.plots import draw_curves
-from .evaluation.target import model_from_file
 from .release.model_card import (
     CONFUSION,
     CURVES,
     GOLDEN,
     LABELS,
-    METADATA,
     model_card,
     public,
 )
@@ -87,22 +86,20 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
         PublishError: no such thing.
     """
     path = Path(run)
-    if str(run) in bundled_tags():
-        info = bundled_tags()[str(run)]
-        weights, golden = locate_weights(info), golden_file(info)
-        net: nn.Module = capszoo.create_model(info.name, pretrained=True).eval()
-    elif path.is_dir() or path.suffix == ".safetensors":
-        weights = finished_run(path) if path.is_dir() else path
-        net, info = model_from_file(weights)
-        golden = weights.with_name(f"{weights.stem}.golden.npz")
-        records = read_records(weights.with_name("metrics.jsonl"))
-        if records and not info.raw.get("history"):
-            info.raw["history"] = history_of(records)
-    else:
+    found = resolve(finished_run(path) if str(run) not in bundled_tags() and path.is_dir() else run)
+    info = found.info
+    if info is None or (found.kind == "name" and found.argument != info.name):
         raise PublishError(
             f"{run}: neither the folder of a finished run, nor a .safetensors file, nor a checkpoint of the zoo",
             "`capszoo list --pretrained` shows those",
         )
+    weights, net = found.weights(), found.create(device="cpu")
+    golden = golden_file(info)
+    if found.kind == "file":
+        golden = weights.with_name(f"{weights.stem}.golden.npz")
+        records = read_records(weights.with_name("metrics.jsonl"))
+        if records and not info.metadata.history:
+            info = replace(info, raw={**info.raw, "history": history_of(records)})
     if golden.is_file():
         arrays = np.load(golden, allow_pickle=False)
         pixels, scores = torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["scores"])
@@ -137,7 +134,7 @@ def _config(found: Checkpoint) -> dict[str, Any]:
             "std": list(info.std),
             "interpolation": info.interpolation,
             "crop_pct": info.crop_pct,
-            "pool_size": info.raw.get("pool_size"),
+            "pool_size": list(info.metadata.pool_size) if info.metadata.pool_size else None,
             "license": info.license,
             "description": info.description,
             **{key: own[key] for key in kept if own.get(key) is not None},
@@ -157,10 +154,12 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
     shutil.copyfile(found.weights, folder / HUB_FILENAME)
     write_safetensors(folder / GOLDEN, {"pixels": found.pixels, "scores": found.scores})
     write_atomically(folder / "config.json", json.dumps(_config(found), indent=1, ensure_ascii=False) + "\n")
-    write_atomically(folder / METADATA, json.dumps(public(info.raw), indent=1, ensure_ascii=False) + "\n")
+    write_atomically(
+        folder / METADATA_FILENAME, json.dumps(public(info.raw), indent=1, ensure_ascii=False) + "\n"
+    )
     if info.label_names:
         write_atomically(folder / LABELS, "\n".join(info.label_names) + "\n")
-    history = info.raw.get("history")
+    history = info.metadata.history
     if history:
         draw_curves(folder / CURVES, info.name, records_of(history))
     confusion = found.weights.with_name(CONFUSION)  # as fine-tuning draws it

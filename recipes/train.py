@@ -2,7 +2,8 @@
 
 One loop, `_train`: epochs with validation on images held out of the training set, a checkpoint after each, and at the
 end, once, the test set. The last epoch's weights are what is kept; nothing is selected. `Run` is what stays the same,
-`TrainState` what changes; a recipe with `stages` makes a new state for each size of the images (`training/stages.py`).
+`TrainState` what changes (`training/state.py`); a recipe with `stages` makes a new state for each size of the images
+(`training/stages.py`).
 
 The same command resumes a run that was cut short, and ends with the same weights bit for bit on the CPU: the order of
 the data, the augmentation and the random numbers of the net are functions of (seed, epoch, step), everything else is
@@ -24,14 +25,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.layers import convert_sync_batchnorm
-from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
@@ -46,15 +45,15 @@ from .config import Recipe, RecipeError, load_recipe
 from .evaluate import evaluate
 from .evaluation.metrics import all_right, count_correct
 from .evaluation.target import score_threshold
-from .training.anomaly import Watch
-from .training.checkpoints import Checkpoint, latest_checkpoint, save_checkpoint, threads_of_run
+from .training.anomaly import NonFiniteDetector
+from .training.checkpoints import latest_checkpoint, threads_of_run
 from .training.distributed import (
     PeerLost,
     Stopped,
     StopRequest,
     TrainingError,
-    agree,
-    one_fate,
+    raise_on_all_ranks,
+    sync_error,
 )
 from .training.early_stop import BestEpoch
 from .training.log import RunLog
@@ -72,19 +71,15 @@ from .training.setup import (
     create_net,
     create_optimizer,
     create_scheduler,
-    hold_frozen,
+    freeze_batch_statistics,
     load_data,
 )
 from .training.stages import (
     Stage,
-    all_stages,
-    fit_weights,
-    optimizer_state_without,
-    reset_batch_norm,
     stage_at,
-    stage_spec,
     staged_data,
 )
+from .training.state import Run, TrainState, check_stages, distribute, restore, save_state
 from .weights import hardware, source_commit, write_weights
 
 try:
@@ -98,9 +93,9 @@ except ModuleNotFoundError as error:
 
 __all__ = ["TrainingError", "main", "train"]
 
-LOOK_EVERY = 20
+SYNC_EVERY = 20
 """Largest number of updates between looks at the loss and for signals: looking makes a GPU, and processes, wait."""
-LOOK_SECONDS = 2.0
+SYNC_SECONDS = 2.0
 """Slow updates are looked at more often: about this often."""
 GOLDEN_IMAGES = 4
 
@@ -183,92 +178,6 @@ def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
         AcceleratorState._reset_state()
 
 
-@dataclass(frozen=True)
-class Run:
-    """What stays the same in the course of a run.
-
-    Attributes:
-        steps: updates of an epoch.
-        stop_after: updates of this call after which it stops.
-        commit: of the code, read at the start: the files may have moved on by the end.
-    """
-
-    recipe: Recipe
-    out: Path
-    accelerator: Accelerator
-    data: RunData
-    steps: int
-    stop_after: int | None
-    commit: str | None
-
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    @property
-    def main(self) -> bool:
-        return bool(self.accelerator.is_main_process)
-
-    @property
-    def world(self) -> int:
-        return int(self.accelerator.num_processes)
-
-    @property
-    def total(self) -> int:
-        """Updates of the whole run."""
-        return self.steps * self.recipe.epochs
-
-    @property
-    def layout(self) -> torch.memory_format:
-        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-
-
-@dataclass
-class TrainState:
-    """What changes in the course of a run; a change of stage makes a new one.
-
-    Attributes:
-        stage: the part of the run that this is, on images of one size.
-        step_module: net and loss; `ddp_module` is what Accelerate makes of it, as `optimizer` of the optimiser.
-        best: the best epoch on validation images, with `early_stop`.
-        step: updates made. `saved_step`: updates made at the last checkpoint.
-        seconds: trained so far, over all sessions.
-        sums: loss, right answers and images of the epoch so far.
-        losses: of the updates since the last look at them.
-        next_look: update after which they are looked at.
-    """
-
-    stage: Stage
-    batches: Batches
-    held_out: Batches | None
-    net: Any
-    ema: ModelEmaV3 | None
-    feedback: FeedbackAgreement | None
-    best: BestEpoch | None
-    step_module: TrainStep
-    ddp_module: nn.Module
-    optimizer: Any
-    scheduler: Scheduler | None
-    probe: RoutingProbe | None
-    sums: Tensor
-    step: int = 0
-    saved_step: int = 0
-    seconds: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
-    next_look: int = 1
-    epoch_began: float = 0.0
-    epoch_first: int = 0
-
-    @property
-    def evaluated(self) -> Any:
-        """The net that is evaluated and kept: the moving average where there is one."""
-        return self.ema.module if self.ema else self.net
-
-    def first_step(self, run: Run) -> int:
-        """First update of the stage, counted from 0."""
-        return self.stage.first_epoch * run.steps
-
-
 def train(
     recipe: str | Path | Recipe,
     overrides: list[str] | None = None,
@@ -328,29 +237,14 @@ def _prepare(
             f"in {recipe.accumulate} parts each"
         )
     commit = source_commit()
-    with one_fate(accelerator):
+    with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             check_run(recipe, out, resume)
         found = data if isinstance(data, RunData) else load_data(recipe, data)
         steps = len(found.training) // recipe.batch_size
         run = Run(recipe, out, accelerator, found, steps, stop_after, commit)
-        _check_stages(run)
+        check_stages(run)
     return run
-
-
-def _check_stages(run: Run) -> None:
-    """Refuse a network whose weights cannot be carried from one size to the next, before it trains for hours."""
-    if not run.recipe.stages:
-        return
-    weights: dict[str, Tensor] = {}
-    size = (0, 0)
-    for stage in all_stages(run.recipe):
-        spec = stage_spec(run.data.training.spec, stage)
-        with torch.device("meta"):
-            net = create_net(run.recipe.model_copy(update={"init": None}), spec)
-        if weights:
-            fit_weights(run.recipe, net, weights, size)
-        weights, size = net.state_dict(), spec.input_size[1:]
 
 
 def _create_state(run: Run, stage: Stage) -> TrainState:
@@ -412,77 +306,9 @@ def _normalises(net: nn.Module) -> bool:
     return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.modules())
 
 
-def _distribute(run: Run, state: TrainState) -> None:
-    """Hand net and optimiser to Accelerate, which brings precision and processes."""
-    state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
-
-
-def _restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
-    """Take the state of a checkpoint; the schedule and all random numbers follow from its step.
-
-    A checkpoint at the first update of a later stage holds the weights of the stage before: they are fitted to the
-    new size (see `training/stages.py`).
-    """
-    position, weights, optimizer = checkpoint.state, checkpoint.weights, checkpoint.optimizer["optimizer"]
-    state.step, state.seconds = position["step"], position["seconds"]
-    enters = state.stage.number > 0 and state.step == state.first_step(run)
-    if enters:
-        before = stage_spec(run.data.training.spec, stage_at(run.recipe, state.stage.first_epoch - 1))
-        fitted, resampled = fit_weights(run.recipe, state.net, weights["model"], before.input_size[1:])
-        state.net.load_state_dict(fitted)
-        reset_batch_norm(state.net)
-        optimizer = optimizer_state_without(state.optimizer, state.net, optimizer, resampled)
-    else:
-        state.net.load_state_dict(weights["model"])
-    if state.feedback:
-        state.feedback.load_state_dict(weights["feedback"])
-    if state.ema:
-        state.ema.module.load_state_dict(state.net.state_dict() if enters else weights["ema"])
-    if state.best:
-        state.best.restore(position["best"], weights.get("best", {}))
-    state.optimizer.load_state_dict(optimizer)
-    if run.accelerator.scaler is not None:
-        run.accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
-    state.sums.copy_(torch.tensor(position["sums"], dtype=torch.float64))
-
-
-def _save_checkpoint(run: Run, state: TrainState) -> None:
-    """Write a checkpoint of the present state."""
-    position: dict[str, Any] = {
-        "epoch": state.step // run.steps,
-        "seconds": state.seconds,
-        "sums": state.sums.tolist(),
-        "recipe": run.recipe.name,
-        "threads": torch.get_num_threads(),
-    }
-    tensors: dict[str, Any] = {"optimizer": state.optimizer.state_dict()}
-    if run.accelerator.scaler is not None:
-        tensors["scaler"] = run.accelerator.scaler.state_dict()
-    modules = {
-        "model": state.net,
-        "ema": state.ema.module if state.ema else None,
-        "feedback": state.feedback,
-    }
-    weights = {name: module.state_dict() for name, module in modules.items() if module is not None}
-    if state.best:
-        position["best"] = state.best.state()
-        weights |= {"best": state.best.weights} if state.best.weights else {}
-    with one_fate(run.accelerator):
-        try:
-            if run.main:
-                save_checkpoint(run.out, state.step, weights, tensors, position)
-        except OSError as error:
-            raise TrainingError(
-                f"cannot write a checkpoint to {run.out}: {error.strerror or error}; "
-                + (f"the state of update {state.saved_step} is kept: " if state.step else "")
-                + "make room and run the same command"
-            ) from error
-    state.saved_step = state.step
-
-
 def _start(run: Run) -> tuple[TrainState, RunLog]:
     """The state that the run goes on from, and its log."""
-    with one_fate(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
         epoch = checkpoint.state["step"] // run.steps if checkpoint else 0
         state = _create_state(run, stage_at(run.recipe, epoch))
@@ -490,10 +316,10 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
         if run.main:
             open_run(run.recipe, run.out)
             check_room(run.out, run.recipe, state.net)
-    _distribute(run, state)
-    with one_fate(run.accelerator):
+    distribute(run, state)
+    with raise_on_all_ranks(run.accelerator):
         if checkpoint:
-            _restore(run, state, checkpoint)
+            restore(run, state, checkpoint)
             state.saved_step = state.step
         if run.world > 1 and len(set(gather_object([state.step]))) > 1:
             raise TrainingError(
@@ -514,7 +340,7 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
         log.say("note: on CPUs, BatchNorm takes the statistics of each process's share of a batch alone")
     if not checkpoint:
         # A folder that cannot be written is found now, and a failure in the first updates can be traced.
-        _save_checkpoint(run, state)
+        save_state(run, state)
     return state, log
 
 
@@ -540,9 +366,9 @@ def _next_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
     if run.recipe.compile:
         torch._dynamo.reset()  # else the next size would be compiled for any size
     state = _create_state(run, stage_at(run.recipe, before.step // run.steps))
-    _distribute(run, state)
-    _restore(run, state, checkpoint)
-    state.saved_step, state.next_look = state.step, state.step + 1
+    distribute(run, state)
+    restore(run, state, checkpoint)
+    state.saved_step, state.next_sync = state.step, state.step + 1
     log.say(f"stage {state.stage.number + 1}: images of {'x'.join(map(str, state.batches.target))} pixels")
     return state
 
@@ -576,13 +402,15 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest) -
         torch.distributed.all_reduce(news, torch.distributed.ReduceOp.MAX)
         mean = run.accelerator.reduce(mean, "mean")
     bad, number, pace = (0 if value == -math.inf else value for value in news.tolist())
-    state.next_look = state.step + min(LOOK_EVERY, max(1, int(LOOK_SECONDS / max(pace, 1e-6))))
+    state.next_sync = state.step + min(SYNC_EVERY, max(1, int(SYNC_SECONDS / max(pace, 1e-6))))
     if bad:
         _locate_nonfinite(run, state, log, int(-bad))
     if state.losses:
         epoch = (state.step - 1) // run.steps + 1
         rate = run.recipe.batch_size / pace
-        log.look(state.step, mean.item(), _rate(state.optimizer), rate, f"epoch {epoch}/{run.recipe.epochs}")
+        log.update(
+            state.step, mean.item(), _rate(state.optimizer), rate, f"epoch {epoch}/{run.recipe.epochs}"
+        )
     state.losses.clear()
     return int(number)
 
@@ -595,11 +423,11 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
     checkpoint, _ = latest_checkpoint(run.out)
     place = ""
     if checkpoint:
-        _restore(run, state, checkpoint)
+        restore(run, state, checkpoint)
         state.step_module.net = state.net  # hooks see nothing inside a compiled net
         place = _replay(run, state, bad)
     place = next((text for text in gather_object([place]) if text), "which did not happen again there")
-    agree(
+    sync_error(
         run.accelerator,
         TrainingError(
             f"the loss is not finite at update {bad} (epoch {(bad - 1) // run.steps + 1}), {place}; "
@@ -613,7 +441,9 @@ def _replay(run: Run, state: TrainState, bad: int) -> str:
     while state.step < bad:
         for batch in state.batches.epoch(*divmod(state.step, run.steps)):
             scaled = run.accelerator.scaler is not None
-            watch = Watch(state.step_module, gradients=not scaled) if state.step >= bad - 2 else None
+            watch = (
+                NonFiniteDetector(state.step_module, gradients=not scaled) if state.step >= bad - 2 else None
+            )
             _train_step(run, state, batch)
             state.step += 1
             if watch:
@@ -638,7 +468,7 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
     epoch, start = divmod(state.step, run.steps)
     every = run.recipe.checkpoint_every
     state.ddp_module.train()
-    hold_frozen(state.net)
+    freeze_batch_statistics(state.net)
     state.epoch_began, state.epoch_first = time.monotonic(), state.step
     for batch in state.batches.epoch(epoch, start):
         state.losses.append(_train_step(run, state, batch))
@@ -648,13 +478,13 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
         at_limit = clock.at_limit(run, state)
         periodic = every is not None and state.step % every == 0
         number = 0
-        due = last or at_limit or periodic or state.step >= state.next_look
+        due = last or at_limit or periodic or state.step >= state.next_sync
         if due or (run.world == 1 and stop.number):
             number = _sync_and_log(run, state, log, stop)
         if last:
             continue
         if at_limit or periodic or number:
-            _save_checkpoint(run, state)
+            save_state(run, state)
         if number:
             raise Stopped(
                 f"stopped at update {state.step} of {run.total}; the same command goes on from there", number
@@ -684,18 +514,18 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
     record["seconds"] = round(state.seconds, 1)
     state.sums.zero_()
     # The record first: a run that is killed between the two makes its epoch's end again.
-    with one_fate(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         if state.probe:
             record["routing"] = state.probe.measure(state.evaluated)
         try:
             log.epoch(record)
         except OSError as error:
             raise TrainingError(f"cannot write to {run.out}: {error.strerror or error}") from error
-    _save_checkpoint(run, state)
+    save_state(run, state)
     log.progress.update(log.task, completed=state.step)
     told = (f"{key} {value}" for key, value in record.items() if key not in ("step", "routing"))
     log.say("  ".join(told))
-    state.next_look = state.step + 1
+    state.next_sync = state.step + 1
 
 
 class _Clock:
@@ -735,7 +565,7 @@ def _train(run: Run) -> dict[str, Any]:
     except _Pause:
         return {"out": run.out, "finished": False, "step": state.step, "epoch": state.step // run.steps}
     except Stopped as stopped:
-        agree(run.accelerator, stopped)
+        sync_error(run.accelerator, stopped)
     except KeyboardInterrupt:
         raise TrainingError(
             f"stopped at once; the same command goes on from update {state.saved_step} of {run.total}"
@@ -764,7 +594,7 @@ def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         log.say(
             f"kept: epoch {state.best.epoch}, validation {spec.accuracy} {state.best.top1:.2f}% ({ended})"
         )
-    with one_fate(run.accelerator):
+    with raise_on_all_ranks(run.accelerator):
         if run.main:
             details = _details(run, state, log)
 
@@ -837,7 +667,7 @@ def _lost_peer(error: RuntimeError) -> bool:
 
 def _update(
     accelerator: Accelerator,
-    task: nn.Module,
+    ddp_module: nn.Module,
     optimizer: Any,
     batch: Batch,
     recipe: Recipe,
@@ -852,14 +682,14 @@ def _update(
         images, labels, pixels, parts, part_labels = part
         share = len(labels) / len(batch.labels)
         # Gradients travel between processes with the last part only.
-        with _unsynced(accelerator, task, number < recipe.accumulate):
+        with _unsynced(accelerator, ddp_module, number < recipe.accumulate):
             images = images.contiguous(memory_format=layout)
-            loss, scores = task(images, labels, pixels, parts, part_labels)
+            loss, scores = ddp_module(images, labels, pixels, parts, part_labels)
             accelerator.backward(loss * share)
         mean_loss += loss.detach() * share
         sums[1] += all_right(scores.detach(), labels, known, threshold).sum()
     if recipe.clip_grad:
-        accelerator.clip_grad_norm_(task.parameters(), recipe.clip_grad)
+        accelerator.clip_grad_norm_(ddp_module.parameters(), recipe.clip_grad)
     optimizer.step()
     optimizer.zero_grad()
     sums[0] += mean_loss * len(batch.labels)

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from capszoo.checkpoint import model_from_file, run_weights
 from capszoo.data import DATASETS, DatasetSpec, normalize
+from capszoo.errors import CapszooError
 from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, sha256_of, weights_folders
 from capszoo.reading import default_background
 from capszoo.scores import kind_for
 
 from .evaluate import evaluate
-from .evaluation.target import model_from_file
 from .training.checkpoints import write_atomically, write_safetensors
 from .training.history import history_of, read_records
 
@@ -152,11 +153,14 @@ def finished_run(run: str | Path) -> Path:
 
     Raises `WeightsError` where there are none. Whether the two belong together, `checked_pair` finds out.
     """
-    source = Path(run)
-    found = [path for path in sorted(source.glob("*.*.json")) if path.with_suffix(".safetensors").is_file()]
-    if len(found) != 1 or not json.loads(found[0].read_text(encoding="utf-8")).get("metrics"):
-        raise WeightsError(f"{source} is not a finished run: run its recipe to the end first")
-    return found[0].with_suffix(".safetensors")
+    try:
+        weights = run_weights(Path(run))
+        finished = bool(WeightsInfo.from_json(weights.with_suffix(".json")).metadata.metrics)
+    except CapszooError:
+        finished = False
+    if not finished:
+        raise WeightsError(f"{run} is not a finished run: run its recipe to the end first")
+    return weights
 
 
 def _room(target: Path, name: str, size: int, file_limit: int, folder_limit: int) -> bool:
@@ -289,7 +293,7 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
     """
     weights = finished_run(run)
     _, info = model_from_file(weights)  # checks the pair, and that a net can be made of it
-    if "test" not in info.raw["metrics"]:
+    if "test" not in info.metadata.metrics:
         raise WeightsError(f"{run} has no figure on a test set: run its recipe to the end first")
     small, large = (Path(folder), Path(folder)) if folder else weights_folders()
     size = weights.stat().st_size

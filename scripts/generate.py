@@ -112,17 +112,17 @@ def results_table() -> str:
         "|---|---|---:|---:|---|---|---:|---|",
     ]
     for name, info in bundled_tags().items():
-        raw = info.raw
-        test = raw["metrics"]["test"]
+        stated = info.metadata
+        test = stated.metrics["test"]
         same = [str(figure) for figure in paper_figures(info)]
-        runs = f"1 (seed {raw['seed']}), {raw['recipe']['epochs']} epochs, the last"
+        runs = f"1 (seed {stated.seed}), {stated.trained.epochs} epochs, the last"
         if began_with(info):
             runs += ", after those of " + ("a run broken off" if went_on(info) else "an earlier run")
-        accuracy = f"{test['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"
+        accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
-            f"| `{name}` | {raw['dataset']['name']} | {accuracy} | {test['errors']} of {test['n']:,} "
+            f"| `{name}` | {stated.dataset.name} | {accuracy} | {test.errors} of {test.n:,} "
             f"| {runs} | {'; '.join(same) or 'none'} "
-            f"| {raw['num_params']:,} | [`{name}.yaml`](recipes/configs/{name}.yaml) |"
+            f"| {stated.num_params:,} | [`{name}.yaml`](recipes/configs/{name}.yaml) |"
         )
     return "\n".join(lines)
 
@@ -150,12 +150,13 @@ def recipe_table() -> str:
             )
         ours, cost = "not trained yet", header_line(name, "Cost") or "not measured"
         if name in trained:
-            raw = trained[name].raw
-            run = f"seed {raw['seed']}, {raw['recipe']['epochs']} epochs"
+            stated = trained[name].metadata
+            run = f"seed {stated.seed}, {stated.trained.epochs} epochs"
             if went_on(trained[name]):
                 run += " after those of a run broken off"
-            ours = f"{raw['metrics']['test']['top1']:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'})"
-            cost = f"{raw['train_seconds']:,} s for that run, measured on {raw['hardware']}"
+            accuracy = stated.metrics["test"].top1
+            ours = f"{accuracy:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'})"
+            cost = f"{stated.train_seconds:,} s for that run, measured on {stated.hardware}"
         command = f"`capszoo train {name}`"
         profiles = list_profiles(name)
         if profiles:

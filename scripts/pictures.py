@@ -65,7 +65,7 @@ def kinds_of(info: WeightsInfo) -> list[str]:
 
 
 def _data_name(info: WeightsInfo) -> str:
-    return str(info.raw["recipe"]["data"]["name"])
+    return info.metadata.trained.data.name
 
 
 def _source(info: WeightsInfo, kind: str) -> str:
@@ -101,9 +101,9 @@ def write_picture(path: Path) -> None:
     (_draw_heat if kind == "heat" else _draw_decoded)(info, images, path, _source(info, kind))
 
 
-def _batches(subject_images: ImageSet, name: str) -> tuple[torch.nn.Module, Iterator[tuple[Tensor, Tensor]]]:
-    subject = prepare(name, subject_images, device="cpu")
-    return subject.net, ((batch.images, batch.labels) for batch in subject.batches(100))
+def _batches(images: ImageSet, name: str) -> tuple[torch.nn.Module, Iterator[tuple[Tensor, Tensor]]]:
+    target = prepare(name, images, device="cpu")
+    return target.net, ((batch.images, batch.labels) for batch in target.batches(100))
 
 
 def _draw_heat(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> None:

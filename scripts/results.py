@@ -81,7 +81,7 @@ def curve_file(docs: Path, name: str) -> Path:
 
 def _source(info: WeightsInfo) -> str:
     """What a picture is drawn from, as it states it itself."""
-    history = json.dumps(info.raw["history"])
+    history = json.dumps(info.metadata.history)
     return f"training of {info.name}, history {hashlib.sha256(history.encode()).hexdigest()[:16]}"
 
 
@@ -90,7 +90,7 @@ def stale_curves(docs: Path) -> list[Path]:
     sources = {
         curve_file(docs, name): _source(info)
         for name, info in bundled_tags().items()
-        if info.raw.get("history")
+        if info.metadata.history
     }
     there = sorted(path for path in (docs / "curves").glob("*.svg") if path != times_file(docs))
     return stale_files(sources, there, lambda path, source: source in path.read_text(encoding="utf-8"))
@@ -103,23 +103,23 @@ def write_curves(path: Path) -> None:
         path.unlink()
         return
     path.parent.mkdir(exist_ok=True)
-    draw_curves(path, info.name, records_of(info.raw["history"]), Description=_source(info))
+    draw_curves(path, info.name, records_of(info.metadata.history), Description=_source(info))
 
 
 def _section(info: WeightsInfo) -> str:
-    raw = info.raw
-    about = raw.get("description") or info.architecture
+    stated = info.metadata
+    about = stated.description or info.architecture
     curves = f"![Training of {info.name}](curves/{info.name}.svg)"
     papers = paper_figures(info)
     none = header_line(info.name, "Paper")
-    said = f"\n\nNo paper reports this network on {raw['dataset']['title']}." if not papers else ""
+    said = f"\n\nNo paper reports this network on {stated.dataset.title}." if not papers else ""
     said += f" Its recipe notes: {none}" if none and not papers else ""
     return "\n\n".join(
         (
             f"## {info.name}",
-            f"{about[0].upper()}{about[1:].rstrip('.')}; {raw['num_params']:,} parameters, "
-            f"[recipe](../recipes/configs/{info.name}.yaml), commit `{str(raw['commit'])[:12]}`.{said}",
-            curves if raw.get("history") else "The run kept no history: there is no curve.",
+            f"{about[0].upper()}{about[1:].rstrip('.')}; {stated.num_params:,} parameters, "
+            f"[recipe](../recipes/configs/{info.name}.yaml), commit `{str(stated.commit)[:12]}`.{said}",
+            curves if stated.history else "The run kept no history: there is no curve.",
             *(f"{KINDS[kind]}:\n\n![{kind}](pictures/{info.name}.{kind}.png)" for kind in kinds_of(info)),
             "\n".join(figures_table(info)),
             "\n".join(protocol_lines(info)),
@@ -129,10 +129,11 @@ def _section(info: WeightsInfo) -> str:
 
 def _figure(name: str) -> tuple[str, tuple[float, int] | None]:
     info = bundled_tags().get(name)
-    test = info.raw.get("metrics", {}).get("test") if info else None
+    test = info.metadata.metrics.get("test") if info else None
     if not test:
         return "not trained yet", None
-    return f"{test['top1']:.2f} ± {sampling_error(test['top1'], test['n']):.2f}", (test["top1"], test["n"])
+    assert test.top1 is not None and test.n is not None
+    return f"{test.top1:.2f} ± {sampling_error(test.top1, test.n):.2f}", (test.top1, test.n)
 
 
 def _twin_lines(group: list[str]) -> list[str]:

@@ -54,12 +54,12 @@ def test_eval_json_and_files(tiny_mnist: Path, tmp_path: Path) -> None:
         assert figure.width > 300
 
 
-def test_eval_prints_the_rounds(tiny_mnist: Path) -> None:
+def test_eval_prints_the_iterations(tiny_mnist: Path) -> None:
     text = succeeds(
         "eval", "idpa_cnn.mnist", "--data", tiny_mnist, "--limit", 4, "--device", "cpu", "--routing"
     )
     row = next(line for line in text.splitlines() if line.startswith("3  ") and "(" in line)
-    assert row.count("*") == 3 and "0 (0)" in row, "two rounds of its own, the first of them even"
+    assert row.count("*") == 3 and "0 (0)" in row, "two iterations of its own, the first of them even"
 
 
 def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> None:

@@ -32,7 +32,6 @@ OPTIONAL = (
     "matplotlib",
     "accelerate",
     "datasets",
-    "pydantic",
     "pyarrow",
     "tensorboard",
 )
@@ -183,7 +182,8 @@ assert capszoo.export.__file__.startswith({str(tmp_path)!r})
 
 
 def test_import_leaves_optional_libraries_alone(root: Path) -> None:
-    code = f"import sys, capszoo; print([m for m in {OPTIONAL!r} if m in sys.modules])"
+    slow = (*OPTIONAL, "pydantic")
+    code = f"import sys, capszoo; print([m for m in {slow!r} if m in sys.modules])"
     done = _run(root, code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]", f"import capszoo pulls in {done.stdout.strip()}"
@@ -347,6 +347,25 @@ def test_layers_import_torch_alone(root: Path) -> None:
             if top not in allowed and top not in sys.stdlib_module_names:
                 wrong.append(f"{path.relative_to(root)}:{line}: {target}")
     assert not wrong, "\n".join(wrong)
+
+
+#: Functions above the limit, with the reason.
+LONG_FUNCTIONS = {
+    "cli/export.py: export_command": "a list of data: one parameter for each option of the command",
+    "layers/dynamic/layers.py: shared_dynamic_routing": "until the engines replace it",
+    "layers/em/chunked.py: route_in_parts": "until the engines replace it",
+    "layers/em/shared.py: shared_em_routing": "until the engines replace it",
+}
+
+
+def test_no_function_is_longer_than_80_lines(root: Path) -> None:
+    found = set()
+    for _, path in _modules(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                if (node.end_lineno or 0) - node.lineno >= 80:
+                    found.add(f"{path.relative_to(root).as_posix().removeprefix('capszoo/')}: {node.name}")
+    assert found == LONG_FUNCTIONS.keys(), "split it, or take it out of the list where it is short enough now"
 
 
 def test_hubconf_imports_models_only(root: Path) -> None:

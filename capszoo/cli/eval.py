@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
-from ..errors import CapszooError
+from ..errors import CapszooError, UsageError
 from .common import DeviceOption, JsonOption, ModelArgument, print_json, progress_bar, stdout
 
 if TYPE_CHECKING:
@@ -69,31 +69,19 @@ def eval_command(
 ) -> None:
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
     check_model_argument(model)
-    from ..errors import UsageError
-    from ..explain.plotting import require_matplotlib
     from ..recipes.evaluation.metrics import reproduced
     from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import prepare
 
-    radii = None if eps is None else parse_radii(eps)
-    if radii is not None and not robustness:
-        raise UsageError("--eps is of PGD", "add --robustness")
-    if crops == "multi" and (robustness or routing):
-        raise UsageError(
-            "--robustness and --routing are measured on one view of each image", "leave --crops multi out"
-        )
-    if out is not None:
-        require_matplotlib("--out")
-        if out.exists() and not out.is_dir():
-            raise CapszooError(f"{out} is a file", "--out takes a folder")
-    subject = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
+    _check_options(eps, robustness, routing, crops, out)
+    target = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
     report = measure(
-        subject,
+        target,
         batch_size=batch_size,
         robustness=robustness,
         routing=routing,
-        radii=radii,
+        radii=None if eps is None else parse_radii(eps),
         steps=steps,
         data=data if data and Path(data).is_dir() else None,
         limit=limit,
@@ -113,13 +101,32 @@ def eval_command(
         )
 
 
+def _check_options(eps: str | None, robustness: bool, routing: bool, crops: str, out: Path | None) -> None:
+    """Refuse options that do not go together, before the model is loaded."""
+    from ..explain.plotting import require_matplotlib
+    from ..recipes.evaluation.robustness import parse_radii
+
+    if eps is not None:
+        parse_radii(eps)
+        if not robustness:
+            raise UsageError("--eps is of PGD", "add --robustness")
+    if crops == "multi" and (robustness or routing):
+        raise UsageError(
+            "--robustness and --routing are measured on one view of each image", "leave --crops multi out"
+        )
+    if out is not None:
+        require_matplotlib("--out")
+        if out.exists() and not out.is_dir():
+            raise CapszooError(f"{out} is a file", "--out takes a folder")
+
+
 def _print(report: Report, files: list[Path]) -> None:
     out = stdout()
-    subject, result = report.subject, report.result
-    part = f" of {subject.whole:,}, drawn by seed {report.seed}" if result.n < subject.whole else ""
+    target, result = report.target, report.result
+    part = f" of {target.whole:,}, drawn by seed {report.seed}" if result.n < target.whole else ""
     out.print(
-        f"{escape(subject.name)} on {escape(subject.images.spec.name)} ({subject.part}), "
-        f"n = {result.n:,}{part}; crops: {subject.crops or 'single'}",
+        f"{escape(target.name)} on {escape(target.images.spec.name)} ({target.part}), "
+        f"n = {result.n:,}{part}; crops: {target.crops or 'single'}",
         soft_wrap=True,
     )
     figures = Table.grid(padding=(0, 2))
@@ -138,7 +145,7 @@ def _print(report: Report, files: list[Path]) -> None:
     if report.routing:
         out.print()
         _print_routing(report.routing, [figures.label for figures in result.per_class])
-        _print_rounds(report)
+        _print_iterations(report)
     for file in files:
         out.print(f"written: {escape(str(file))}", soft_wrap=True)
 
@@ -211,21 +218,21 @@ def _print_routing(stats: RoutingStats, labels: list[str]) -> None:
         out.print(table)
 
 
-def _print_rounds(report: Report) -> None:
-    if not report.rounds:
+def _print_iterations(report: Report) -> None:
+    if not report.iterations:
         return
-    from ..recipes.evaluation.report import ROUND_IMAGES
+    from ..recipes.evaluation.report import ITERATION_IMAGES
 
     out = stdout()
     out.print()
     out.print(
-        f"change by round: logits, and couplings as a share of an even one in brackets; "
-        f"n = {min(ROUND_IMAGES, report.result.n)}; * beyond the network's own rounds",
+        f"change by iteration: logits, and couplings as a share of an even one in brackets; "
+        f"n = {min(ITERATION_IMAGES, report.result.n)}; * beyond the network's own iterations",
         soft_wrap=True,
     )
-    most = len(report.rounds[0].logits)
-    table = Table("routing layer", *(f"round {t}" for t in range(1, most + 1)), box=None, pad_edge=False)
-    for number, layer in enumerate(report.rounds, 1):
+    most = len(report.iterations[0].logits)
+    table = Table("routing layer", *(f"iteration {t}" for t in range(1, most + 1)), box=None, pad_edge=False)
+    for number, layer in enumerate(report.iterations, 1):
         shown = (
             f"{logits:.3g} ({couplings:.3g}){'' if t <= layer.own else '*'}"
             for t, (logits, couplings) in enumerate(zip(layer.logits, layer.couplings, strict=True), 1)

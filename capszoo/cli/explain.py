@@ -136,22 +136,22 @@ def _draw_data(
     from ..explain.reconstructions import answers, overlaps, save_answers, save_overlaps
     from ..recipes.evaluation.target import prepare
 
-    subject = prepare(name, dataset, data=data, device=device)
+    target = prepare(name, dataset, data=data, device=device)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in subject.batches(100):
+        for batch in target.batches(100):
             yield batch.images, batch.labels
 
     if what == "multi":
-        pairs = overlaps(subject.net, batches(), count, count)
+        pairs = overlaps(target.net, batches(), count, count)
         right, written = sum(one.right for one in pairs), save_overlaps(pairs, path)
         drawn = len(pairs)
     else:
-        found = answers(subject.net, batches(), count, count)
+        found = answers(target.net, batches(), count, count)
         right, written = sum(one.right for one in found), save_answers(found, path)
         drawn = len(found)
     stdout().print(
-        f"{escape(subject.images.spec.name)}: {right} recognised, {drawn - right} not; "
+        f"{escape(target.images.spec.name)}: {right} recognised, {drawn - right} not; "
         f"written: {escape(str(written))}",
         soft_wrap=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,9 @@ from ..errors import CapszooError, UsageError
 from .common import ItersOption, JsonOption, SizeOption, given, parse_size, print_json, stderr, stdout
 
 if TYPE_CHECKING:
+    from ..export.options import ExportOptions
     from ..export.to_onnx import ExportReport
+    from ..export.verify.images import RealImages
 
 
 def export_command(
@@ -113,71 +116,101 @@ def export_command(
         raise UsageError(f"--out {out} is one file", "give a folder for other formats and for --triton")
     if out.suffix and not alone and out.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
         raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx, or a folder")
-    from ..export import bundle, to_onnx, to_tensorrt
-    from ..export.verify.images import CALIBRATION_IMAGES, VERIFY_IMAGES, open_images
-    from ..inference import NoWeights, load_model
+    from ..export.options import BuildOptions, BundleOptions, ExportOptions
 
     if int8 and precision not in ("fp32", "int8"):
         raise UsageError(f"--int8 and --precision {precision} exclude each other", "give one of them")
-    precision = "int8" if int8 else precision
-    if precision not in to_onnx.PRECISIONS:
-        raise UsageError(f"unknown precision '{precision}'", f"use {', '.join(to_onnx.PRECISIONS)}")
-    if precision == "int8" and calibrate is None:
-        raise UsageError("int8 needs --calibrate", "give a folder of real images, or the name of a data set")
-    if precision == "int8" and images is None:
-        raise UsageError("int8 needs --verify-data", "give labelled images that measure what it costs")
-    if precision != "int8" and calibrate is not None:
-        raise UsageError(f"--calibrate does nothing for {precision}", "add --int8")
-    engine = to_tensorrt.BuildOptions(
+    shared: dict[str, Any] = dict(
+        name=Path(model).name,
+        routing_iters=routing_iters,
+        outputs=tuple(word.strip() for word in outputs.split(",")),
+        opset=opset,
+        batch=profile,
+        precision="int8" if int8 else precision,
+        uint8_input=uint8_input,
+        gate="quick" if quick else "full",
+        runtime=runtime,
+    )
+    engine = BuildOptions(
         workspace_mib=workspace,
         timing_cache=None if timing_cache is None else str(timing_cache),
         version_compatible=version_compatible,
         hardware_compatible=hardware_compatible,
         refit=refit,
     )
+    options: ExportOptions = (
+        ExportOptions(**shared)
+        if alone
+        else BundleOptions(**shared, source=model, formats=kinds, triton=triton, engine=engine)
+    )
+    _check_int8_options(options.precision, calibrate, images)
+    load: dict[str, Any] = dict(pretrained=pretrained, **given(img_size=parse_size(img_size)))
+    _export(model, load, out, options, images, calibrate, data, as_json)
+
+
+def _check_int8_options(precision: str, calibrate: str | None, images: str | None) -> None:
+    if precision != "int8":
+        if calibrate is not None:
+            raise UsageError(f"--calibrate does nothing for {precision}", "add --int8")
+    elif calibrate is None:
+        raise UsageError("int8 needs --calibrate", "give a folder of real images, or the name of a data set")
+    elif images is None:
+        raise UsageError("int8 needs --verify-data", "give labelled images that measure what it costs")
+
+
+def _export(
+    model: str,
+    load: dict[str, Any],
+    out: Path,
+    options: ExportOptions,
+    images: str | None,
+    calibrate: str | None,
+    data: Path | None,
+    as_json: bool,
+) -> None:
+    """Load the model and its images, write what the options ask for, and print what was proved of it.
+
+    Args:
+        model: as the user named it.
+        load: how it is loaded.
+        out: folder, or file of the ONNX graph alone.
+        images: where the images lie whose answers are compared.
+        calibrate: where those lie that give INT8 its ranges.
+        data: folder of the data sets.
+    """
+    from ..export import bundle, to_onnx
+    from ..export.options import BundleOptions
+    from ..export.verify.images import CALIBRATION_IMAGES, VERIFY_IMAGES, open_images
+    from ..inference import NoWeights, load_model
+
     try:
-        net = load_model(model, pretrained, "cpu", **given(img_size=parse_size(img_size)))
+        net = load_model(model, device="cpu", **load)
     except NoWeights as error:
         raise CapszooError(error.message, "--no-pretrained exports the untrained architecture") from None
-    real = None if images is None else open_images(net, images, "test", VERIFY_IMAGES, uint8_input, data)
-    ranges = (
-        None
-        if calibrate is None
-        else open_images(net, calibrate, "train", CALIBRATION_IMAGES, uint8_input, data)
-    )
-    options: dict[str, Any] = dict(
-        name=Path(model).name,
-        routing_iters=routing_iters,
-        outputs=tuple(word.strip() for word in outputs.split(",")),
-        opset=opset,
-        batch=profile,
-        precision=precision,
-        uint8_input=uint8_input,
-        gate="quick" if quick else "full",
-        runtime=runtime,
-        images=real,
-        calibration=ranges,
+
+    def opened(where: str | None, split: str, limit: int) -> RealImages | None:
+        return None if where is None else open_images(net, where, split, limit, options.uint8_input, data)
+
+    options = replace(
+        options,
+        images=opened(images, "test", VERIFY_IMAGES),
+        calibration=opened(calibrate, "train", CALIBRATION_IMAGES),
     )
     console = stderr()
     with console.status("exporting") as status:
-        options["progress"] = lambda line: status.update(escape(line))
-        if alone:
-            report = to_onnx.export(net, out, **options)
+        options = replace(options, progress=lambda line: status.update(escape(line)))
+        if isinstance(options, BundleOptions):
+            manifest, report = bundle.export_bundle(net, out, options), None
         else:
-            manifest = bundle.export_bundle(
-                net, out, source=model, formats=kinds, triton=triton, engine=engine, **options
-            )
-    if alone and as_json:
-        print_json(report.to_dict())
-    elif alone:
+            manifest, report = {}, to_onnx.export(net, out, options)
+    if as_json:
+        print_json(report.to_dict() if report else manifest)
+    elif report:
         _print_report(report)
-    elif as_json:
-        print_json(manifest)
     else:
         _print_manifest(out, manifest)
-    if not alone:
-        for note in manifest["notes"]:
-            console.print(f"note: {escape(note)}", soft_wrap=True)
+    for note in manifest.get("notes", ()):
+        console.print(f"note: {escape(note)}", soft_wrap=True)
 
 
 def _check_bundle(folder: str, as_json: bool) -> None:

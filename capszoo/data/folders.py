@@ -203,7 +203,7 @@ def available_workers() -> int:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def _hold_or_stream(
+def _decode_or_stream(
     spec: DatasetSpec,
     split: str,
     decoder: Decoder,
@@ -308,7 +308,7 @@ def _open_images(
     else:
         spec, side = sized(replace(spec, label_names=tuple(classes)), size, resize)
         mode = "RGB"
-    return _hold_or_stream(spec, split, FileDecoder(root, paths, mode, side), labels, side, skipped)
+    return _decode_or_stream(spec, split, FileDecoder(root, paths, mode, side), labels, side, skipped)
 
 
 def _split_folder(folder: Path, names: Sequence[str]) -> Path | None:
@@ -397,7 +397,7 @@ def _open_hub(
     mode = _mode_of(mode_at, len(looked))
     size, side = _sides(size, resize)
     spec = _spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(labels), split)
-    return _hold_or_stream(spec, split, _Rows(rows, image, mode, side), labels, side, skipped)
+    return _decode_or_stream(spec, split, _Rows(rows, image, mode, side), labels, side, skipped)
 
 
 def _hub_splits(name: str, repository: str, data: str | Path | None, download: str | Path | None) -> Any:

@@ -1,13 +1,13 @@
-"""How much each round of routing still changes: the routing logits and the couplings, round by round.
+"""How much each iteration of routing still changes: the routing logits and the couplings, iteration by iteration.
 
 Sabour et al. 2017 ("Dynamic Routing Between Capsules", Fig. A.1) draw the mean change of the routing logits b_ij by
 iteration, to show that routing settles. Here it is read from the couplings, which every routing has: the couplings are
 a softmax, so their logarithm is the logits but for a shift that the softmax does not see; its mean over the softmax's
 axis is taken out of both sides.
 
-One layer at a time is run with 1, 2, … rounds, those below it with their own number: so the last couplings of t rounds
-are the t-th couplings of a longer routing from the same children. Concurrent routing (IDPA), where the layers wait for
-each other, is run with t rounds as a whole.
+One layer at a time is run with 1, 2, … iterations, those below it with their own number: so the last couplings of t
+iterations are the t-th couplings of a longer routing from the same children. Concurrent routing (IDPA), where the
+layers wait for each other, is run with t iterations as a whole.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ..models._base import CouplingLayout
 from ..summary import iteration_attributes
 from .routing_stats import canonical
 
-__all__ = ["RoundChanges", "round_changes"]
+__all__ = ["IterationChanges", "iteration_changes"]
 
-ROUNDS = 5
-"""Rounds that are looked at, or the network's own number where that is larger."""
+ITERATIONS = 5
+"""Iterations that are looked at, or the network's own number where that is larger."""
 
 
 @dataclass(frozen=True)
-class RoundChanges:
-    """One routing layer, a number for each round from the first; before it, the couplings were even.
+class IterationChanges:
+    """One routing layer, a number for each iteration from the first; before it, the couplings were even.
 
     Attributes:
-        own: rounds that the network makes.
+        own: iterations that the network makes.
         logits: mean absolute change of the logits (natural logarithm of a coupling, less its mean).
         couplings: mean absolute change of the couplings, as a share of an even one.
     """
@@ -63,8 +63,8 @@ def _routers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _rounds(router: nn.Module, count: int) -> Iterator[None]:
-    """The router, and what it is made of, with another number of rounds while the block lasts."""
+def _iterations(router: nn.Module, count: int) -> Iterator[None]:
+    """The router, and what it is made of, with another number of iterations while the block lasts."""
     before = [
         (module, name, getattr(module, name))
         for module in router.modules()
@@ -82,14 +82,14 @@ def _rounds(router: nn.Module, count: int) -> Iterator[None]:
 class _Layer:
     """Sums over the images of one layer."""
 
-    def __init__(self, layout: CouplingLayout, own: int, rounds: int) -> None:
+    def __init__(self, layout: CouplingLayout, own: int, iterations: int) -> None:
         self.layout, self.own = layout, own
-        self.sums = torch.zeros(2, rounds, dtype=torch.float64)
+        self.sums = torch.zeros(2, iterations, dtype=torch.float64)
         self.count = 0
 
-    def add(self, rounds: list[Tensor]) -> None:
-        """The couplings after each round, as the network gives them."""
-        flat = [canonical(c, self.layout) for c in rounds]  # [b, positions, parents, children]
+    def add(self, iterations: list[Tensor]) -> None:
+        """The couplings after each iteration, as the network gives them."""
+        flat = [canonical(c, self.layout) for c in iterations]  # [b, positions, parents, children]
         axis = 2 if self.layout.over == "parents" else 3
         even = 1 / flat[0].shape[axis]
         before = torch.full_like(flat[0], even)
@@ -100,9 +100,9 @@ class _Layer:
             before = now
         self.count += flat[0].numel()
 
-    def result(self) -> RoundChanges:
+    def result(self) -> IterationChanges:
         logits, couplings = (self.sums / self.count).tolist()
-        return RoundChanges(self.own, tuple(logits), tuple(couplings))
+        return IterationChanges(self.own, tuple(logits), tuple(couplings))
 
 
 def _logits(couplings: Tensor, axis: int) -> Tensor:
@@ -111,15 +111,15 @@ def _logits(couplings: Tensor, axis: int) -> Tensor:
 
 
 @torch.no_grad()
-def round_changes(
-    model: nn.Module, batches: Iterable[Tensor], rounds: int | None = None
-) -> tuple[RoundChanges, ...]:
-    """What each round of routing changes, for each routing layer in order; empty where nothing is routed by rounds.
+def iteration_changes(
+    model: nn.Module, batches: Iterable[Tensor], iterations: int | None = None
+) -> tuple[IterationChanges, ...]:
+    """What each iteration of routing changes, for each routing layer in order; empty without iterations.
 
     Args:
         model: a network of the zoo; run in eval mode.
         batches: images ``[b, c, h, w]``, normalised, on the model's device.
-        rounds: to look at; None takes `ROUNDS`, or the network's own number where that is larger.
+        iterations: to look at; None takes `ITERATIONS`, or the network's own number where that is larger.
 
     Raises:
         CapszooError: no capsule network, or no images.
@@ -133,7 +133,7 @@ def round_changes(
         return ()
     together = len(routers) == 1  # one module routes all layers, in step
     own = [_count(router) or 1 for router in routers]
-    most = rounds or max(ROUNDS, *own)
+    most = iterations or max(ITERATIONS, *own)
     layers = [_Layer(layout, own[0 if together else k], most) for k, layout in enumerate(layouts)]
     was_training = model.training
     model.eval()
@@ -142,7 +142,7 @@ def round_changes(
             for k, router in enumerate(routers):
                 outputs = []
                 for t in range(1, most + 1):
-                    with _rounds(router, t):
+                    with _iterations(router, t):
                         outputs.append(forward(images).couplings)
                 for number in range(len(layers)) if together else (k,):
                     layers[number].add([couplings[number] for couplings in outputs])

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-__all__ = ["leaves_python"]
+__all__ = ["is_tracing"]
 
 
-def leaves_python(x: Tensor) -> bool:
+def is_tracing(x: Tensor) -> bool:
     """Whether what is done with ``x`` is traced by FX or TorchScript, or exported. (torch.compile stays in Python.)"""
     return isinstance(x, torch.fx.Proxy) or torch.jit.is_tracing() or torch.compiler.is_exporting()

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._tracing import leaves_python
+from ._tracing import is_tracing
 from .squash import squash
 
 __all__ = [
@@ -71,7 +71,7 @@ class _Squash(torch.autograd.Function):
 
 def _trains(x: Tensor) -> bool:
     """Whether gradients of ``x`` are taken in eager mode (what is traced or exported stays plain)."""
-    if leaves_python(x) or torch.compiler.is_compiling():
+    if is_tracing(x) or torch.compiler.is_compiling():
         return False
     return torch.is_grad_enabled() and x.requires_grad and x.dtype in (torch.float32, torch.float64)
 
@@ -81,7 +81,7 @@ def _infers(x: Tensor) -> bool:
 
     New memory and passes over it cost more here than the arithmetic.
     """
-    if torch.is_grad_enabled() or leaves_python(x) or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or is_tracing(x) or torch.compiler.is_compiling():
         return False
     return x.dtype in (torch.float32, torch.float64)
 
@@ -226,15 +226,15 @@ class CoefficientConv2d(XavierConv2d):
     """
 
     bias_start = 1.0
-    merged: Optional[Tensor]
+    graph_weight: Optional[Tensor]
 
     def __init__(self, chans: int, maps: int, groups: int, bias: bool) -> None:
         super().__init__(chans, maps, 3, 1, 1, groups=groups, bias=bias)
         self.together = groups_together(maps, groups)
-        self.register_buffer("merged", None, persistent=False)
+        self.register_buffer("graph_weight", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.merged
+        weight = self.graph_weight
         if weight is None:
             weight = merge_groups(self.weight, self.groups, self.together)
         return F.conv2d(x, weight, self.bias, 1, 1, 1, self.groups // self.together)
@@ -242,7 +242,7 @@ class CoefficientConv2d(XavierConv2d):
     @torch.jit.unused
     def prepare_for_export(self) -> None:
         """Keep the merged weights as a constant."""
-        self.merged = merge_groups(self.weight.detach(), self.groups, self.together)
+        self.graph_weight = merge_groups(self.weight.detach(), self.groups, self.together)
 
 
 class CapGroupConv2d(XavierConv2d):
@@ -269,7 +269,7 @@ class MasterAide(nn.Module):
         coefficients: ``"own"``, ``"cross"`` or ``"both"``.
     """
 
-    merged: Optional[Tensor]
+    graph_weight: Optional[Tensor]
 
     def __init__(
         self, in_chans: int, out_chans: int, kernel_size: int, stride: int, groups: int, coefficients: str
@@ -289,7 +289,7 @@ class MasterAide(nn.Module):
         maps = 2 * groups if both else groups
         self.coef_master = CoefficientConv2d(out_chans, maps, groups, bias=not both)
         self.coef_aide = CoefficientConv2d(out_chans, maps, groups, bias=True)
-        self.register_buffer("merged", None, persistent=False)
+        self.register_buffer("graph_weight", None, persistent=False)
 
     def branches(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Master and aide activations, each ``[b, out, h', w']``, after their BN-ReLU-squash."""
@@ -324,7 +324,7 @@ class MasterAide(nn.Module):
 
     def _coefficients(self, pair: Tensor) -> Tensor:
         """Both coefficients ``[b, g, 2, h, w]`` of both branches side by side, ``[b, g*2d, h, w]``."""
-        weight = self.merged
+        weight = self.graph_weight
         if weight is None:
             weight = self._merged_weight()
         maps = F.conv2d(pair, weight, self.coef_aide.bias, 1, 1, 1, self.groups // self.coef_aide.together)
@@ -339,8 +339,8 @@ class MasterAide(nn.Module):
     def prepare_for_export(self) -> None:
         """Keep the merged weights as a constant."""
         if self.coefficients == "both":
-            self.merged = self._merged_weight().detach()
-            self.coef_master.merged = self.coef_aide.merged = None
+            self.graph_weight = self._merged_weight().detach()
+            self.coef_master.graph_weight = self.coef_aide.graph_weight = None
 
     def extra_repr(self) -> str:
         return f"groups={self.groups}, coefficients={self.coefficients}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
     defaults = generate_default_cfgs(full)
     for default in defaults.values():
         # timm lets the first weights decide what a bare name builds; here the architecture's own configuration does,
-        # so that training a checkpoint for another data set never changes a model (see _default_tag)
+        # so that training a checkpoint for another data set never changes a model (see default_tag)
         default.tags.remove("")
         default.tags.appendleft("")
     return defaults
@@ -205,6 +205,19 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
     return replace(cfg, **{**NO_SOURCE, "tag": tag, "state_dict": load_safetensors(path)})
 
 
+def _own_args(model_cls: type[nn.Module], variant: str, given: Iterable[str]) -> list[str]:
+    """Names of the arguments that the network takes.
+
+    Raises:
+        UnknownArgument: a given one is neither the network's nor timm's builder's.
+    """
+    own_args = [name for name in inspect.signature(model_cls.__init__).parameters if name != "self"]
+    for name in given:
+        if name not in _BUILDER_ARGS and name not in own_args:
+            raise UnknownArgument(unknown_name(f"argument of {variant}", name, own_args))
+    return own_args
+
+
 def build_capsule_model(
     model_cls: type[ModelT],
     variant: str,
@@ -227,11 +240,7 @@ def build_capsule_model(
         UnknownArgument: a keyword that neither takes.
         WeightsError: weights are asked for and missing, damaged, or do not fit.
     """
-    own_args = [name for name in inspect.signature(model_cls.__init__).parameters if name != "self"]
-    for name in kwargs:
-        if name not in _BUILDER_ARGS and name not in own_args:
-            raise UnknownArgument(unknown_name(f"argument of {variant}", name, own_args))
-
+    own_args = _own_args(model_cls, variant, kwargs)
     given, overlay = (
         kwargs.pop("pretrained_cfg", None),
         dict(kwargs.pop("pretrained_cfg_overlay", None) or {}),

@@ -48,6 +48,9 @@ _logger = logging.getLogger(__name__)
 #: File name of the weights in a Hub repository, as timm and huggingface_hub have it.
 HUB_FILENAME = "model.safetensors"
 
+#: File name of the metadata there.
+METADATA_FILENAME = "metadata.json"
+
 
 @lru_cache(maxsize=1)
 def bundled_tags() -> dict[str, WeightsInfo]:

@@ -56,6 +56,18 @@ def _is_large(stem: str, img_size: Tuple[int, int]) -> bool:
     return stem == "resnet" or (stem == "auto" and max(img_size) > 64)
 
 
+def _aides(mode: str, aide: Optional[Sequence[bool]], modules: int) -> List[bool]:
+    """Which modules have the aide branch."""
+    if mode not in ("master", "master_aide"):
+        raise ValueError(f"mode must be 'master' or 'master_aide', not {mode!r}")
+    with_aide = [mode == "master_aide"] * modules if aide is None else [bool(a) for a in aide]
+    if len(with_aide) != modules:
+        raise ValueError(f"aide must have one entry per module ({modules}), not {len(with_aide)}")
+    if mode == "master" and any(with_aide):
+        raise ValueError("mode='master' leaves out every aide: drop one of mode and aide")
+    return with_aide
+
+
 def _halved(size: Tuple[int, int], times: int) -> Tuple[int, int]:
     """Grid after ``times`` convolutions of stride 2 that pad by half their kernel."""
     h, w = size
@@ -119,18 +131,12 @@ class EncapNet(CapsuleNet):
         decoder: bool = False,
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True, decoder=decoder)
-        if mode not in ("master", "master_aide"):
-            raise ValueError(f"mode must be 'master' or 'master_aide', not {mode!r}")
         modules = len(depths)
         if not (modules == len(strides) == len(pose_dims) and modules >= 1):
             raise ValueError("depths, strides and pose_dims must have one entry per module")
         if len(stem_chans) != len(stem_strides) or not stem_chans:
             raise ValueError("stem_chans and stem_strides must have one entry per stem layer")
-        with_aide = [mode == "master_aide"] * modules if aide is None else [bool(a) for a in aide]
-        if len(with_aide) != modules:
-            raise ValueError(f"aide must have one entry per module ({modules}), not {len(with_aide)}")
-        if mode == "master" and any(with_aide):
-            raise ValueError("mode='master' leaves out every aide: drop one of mode and aide")
+        with_aide = _aides(mode, aide, modules)
 
         self.drop_rate = drop_rate
         self.groups = groups

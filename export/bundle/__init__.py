@@ -8,9 +8,10 @@
 copied into it.
 """
 
+from ..options import FORMATS
 from .check import BundleCheck, check_bundle, compare_bundle, open_runner
 from .manifest import read_manifest
-from .write import FORMATS, export_bundle
+from .write import export_bundle
 
 __all__ = [
     "FORMATS",

@@ -16,7 +16,7 @@ from capszoo.models._pretrained import WeightsError, sha256_of
 from capszoo.preprocess import load_image, model_input_size
 
 from .. import compare, to_aoti, to_tensorrt
-from ..prepare import Job, prepare
+from ..prepare import PreparedModel, prepare
 from ..report import GateStep, first_line
 from ..verify.graph_rules import inspect_graph, require_libraries, widened
 from . import infer
@@ -78,12 +78,12 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
         images, expected = stored["images"], stored["scores"]
     index = [output["name"] for output in manifest["outputs"]].index("scores")
     got = runner(images)[index]
-    check.steps.append(_held("parity with the stored answers", expected, got, manifest))
+    check.steps.append(_verified("parity with the stored answers", expected, got, manifest))
     check.steps.append(_against_original(runner, images, index, manifest))
     return check
 
 
-def _held(name: str, expected: np.ndarray, got: np.ndarray, manifest: dict[str, Any]) -> GateStep:
+def _verified(name: str, expected: np.ndarray, got: np.ndarray, manifest: dict[str, Any]) -> GateStep:
     difference = compare.compare_outputs([expected], [got])
     limit = float(manifest["tolerance"])
     detail = (
@@ -97,13 +97,15 @@ def _against_original(
 ) -> GateStep:
     name = "parity with eager"
     try:
-        job = _original(manifest)
+        prepared = _original(manifest)
     except (CapszooError, WeightsError, ValueError, OSError) as e:
         return GateStep(name, None, f"not run: the model is not at hand ({first_line(e)})")
-    return _held(name, compare.EagerRunner(job.original)(images)[index], runner(images)[index], manifest)
+    return _verified(
+        name, compare.EagerRunner(prepared.original)(images)[index], runner(images)[index], manifest
+    )
 
 
-def _original(manifest: dict[str, Any], model: str | None = None) -> Job:
+def _original(manifest: dict[str, Any], model: str | None = None) -> PreparedModel:
     """The model of a bundle, created again and served as it was exported.
 
     Raises:

@@ -11,20 +11,19 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from capszoo.checkpoint import checkpoint_of
 from capszoo.errors import CapszooError
 from capszoo.models._pretrained import (
     WeightsError,
     WeightsInfo,
-    bundled_tags,
     load_safetensors,
-    locate_weights,
 )
 from capszoo.preprocess import ImageTransform
 from capszoo.scores import score_kind
 from capszoo.summary import iteration_attributes
 
 from .. import compare, unroll
-from ..prepare import Job
+from ..prepare import PreparedModel
 from ..report import ExportReport, first_line
 
 __all__ = [
@@ -90,26 +89,26 @@ def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportRep
     }
 
 
-def describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
+def describe_model(model: nn.Module, prepared: PreparedModel, source: str) -> dict[str, Any]:
     """Where the model comes from, its weights, and how it routes."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     weights: dict[str, Any] = {}
-    info = _weights_of(model, cfg)
+    info = _weights_of(model)
     if info is not None:
         weights = {
             "id": info.name,
             "sha256": info.sha256,
             "license": info.license,
-            "metrics": info.raw.get("metrics", {}),
-            "dataset": info.raw.get("dataset", {}).get("name"),
+            "metrics": info.raw.get("metrics", {}),  # as stated
+            "dataset": info.metadata.dataset.name or None,
         }
     routing = [
         {"layer": name, "type": type(module).__name__, "iterations": getattr(module, attribute)}
-        for name, module in job.original.named_modules()
+        for name, module in prepared.original.named_modules()
         if type(module).__module__.startswith("capszoo.layers")
         for attribute in iteration_attributes(module)
     ]
-    served = job.original if isinstance(job.original, unroll.Served) else None
+    served = prepared.original if isinstance(prepared.original, unroll.Served) else None
     return {
         "architecture": cfg.get("architecture") or type(model).__name__,
         "class": type(model).__name__,
@@ -119,24 +118,21 @@ def describe_model(model: nn.Module, job: Job, source: str) -> dict[str, Any]:
         "num_params": sum(p.numel() for p in model.parameters()),
         "outputs": list(served.outputs) if served else ["scores"],
         "routing": routing,
-        "routing_iters": job.routing_iters,
-        "routing_iters_asked": job.routing_iters[0] if len(job.routing_iters) == 1 else None,
+        "routing_iters": prepared.routing_iters,
+        "routing_iters_asked": prepared.routing_iters[0] if len(prepared.routing_iters) == 1 else None,
     }
 
 
-def _weights_of(model: nn.Module, cfg: dict[str, Any]) -> WeightsInfo | None:
-    """The checkpoint that a model holds, if it holds one unchanged: beside its file, or bundled."""
-    beside = Path(cfg["file"]).with_suffix(".json") if cfg.get("file") else None
-    if beside is not None and beside.is_file():
-        info, file = WeightsInfo.from_json(beside), Path(cfg["file"])
-    else:
-        found = bundled_tags().get(f"{cfg.get('architecture')}.{cfg.get('tag')}")
-        if found is None:
-            return None
-        try:
-            info, file = found, locate_weights(found)
-        except WeightsError:
-            return None
+def _weights_of(model: nn.Module) -> WeightsInfo | None:
+    """The checkpoint that a model holds, if it holds one unchanged."""
+    try:
+        found = checkpoint_of(model)
+        file = found.weights() if found else None
+    except WeightsError:
+        return None
+    if found is None or file is None:
+        return None
+    info = found.info
     state, own = load_safetensors(file), model.state_dict()
     equal = all(k in state and torch.equal(v.cpu(), state[k]) for k, v in own.items())
     return info if equal else None

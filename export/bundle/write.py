@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn as nn
 
 import capszoo
@@ -30,151 +28,65 @@ from capszoo.preprocess import model_transform
 
 from .. import compare, to_aoti, to_onnx, to_tensorrt
 from ..atomic import old_name, workplace
-from ..prepare import Job, prepare
-from ..report import GateStep
-from ..verify.images import RealImages
+from ..options import BundleOptions, collect
+from ..prepare import PreparedModel, prepare
+from ..report import ExportReport, GateStep
 from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing
 from .triton import write_triton
 
-__all__ = ["FORMATS", "export_bundle"]
-
-FORMATS = ("onnx", "tensorrt", "aoti")
+__all__ = ["export_bundle"]
 
 
 def export_bundle(
-    model: nn.Module,
-    out: str | os.PathLike[str],
-    *,
-    name: str = "",
-    source: str = "",
-    formats: Sequence[str] = ("onnx",),
-    routing_iters: int | None = None,
-    outputs: Sequence[str] = ("scores",),
-    opset: int | None = None,
-    batch: tuple[int, int, int] | int = (1, 8, 32),
-    precision: str = "fp32",
-    uint8_input: bool = False,
-    gate: str = "full",
-    runtime: str | None = None,
-    images: torch.Tensor | RealImages | None = None,
-    calibration: torch.Tensor | RealImages | None = None,
-    triton: bool = False,
-    engine: to_tensorrt.BuildOptions | None = None,
-    progress: Callable[[str], None] | None = None,
+    model: nn.Module, out: str | os.PathLike[str], options: BundleOptions | None = None, **changes: Any
 ) -> dict[str, Any]:
     """Export a classifier and all that serving it needs.
 
     Args:
         model: the classifier, in float32; left as it is.
         out: folder to write. An older bundle there is replaced, another folder that holds files is refused.
-        name: name of the model in the bundle; its class where empty.
-        source: the name under which ``capszoo.inference.load_model`` finds the model again.
-        formats: any of :data:`FORMATS`. The ONNX file is always written: the gate runs on it.
-        routing_iters, outputs, opset, batch, precision, uint8_input, gate, runtime, images, calibration: see
-            :func:`capszoo.export.to_onnx.export`. The outputs must include the scores. With the format tensorrt the
-            file is written for a GPU unless told otherwise.
-        triton: add a model repository for Triton Inference Server.
-        engine: how a TensorRT engine is built.
-        progress: called with one line before each step.
+        options: see :class:`capszoo.export.options.BundleOptions`; None takes the defaults.
+        **changes: options by keyword, such as ``formats=("onnx", "aoti")``.
 
     Returns:
         The manifest, as stored; ``notes`` says what could not be done here.
 
     Raises:
         ExportError: the model cannot be exported, or failed the gate; nothing was written.
-        UsageError: arguments that make no sense.
+        UsageError: options that make no sense.
     """
-    unknown = [word for word in formats if word not in FORMATS]
-    if unknown or not formats:
-        raise UsageError(f"unknown format '{unknown[0] if unknown else ''}'", f"use {', '.join(FORMATS)}")
-    if "scores" not in outputs:
-        raise UsageError("a bundle needs the output scores", "add it to the outputs")
-    if precision == "int8" and "aoti" in formats:
-        raise UsageError("AOTInductor takes no int8", "leave the format aoti out")
+    options = collect(BundleOptions, options, changes)
+    options.check_images()
     target = Path(out)
     _check_target(target)
     transform = model_transform(model)
     labels = label_names(model)
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
-    job = prepare(
-        model,
-        name=name,
-        routing_iters=routing_iters,
-        outputs=outputs,
-        batch=batch,
-        precision=precision,
-        uint8_input=uint8_input,
-        progress=progress,
-    )
-    safe = re.sub(r"[^\w.-]+", "_", job.name)
+    prepared = prepare(model, options)
+    safe = re.sub(r"[^\w.-]+", "_", prepared.name)
     with workplace(target, folder=True) as work:
-        report = to_onnx.write(
-            job,
-            work / "model.onnx",
-            opset=opset,
-            gate=gate,
-            runtime=runtime or ("gpu" if "tensorrt" in formats else None),
-            images=images,
-            calibration=calibration,
-            progress=progress,
-        )
+        report = to_onnx.write(prepared, work / "model.onnx")
         report.gate.append(to_tensorrt.rtx_step(work / "model.onnx", report))
-        notes: list[str] = []
-        engines: dict[str, Any] = {}
-        if "aoti" in formats:
-            engines["aoti"] = to_aoti.write(job, work, progress=progress)
-            report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
-        options = engine or to_tensorrt.BuildOptions()
-        if "tensorrt" in formats:
-            engines["tensorrt"], steps = to_tensorrt.write(job, report, work, options, progress)
-            report.gate.extend(steps)
-            if engines["tensorrt"]["note"]:
-                notes.append(engines["tensorrt"]["note"])
-        else:
-            why = "not run: the format tensorrt was not asked for"
-            report.gate.append(GateStep("TensorRT builds the engine", None, why))
+        engines, notes = _write_engines(prepared, report, work, options)
         report.path = "model.onnx"
         spec = preprocessing(model, transform, report)
         _write_json(work / "preprocess.json", spec)
         (work / "labels.txt").write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
-        _write_reference(job, work / "reference.npz")
-        if triton:
-            write_triton(work, safe, report, len(labels), "tensorrt" in formats)
-        manifest: dict[str, Any] = {
+        _write_reference(prepared, work / "reference.npz")
+        if options.triton:
+            write_triton(work, safe, report, len(labels), "tensorrt" in options.formats)
+        manifest = {
             "schema": SCHEMA,
             "name": safe,
-            "model": describe_model(model, job, source),
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "exported_with": {
-                "capszoo": capszoo.__version__,
-                "python": platform.python_version(),
-                **report.versions,
-            },
-            "opset": report.opset,
-            "ir_version": report.ir_version,
-            "input": {
-                **spec,
-                "name": spec["input"],
-                "shape": list(report.input_shape),
-                "range": "0..255" if spec["dtype"] == "uint8" else "0..1 before normalisation",
-            },
-            "outputs": [
-                {"name": key, "shape": list(shape), "dtype": "float32", "meaning": meaning(key)}
-                for key, shape in report.outputs.items()
-            ],
+            "model": describe_model(model, prepared, options.source),
+            **_describe_export(report, spec),
             "labels": labels,
-            "precision": {"model": precision, **report.precision_map},
-            "batch": spec["batch"],
             "engines": engines,
-            "comparison": figures(report),
-            "tolerance": report.tolerance,
-            "gates": [asdict(step) for step in report.gate],
             "notes": notes,
-            "graph": {"nodes": report.num_nodes, "operators": report.node_types, "max_rank": report.max_rank},
         }
-        (work / "README.md").write_text(_readme(manifest, triton), encoding="utf-8")
+        (work / "README.md").write_text(_readme(manifest, options.triton), encoding="utf-8")
         manifest["files"] = {
             file.relative_to(work).as_posix(): sha256_of(file)
             for file in sorted(work.rglob("*"))
@@ -183,6 +95,54 @@ def export_bundle(
         _write_json(work / "manifest.json", manifest)
         _put_in_place(work, target)
     return manifest
+
+
+def _write_engines(
+    prepared: PreparedModel, report: ExportReport, work: Path, options: BundleOptions
+) -> tuple[dict[str, Any], list[str]]:
+    """Write the formats beside ONNX: what the manifest says of each, and notes on what could not be done here."""
+    engines: dict[str, Any] = {}
+    if "aoti" in options.formats:
+        engines["aoti"] = to_aoti.write(prepared, work, progress=options.progress)
+        report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
+    if "tensorrt" not in options.formats:
+        why = "not run: the format tensorrt was not asked for"
+        report.gate.append(GateStep("TensorRT builds the engine", None, why))
+        return engines, []
+    engines["tensorrt"], steps = to_tensorrt.write(prepared, report, work, options.engine, options.progress)
+    report.gate.extend(steps)
+    note = engines["tensorrt"]["note"]
+    return engines, [note] if note else []
+
+
+def _describe_export(report: ExportReport, spec: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's part on the graph, its input and outputs, and what was proved of it."""
+    return {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "exported_with": {
+            "capszoo": capszoo.__version__,
+            "python": platform.python_version(),
+            **report.versions,
+        },
+        "opset": report.opset,
+        "ir_version": report.ir_version,
+        "input": {
+            **spec,
+            "name": spec["input"],
+            "shape": list(report.input_shape),
+            "range": "0..255" if spec["dtype"] == "uint8" else "0..1 before normalisation",
+        },
+        "outputs": [
+            {"name": key, "shape": list(shape), "dtype": "float32", "meaning": meaning(key)}
+            for key, shape in report.outputs.items()
+        ],
+        "precision": {"model": report.precision, **report.precision_map},
+        "batch": spec["batch"],
+        "comparison": figures(report),
+        "tolerance": report.tolerance,
+        "gates": [asdict(step) for step in report.gate],
+        "graph": {"nodes": report.num_nodes, "operators": report.node_types, "max_rank": report.max_rank},
+    }
 
 
 def _check_target(target: Path) -> None:
@@ -206,20 +166,20 @@ def _put_in_place(work: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_reference(job: Job, path: Path) -> None:
+def _write_reference(prepared: PreparedModel, path: Path) -> None:
     """Inputs, and the scores that the original gives for them: the probes, and up to four real images.
 
     int8 is made for values such as real images have: those alone, up to eight.
     """
-    shape, dtype = (1, *job.size), job.input_dtype
+    shape, dtype = (1, *prepared.size), prepared.input_dtype
     inputs = [compare.probe_input(probe, shape, 0, dtype) for probe in compare.PROBES]
-    if job.samples is not None:
-        inputs = [job.samples[:8]] if job.precision == "int8" else [*inputs, job.samples[:4]]
+    if prepared.samples is not None:
+        inputs = [prepared.samples[:8]] if prepared.precision == "int8" else [*inputs, prepared.samples[:4]]
     stacked = np.concatenate(inputs)
-    smallest, _, largest = job.batch
+    smallest, _, largest = prepared.batch
     # a fixed or large batch takes as many as it must, a small one no more than it can
     stacked = stacked[np.arange(max(smallest, min(len(stacked), largest))) % len(stacked)]
-    scores = compare.EagerRunner(job.original)(stacked)[job.output_names.index("scores")]
+    scores = compare.EagerRunner(prepared.original)(stacked)[prepared.output_names.index("scores")]
     np.savez_compressed(path, images=stacked, scores=scores)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..unroll import has_hooks, is_plain_conv
 
-__all__ = ["WindowProduct", "convolutions_as_products", "gains_as_product"]
+__all__ = ["WindowProduct", "convs_to_matmul", "gains_as_product"]
 
 #: Weights of a convolution from which on its windows are worth gathering.
 _MANY_WEIGHTS = 1 << 18
@@ -77,7 +77,7 @@ def gains_as_product(conv: nn.Conv2d, size: tuple[int, int]) -> bool:
 
 
 @contextmanager
-def convolutions_as_products(model: nn.Module, example: Tensor) -> Iterator[None]:
+def convs_to_matmul(model: nn.Module, example: Tensor) -> Iterator[None]:
     """Inside, ``model`` (which ``example`` is an input of) computes such convolutions as products."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     flagged = [module for module in model.modules() if hasattr(module, "as_product")]

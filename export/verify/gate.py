@@ -12,7 +12,7 @@ import torch
 
 from .. import compare
 from ..passes import int8
-from ..prepare import Job, check_dtype
+from ..prepare import PreparedModel, check_dtype
 from ..report import ExportError, ExportReport, GateStep, first_line
 from .graph_rules import FLOAT32_OPS, HEAVY_OPS, inspect_graph, widened
 from .images import RealImages
@@ -20,10 +20,8 @@ from .images import RealImages
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["GATES", "MIN_AGREEMENT", "Gate", "hold_to_eager"]
+__all__ = ["MIN_AGREEMENT", "Gate", "verify_against_eager"]
 
-#: All probes, batches and graphs, or some.
-GATES = ("full", "quick")
 
 #: Share of real images whose top-1 half precision must keep; float32 keeps all.
 MIN_AGREEMENT = 0.995
@@ -33,9 +31,13 @@ class Gate:
     """Runs the steps in order, notes each in the report and raises at the first that fails."""
 
     def __init__(
-        self, report: ExportReport, job: Job, proto: onnx.ModelProto, say: Callable[[str], None]
+        self,
+        report: ExportReport,
+        prepared: PreparedModel,
+        proto: onnx.ModelProto,
+        say: Callable[[str], None],
     ) -> None:
-        self.report, self.job, self.proto, self.say = report, job, proto, say
+        self.report, self.prepared, self.proto, self.say = report, prepared, proto, say
 
     @contextmanager
     def _step(self, name: str) -> Iterator[list[str]]:
@@ -64,8 +66,8 @@ class Gate:
                 f"{self.report.num_nodes} nodes, opset {self.report.opset}, rank ≤ {self.report.max_rank}"
             )
             detail.append("every shape inferred, only the batch is symbolic, operators supported by TensorRT")
-            if self.job.precision != "fp32":
-                wanted = {"fp16": "float16", "bf16": "bfloat16", "int8": "int8"}[self.job.precision]
+            if self.prepared.precision != "fp32":
+                wanted = {"fp16": "float16", "bf16": "bfloat16", "int8": "int8"}[self.prepared.precision]
                 heavy = [self.report.precision_map["operators"].get(op, {}) for op in HEAVY_OPS]
                 half, total = (
                     sum(kinds.get(wanted, 0) for kinds in heavy),
@@ -87,23 +89,23 @@ class Gate:
     def parity(self, full: bool) -> None:
         """Step 2: ONNX Runtime against eager PyTorch."""
         with self._step("parity with eager") as detail:
-            eager, runtime = compare.EagerRunner(self.job.original), self._exported()
+            eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
             probes = compare.PROBES if full else compare.PROBES[:2]
             for count in _probe_batches(self.report.batch, full):
                 self.say(f"parity with eager: batch {count}")
                 for difference in self._compare(eager, runtime, count, probes):
                     self.report.comparisons.append(difference)
-                    self._hold(difference, "differs from eager")
+                    self._check(difference, "differs from eager")
             detail.append(
                 f"{len(self.report.comparisons)} inputs, worst {self.report.max_rel_diff:.1e} of the largest"
             )
             if not full:
                 detail.append("quick gate: random and zero input only")
-            if self.job.precision == "fp16":
+            if self.prepared.precision == "fp16":
                 detail.append(
                     "ONNX Runtime's CPU provider computes in float32 where it has no float16 kernel"
                 )
-            if self.job.precision == "bf16":
+            if self.prepared.precision == "bf16":
                 detail.append(
                     "run as float32 with the bfloat16 weights: ONNX Runtime's CPU provider has no bfloat16"
                 )
@@ -111,7 +113,7 @@ class Gate:
     def finite(self) -> None:
         """Step 2 for int8: far from the calibrated ranges values are cut off, but never NaN; every batch runs."""
         with self._step("finite on every probe") as detail:
-            eager, runtime = compare.EagerRunner(self.job.original), self._exported()
+            eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
             found = []
             for count in _probe_batches(self.report.batch, full=True):
                 found += self._compare(eager, runtime, count)
@@ -124,9 +126,9 @@ class Gate:
     def accuracy(self, real: RealImages) -> None:
         """Step 2 for int8: what it costs on real images; without their classes, how many answers it turns."""
         with self._step("accuracy on real images") as detail:
-            eager, runtime = compare.EagerRunner(self.job.original), self._exported()
+            eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
             answers = self._on_images(eager, runtime, real.images, self.report.comparisons)
-            at = self.job.output_names.index("scores") if "scores" in self.job.output_names else 0
+            at = self.prepared.output_names.index("scores") if "scores" in self.prepared.output_names else 0
             guesses = [side[at].argmax(1) for side in answers]
             turned = 100 * float((guesses[0] != guesses[1]).mean())
             if real.labels is None:
@@ -149,15 +151,18 @@ class Gate:
 
     def half_in_pytorch(self, images: RealImages | None) -> None:
         """Step 2 for half precision: what is lost to it, computed in PyTorch in that very precision."""
-        if self.job.precision == "fp32":
+        if self.prepared.precision == "fp32":
             return
-        with self._step(f"{self.job.precision} in PyTorch") as detail:
-            eager, half = compare.EagerRunner(self.job.original), compare.EagerRunner(self.job.served)
-            half.name = f"eager {self.job.precision}"
+        with self._step(f"{self.prepared.precision} in PyTorch") as detail:
+            eager, half = (
+                compare.EagerRunner(self.prepared.original),
+                compare.EagerRunner(self.prepared.served),
+            )
+            half.name = f"eager {self.prepared.precision}"
             count = _probe_batches(self.report.batch, full=False)[-1]
             differences = self._compare(eager, half, count)
             for difference in differences:
-                self._hold(difference, f"{self.job.precision} differs from float32")
+                self._check(difference, f"{self.prepared.precision} differs from float32")
             detail.append(f"worst {max(d.relative for d in differences):.1e} of the largest output")
             if images is not None:
                 detail.append(self._same_answers(eager, half, images, differences))
@@ -170,7 +175,7 @@ class Gate:
             self.report.gate.append(GateStep(name, None, "not run: no images given"))
             return
         with self._step(name) as detail:
-            eager, runtime = compare.EagerRunner(self.job.original), self._exported()
+            eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
             detail.append(self._same_answers(eager, runtime, images, self.report.comparisons))
 
     def _same_answers(
@@ -184,7 +189,7 @@ class Gate:
         first = len(into)
         self._on_images(reference, candidate, real.images, into)
         equal = sum(round(found.top1_agreement * found.batch) for found in into[first:])
-        agreement, least = equal / len(real), 1.0 if self.job.precision == "fp32" else MIN_AGREEMENT
+        agreement, least = equal / len(real), 1.0 if self.prepared.precision == "fp32" else MIN_AGREEMENT
         if agreement < least:
             raise self._fail(f"real images: top-1 agrees on {agreement:.2%}; the limit is {least:.1%}")
         return f"{len(real)} images, top-1 equal on {'all' if equal == len(real) else f'{agreement:.2%}'}"
@@ -197,7 +202,7 @@ class Gate:
         into: list[compare.Difference],
     ) -> list[list[np.ndarray]]:
         """Outputs of both on all images, compared batch by batch."""
-        check_dtype(images, self.job)
+        check_dtype(images, self.prepared)
         smallest, _, largest = self.report.batch
         gathered: list[list[list[np.ndarray]]] = []
         for chunk in images.cpu().split(largest):
@@ -207,7 +212,7 @@ class Gate:
             kept = [[output[: len(chunk)] for output in side] for side in outputs]
             difference = compare.compare_outputs(kept[0], kept[1], "images", (reference.name, candidate.name))
             into.append(difference)
-            self._hold(difference, "real images: differs")
+            self._check(difference, "real images: differs")
             gathered.append(kept)
         sides = zip(*gathered, strict=True)
         return [[np.concatenate(parts) for parts in zip(*side, strict=True)] for side in sides]
@@ -231,7 +236,7 @@ class Gate:
                 worst = max(worst, difference.relative)
             detail.append(f"worst {worst:.1e} of the largest output")
 
-    def _hold(self, difference: compare.Difference, what: str) -> None:
+    def _check(self, difference: compare.Difference, what: str) -> None:
         where = f"for {difference.probe} input at batch {difference.batch}"
         if not difference.finite:
             raise self._fail(f"NaN or infinity in the output {where}")
@@ -245,7 +250,7 @@ class Gate:
         return self._runner(self.proto)
 
     def _runner(self, proto: onnx.ModelProto) -> compare.OnnxRunner:
-        if self.job.precision == "bf16":
+        if self.prepared.precision == "bf16":
             proto = widened(proto)
         try:
             return compare.OnnxRunner(proto.SerializeToString())
@@ -261,7 +266,7 @@ class Gate:
     ) -> list[compare.Difference]:
         try:
             return compare.compare_probes(
-                reference, candidate, count, self.job.size, self.job.input_dtype, probes
+                reference, candidate, count, self.prepared.size, self.prepared.input_dtype, probes
             )
         except ValueError as e:
             raise self._fail(str(e)) from e
@@ -276,24 +281,30 @@ def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
     return sorted({count for count in wanted if smallest <= count <= largest})
 
 
-def hold_to_eager(job: Job, runner: compare.Runner) -> tuple[str, float]:
+def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tuple[str, float]:
     """Hold an engine against eager PyTorch; what was found, in words, and the worst share.
 
     Raises:
         ExportError: the results differ.
     """
-    eager = compare.EagerRunner(job.original)
-    if job.precision == "int8" and job.samples is not None:  # made for values such as real images have
-        smallest, _, largest = job.batch
-        chosen = job.samples[np.arange(max(smallest, min(largest, len(job.samples)))) % len(job.samples)]
+    eager = compare.EagerRunner(prepared.original)
+    if (
+        prepared.precision == "int8" and prepared.samples is not None
+    ):  # made for values such as real images have
+        smallest, _, largest = prepared.batch
+        chosen = prepared.samples[
+            np.arange(max(smallest, min(largest, len(prepared.samples)))) % len(prepared.samples)
+        ]
         differences = [compare.compare_runners(eager, runner, chosen, "images")]
     else:
-        differences = compare.compare_on_probes(eager, runner, job.batch, job.size, job.input_dtype)
+        differences = compare.compare_on_probes(
+            eager, runner, prepared.batch, prepared.size, prepared.input_dtype
+        )
     for found in differences:
-        if not found.passed(job.tolerance):
+        if not found.passed(prepared.tolerance):
             raise ExportError(
-                f"{job.name}: {runner.name} differs from eager by {found.relative:.1e} of the largest output for "
-                f"{found.probe} input at batch {found.batch}; the limit is {job.tolerance:.0e}"
+                f"{prepared.name}: {runner.name} differs from eager by {found.relative:.1e} of the largest output for "
+                f"{found.probe} input at batch {found.batch}; the limit is {prepared.tolerance:.0e}"
             )
     worst = max(found.relative for found in differences)
     return f"{len(differences)} inputs, worst {worst:.1e} of the largest output", worst

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from capszoo.data import Batches
 from capszoo.errors import CapszooError
 
-from .target import Subject
+from .target import EvalTarget
 
 __all__ = [
     "ClassFigures",
@@ -152,26 +152,26 @@ def _per_cent(part: int, whole: int) -> float | None:
 
 @torch.no_grad()
 def scored(
-    subject: Subject, batch_size: int, progress: Callable[[int], None] | None = None
+    target: EvalTarget, batch_size: int, progress: Callable[[int], None] | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores [b, n] and labels of every image: those of one view, or the mean over its crops."""
-    for batch in subject.batches(batch_size, progress):
-        if subject.crops is None:
-            yield subject.net(batch.images.contiguous(memory_format=torch.channels_last)), batch.labels
+    for batch in target.batches(batch_size, progress):
+        if target.crops is None:
+            yield target.net(batch.images.contiguous(memory_format=torch.channels_last)), batch.labels
             continue
         total: Any = 0
-        for view in subject.crops.views(batch.pixels):
-            total = total + subject.net(subject.normalised(view))
-        yield total / len(subject.crops), batch.labels
+        for view in target.crops.views(batch.pixels):
+            total = total + target.net(target.normalised(view))
+        yield total / len(target.crops), batch.labels
 
 
 def assess(
-    subject: Subject, batch_size: int = 500, progress: Callable[[int], None] | None = None
+    target: EvalTarget, batch_size: int = 500, progress: Callable[[int], None] | None = None
 ) -> EvalResult:
     """Everything that is counted, in float32 and eval mode."""
-    spec = subject.images.spec
-    tally = Tally(spec.num_classes, spec.labels_per_image, subject.threshold, subject.images.device)
-    for scores, labels in scored(subject, batch_size, progress):
+    spec = target.images.spec
+    tally = Tally(spec.num_classes, spec.labels_per_image, target.threshold, target.images.device)
+    for scores, labels in scored(target, batch_size, progress):
         tally.add(scores, labels)
     return tally.result(spec.label_names)
 
@@ -200,13 +200,13 @@ def count_correct(
     return totals
 
 
-def stated_top1(subject: Subject) -> float | None:
+def stated_top1(target: EvalTarget) -> float | None:
     """The accuracy that the weights' metadata state for these images; None where they state none."""
-    info = subject.info
-    if info is None or subject.crops or info.raw.get("dataset", {}).get("name") != subject.images.spec.name:
+    info = target.info
+    if info is None or target.crops or info.metadata.dataset.name != target.images.spec.name:
         return None
-    stated = info.raw.get("metrics", {}).get(subject.images.split, {})
-    return stated.get("top1") if stated.get("n") == subject.n else None
+    stated = info.metadata.metrics.get(target.images.split)
+    return stated.top1 if stated and stated.n == target.n else None
 
 
 def reproduced(stated: float, found: float, n: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capszoo.errors import CapszooError, UsageError
-from capszoo.explain.convergence import RoundChanges
+from capszoo.explain.convergence import IterationChanges
 from capszoo.explain.plotting import new_figure, save
 from capszoo.explain.routing_stats import RoutingStats
 
@@ -159,14 +159,14 @@ def draw_dynamics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | P
 
 def draw_report(report: Report, folder: Path) -> list[Path]:
     """Draw everything there is to draw; returns the files."""
-    title = f"{report.subject.name} on {report.subject.images.spec.name}, n = {report.result.n:,}"
+    title = f"{report.target.name} on {report.target.images.spec.name}, n = {report.result.n:,}"
     written = []
     if report.result.confusion is not None:
         written.append(draw_confusion(report.result, title, folder / "confusion.png"))
     if report.sweeps or report.attacks:
         written.append(_draw_robustness(report, title, folder / "robustness.png"))
     if report.routing:
-        written.append(_draw_routing(report.routing, report.rounds, title, folder / "routing.png"))
+        written.append(_draw_routing(report.routing, report.iterations, title, folder / "routing.png"))
     return written
 
 
@@ -220,7 +220,9 @@ def _draw_robustness(report: Report, title: str, path: Path) -> Path:
     return save(figure, path)
 
 
-def _draw_routing(stats: RoutingStats, rounds: tuple[RoundChanges, ...], title: str, path: Path) -> Path:
+def _draw_routing(
+    stats: RoutingStats, iterations: tuple[IterationChanges, ...], title: str, path: Path
+) -> Path:
     figure = new_figure(13, 3.4)
     left, right, third = figure.subplots(1, 3)
     layers = range(1, len(stats.layers) + 1)
@@ -235,16 +237,16 @@ def _draw_routing(stats: RoutingStats, rounds: tuple[RoundChanges, ...], title: 
         agreement_panel(right, stats.curve.share, stats.curve.length)
     else:
         right.set_axis_off()
-    if rounds:
-        _draw_rounds(third, rounds)
+    if iterations:
+        _draw_iterations(third, iterations)
     else:
         third.set_axis_off()
     figure.suptitle(title, fontsize=11)
     return save(figure, path)
 
 
-def _draw_rounds(axes: Any, layers: tuple[RoundChanges, ...]) -> None:
-    """The logits' change by round, on a logarithmic axis; rounds that the network does not make are hollow."""
+def _draw_iterations(axes: Any, layers: tuple[IterationChanges, ...]) -> None:
+    """The logits' change by iteration, on a logarithmic axis; iterations that the network does not make are hollow."""
     for number, layer in enumerate(layers, 1):
         points = [(t, change) for t, change in enumerate(layer.logits, 1) if change > 0]
         if not points:
@@ -256,7 +258,7 @@ def _draw_rounds(axes: Any, layers: tuple[RoundChanges, ...]) -> None:
     axes.set_yscale("log", subs=(2, 5))
     for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         axis("{x:g}")
-    axes.set(xlabel="round of routing", ylabel="mean change of the logits")
+    axes.set(xlabel="iteration of routing", ylabel="mean change of the logits")
     axes.set_xticks(range(1, len(layers[0].logits) + 1))
     axes.grid(alpha=0.3)
     if len(layers) > 1:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from capszoo.errors import CapszooError
-from capszoo.explain.convergence import RoundChanges, round_changes
+from capszoo.explain.convergence import IterationChanges, iteration_changes
 from capszoo.explain.routing_stats import DEAD, RoutingStats, routing_stats
 
 from ..training.checkpoints import write_atomically
@@ -28,12 +28,12 @@ from .robustness import (
     default_eps,
     sweeps,
 )
-from .target import Subject
+from .target import EvalTarget
 
 __all__ = ["Report", "measure", "write"]
 
-ROUND_IMAGES = 100
-"""Images on which each round of routing is looked at: the first ones, for it takes a pass for every round."""
+ITERATION_IMAGES = 100
+"""Images on which each iteration of routing is measured, the first ones: each iteration takes a forward pass."""
 
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
@@ -48,10 +48,10 @@ class Report:
         seed: of the images drawn by a limit, and of PGD's start.
         limit: images asked for, None for all.
         stated: top-1 of the weights' metadata for these images, where it states one.
-        rounds: of the routing layers, on the first `ROUND_IMAGES`.
+        iterations: of the routing layers, on the first `ITERATION_IMAGES`.
     """
 
-    subject: Subject
+    target: EvalTarget
     result: EvalResult
     seed: int
     limit: int | None
@@ -60,20 +60,20 @@ class Report:
     attacks: tuple[AttackResult, ...] = ()
     affnist: AffnistResult | None = None
     routing: RoutingStats | None = None
-    rounds: tuple[RoundChanges, ...] = ()
+    iterations: tuple[IterationChanges, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: per cent everywhere but in the confusion matrix, whose rows are labels and columns answers."""
-        subject, result = self.subject, self.result
+        target, result = self.target, self.result
         found: dict[str, Any] = {
-            "model": subject.name,
-            "dataset": subject.images.spec.name,
-            "split": subject.images.split,
+            "model": target.name,
+            "dataset": target.images.spec.name,
+            "split": target.images.split,
             "n": result.n,
-            "of": subject.whole,
+            "of": target.whole,
             "seed": self.seed,
-            "crops": str(subject.crops) if subject.crops else "single",
-            "threshold": subject.threshold if subject.images.spec.labels_per_image is None else None,
+            "crops": str(target.crops) if target.crops else "single",
+            "threshold": target.threshold if target.images.spec.labels_per_image is None else None,
             "errors": result.errors,
             "top1": _rounded(result.top1),
             "top5": _rounded(result.top5),
@@ -90,8 +90,8 @@ class Report:
             }
         if self.routing:
             found["routing"] = asdict(self.routing) | {"dead_below": DEAD}
-            found["routing"]["rounds"] = [asdict(layer) for layer in self.rounds]
-            found["routing"]["rounds_n"] = min(ROUND_IMAGES, result.n)
+            found["routing"]["rounds"] = [asdict(layer) for layer in self.iterations]
+            found["routing"]["rounds_n"] = min(ITERATION_IMAGES, result.n)
         return found
 
 
@@ -107,7 +107,7 @@ def _rounded(value: Any) -> Any:
 
 
 def measure(
-    subject: Subject,
+    target: EvalTarget,
     *,
     batch_size: int = 500,
     robustness: bool = False,
@@ -125,34 +125,36 @@ def measure(
         robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
         routing: routing statistics.
         data: folder of MNIST, for affNIST's protocol; None asks `CAPSZOO_DATA`.
-        limit: use so many of affNIST's images (the subject's own are limited already).
+        limit: use so many of affNIST's images (the target's own are limited already).
         seed: of PGD's start and of that choice.
         progress: shows how far it is.
     """
 
     def bar(what: str) -> AbstractContextManager[Advance]:
-        return progress(what, subject.n) if progress else nullcontext(lambda count: None)
+        return progress(what, target.n) if progress else nullcontext(lambda count: None)
 
     with bar("evaluating") as advance:
-        result = assess(subject, batch_size, advance)
+        result = assess(target, batch_size, advance)
     found: dict[str, Any] = {}
     if robustness:
         with bar("sweeps") as advance:
-            found["sweeps"] = sweeps(subject, batch_size=batch_size, progress=advance)
-        if not subject.images.spec.multi_label:
-            tried = radii or default_eps(subject.images.spec.input_size[0])
+            found["sweeps"] = sweeps(target, batch_size=batch_size, progress=advance)
+        if not target.images.spec.multi_label:
+            tried = radii or default_eps(target.images.spec.input_size[0])
             with bar("PGD") as advance:
-                found["attacks"] = attack(subject, tried, steps, seed, min(batch_size, 250), advance)
-        found["affnist"] = affnist(subject, data, limit, seed, batch_size)
+                found["attacks"] = attack(target, tried, steps, seed, min(batch_size, 250), advance)
+        found["affnist"] = affnist(target, data, limit, seed, batch_size)
     if routing:
         with bar("routing") as advance:
-            batches = ((b.images, b.labels) for b in subject.batches(min(batch_size, 50), advance))
-            if subject.crops:
+            batches = ((b.images, b.labels) for b in target.batches(min(batch_size, 50), advance))
+            if target.crops:
                 raise CapszooError("routing statistics are of one view of each image", "leave --crops out")
-            found["routing"] = routing_stats(subject.net, batches)
-            few = subject.on(subject.images.fixed().subset(torch.arange(min(ROUND_IMAGES, subject.n))))
-            found["rounds"] = round_changes(subject.net, (b.images for b in few.batches(min(batch_size, 50))))
-    return Report(subject, result, seed, limit, stated_top1(subject), **found)
+            found["routing"] = routing_stats(target.net, batches)
+            few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
+            found["iterations"] = iteration_changes(
+                target.net, (b.images for b in few.batches(min(batch_size, 50)))
+            )
+    return Report(target, result, seed, limit, stated_top1(target), **found)
 
 
 def write(report: Report, folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from capszoo.data.augment import affine_matrices, crop, warp
 from capszoo.errors import CapszooError, UsageError
 
 from .metrics import all_right, assess
-from .target import Subject, drawn
+from .target import EvalTarget, drawn
 
 __all__ = [
     "SWEEPS",
@@ -106,30 +106,30 @@ def move(pixels: Tensor, name: str, amount: float) -> Tensor:
 
 @torch.no_grad()
 def sweeps(
-    subject: Subject,
+    target: EvalTarget,
     names: Sequence[str] = tuple(SWEEPS),
     batch_size: int = 500,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[SweepResult, ...]:
     """Accuracy at every amount of the sweeps named, one view of each image."""
-    spec = subject.images.spec
+    spec = target.images.spec
     right = {name: [0] * len(SWEEPS[name][1]) for name in names}
-    for batch in _single(subject).batches(batch_size, progress):
+    for batch in _single(target).batches(batch_size, progress):
         for name in names:
             for place, amount in enumerate(SWEEPS[name][1]):
-                scores = subject.net(subject.normalised(move(batch.pixels, name, amount)))
-                found = all_right(scores, batch.labels, spec.labels_per_image, subject.threshold)
+                scores = target.net(target.normalised(move(batch.pixels, name, amount)))
+                found = all_right(scores, batch.labels, spec.labels_per_image, target.threshold)
                 right[name][place] += int(found.sum())
     return tuple(
-        SweepResult(name, *SWEEPS[name], tuple(100 * count / subject.n for count in right[name]))
+        SweepResult(name, *SWEEPS[name], tuple(100 * count / target.n for count in right[name]))
         for name in names
     )
 
 
-def _single(subject: Subject) -> Subject:
-    if subject.crops:
+def _single(target: EvalTarget) -> EvalTarget:
+    if target.crops:
         raise UsageError("robustness is measured on one view of each image", "leave --crops multi out")
-    return subject
+    return target
 
 
 def default_eps(channels: int) -> tuple[float, ...]:
@@ -198,7 +198,7 @@ def pgd(
 
 
 def attack(
-    subject: Subject,
+    target: EvalTarget,
     radii: Sequence[float],
     steps: int = STEPS,
     seed: int = 0,
@@ -206,15 +206,15 @@ def attack(
     progress: Callable[[int], None] | None = None,
 ) -> tuple[AttackResult, ...]:
     """Accuracy under PGD at each radius; the random start depends on (seed, batch) and so on the batch size."""
-    if subject.images.spec.multi_label:
+    if target.images.spec.multi_label:
         raise CapszooError("PGD is defined here for one label an image", "choose another data set")
-    pixels_of = _pixels_to_scores(subject.net, subject.mean, subject.std)
+    pixels_of = _pixels_to_scores(target.net, target.mean, target.std)
     right = [0] * len(radii)
-    frozen = [p for p in subject.net.parameters() if p.requires_grad]
+    frozen = [p for p in target.net.parameters() if p.requires_grad]
     for p in frozen:  # their gradients would be computed for nothing
         p.requires_grad_(False)
     try:
-        for number, batch in enumerate(_single(subject).batches(batch_size, progress)):
+        for number, batch in enumerate(_single(target).batches(batch_size, progress)):
             images = batch.pixels.float() / 255
             for place, eps in enumerate(radii):
                 generator = keyed_generator(seed, number)
@@ -224,7 +224,7 @@ def attack(
         for p in frozen:
             p.requires_grad_(True)
     return tuple(
-        AttackResult(eps, steps, STEP_SHARE * eps / steps, 100 * count / subject.n)
+        AttackResult(eps, steps, STEP_SHARE * eps / steps, 100 * count / target.n)
         for eps, count in zip(radii, right, strict=True)
     )
 
@@ -257,7 +257,11 @@ class AffnistResult:
 
 
 def affnist(
-    subject: Subject, data: str | Path | None, limit: int | None = None, seed: int = 0, batch_size: int = 500
+    target: EvalTarget,
+    data: str | Path | None,
+    limit: int | None = None,
+    seed: int = 0,
+    batch_size: int = 500,
 ) -> AffnistResult:
     """The protocol's test, for models of digits (trained on MNIST or a set composed of it).
 
@@ -266,13 +270,13 @@ def affnist(
         limit, seed: use so many images of each set, drawn by the seed.
     """
     spec = dataset_spec("affnist")
-    name = subject.recipe.get("data", {}).get("name", subject.images.spec.name)
+    name = target.recipe.data.name or target.images.spec.name
     trained = name == "affnist"
     reason = ""
-    size = tuple(getattr(subject.net, "img_size", ()))
-    if name not in ("mnist", "affnist") or subject.images.spec.multi_label:
+    size = tuple(getattr(target.net, "img_size", ()))
+    if name not in ("mnist", "affnist") or target.images.spec.multi_label:
         reason = f"the protocol is of MNIST's digits, the model is of {name}"
-    elif getattr(subject.net, "fixed_input_size", True) and size != spec.input_size[1:]:
+    elif getattr(target.net, "fixed_input_size", True) and size != spec.input_size[1:]:
         reason = f"the model was built for {'x'.join(map(str, size))} pixels, the protocol has 40x40"
     if reason:
         return AffnistResult(0, None, None, trained, reason)
@@ -284,7 +288,7 @@ def affnist(
         except DataError as error:  # what was measured before must not be lost
             return AffnistResult(0, None, None, trained, str(error))
         n = len(images)
-        accuracy.append(assess(subject.on(images), batch_size).accuracy)
+        accuracy.append(assess(target.on(images), batch_size).accuracy)
     return AffnistResult(n, accuracy[0], accuracy[1], trained)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import capszoo
 from capszoo._api import default_device
 from capszoo._memory import keep_freed_memory
+from capszoo.checkpoint import resolve
 from capszoo.data import (
     PREFIXES,
     Batch,
@@ -30,13 +31,13 @@ from capszoo.data import (
 )
 from capszoo.data.folders import find_splits
 from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import load_model, model_of_pair, run_weights
-from capszoo.models._pretrained import WeightsInfo, bundled_tags, checked_pair
+from capszoo.metadata import DataRecord, RecipeRecord
+from capszoo.models._pretrained import WeightsInfo
 from capszoo.preprocess import model_input_size
 
 from .crops import Crops, default_side
 
-__all__ = ["Subject", "create_for", "drawn", "model_from_file", "prepare", "score_threshold"]
+__all__ = ["EvalTarget", "create_for", "drawn", "prepare", "score_threshold"]
 
 
 def score_threshold(loss: str) -> float:
@@ -62,35 +63,20 @@ def create_for(
     return create(**{**args, **model_args})
 
 
-def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
-    """Build a trained model from `<arch>.<tag>.safetensors` (or its `.json`), the two lying side by side.
-
-    Raises `WeightsError` where the sha256 differs from the metadata's.
-    """
-    weights, info = checked_pair(path)
-    return model_of_pair(weights, info).eval(), info
-
-
 def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | None]:
-    """A model and, where it has any, its metadata.
+    """A model on the CPU and, where it has any, its metadata.
 
     Arguments:
-        model: a module, a name with weights, `hf-hub:…`, a weights file or its metadata, or the folder of a run.
+        model: a module, or what `capszoo.checkpoint.resolve` takes.
     """
     if isinstance(model, nn.Module):
         return model, None
-    path, name = Path(model), str(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        path = run_weights(path)
-    if path.suffix in (".safetensors", ".json"):
-        return model_from_file(path)
-    net = load_model(name, device="cpu")
-    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-    return net, bundled_tags().get(f"{cfg.get('architecture')}.{cfg.get('tag')}")
+    found = resolve(model)
+    return found.create(device="cpu"), found.same_in_zoo()
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalTarget:
     """A model on its device, and the images it is tried on.
 
     Attributes:
@@ -120,12 +106,12 @@ class Subject:
     @property
     def part(self) -> str:
         """What the images are, in words: the split, and whether they chose the weights."""
-        chose = self.images.split == "validation" and bool(self.recipe.get("early_stop"))
+        chose = self.images.split == "validation" and bool(self.recipe.early_stop)
         return f"{self.images.split}; chose the epoch" if chose else self.images.split
 
     @property
-    def recipe(self) -> dict[str, Any]:
-        return self.info.raw.get("recipe", {}) if self.info else {}
+    def recipe(self) -> RecipeRecord:
+        return self.info.metadata.trained if self.info else RecipeRecord()
 
     def batches(self, batch_size: int, progress: Callable[[int], None] | None = None) -> Iterator[Batch]:
         """Every image once, in order; `progress` is called with the number of images after each batch."""
@@ -138,7 +124,7 @@ class Subject:
         """uint8 [b, c, h, w] as the model takes it."""
         return normalize(pixels, self.mean, self.std).contiguous(memory_format=torch.channels_last)
 
-    def on(self, images: ImageSet | StreamedSet) -> Subject:
+    def on(self, images: ImageSet | StreamedSet) -> EvalTarget:
         """The same model on other images, one view of each."""
         return replace(self, images=images.to(self.images.device), whole=len(images), crops=None)
 
@@ -153,7 +139,7 @@ def prepare(
     seed: int = 0,
     crops: str = "single",
     device: str | torch.device | None = None,
-) -> Subject:
+) -> EvalTarget:
     """Find a model and its images.
 
     Arguments:
@@ -177,10 +163,10 @@ def prepare(
         dataset, data = str(data), None
     net, info = find_model(model)
     if dataset is None:
-        if info is None or "dataset" not in info.raw:
+        if info is None or not info.metadata.dataset.name:
             raise DataError("name the data set: the model does not say which one it was trained on")
-        dataset = str(info.raw["dataset"]["name"])
-    recipe = info.raw.get("recipe", {}) if info else {}
+        dataset = info.metadata.dataset.name
+    recipe = info.metadata.trained if info else RecipeRecord()
     views: Crops | None = None
     if isinstance(dataset, str):
         images, views = _load(dataset, split, data, net, recipe, crops == "multi")
@@ -191,21 +177,21 @@ def prepare(
     _check_fit(net, images, views)
     whole = len(images)
     images = drawn(images, limit, seed)
-    target = torch.device(device or default_device())
-    if target.type == "cpu":
+    place = torch.device(device or default_device())
+    if place.type == "cpu":
         keep_freed_memory()
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
     channels = images.spec.input_size[0]
     known = info is not None or (cfg.get("tag") and len(cfg.get("mean") or ()) == channels)
     mean, std = (info.mean, info.std) if info else (tuple(cfg.get("mean", ())), tuple(cfg.get("std", ())))
-    return Subject(
+    return EvalTarget(
         name=info.name if info else type(net).__name__ if isinstance(model, nn.Module) else str(model),
-        net=net.to(target).to(memory_format=torch.channels_last).eval(),
-        images=images.to(target),
+        net=net.to(place).to(memory_format=torch.channels_last).eval(),
+        images=images.to(place),
         whole=whole,
         mean=mean if known else images.spec.mean,
         std=std if known else images.spec.std,
-        threshold=score_threshold(recipe.get("loss", {}).get("name", "margin")),
+        threshold=score_threshold(recipe.loss.name if recipe.loss else "margin"),
         info=info,
         crops=views,
     )
@@ -220,12 +206,13 @@ def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> Image
 
 
 def _load(
-    dataset: str, split: str, data: str | Path | None, net: nn.Module, recipe: dict[str, Any], multi: bool
+    dataset: str, split: str, data: str | Path | None, net: nn.Module, recipe: RecipeRecord, multi: bool
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
     """Images of the size that the model sees, or of the size that its crops are cut out of."""
-    trained = recipe.get("data", {}) if recipe.get("data", {}).get("name") == dataset else {}
-    objects = None if trained or multi else _object_size(net)
-    augment = trained.get("augment", {})
+    known = recipe.data.name == dataset
+    trained = recipe.data if known else DataRecord()
+    objects = None if known or multi else _object_size(net)
+    augment = trained.augment
     _, *model_size = model_input_size(net)
     folder = dataset.startswith(("imagefolder:", "hf:"))
     composed = False
@@ -237,7 +224,7 @@ def _load(
         composed = bool(spec.base)
         if composed and multi:
             raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
-    size: int | None = trained.get("size")
+    size = trained.size
     if objects and not composed:
         found = load_dataset(dataset, split, data, size=objects, resize=objects if folder else None)
         return _on_canvas(found, model_size), None
@@ -246,13 +233,13 @@ def _load(
             raise DataError(f"the model takes {model_size[0]}x{model_size[1]} images, data sets are square")
         size = model_size[0]
     # As in training: the middle of images resized in the same way.
-    resize: int | None = augment.get("resize")
-    if folder and not trained:
+    resize = augment.resize
+    if folder and not known:
         cfg: Any = getattr(net, "pretrained_cfg", None) or {}
         resize = round(model_size[0] / float(cfg.get("crop_pct") or 1.0))
     side = resize
     seen = size or (native[0] if native else model_size[0])
-    shift = int(augment.get("shift") or 0) if side is None else 0
+    shift = (augment.shift or 0) if side is None else 0
     if multi and not shift and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
@@ -261,8 +248,8 @@ def _load(
         return images, None
     rows, cols = images.spec.input_size[1:]
     if shift:
-        return images, Crops(rows + 2 * shift, (rows, cols), bool(augment.get("flip")), shift)
-    views = Crops(images.size[0], (rows, cols), bool(augment.get("flip")))
+        return images, Crops(rows + 2 * shift, (rows, cols), bool(augment.flip), shift)
+    views = Crops(images.size[0], (rows, cols), bool(augment.flip))
     if images.size[0] == rows:
         raise DataError(f"images of {rows} pixels leave nothing to crop: evaluate them with --crops single")
     whole = replace(images.spec, input_size=(images.spec.input_size[0], *images.size))
@@ -273,7 +260,7 @@ def _read_split(
     dataset: str,
     split: str,
     data: str | Path | None,
-    trained: Mapping[str, Any],
+    trained: DataRecord,
     size: int | None,
     side: int | None,
 ) -> ImageSet | StreamedSet:
@@ -285,7 +272,7 @@ def _read_split(
         trained: `data` of the recipe that the model was trained by, if it was trained on this data set.
     """
     # what training left out is left out here: a validation split is drawn by the images' numbers
-    skipped: list[str] | None = [] if trained.get("skip_bad") else None
+    skipped: list[str] | None = [] if trained.skip_bad else None
 
     def load(part: str) -> ImageSet | StreamedSet:
         return load_dataset(dataset, part, data, size=size, resize=side, skipped=skipped)
@@ -294,18 +281,18 @@ def _read_split(
     wanted = "val" if split == "validation" else split
     splits = find_splits(dataset, data) if named and wanted != "train" else set()
     if wanted == "test" and named and "test" not in splits:
-        if "val" not in splits and trained.get("val_size"):
+        if "val" not in splits and trained.val_size:
             raise DataError(f"{dataset} has no test images: --split val takes those that training held out")
         wanted = "val" if "val" in splits else wanted
     if wanted != "val":
         return load(wanted)
-    if trained.get("validation", "own" if "val" in splits else "carved") == "own":
+    if (trained.validation or ("own" if "val" in splits else "carved")) == "own":
         return replace(load("val"), split="validation")
-    held_out = int(trained.get("val_size") or 0)
+    held_out = trained.val_size or 0
     if not held_out:
         raise DataError("the model does not say which images its training held out: use --split test")
-    stratified = trained.get("validation") == "stratified"
-    return split_validation(load("train"), held_out, int(trained.get("val_seed", 0)), stratified)[1]
+    stratified = trained.validation == "stratified"
+    return split_validation(load("train"), held_out, trained.val_seed or 0, stratified)[1]
 
 
 def _object_size(net: nn.Module) -> int | None:

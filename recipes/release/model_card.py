@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.models import get_pretrained_cfg
 
 from capszoo.models._papers import PAPERS
-from capszoo.models._pretrained import HUB_FILENAME, WeightsInfo
+from capszoo.models._pretrained import HUB_FILENAME, METADATA_FILENAME, WeightsInfo
 
 from .paper_results import (
     as_accuracy,
@@ -32,7 +32,6 @@ __all__ = [
     "CURVES",
     "GOLDEN",
     "LABELS",
-    "METADATA",
     "card_data",
     "model_card",
     "paper_ids",
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 #: Names of further files of a repository, beside the weights, `config.json` and `README.md`.
-GOLDEN, METADATA, LABELS = "golden.safetensors", "metadata.json", "labels.txt"
+GOLDEN, LABELS = "golden.safetensors", "labels.txt"
 CURVES, CONFUSION = "curves.png", "confusion.png"
 
 #: Where a paper's identifier leads.
@@ -99,9 +98,9 @@ def paper_ids(info: WeightsInfo) -> list[str]:
 
 def _dataset(info: WeightsInfo) -> tuple[str, str, str]:
     """Name, title and source of what it was trained on."""
-    raw = public(info.raw.get("dataset", {}))
-    name = str(raw.get("name", "unknown"))
-    return name, str(raw.get("title") or name), str(raw.get("source") or "")
+    found = info.metadata.dataset
+    name = str(public(found.name) or "unknown")
+    return name, str(public(found.title) or name), str(public(found.source))
 
 
 def _results(info: WeightsInfo) -> list[EvalResult]:
@@ -115,11 +114,11 @@ def _results(info: WeightsInfo) -> list[EvalResult]:
         metric_type="accuracy",
     )
     results = []
-    for split, found in info.raw.get("metrics", {}).items():
-        if split != "validation" and "top1" in found:
-            named = f"{counted(info)}, % (this file, n = {found['n']} images)"
+    for split, found in info.metadata.metrics.items():
+        if split != "validation" and found.top1 is not None:
+            named = f"{counted(info)}, % (this file, n = {found.n} images)"
             results.append(
-                EvalResult(**where, metric_value=found["top1"], metric_name=named, dataset_split=split)
+                EvalResult(**where, metric_value=found.top1, metric_name=named, dataset_split=split)
             )
     for figure in paper_figures(info):
         note = f", {figure.note}" if figure.note else ""
@@ -183,14 +182,14 @@ def model_card(
         pictures: which of `CURVES` and `CONFUSION` lie beside the card.
         local: for the folder of a run, which is on no Hub.
     """
-    raw = public(info.raw)
+    stated = info.metadata
     known_as = repo_id if local else f"hf-hub:{repo_id}"
     name, title, source = _dataset(info)
     labels = info.label_names or ()
     papers = [paper_link(paper_id) for paper_id in paper_ids(info)]
     size = "×".join(map(str, info.input_size))
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
-    about = raw.get("description") or f"{info.architecture} trained on {title}"
+    about = stated.description or f"{info.architecture} trained on {title}"
     start = began_with(info)
     trained = f"Fine-tuned from `{start}` on" if start and not went_on(info) else "Trained on"
     shown = ", ".join(labels[:20]) + (
@@ -200,7 +199,7 @@ def model_card(
         f"# {repo_id}",
         f"{about[0].upper()}{about[1:].rstrip('.')}: `{info.architecture}` of "
         f"[timm](https://github.com/huggingface/pytorch-image-models)'s registry once capszoo is imported, "
-        f"{raw.get('num_params', 0):,} parameters, for images of {size} (channels, height, width).{from_paper}",
+        f"{stated.num_params or 0:,} parameters, for images of {size} (channels, height, width).{from_paper}",
         f"{trained} {title}"
         + (f" ({source})." if source not in ("", title) else ".")
         + (f" Classes: {shown}." if labels else ""),
@@ -227,8 +226,8 @@ def model_card(
         _classes(info),
         "## Training",
         *(f"![{alt}]({file})" for file, alt in PICTURES.items() if file in pictures),
-        *(_recipe_parts(raw.get("recipe"))),
-        _provenance(info, raw),
+        *(_recipe_parts(public(info.raw.get("recipe")))),
+        _provenance(info),
         "## Limits",
         _limits(info, title),
         "## Files",
@@ -240,11 +239,11 @@ def model_card(
 
 def _classes(info: WeightsInfo) -> str:
     """What is right of each class, where the metadata have it (as `finetune` writes it), as a table."""
-    found = info.raw.get("per_class")
+    found = info.metadata.per_class
     if not found:
         return ""
-    lines = [f"| class | images of {found['split']} | right, % |", "|---|---:|---:|"]
-    for label, n, right in zip(info.label_names or (), found["images"], found["right"], strict=True):
+    lines = [f"| class | images of {found.split} | right, % |", "|---|---:|---:|"]
+    for label, n, right in zip(info.label_names or (), found.images, found.right, strict=True):
         lines.append(f"| {label} | {n:,} | {f'{100 * right / n:.1f}' if n else ''} |")
     table = "\n".join(lines)
     if len(lines) <= MOST_ROWS + 2:
@@ -256,7 +255,7 @@ def _files(info: WeightsInfo, local: bool) -> str:
     weights, metadata, golden = (
         (f"{info.name}.safetensors", f"{info.name}.json", f"{info.name}.golden.npz")
         if local
-        else (HUB_FILENAME, METADATA, GOLDEN)
+        else (HUB_FILENAME, METADATA_FILENAME, GOLDEN)
     )
     config = "recipe.yaml`: every setting" if local else "config.json`: architecture, input, labels, for timm"
     return (
@@ -274,15 +273,15 @@ def _recipe_parts(recipe: dict[str, Any] | None) -> list[str]:
     return [f"<details><summary>The recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>"]
 
 
-def _provenance(info: WeightsInfo, raw: dict[str, Any]) -> str:
-    lines = []
-    if raw.get("commit"):
-        changed = " and changes that were not committed" if str(raw["commit"]).endswith("+changes") else ""
-        lines.append(f"- Code: commit `{str(raw['commit']).removesuffix('+changes')}`{changed}")
-    versions = ", ".join(f"{key} {value}" for key, value in raw.get("versions", {}).items())
+def _provenance(info: WeightsInfo) -> str:
+    lines, stated = [], info.metadata
+    if stated.commit:
+        changed = " and changes that were not committed" if stated.commit.endswith("+changes") else ""
+        lines.append(f"- Code: commit `{stated.commit.removesuffix('+changes')}`{changed}")
+    versions = ", ".join(f"{key} {value}" for key, value in stated.versions.items())
     if versions:
         lines.append(f"- Versions: {versions}")
-    for split, digest in raw.get("dataset", {}).get("sha256", {}).items():
+    for split, digest in stated.dataset.sha256.items():
         lines.append(f"- Fingerprint of the {split} images and labels: `{digest}`")
     return "\n".join(lines)
 
@@ -295,6 +294,6 @@ def _limits(info: WeightsInfo, title: str) -> str:
         "- Scores are capsule lengths, activations or logits, made for comparison with each other: no probabilities.",
         "- Robustness (to noise, shifts, other cameras) and fairness have not been measured.",
     ]
-    if "test" not in info.raw.get("metrics", {}):
+    if "test" not in info.metadata.metrics:
         lines.append("- No test set was at hand: there is no figure that says how well it does.")
     return "\n".join(lines)

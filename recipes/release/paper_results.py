@@ -74,7 +74,7 @@ def paper_figures(info: WeightsInfo) -> list[PaperFigure]:
     line = header_line(info.name, "Paper")
     if line.startswith("none"):
         return []
-    title = str(info.raw.get("dataset", {}).get("title", ""))
+    title = info.metadata.dataset.title
     same = [
         f
         for f in PAPERS.get(info.architecture, ())
@@ -92,13 +92,14 @@ def sampling_error(top1: float, n: int) -> float:
 
 def counted(info: WeightsInfo) -> str:
     """What the accuracies of a checkpoint count: "top-1", or, of images with several labels, the "exact set"."""
-    name = info.raw.get("dataset", {}).get("name", "")
+    name = info.metadata.dataset.name
     return DATASETS[name].accuracy if name in DATASETS else "top-1"
 
 
 def began_with(info: WeightsInfo) -> str | None:
     """The weights that the run of a checkpoint began with; None where they were random."""
-    return (info.raw.get("recipe", {}).get("init") or {}).get("weights")
+    init = info.metadata.trained.init
+    return init.weights if init else None
 
 
 def went_on(info: WeightsInfo) -> bool:
@@ -110,11 +111,11 @@ def went_on(info: WeightsInfo) -> bool:
 def figures_table(info: WeightsInfo) -> list[str]:
     """Ours and the papers' figures as the lines of a markdown table."""
     lines = [f"| figure | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
-    for split, found in info.raw.get("metrics", {}).items():
-        if "top1" not in found:
+    for split, found in info.metadata.metrics.items():
+        if found.top1 is None or found.n is None:
             continue
-        top1, n = found["top1"], found["n"]
-        wrong = f", {found['errors']:,} wrong" if "errors" in found else ""
+        top1, n = found.top1, found.n
+        wrong = f", {found.errors:,} wrong" if found.errors is not None else ""
         which = "held out of the training set" if split == "validation" else f"{split} set"
         lines.append(
             f"| {'**this file**' if split == 'test' else 'this run'} | {top1:.2f} ± {sampling_error(top1, n):.2f} "
@@ -181,17 +182,15 @@ def shown(value: Any) -> str:
 
 def protocol_lines(info: WeightsInfo) -> list[str]:
     """How the figures came about, and where that differs from the papers' way, as a markdown list."""
-    raw = info.raw
-    recipe: Mapping[str, Any] = raw.get("recipe", {})
+    stated = info.metadata
     lines = []
-    if recipe:
-        kept = f"epoch {raw['epoch']} of" if raw.get("epoch") else "the last of"
-        lines.append(
-            f"- One run, seed {raw.get('seed', recipe.get('seed'))}; {kept} {recipe['epochs']} epochs."
-        )
+    if stated.recipe:
+        kept = f"epoch {stated.epoch} of" if stated.epoch else "the last of"
+        seed = stated.recipe.seed if stated.seed is None else stated.seed
+        lines.append(f"- One run, seed {seed}; {kept} {stated.recipe.epochs} epochs.")
         if note := seeds_note(info):
             lines[-1] += f" All seeds of this recipe, test {counted(info)} in %: {note.removeprefix('; ')}."
-        if raw.get("epoch"):
+        if stated.epoch:
             lines[-1] += " It was chosen by the validation images, whose figure is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
             lines[-1] += " The paper's figure is what its note says (a mean of runs, or the best test epoch)."
@@ -201,15 +200,15 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         lines.append(f"- It began with the weights of `{start}`{whose} whose epochs come on top.")
     if counted(info) == "exact set":
         lines.append("- An image is right where all of its labels are found, and no other.")
-    if "test" in raw.get("metrics", {}):
+    if "test" in stated.metrics:
         # the same checkpoint, trained on; a run that was broken off had not come to its test images
         again = start and Path(start).name.startswith(info.name) and not went_on(info)
         looks = "at the end of both runs" if again else "once, at the end"
         lines.append(f"- The test set was looked at {looks}; nothing was chosen by it.")
-    validation = raw.get("metrics", {}).get("validation")
+    validation = stated.metrics.get("validation")
     if validation:
         lines.append(
-            f"- {validation['n']:,} training images were held out to watch the run, and not trained on."
+            f"- {validation.n:,} training images were held out to watch the run, and not trained on."
         )
     unlike = settings_unlike_the_papers(info)
     if unlike:
@@ -219,12 +218,12 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         lines.append(f"- Settings unlike the paper's: {listed}.")
     elif info.name in list_recipes() and paper_figures(info):
         lines.append("- Settings: the recipe's own, which are the paper's.")
-    if raw.get("hardware"):
-        seconds = raw.get("train_seconds")
+    if stated.hardware:
+        seconds = stated.train_seconds
         took = f" in {seconds:,} s" + (" (this part)" if went_on(info) else "") if seconds else ""
-        lines.append(f"- Trained on {raw['hardware']}{took}.")
-    if raw.get("storage", "float32") != "float32":
-        lines.append(f"- Stored in {raw['storage']}; the figures are those of the stored file.")
+        lines.append(f"- Trained on {stated.hardware}{took}.")
+    if stated.storage != "float32":
+        lines.append(f"- Stored in {stated.storage}; the figures are those of the stored file.")
     return lines
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Watch"]
+__all__ = ["NonFiniteDetector"]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -22,7 +22,7 @@ def _finite(value: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in _tensors(value) if t.is_floating_point())
 
 
-class Watch:
+class NonFiniteDetector:
     """Look at every output (and gradient) of a module until one is not finite; slow, so for a few updates only.
 
     Arguments:

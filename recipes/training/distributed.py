@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
 
-__all__ = ["PeerLost", "StopRequest", "Stopped", "TrainingError", "agree", "one_fate"]
+__all__ = ["PeerLost", "StopRequest", "Stopped", "TrainingError", "raise_on_all_ranks", "sync_error"]
 
 
 class TrainingError(CapszooError, RuntimeError):
@@ -43,7 +43,7 @@ class Stopped(TrainingError):
         self.exit_code = 128 + number  # what shells and schedulers expect
 
 
-def agree(accelerator: Accelerator, failure: Exception | None) -> None:
+def sync_error(accelerator: Accelerator, failure: Exception | None) -> None:
     """Let what failed on one process fail on all of them; every process calls this at the same point.
 
     The first process raises the error, the others leave quietly: one run, one line.
@@ -66,14 +66,14 @@ def agree(accelerator: Accelerator, failure: Exception | None) -> None:
 
 
 @contextmanager
-def one_fate(accelerator: Accelerator) -> Iterator[None]:
+def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
     """Do something that may fail on one process only, such as writing a file on the first."""
     failure: Exception | None = None
     try:
         yield
     except (CapszooError, OSError, RuntimeError, ValueError) as error:
         failure = error
-    agree(accelerator, failure)
+    sync_error(accelerator, failure)
 
 
 class StopRequest:

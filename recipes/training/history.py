@@ -63,7 +63,7 @@ def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
 def _records(name: str) -> list[dict[str, Any]]:
     folder = Path(name)
     if name in bundled_tags():
-        return records_of(bundled_tags()[name].raw.get("history", {}))
+        return records_of(bundled_tags()[name].metadata.history)
     if not (folder / "recipe.yaml").is_file():
         raise CapszooError(
             f"{name}: neither the folder of a run nor a checkpoint of the zoo", "give what --out of train was"

@@ -90,7 +90,7 @@ class RunLog:
         self.events.flush()
         draw_curves(self.out / "curves.png", self.out.name, self.records())
 
-    def look(self, step: int, loss: float, lr: float, rate: float, note: str) -> None:
+    def update(self, step: int, loss: float, lr: float, rate: float, note: str) -> None:
         """Log the mean loss since the last look, move the bar; where the output is no terminal, a line a minute."""
         if not self.active:
             return

@@ -33,7 +33,7 @@ __all__ = [
     "create_net",
     "create_optimizer",
     "create_scheduler",
-    "hold_frozen",
+    "freeze_batch_statistics",
     "load_data",
     "read_split",
 ]
@@ -175,7 +175,7 @@ def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
         raise RecipeError(f"{recipe.name}: init.freeze leaves nothing to train")
 
 
-def hold_frozen(net: nn.Module) -> None:
+def freeze_batch_statistics(net: nn.Module) -> None:
     """Put what is frozen into eval mode, so that the statistics of its norms stay as they are."""
     for module in net.modules():
         parameters = list(module.parameters())

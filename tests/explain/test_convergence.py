@@ -1,4 +1,4 @@
-"""What each round of routing changes: by hand from the naive routing, and on every family of the zoo."""
+"""What each iteration of routing changes: by hand from the naive routing, and on every family of the zoo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from capszoo.errors import CapszooError
-from capszoo.explain.convergence import ROUNDS, round_changes
+from capszoo.explain.convergence import ITERATIONS, iteration_changes
 from capszoo.explain.routing_stats import canonical
 from capszoo.layers.dynamic import dynamic_routing
 from tests.models.zoo_cases import calibrate, has_capsules, images, names, small
@@ -16,7 +16,7 @@ QUICK = ("capsnet_em_norb_small", "capsnet6_em", "idpa_cnn", "cnn_routingpool", 
 
 
 def logits(votes: Tensor, count: int) -> Tensor:
-    """b_ij of Procedure 1 at the start of the last of so many rounds, [b, j, i]."""
+    """b_ij of Procedure 1 at the start of the last of so many iterations, [b, j, i]."""
     found = torch.zeros(votes.shape[:3])
     for _ in range(count - 1):
         couplings = found.softmax(1)
@@ -35,32 +35,32 @@ def test_the_logits_of_dynamic_routing() -> None:
     with torch.no_grad():
         model.class_caps.weight.mul_(8)
         votes = model.class_votes(x).votes
-    (changes,) = round_changes(model, [x])
-    assert changes.own == model.routing_iters and len(changes.logits) == len(changes.couplings) == ROUNDS
-    assert changes.logits[0] == changes.couplings[0] == 0, "the first round's couplings are even"
-    for t in range(2, ROUNDS + 1):
+    (changes,) = iteration_changes(model, [x])
+    assert changes.own == model.routing_iters and len(changes.logits) == len(changes.couplings) == ITERATIONS
+    assert changes.logits[0] == changes.couplings[0] == 0, "the first iteration's couplings are even"
+    for t in range(2, ITERATIONS + 1):
         before, now = logits(votes, t - 1), logits(votes, t)
         step = (now - now.mean(1, keepdim=True)) - (before - before.mean(1, keepdim=True))
         assert changes.logits[t - 1] == pytest.approx(float(step.abs().mean()), rel=1e-3)
         change = (now.softmax(1) - before.softmax(1)).abs().mean() * votes.shape[1]
         assert changes.couplings[t - 1] == pytest.approx(float(change), rel=1e-3)
-    assert len(round_changes(model, [x], rounds=2)[0].logits) == 2
-    halves = round_changes(model, [x[:1], x[1:]])[0]
+    assert len(iteration_changes(model, [x], iterations=2)[0].logits) == 2
+    halves = iteration_changes(model, [x[:1], x[1:]])[0]
     assert halves.logits == pytest.approx(changes.logits, rel=1e-4)
 
 
 def check(name: str) -> None:
-    """The layer looked at makes other rounds, those below it their own; afterwards all is as it was."""
+    """The layer looked at makes other iterations, those below it their own; afterwards all is as it was."""
     model = small(name)
     calibrate(model)
     x = images(model)
     counts = [(m, getattr(m, "num_iters", None)) for m in model.modules()]
     model.train()
-    changes = round_changes(model, [x])
+    changes = iteration_changes(model, [x])
     assert model.training and all(getattr(m, "num_iters", None) == count for m, count in counts)
     assert len(changes) == len(model.coupling_layouts())
     for layer in changes:
-        assert len(layer.logits) == ROUNDS and layer.own in (2, 3) and max(layer.couplings) > 0
+        assert len(layer.logits) == ITERATIONS and layer.own in (2, 3) and max(layer.couplings) > 0
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -75,12 +75,12 @@ def test_every_model(name: str) -> None:
 
 
 def test_layers_below_make_their_own_rounds() -> None:
-    """The second layer's couplings after its own number of rounds are those of the network."""
+    """The second layer's couplings after its own number of iterations are those of the network."""
     model = small("capsnet6_dynamic").eval()
     calibrate(model)
     x = images(model)
     own = model.routing_iters
-    first, second = round_changes(model, [x], rounds=2)
+    first, second = iteration_changes(model, [x], iterations=2)
     for layer in (model.mid_caps, model.class_caps):
         layer.num_iters = 2
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_layers_below_make_their_own_rounds() -> None:
 
 def test_what_cannot_be_measured() -> None:
     with pytest.raises(CapszooError, match="no capsule network"):
-        round_changes(nn.Linear(2, 2), [torch.zeros(1, 2)])
+        iteration_changes(nn.Linear(2, 2), [torch.zeros(1, 2)])
     with pytest.raises(CapszooError, match="no images"):
-        round_changes(small("cnn_routingpool"), [])
-    assert round_changes(small("encapnet6"), []) == round_changes(small("cnn_sabour"), []) == ()
+        iteration_changes(small("cnn_routingpool"), [])
+    assert iteration_changes(small("encapnet6"), []) == iteration_changes(small("cnn_sabour"), []) == ()

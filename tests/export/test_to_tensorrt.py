@@ -171,18 +171,18 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:
     return trt
 
 
-def exported(folder: Path, batch: Any = (1, 2, 4)) -> tuple[to_onnx.Job, ExportReport]:
+def exported(folder: Path, batch: Any = (1, 2, 4)) -> tuple[to_onnx.PreparedModel, ExportReport]:
     job = to_onnx.prepare(ToyCaps(1).eval(), batch=batch)
     return job, to_onnx.write(job, folder / "model.onnx", check=False)
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, to_onnx.Job, ExportReport]:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, to_onnx.PreparedModel, ExportReport]:
     folder = tmp_path_factory.mktemp("onnx")
     return folder / "model.onnx", *exported(folder)
 
 
-Toy = tuple[Path, to_onnx.Job, ExportReport]
+Toy = tuple[Path, to_onnx.PreparedModel, ExportReport]
 
 
 @pytest.mark.parametrize(("version", "flags"), [("10.9.0", 2), ("10.15.1", 2), ("11.1.0", 0)])

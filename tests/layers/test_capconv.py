@@ -207,13 +207,15 @@ def test_prepared_for_export_the_merged_weights_are_constants(coefficients) -> N
     for module in (layer.coef_master, layer.coef_aide, layer):
         module.prepare_for_export()
     keepers = [
-        m for m in layer.modules() if isinstance(m, (CoefficientConv2d, MasterAide)) and m.merged is not None
+        m
+        for m in layer.modules()
+        if isinstance(m, (CoefficientConv2d, MasterAide)) and m.graph_weight is not None
     ]
     assert len(keepers) == (1 if coefficients == "both" else 2)
     nn.init.zeros_(layer.coef_master.weight)  # nothing is computed from them any more
     nn.init.zeros_(layer.coef_aide.weight)
     torch.testing.assert_close(layer(x), before)
-    assert not any("merged" in key for key in layer.state_dict())
+    assert not any("graph_weight" in key for key in layer.state_dict())
 
 
 def test_combination() -> None:

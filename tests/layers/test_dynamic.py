@@ -252,9 +252,9 @@ def test_no_blocks_of_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_votes(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few votes there are, let the layer do without, in blocks of at most so many images."""
-    monkeypatch.setattr(vote_free, "_LEAST", 0)
-    monkeypatch.setattr(vote_free, "_IMAGES", images)
-    monkeypatch.setattr(vote_free, "_BLOCK", 0)
+    monkeypatch.setattr(vote_free, "_MIN_KEYS", 0)
+    monkeypatch.setattr(vote_free, "_MIN_IMAGES", images)
+    monkeypatch.setattr(vote_free, "_BLOCK_NUMBERS", 0)
     monkeypatch.setattr(layer, "_votes_through", None)
 
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em_routing, shared_em_routing
 from capszoo.layers.em import blocked, chunked
-from capszoo.layers.em.kept import Kept
 from capszoo.layers.em.steps import MIN_SHARE, parent_logits
+from capszoo.layers.em.vote_buffer import VoteBuffer
 from tests.reference import em as naive
 
 F64 = torch.float64
@@ -337,7 +337,7 @@ def test_blocks_are_freed(monkeypatch: pytest.MonkeyPatch, num_iters: int) -> No
     x = capsule_map(2, 4, 4, 8, 8, torch.float32).requires_grad_()
     layer(x).sum().backward()
     gc.collect()
-    assert not [held for held in gc.get_objects() if isinstance(held, Kept)]
+    assert not [held for held in gc.get_objects() if isinstance(held, VoteBuffer)]
 
 
 @pytest.mark.parametrize("num_iters", [1, 3])

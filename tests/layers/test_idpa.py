@@ -390,7 +390,7 @@ def test_blocks_keep_no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         layer(x)
     assert sum(saved.values()) < votes / 4
-    room = blocked._Room(x, 144, 72, 4, 16, 16)
+    room = blocked.Workspace(x, 144, 72, 4, 16, 16)
     assert room.wide.numel() <= 2 * blocked._BLOCK
 
 
@@ -511,11 +511,11 @@ def test_prepared_for_export(
     for layer in stack[:2]:
         layer.prepare_for_export()
         monkeypatch.setattr(layer, "_votes", None)  # not in the way of training
-    assert len(engines.Parts(stack.conv1, stack.conv1.wide).hold(x)) > 1
+    assert len(engines.Parts(stack.conv1, stack.conv1.graph_weight).hold(x)) > 1
     expected, couplings, _ = full_reference(stack, x)
     torch.testing.assert_close(stack(x)[0], naive.stack(expected[-1]), atol=1e-10, rtol=1e-9)
     assert_couplings(stack.run_full(x)[2], couplings)
-    assert not any("wide" in name for name in stack.state_dict())
+    assert not any("graph_weight" in name for name in stack.state_dict())
 
 
 @pytest.mark.parametrize("num_iters", [1, 3])

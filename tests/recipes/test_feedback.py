@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from capszoo.checkpoint import model_from_file
 from capszoo.recipes.config import Recipe, RecipeError, load_recipe
-from capszoo.recipes.evaluation.target import model_from_file
 from capszoo.recipes.train import train
 
 

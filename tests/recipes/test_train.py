@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 import capszoo
+from capszoo.checkpoint import model_from_file
 from capszoo.data import Batches, DataError, load_dataset, split_validation
 from capszoo.models import WeightsError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation import target
-from capszoo.recipes.evaluation.target import model_from_file
 from capszoo.recipes.train import TrainingError, main, train
 from capszoo.recipes.training import checkpoints
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint

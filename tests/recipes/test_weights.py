@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from capszoo.checkpoint import model_from_file
 from capszoo.data import ImageSet, dataset_spec
 from capszoo.models import _pretrained
 from capszoo.models._pretrained import WeightsError, bundled_tags
 from capszoo.recipes import weights as module
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation.plots import draw_curves
-from capszoo.recipes.evaluation.target import create_for, model_from_file
+from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.training.history import history_of, read_records, records_of
 from capszoo.recipes.weights import (
     FILE_LIMIT,

@@ -9,7 +9,7 @@ import os
 import torch
 from torch import Tensor
 
-from .._tracing import leaves_python
+from .._tracing import is_tracing
 
 __all__ = ["fused", "use_triton", "working_type"]
 
@@ -61,7 +61,7 @@ def fused(x: Tensor, weight: Tensor, parents: int, rows: int, inner: int, cols: 
         weight: of the votes, which the kernels compute in the same type.
         parents, rows, inner, cols: j, p, q and r.
     """
-    if not _enabled or not _FOUND or leaves_python(x):
+    if not _enabled or not _FOUND or is_tracing(x):
         return False
     dtype = working_type(x)
     if dtype != working_type(weight):

@@ -49,11 +49,11 @@ from torch import Tensor, nn
 
 from .._blockwise import BLOCK, blockwise
 from .._precision import upcast_half
-from .._tracing import leaves_python
+from .._tracing import is_tracing
 from .._triton import fused, working_type
 from .._triton.ops import fused_norm, fused_pass
 from ..squash import squash
-from .vote_free import gains_without_votes, voteless_routing
+from .vote_free import pays_without_votes, vote_free_routing
 
 __all__ = [
     "ConvDynamicRouting",
@@ -163,7 +163,7 @@ class _Routing(nn.Module):
     @torch.jit.unused
     def _is_half_on_cpu(self, x: Tensor) -> bool:
         """Whether the rounds leave half types, whose products on a CPU copy their inputs into another order first."""
-        if leaves_python(x):
+        if is_tracing(x):
             return False
         return x.device.type == "cpu" and working_type(x) in (torch.float16, torch.bfloat16)
 
@@ -242,11 +242,11 @@ class DynamicRouting(_Routing):
 
     @torch.jit.unused
     def _gains_without_votes(self, x: Tensor) -> bool:
-        return gains_without_votes(x.shape[0], self.in_caps, self.in_dim, self.out_caps)
+        return pays_without_votes(x.shape[0], self.in_caps, self.in_dim, self.out_caps)
 
     @torch.jit.unused
     def _has_many_votes(self, x: Tensor) -> bool:
-        if leaves_python(x) or torch.compiler.is_compiling() or x.device.type != "cpu":
+        if is_tracing(x) or torch.compiler.is_compiling() or x.device.type != "cpu":
             return False
         if self._gains_without_votes(x):
             return True
@@ -281,7 +281,7 @@ class DynamicRouting(_Routing):
                 poses = rounds(x, weight, start)[0]
             elif self._gains_without_votes(x):
                 start = None if start is None else start.to(votes_dtype)
-                poses = voteless_routing(x, weight, start, self.out_caps, self.num_iters, self.softmax_over)
+                poses = vote_free_routing(x, weight, start, self.out_caps, self.num_iters, self.softmax_over)
             elif deep and torch.is_grad_enabled():
                 parts = self._votes_through(x, weight).split(max(1, _BLOCK // size))
                 poses = torch.cat([routed(votes, start) for votes in parts])

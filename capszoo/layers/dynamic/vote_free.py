@@ -26,30 +26,35 @@ from torch.autograd.function import once_differentiable
 
 from ..squash import squash
 
-__all__ = ["gains_without_votes", "voteless_routing"]
+__all__ = ["pays_without_votes", "vote_free_routing"]
 
 #: Images of a block at least, which are the rows of its products.
-_IMAGES = 16
+_MIN_IMAGES = 16
 
 #: Numbers in the keys of a block (8 MiB in float32) where that many images have fewer; the backward pass has four
 #: times as many at a time.
-_BLOCK = 1 << 21
+_BLOCK_NUMBERS = 1 << 21
 
 #: Numbers in the keys of all images at least, and in those of one at most, so that no block takes much memory.
-_LEAST = 1 << 17
-_MOST = 1 << 20
+_MIN_KEYS = 1 << 17
+_MAX_KEYS_PER_IMAGE = 1 << 20
 
 #: Numbers in a child's pose from which on keys, as many numbers as that, cost more than votes do.
-_LONG = 16
+_MAX_CHILD_DIM = 16
 
 
-def gains_without_votes(images: int, in_caps: int, in_dim: int, out_caps: int) -> bool:
-    """Whether :func:`voteless_routing` is faster on a CPU than votes are (measured: docs/performance.md)."""
+def pays_without_votes(images: int, in_caps: int, in_dim: int, out_caps: int) -> bool:
+    """Whether :func:`vote_free_routing` is faster on a CPU than votes are (measured: docs/performance.md)."""
     keys = in_caps * in_dim * out_caps
-    return images >= _IMAGES and in_dim < _LONG and keys <= _MOST and images * keys >= _LEAST
+    return (
+        images >= _MIN_IMAGES
+        and in_dim < _MAX_CHILD_DIM
+        and keys <= _MAX_KEYS_PER_IMAGE
+        and images * keys >= _MIN_KEYS
+    )
 
 
-def voteless_routing(
+def vote_free_routing(
     x: Tensor, weight: Tensor, start: Tensor | None, out_caps: int, num_iters: int, softmax_over: str
 ) -> Tensor:
     """The poses of ``dynamic_routing`` for the votes of ``x`` through ``weight``.
@@ -67,14 +72,14 @@ def voteless_routing(
     """
     axis = 0 if softmax_over == "parents" else 2
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, start)):
-        return _Voteless.apply(x, weight, start, out_caps, num_iters, axis)
+        return _VoteFree.apply(x, weight, start, out_caps, num_iters, axis)
     return _route(_Routing(x, weight, start, out_caps, num_iters, axis))[0]
 
 
 def _blocks(children: Tensor, out_caps: int) -> list[tuple[int, int]]:
     """First image and number of images of every block; even blocks."""
     images = children.shape[0]
-    most = max(_IMAGES, _BLOCK // (children[0].numel() * out_caps))
+    most = max(_MIN_IMAGES, _BLOCK_NUMBERS // (children[0].numel() * out_caps))
     count = -(-images // most)
     edges = [images * k // count for k in range(count + 1)]
     return [(first, last - first) for first, last in itertools.pairwise(edges)]
@@ -96,7 +101,7 @@ def _route(routing: "_Routing", keep: bool = False) -> tuple[Tensor, Tensor | No
     return poses, totals, couplings
 
 
-class _Voteless(torch.autograd.Function):
+class _VoteFree(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, start: Tensor | None, *plan: int) -> Tensor:
         poses, totals, couplings = _route(_Routing(x, weight, start, *plan), keep=True)

@@ -40,10 +40,10 @@ variances and log-likelihoods are then matrix-vector products of the votes and o
 tensors of that size. In eager PyTorch on the CPU they are made for a block of windows at a time, and again in the
 backward pass. Half types are computed in float32, under autocast too.
 
-Files: ``routing`` has the routing of votes as a pure function, ``blocked`` that of windows, in blocks, ``kept`` the
-products of votes in a buffer; ``base`` and ``layers`` are the layers of matrix capsules; ``shared`` the routing whose
-transforms are shared over a grid, with its layer; ``chunked`` the form that is written into graphs for a CPU; ``steps``
-what all of them take.
+Files: ``routing`` has the routing of votes as a pure function, ``blocked`` that of windows, in blocks,
+``vote_buffer`` the products of votes in a buffer; ``base`` and ``layers`` are the layers of matrix capsules;
+``shared`` the routing whose transforms are shared over a grid, with its layer; ``chunked`` the form that is written
+into graphs for a CPU; ``steps`` what all of them take.
 """
 
 from .layers import ClassEM, ConvEM

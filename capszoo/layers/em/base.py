@@ -52,7 +52,7 @@ class MatrixEM(EMLayer):
     column, then the activations, one channel a capsule.
     """
 
-    prepared: Optional[Tensor]
+    graph_weight: Optional[Tensor]
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class MatrixEM(EMLayer):
         self._channels_message = (
             f"a map of {in_caps} matrix capsules has {channels} channels: poses, then activations"
         )
-        self.register_buffer("prepared", None, persistent=False)
+        self.register_buffer("graph_weight", None, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -91,19 +91,19 @@ class MatrixEM(EMLayer):
     @torch.jit.ignore
     def prepare_for_export(self) -> None:
         """Keep the block-diagonal weights as a constant: nothing is computed from ``weight`` any more."""
-        self.prepared = block_diagonal(self.weight.detach(), self.pose_size)
+        self.graph_weight = block_diagonal(self.weight.detach(), self.pose_size)
 
     def _wide_weight(self) -> Tensor:
-        prepared = self.prepared
-        if prepared is not None:
-            return upcast_half(prepared)
+        graph_weight = self.graph_weight
+        if graph_weight is not None:
+            return upcast_half(graph_weight)
         return block_diagonal(upcast_half(self.weight), self.pose_size)
 
     def _weight(self) -> Tensor:
         """``[i, q, j, r]``."""
-        prepared, p = self.prepared, self.pose_size
-        if prepared is not None:  # [i, p, q, j, p, r]
-            return upcast_half(prepared.reshape(-1, p, p, self.out_caps, p, p)[:, 0, :, :, 0])
+        graph_weight, p = self.graph_weight, self.pose_size
+        if graph_weight is not None:  # [i, p, q, j, p, r]
+            return upcast_half(graph_weight.reshape(-1, p, p, self.out_caps, p, p)[:, 0, :, :, 0])
         return upcast_half(self.weight).transpose(1, 2)
 
     def extra_repr(self) -> str:

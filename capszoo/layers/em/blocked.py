@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from .._tracing import leaves_python
-from .kept import Kept
+from .._tracing import is_tracing
 from .routing import em_routing, route_moments
 from .steps import Settings, first_weights
+from .vote_buffer import VoteBuffer
 
 __all__ = ["window_routing"]
 
@@ -73,7 +73,7 @@ def window_routing(
         return mu, logits, None
     else:  # noqa: RET505 (as in ConvEM)
         tensors = (poses, activations, weight, wide, beta_v, beta_a)
-        plain = poses.device.type != "cpu" or leaves_python(poses)
+        plain = poses.device.type != "cpu" or is_tracing(poses)
         if plain or poses.shape[0] * wide.shape[0] * wide.shape[2] <= _BLOCK_VOTES:
             given = _window_routing(*tensors, settings)
         elif not torch.compiler.is_compiling():
@@ -129,7 +129,7 @@ def _votes_about(poses: Tensor, wide: Tensor, mean: Tensor, buffers: List[Tensor
     torch.bmm(poses.transpose(0, 1), wide, out=votes.flatten(2))
     votes -= mean
     torch.mul(votes, votes, out=squares)
-    return Kept(votes.flatten(1, 2).transpose(0, 1)), Kept(squares.flatten(1, 2).transpose(0, 1))
+    return VoteBuffer(votes.flatten(1, 2).transpose(0, 1)), VoteBuffer(squares.flatten(1, 2).transpose(0, 1))
 
 
 @library.custom_op("capszoo::em_windows", mutates_args=())

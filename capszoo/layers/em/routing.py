@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kept import project, weigh
 from .steps import (
     EPS,
     LAM_START,
@@ -20,6 +19,7 @@ from .steps import (
     log_weight,
     parent_logits,
 )
+from .vote_buffer import project, weighted_sum
 
 __all__ = ["em_routing", "route_moments"]
 
@@ -101,7 +101,9 @@ def route_moments(
     parents, pose_dim, children = mean.shape[1], mean.shape[2], activations.shape[1]
     # t = 0: every parent takes the same share of every child, so the weights do not depend on j
     even, mass = first_weights(activations, parents, eps)  # [b, i], [b, 1]
-    variance = weigh(even_weights(even, parents), squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)
+    variance = (
+        weighted_sum(even_weights(even, parents), squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)
+    )
     least = (var_share * variance).clamp_min(var_floor)  # [b, j, e]
     logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize_cost, 0.0)
     shift = torch.zeros_like(mean)  # mu - first mean
@@ -121,8 +123,8 @@ def route_moments(
         weights = coupling * activations.unsqueeze(1) + eps / parents  # [b, j, i]
         mass = weights.sum(dim=2)  # [b, j]
         weights = (weights / mass.unsqueeze(2)).flatten(0, 1).unsqueeze(1)  # [bj, 1, i]
-        shift = weigh(weights, votes).reshape(-1, parents, pose_dim) - origin
-        second = weigh(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
+        shift = weighted_sum(weights, votes).reshape(-1, parents, pose_dim) - origin
+        second = weighted_sum(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
         variance = torch.maximum(second - shift * shift, least)
         lam = lam_start + lam_step * t
         logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, min_share)

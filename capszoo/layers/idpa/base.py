@@ -27,7 +27,7 @@ class IDPALayer(nn.Module):
     weight: nn.Parameter
     start: Tensor
     mask: Tensor
-    wide: Optional[Tensor]
+    graph_weight: Optional[Tensor]
     kernel_size: int
     stride: int
 
@@ -88,7 +88,7 @@ class IDPALayer(nn.Module):
         else:
             self.register_parameter("beta_v", None)
             self.register_parameter("beta_a", None)
-        self.register_buffer("wide", None, persistent=False)
+        self.register_buffer("graph_weight", None, persistent=False)
         self.drop = nn.Dropout(drop)
         self.norm = nn.LayerNorm(out_dim, eps=eps) if layer_norm else nn.Identity()
 

@@ -13,7 +13,7 @@ __all__ = ["idpa_pass"]
 _BLOCK = 2**17
 
 
-class _Room:
+class Workspace:
     """Buffers for one block of votes: new memory for every block would cost more than the arithmetic in it.
 
     Each thread's part of the two vote-sized buffers stays in its L2 cache; 128 rows make the products of the
@@ -80,7 +80,7 @@ def idpa_pass(
     p = upcast_half(parents).transpose(1, 2).contiguous()  # [n, e, j]
     sums = torch.zeros_like(p)
     couplings = children.new_empty((n, i, j) if want_couplings else (0,))
-    room = _Room(p, n, i, rows, j, e)
+    room = Workspace(p, n, i, rows, j, e)
     for first in range(0, i, room.i_step):
         at = slice(first, first + room.i_step)
         w = upcast_half(weight[at]).transpose(2, 3).flatten(2)  # [i, q, r*j]
@@ -106,7 +106,7 @@ def _idpa_pass_backward(
     g = upcast_half(grad_sums).transpose(1, 2).contiguous()
     grad_p = torch.zeros_like(p)
     grad_children, grad_weight = children.new_empty(children.shape), weight.new_empty(weight.shape)
-    room = _Room(p, n, i, rows, j, e)
+    room = Workspace(p, n, i, rows, j, e)
     for first in range(0, i, room.i_step):
         at = slice(first, first + room.i_step)
         w = upcast_half(weight[at]).transpose(2, 3).flatten(2)  # [i, q, r*j]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .._tracing import leaves_python
+from .._tracing import is_tracing
 from .._triton import fused, working_type
 from .._triton.ops import fused_norm, fused_pass
 from .blocked import idpa_pass
@@ -145,8 +145,8 @@ def engine_of(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> Opt
         children: poses, one entry per iteration.
         num_iters: passes.
     """
-    if layer.wide is not None:
-        return Parts(layer, layer.wide)
+    if layer.graph_weight is not None:
+        return Parts(layer, layer.graph_weight)
     if _is_fused(layer, children, num_iters):
         return Fused(layer, children[0])
     return Blocked(layer) if _many_votes(layer, children, num_iters) else None
@@ -162,7 +162,7 @@ def _is_fused(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> boo
 def _many_votes(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> bool:
     """Whether the passes go through :func:`.idpa_pass`: on a CPU, in eager mode or compiled, with many votes."""
     first = children[0]
-    if leaves_python(first) or layer.activations or first.device.type != "cpu":
+    if is_tracing(first) or layer.activations or first.device.type != "cpu":
         return False
     if first.dtype != layer.weight.dtype and not torch.is_autocast_enabled("cpu"):
         return False  # the plain form says what is wrong

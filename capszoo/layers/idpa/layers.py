@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._tracing import leaves_python
+from .._tracing import is_tracing
 from .._transforms import block_diagonal
 from .base import IDPALayer
 from .routing import normalised
@@ -20,7 +20,7 @@ def rows_first(poses: Tensor, rows: int, columns: int) -> Tensor:
     A row of four float32 is copied as one number of 16 bytes where nobody takes gradients, in half the time.
     """
     if not torch.jit.is_scripting():
-        plain = torch.is_grad_enabled() or leaves_python(poses) or torch.compiler.is_compiling()
+        plain = torch.is_grad_enabled() or is_tracing(poses) or torch.compiler.is_compiling()
         if not plain and poses.dtype == torch.float32 and columns == 4 and poses.is_contiguous():
             if poses.storage_offset() % columns == 0:
                 whole = poses.view(torch.complex128).permute(0, 4, 1, 2, 3).contiguous()  # [b, p, h, w, i]
@@ -168,7 +168,7 @@ class ConvIDPA(IDPALayer):
 
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
-        if self.wide is not None:
+        if self.graph_weight is not None:
             return self._sum_of_votes_in_planes(children)
         x = rows_first(children, p, q)
         x = x.flatten(0, 1).flatten(3).permute(0, 3, 1, 2)  # [b*p, i*q, h, w], channels last
@@ -223,7 +223,7 @@ class ConvIDPA(IDPALayer):
         if self.activations:
             return
         weight = self._child_weight().detach().transpose(1, 2)  # [i, j, q, r]
-        self.wide = block_diagonal(weight, self.rows)
+        self.graph_weight = block_diagonal(weight, self.rows)
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return self._windows(activation).flatten(0, 2)

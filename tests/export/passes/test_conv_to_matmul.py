@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from capszoo.export.passes.conv_to_matmul import WindowProduct, convolutions_as_products, gains_as_product
+from capszoo.export.passes.conv_to_matmul import WindowProduct, convs_to_matmul, gains_as_product
 from capszoo.export.to_onnx import ExportError, export
 from capszoo.models.idpa import PrimaryConv
 
@@ -94,7 +94,7 @@ def test_a_model_that_does_not_run_is_an_export_error(tmp_path: Path) -> None:
 def test_the_model_is_itself_again() -> None:
     model, x = Small().eval(), torch.randn(2, 3, 6, 6)
     modules, expected = list(model.modules()), model(x)
-    with pytest.raises(RuntimeError, match="inside"), convolutions_as_products(model, x[:1]):
+    with pytest.raises(RuntimeError, match="inside"), convs_to_matmul(model, x[:1]):
         assert isinstance(model.second, WindowProduct)
         assert model.first is modules[1] and model.twice is modules[3]
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)

@@ -107,18 +107,18 @@ def test_several_crops_are_the_mean_of_crops_made_by_hand(
     from capszoo.models._pretrained import bundled_tags
 
     single = prepare(MODEL, data=tiny_mnist, device="cpu").images
-    subject = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
-    assert subject.crops == Crops(32, (28, 28), False, 2), "trained on shifts of 2, without mirroring"
-    ((scores, labels),) = scored(replace(subject, net=Brightness()), 100)
+    target = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
+    assert target.crops == Crops(32, (28, 28), False, 2), "trained on shifts of 2, without mirroring"
+    ((scores, labels),) = scored(replace(target, net=Brightness()), 100)
     padded = nn.functional.pad(single.images, (2, 2, 2, 2))  # type: ignore[union-attr]
     torch.testing.assert_close(scores, by_hand(padded, (0, 4, 2)), rtol=1e-4, atol=1e-4)
     assert torch.equal(labels, single.labels)
 
     augment = bundled_tags()[MODEL].raw["recipe"]["data"]["augment"]
     monkeypatch.setitem(augment, "shift", 0)
-    subject = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
-    assert subject.crops == Crops(30, (28, 28), False), "34/32 of the input"
-    ((scores, labels),) = scored(replace(subject, net=Brightness()), 100)
+    target = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
+    assert target.crops == Crops(30, (28, 28), False), "34/32 of the input"
+    ((scores, labels),) = scored(replace(target, net=Brightness()), 100)
     large = resize(single.images, (30, 30))  # type: ignore[union-attr]
     torch.testing.assert_close(scores, by_hand(large, (0, 2, 1)), rtol=1e-4, atol=1e-4)
     monkeypatch.setitem(augment, "resize", 32)
@@ -173,8 +173,8 @@ def test_a_folder_of_images_is_a_data_set(root: Path, tmp_path: Path) -> None:
             folder = tmp_path / split / str(int(label))
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image[0].numpy()).save(folder / f"{n}.png")
-    subject = prepare(MODEL, data=f"imagefolder:{tmp_path}", device="cpu")
-    found = assess(subject)
+    target = prepare(MODEL, data=f"imagefolder:{tmp_path}", device="cpu")
+    found = assess(target)
     same = assess(prepare(MODEL, digits.subset(torch.arange(100, 160)), device="cpu"))
     assert found.n == 60 and found.confusion is not None and same.confusion is not None
     assert torch.equal(found.confusion, same.confusion), "the same digits, neither scaled nor cropped"

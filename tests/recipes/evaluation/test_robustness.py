@@ -22,7 +22,7 @@ from capszoo.recipes.evaluation.robustness import (
     pgd,
     sweeps,
 )
-from capszoo.recipes.evaluation.target import Subject, prepare
+from capszoo.recipes.evaluation.target import EvalTarget, prepare
 from tests.support import packed
 
 MODEL = "resnet20_routingcaps.mnist"
@@ -30,7 +30,7 @@ NEUTRAL = {"rotation": 0.0, "translation x": 0.0, "translation y": 0.0, "scale":
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def target() -> EvalTarget:
     root = Path(__file__).resolve().parents[3]
     return prepare(MODEL, packed(root, "mnist").subset(torch.arange(0, 1000, 25)), device="cpu")
 
@@ -58,20 +58,20 @@ def test_where_a_pixel_goes() -> None:
     assert divmod(int(moved[0, 0].flatten().argmax()), 9) == (6, 5), "half a pixel for each row"
 
 
-def test_sweeps_at_the_neutral_amount_give_the_clean_accuracy(subject: Subject) -> None:
-    clean = assess(subject).accuracy
-    for sweep in sweeps(subject, ("rotation", "scale"), batch_size=40):
+def test_sweeps_at_the_neutral_amount_give_the_clean_accuracy(target: EvalTarget) -> None:
+    clean = assess(target).accuracy
+    for sweep in sweeps(target, ("rotation", "scale"), batch_size=40):
         accuracy = dict(zip(sweep.amounts, sweep.accuracy, strict=True))
         assert accuracy[NEUTRAL[sweep.name]] == clean
         assert min(sweep.accuracy) < clean - 20, "a digit upside down is another one"
 
 
-def test_the_attack_stays_in_the_ball_and_in_the_image(subject: Subject) -> None:
-    images = subject.images.images[:8].float() / 255  # type: ignore[union-attr]
-    labels = subject.images.labels[:8]
+def test_the_attack_stays_in_the_ball_and_in_the_image(target: EvalTarget) -> None:
+    images = target.images.images[:8].float() / 255  # type: ignore[union-attr]
+    labels = target.images.labels[:8]
 
     def forward(x: Tensor) -> Tensor:
-        return subject.net((x - 0.1307) / 0.3081)
+        return target.net((x - 0.1307) / 0.3081)
 
     generator = torch.Generator().manual_seed(0)
     attacked, standing = pgd(forward, images, labels, 0.1, 5, generator)
@@ -102,22 +102,22 @@ def test_the_attack_finds_what_is_there() -> None:
     assert pgd(forward, images, 1 - labels, 0.05, 3)[1].tolist() == [False, False], "wrong from the start"
 
 
-def test_attacks_lower_the_accuracy(subject: Subject) -> None:
-    at_zero, small, large = attack(subject, (0.0, 0.05, 0.15), steps=4, batch_size=20)
-    assert at_zero.accuracy == assess(subject).accuracy
+def test_attacks_lower_the_accuracy(target: EvalTarget) -> None:
+    at_zero, small, large = attack(target, (0.0, 0.05, 0.15), steps=4, batch_size=20)
+    assert at_zero.accuracy == assess(target).accuracy
     assert large.accuracy < small.accuracy <= at_zero.accuracy and large.accuracy < 50
     assert large.step_size == pytest.approx(2.5 * 0.15 / 4)
-    assert all(p.requires_grad for p in subject.net.parameters())
-    again = attack(subject, (0.05,), steps=4, batch_size=20)
+    assert all(p.requires_grad for p in target.net.parameters())
+    again = attack(target, (0.05,), steps=4, batch_size=20)
     assert again[0].accuracy == small.accuracy, "the start is seeded"
 
 
-def test_affnist(subject: Subject, tiny_mnist: Path) -> None:
-    found = affnist(subject, tiny_mnist, limit=30)
+def test_affnist(target: EvalTarget, tiny_mnist: Path) -> None:
+    found = affnist(target, tiny_mnist, limit=30)
     assert found.n == 30 and not found.trained and not found.reason
     assert found.regenerated is not None and found.expanded is not None
     assert 50 < found.regenerated <= 100 and 50 < found.expanded <= 100
-    fixed = prepare("idpa_cnn.mnist", subject.images, device="cpu")
+    fixed = prepare("idpa_cnn.mnist", target.images, device="cpu")
     refused = affnist(fixed, tiny_mnist)
     assert refused.regenerated is None and "built for 28x28 pixels" in refused.reason
     root = Path(__file__).resolve().parents[3]
@@ -125,7 +125,7 @@ def test_affnist(subject: Subject, tiny_mnist: Path) -> None:
     assert "the model is of cifar10" in affnist(colour, tiny_mnist).reason
 
 
-def test_errors(subject: Subject) -> None:
+def test_errors(target: EvalTarget) -> None:
     assert parse_radii("0.1,8/255") == pytest.approx((0.1, 8 / 255))
     for text in ("x", "1/0", "2", "-0.1", ""):
         with pytest.raises(UsageError, match="makes no sense"):
@@ -135,7 +135,7 @@ def test_errors(subject: Subject) -> None:
         pgd(nn.Flatten(), images, labels, 2.0)
     with pytest.raises(UsageError, match="0 steps"):
         pgd(nn.Flatten(), images, labels, 0.1, 0)
-    several = replace(subject.images.spec, labels_per_image=2)
+    several = replace(target.images.spec, labels_per_image=2)
     with pytest.raises(CapszooError, match="one label an image"):
-        attack(replace(subject, images=replace(subject.images, spec=several)), (0.1,))
+        attack(replace(target, images=replace(target.images, spec=several)), (0.1,))
     assert default_eps(1)[0] == default_eps(3)[0] == 0.0

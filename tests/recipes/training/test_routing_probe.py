@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from capszoo.checkpoint import model_from_file
 from capszoo.data import Batches, load_dataset, split_validation
 from capszoo.errors import CapszooError, UsageError
 from capszoo.explain.routing_stats import routing_stats
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluation import plots
 from capszoo.recipes.evaluation.plots import draw_dynamics, draw_runs, shown_epochs
-from capszoo.recipes.evaluation.target import model_from_file
 from capszoo.recipes.train import train
 from capszoo.recipes.training.history import find_runs
 from tests.test_cli import fails, succeeds

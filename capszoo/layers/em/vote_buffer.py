@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Kept", "project", "weigh"]
+__all__ = ["VoteBuffer", "project", "weighted_sum"]
 
 
-class Kept:
+class VoteBuffer:
     """Votes (or their squares) in a buffer, and their gradient as the outer products that it is the sum of.
 
     ``values`` is ``[bj, i, e]``; a pair in ``terms`` stands for the gradient ``pair[0] * pair[1]``, of ``[bj, i, 1]``
@@ -24,9 +24,9 @@ class Kept:
         self.terms: List[Tuple[Tensor, Tensor]] = []
 
 
-class _Weigh(torch.autograd.Function):
+class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, votes: Kept) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, votes: VoteBuffer) -> Tensor:
         ctx.save_for_backward(weights)
         ctx.votes = votes
         return torch.bmm(weights, votes.values)
@@ -41,7 +41,7 @@ class _Weigh(torch.autograd.Function):
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, votes: Kept, directions: Tensor) -> Tensor:
+    def forward(ctx: Any, votes: VoteBuffer, directions: Tensor) -> Tensor:
         ctx.save_for_backward(directions)
         ctx.votes = votes
         return torch.bmm(votes.values, directions)
@@ -54,13 +54,13 @@ class _Project(torch.autograd.Function):
         return None, torch.bmm(grad.transpose(1, 2), ctx.votes.values).transpose(1, 2)
 
 
-def weigh(weights: Tensor, votes: Tensor) -> Tensor:
+def weighted_sum(weights: Tensor, votes: Tensor) -> Tensor:
     """Sums over the children: ``[bj, 1, i]`` and ``[bj, i, e]`` to ``[bj, 1, e]``."""
     if torch.jit.is_scripting():
         return torch.bmm(weights, votes)
     else:  # noqa: RET505 (as in ConvEM)
-        if isinstance(votes, Kept):
-            return _Weigh.apply(weights, votes)
+        if isinstance(votes, VoteBuffer):
+            return _WeightedSum.apply(weights, votes)
         return torch.bmm(weights, votes)
 
 
@@ -69,6 +69,6 @@ def project(votes: Tensor, directions: Tensor) -> Tensor:
     if torch.jit.is_scripting():
         return torch.bmm(votes, directions)
     else:  # noqa: RET505 (as in ConvEM)
-        if isinstance(votes, Kept):
+        if isinstance(votes, VoteBuffer):
             return _Project.apply(votes, directions)
         return torch.bmm(votes, directions)

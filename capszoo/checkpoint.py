@@ -1,0 +1,298 @@
+"""What a MODEL argument means, decided once: for ``capszoo predict``, ``eval``, ``finetune``, ``publish``, ``export``.
+
+>>> from capszoo.checkpoint import resolve
+>>> found = resolve("resnet20_routingcaps.mnist")
+>>> found.metadata().metrics["test"].top1
+99.55
+>>> model = found.create()
+
+A MODEL is, in this order:
+
+1. a name of the zoo, ``idpa_resnet`` or with a tag ``idpa_resnet.cifar10`` (a folder of the same name is ``./NAME``),
+2. ``hf-hub:org/repo``,
+3. a folder with a ``config.json`` (the layout of timm and the Hub), with or without ``local-dir:``,
+4. the folder of a finished training run,
+5. a ``.safetensors`` file, or the ``.json`` file of its metadata, which lie side by side,
+6. any other name that timm knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from timm.models import is_model
+from torch import Tensor, nn
+
+from ._api import create_model, default_device, list_models, list_pretrained
+from ._metadata import WeightsInfo, default_weights
+from ._suggest import unknown_name
+from .errors import CapszooError, UnknownModel, WeightsError
+from .models._builder import NO_SOURCE
+from .models._metadata import ModelConfig, check_demand, fitting
+from .models._pretrained import (
+    METADATA_FILENAME,
+    bundled_tags,
+    checked_pair,
+    hub_config,
+    is_hub_error,
+    load_safetensors,
+    locate_weights,
+)
+
+if TYPE_CHECKING:
+    from .metadata import Metadata
+
+__all__ = ["Checkpoint", "NoWeights", "checkpoint_of", "model_from_file", "resolve", "run_weights"]
+
+
+class NoWeights(CapszooError):
+    """An architecture of the zoo that has no pretrained weights."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a MODEL argument names.
+
+    Attributes:
+        argument: as given.
+        kind: ``name`` (of the zoo or of timm), ``hub``, ``folder`` (with a ``config.json``) or ``file``.
+        path: the folder, or the file of the weights.
+        info: the metadata file of a zoo's checkpoint or of a file; None for the other kinds, and for a name without
+            weights.
+    """
+
+    argument: str
+    kind: Literal["name", "hub", "folder", "file"]
+    path: Path | None = None
+    info: WeightsInfo | None = None
+
+    def create(
+        self, pretrained: bool = True, device: str | torch.device | None = None, **kwargs: Any
+    ) -> nn.Module:
+        """Create the model, in eval mode.
+
+        Args:
+            pretrained: load the weights; False gives freshly initialised ones.
+            device: None is CUDA where there is one.
+            **kwargs: as for :func:`capszoo.create_model`.
+
+        Raises:
+            UnknownModel: no such name.
+            NoWeights: an architecture without weights.
+            CapszooError: the Hub has no such model.
+            WeightsError: weights that are damaged or do not fit.
+        """
+        create = {
+            "name": self._named,
+            "hub": self._from_hub,
+            "folder": self._from_folder,
+            "file": self._from_file,
+        }
+        return create[self.kind](pretrained, kwargs).eval().to(device or default_device())
+
+    def metadata(self) -> Metadata:
+        """What the checkpoint states of itself; little where it has no metadata file.
+
+        Raises:
+            CapszooError: a value of the wrong type.
+        """
+        from .metadata import Metadata
+
+        if self.info is not None:
+            return self.info.metadata
+        if self.kind == "name":
+            return Metadata()
+        if self.path is None:
+            return Metadata.read(_hub_metadata(self.argument.removeprefix("hf-hub:")), self.argument)
+        return Metadata.read(_folder_metadata(self.path), self.argument)
+
+    def weights(self) -> Path:
+        """The weights file on this machine, fetched where it must be; its sha256 is that of the metadata.
+
+        Raises:
+            WeightsError: not to be had, or damaged.
+        """
+        if self.info is None:
+            raise WeightsError(f"{self.argument}: no checkpoint of the zoo and no weights file")
+        return locate_weights(self.info) if self.path is None else checked_pair(self.path)[0]
+
+    def same_in_zoo(self) -> WeightsInfo | None:
+        """The zoo's checkpoint whose weights a folder or repository holds, by the sha256 that it states.
+
+        Of a repository, once its ``config.json`` has been fetched.
+        """
+        if self.kind == "hub":
+            stated = hub_config(self.argument.removeprefix("hf-hub:")).sha256
+        elif self.kind == "folder" and self.path is not None:
+            stated = ModelConfig.read(self.path / "config.json").sha256
+        else:
+            return self.info
+        return next((info for info in bundled_tags().values() if info.sha256 == stated), None)
+
+    def _named(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+        name = self.argument
+        if pretrained and name in list_models() and not list_pretrained(f"{name}.*"):
+            raise NoWeights(
+                f"no pretrained weights of {name} exist",
+                "`capszoo list --pretrained` shows those that do; `capszoo train` makes them",
+            )
+        return create_model(name, pretrained=pretrained, **kwargs)
+
+    def _from_hub(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+        name = self.argument
+        try:
+            return create_model(name, pretrained=pretrained, **kwargs)
+        except (WeightsError, UnknownModel):
+            raise
+        except Exception as e:
+            if not is_hub_error(e) and not isinstance(e, ValueError):
+                raise
+            reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            raise CapszooError(
+                f"{name}: the Hub gives no such model ({reason})", "check the name and the connection"
+            ) from e
+
+    def _from_folder(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+        return create_model(f"local-dir:{self.path}", pretrained=pretrained, **kwargs)
+
+    def _from_file(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+        assert self.path is not None
+        return _model_of_pair(*checked_pair(self.path), pretrained, kwargs)
+
+
+def resolve(model: str | Path) -> Checkpoint:
+    """Decide what a MODEL argument names; nothing is loaded but metadata.
+
+    Args:
+        model: see the list at the head of this module.
+
+    Raises:
+        CapszooError: no such folder or file, or a folder that holds no finished run.
+        WeightsError: a weights file without its metadata, or metadata that lack a key.
+    """
+    argument = str(model)
+    if argument in bundled_tags():
+        return Checkpoint(argument, "name", info=bundled_tags()[argument])
+    if argument in list_models():
+        return Checkpoint(argument, "name", info=default_weights(bundled_tags(), argument))
+    if argument.startswith("hf-hub:"):
+        return Checkpoint(argument, "hub")
+    path = Path(argument.removeprefix("local-dir:"))
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return Checkpoint(argument, "folder", path)
+        path = run_weights(path)
+    if path.suffix in (".safetensors", ".json"):
+        weights, metadata = path.with_suffix(".safetensors"), path.with_suffix(".json")
+        for file in (weights, metadata):
+            if not file.is_file():
+                raise WeightsError(f"{file}: no such file: weights and their metadata must lie side by side")
+        return Checkpoint(argument, "file", weights, WeightsInfo.from_json(metadata))
+    if "/" in argument or argument.startswith("local-dir:"):
+        raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
+    return Checkpoint(argument, "name")
+
+
+def checkpoint_of(model: nn.Module) -> Checkpoint | None:
+    """The checkpoint that a model was created from, by its ``pretrained_cfg``; None where that names none.
+
+    The weights in memory may have changed since.
+    """
+    cfg: Any = getattr(model, "pretrained_cfg", None) or {}
+    file = Path(cfg["file"]) if cfg.get("file") else None
+    if file is not None and file.with_suffix(".json").is_file():
+        return resolve(file)
+    name = f"{cfg.get('architecture')}.{cfg.get('tag')}"
+    return resolve(name) if name in bundled_tags() else None
+
+
+def run_weights(folder: Path) -> Path:
+    """The weights that a finished run left in its folder, as ``<architecture>.<tag>.safetensors``.
+
+    Raises:
+        CapszooError: none, or several.
+    """
+    found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
+    if len(found) != 1:
+        what = "several checkpoints" if found else "no weights with their metadata, and no config.json"
+        raise CapszooError(f"{folder}: {what} in this folder", "name a .safetensors file, or finish the run")
+    return found[0]
+
+
+def _folder_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata file of a folder in the Hub's layout, else the model's arguments of its ``config.json``."""
+    if (folder / METADATA_FILENAME).is_file():
+        return WeightsInfo.from_json(folder / METADATA_FILENAME).raw
+    return {"model_args": ModelConfig.read(folder / "config.json").model_args}
+
+
+def _hub_metadata(repo_id: str) -> dict[str, Any]:
+    """That of a repository whose model has been loaded; ``model_args`` alone where it has none, or gives none."""
+    from huggingface_hub import hf_hub_download
+
+    name, _, revision = repo_id.partition("@")
+    try:
+        path = Path(hf_hub_download(name, METADATA_FILENAME, revision=revision or None))
+    except Exception as error:
+        if not is_hub_error(error):
+            raise
+        return {"model_args": hub_config(repo_id).model_args}
+    return WeightsInfo.from_json(path).raw
+
+
+def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """The model that metadata describe, with the weights that :func:`checked_pair` found beside them.
+
+    Raises:
+        WeightsError: the metadata do not describe these weights, or no model.
+    """
+    if not is_model(info.architecture):
+        raise WeightsError(f"{weights}: {unknown_name('architecture', info.architecture, list_models())}")
+    about: dict[str, Any] = dict(
+        NO_SOURCE,
+        tag="",
+        num_classes=info.num_classes,
+        input_size=info.input_size,
+        mean=info.mean,
+        std=info.std,
+        interpolation=info.interpolation,
+        crop_pct=info.crop_pct,
+        label_names=info.label_names,
+    )
+    stated = {"num_classes": info.num_classes, "in_chans": info.input_size[0]}
+    described = {**stated, **info.model_args}
+    arguments = {**described, **kwargs}
+    create = partial(create_model, info.architecture)
+    # timm would adapt the first convolution of its own architectures from three channels, which they may not have
+    exact = info.architecture not in list_models() and all(arguments[k] == v for k, v in stated.items())
+    state: dict[str, Tensor] = {}
+    if pretrained:
+        state = load_safetensors(weights)
+        check_demand(partial(create, pretrained_cfg_overlay=dict(about), **described), state, str(weights))
+    with fitting(str(weights)):
+        if pretrained and exact:
+            model = create(pretrained_cfg_overlay=about, **arguments)
+            model.load_state_dict(state)
+        else:
+            overlay = {**about, "state_dict": state} if pretrained else about
+            model = create(pretrained=pretrained, pretrained_cfg_overlay=overlay, **arguments)
+    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    cfg.pop("state_dict", None)
+    cfg["capszoo"] = info.own_keys
+    cfg["file"] = str(weights)  # where it came from; only now, for timm would read it
+    return model
+
+
+def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
+    """A trained model on the CPU, from ``<arch>.<tag>.safetensors`` or its ``.json``, and its metadata.
+
+    Raises:
+        WeightsError: one of the two is missing, or the sha256 differs from the metadata's.
+    """
+    found = resolve(Path(path).with_suffix(".safetensors"))
+    assert found.info is not None
+    return found.create(device="cpu"), found.info

@@ -1,0 +1,167 @@
+"""The metadata file of a checkpoint as a typed record: what it was trained on, how, and what was measured.
+
+Everything is optional, because checkpoints of earlier versions and of other people state less; keys that are not
+listed here are kept. ``WeightsInfo.metadata`` reads it when it is first asked for, so that ``import capszoo`` and
+``capszoo list`` do without pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import CapszooError
+
+__all__ = [
+    "AugmentRecord",
+    "ClassCounts",
+    "DataRecord",
+    "DatasetRecord",
+    "InitRecord",
+    "LossRecord",
+    "Measurement",
+    "Metadata",
+    "RecipeRecord",
+]
+
+
+class _Record(BaseModel):
+    # protected_namespaces: ``model_args`` is no method of pydantic's
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+
+class DatasetRecord(_Record):
+    """The data set that a run trained on, with the sha256 of its splits."""
+
+    name: str = ""
+    title: str = ""
+    source: str = ""
+    sha256: dict[str, str] = {}
+
+
+class Measurement(_Record):
+    """What was counted on one split; ``top1`` is the exact set, in per cent, where images have several labels."""
+
+    top1: float | None = None
+    errors: int | None = None
+    n: int | None = None
+
+
+class ClassCounts(_Record):
+    """Images and right answers of each class, in the order of the labels."""
+
+    split: str = ""
+    images: list[int] = []
+    right: list[int] = []
+
+
+class AugmentRecord(_Record):
+    """The part of a recipe's augmentation that evaluation repeats."""
+
+    shift: int | None = None
+    flip: bool | str = False
+    resize: int | None = None
+
+
+class DataRecord(_Record):
+    """The recipe's data."""
+
+    name: str = ""
+    size: int | None = None
+    val_size: int | None = None
+    val_seed: int | None = None
+    validation: str | None = None
+    skip_bad: bool = False
+    limit: int | None = None
+    augment: AugmentRecord = AugmentRecord()
+
+
+class LossRecord(_Record):
+    """The recipe's loss."""
+
+    name: str = "margin"
+    options: dict[str, Any] = {}
+    reconstruction: float = 0.0
+
+
+class InitRecord(_Record):
+    """The weights that a run began with."""
+
+    weights: str | None = None
+
+
+class RecipeRecord(_Record):
+    """The recipe of a run, as the version of its time wrote it; ``capszoo.recipes.config.Recipe`` is today's."""
+
+    epochs: int | None = None
+    seed: int | None = None
+    batch_size: int | None = None
+    early_stop: int | None = None
+    data: DataRecord = DataRecord()
+    loss: LossRecord | None = None
+    init: InitRecord | None = None
+
+
+class Metadata(_Record):
+    """All that a checkpoint states of itself.
+
+    Attributes:
+        storage: precision of the stored weights.
+        pool_size: height and width of the last feature map.
+        model_args: what ``create_model`` needs beside classes, channels and size.
+        epoch: epoch whose weights were kept; None for the last one.
+        metrics: by split.
+        history: columns of numbers, one per epoch.
+    """
+
+    architecture: str = ""
+    tag: str = ""
+    license: str = "apache-2.0"
+    description: str | None = None
+    sha256: str = ""
+    storage: str = "float32"
+    num_params: int | None = None
+    num_classes: int | None = None
+    input_size: tuple[int, ...] = ()
+    pool_size: tuple[int, ...] | None = None
+    label_names: tuple[str, ...] | None = None
+    model_args: dict[str, Any] = {}
+    recipe: RecipeRecord | None = None
+    seed: int | None = None
+    epoch: int | None = None
+    commit: str | None = None
+    hardware: str | None = None
+    train_seconds: int | float | None = None
+    versions: dict[str, str] = {}
+    dataset: DatasetRecord = DatasetRecord()
+    metrics: dict[str, Measurement] = {}
+    history: dict[str, list[int | float | None]] = {}
+    per_class: ClassCounts | None = None
+
+    @property
+    def trained(self) -> RecipeRecord:
+        """The recipe; an empty one where the checkpoint states none."""
+        return self.recipe or RecipeRecord()
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], where: str) -> Metadata:
+        """Check values as they were read from JSON.
+
+        Args:
+            values: the file's content.
+            where: what the message names.
+
+        Raises:
+            CapszooError: a value of the wrong type.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise CapszooError(
+                f"{where}: the metadata's {key} is wrong ({first['msg']})",
+                "take the file from its source again",
+            ) from None

@@ -1,0 +1,278 @@
+"""Every option of an export: its name, its default, what it means, and what is refused.
+
+:func:`capszoo.export.to_onnx.export`, :func:`capszoo.export.bundle.export_bundle` and
+:func:`capszoo.export.to_torch_tensorrt.compile_module` take these as keywords, or an object of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import torch
+
+from capszoo._suggest import unknown_name
+from capszoo.errors import UsageError
+
+from .passes.int8 import MIN_CALIBRATION
+from .verify.images import RealImages
+
+__all__ = [
+    "FORMATS",
+    "GATES",
+    "OUTPUTS",
+    "PRECISIONS",
+    "RUNTIMES",
+    "TOLERANCES",
+    "BuildOptions",
+    "BundleOptions",
+    "ExportOptions",
+    "collect",
+]
+
+#: What a graph can give.
+OUTPUTS = ("scores", "poses", "activations", "couplings")
+
+#: What the model computes in before the graph is made; int8 is put into the graph afterwards.
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
+
+#: Allowed difference as a share of the largest output. Those of bf16, with its 8 bits, and of int8, on real images
+#: only, are our choice; int8 is held to its accuracy besides.
+TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "int8": 0.25}
+
+#: All probes, batches and graphs, or some.
+GATES = ("full", "quick")
+
+#: What an ONNX file is written for.
+RUNTIMES = ("cpu", "gpu")
+
+#: What a bundle can hold.
+FORMATS = ("onnx", "tensorrt", "aoti")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How a TensorRT engine is built.
+
+    Attributes:
+        workspace_mib: memory that a layer's tactic may use, MiB.
+        optimization_level: 0 (quick build) to 5 (all tactics).
+        timing_cache: file that keeps measured tactics between builds; made where it does not exist.
+        version_compatible: run on later TensorRT versions too.
+        hardware_compatible: run on other GPUs of Ampere and later too.
+        refit: allow new weights without a new build.
+        detailed: keep layer names, for inspection.
+        compute_capability: build for that GPU (such as ``"SM89"``) without having it; TensorRT-RTX only.
+    """
+
+    workspace_mib: int = 4096
+    optimization_level: int = 3
+    timing_cache: str | None = None
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    refit: bool = False
+    detailed: bool = True
+    compute_capability: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.workspace_mib < 1:
+            raise UsageError(f"a workspace of {self.workspace_mib} MiB makes no sense", "give 1 or more")
+        if not 0 <= self.optimization_level <= 5:
+            raise UsageError(f"there is no optimisation level {self.optimization_level}", "give 0 to 5")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How a model is exported; a value that makes no sense is refused (UsageError) when the object is made.
+
+    Attributes:
+        name: what the report and the messages call the model; its class where empty.
+        pretrained: for a model given by name: load its weights; False exports freshly initialised ones.
+        routing_iters: iterations to unroll; None keeps the model's own.
+        outputs: any of :data:`OUTPUTS`; all but the scores need a capsule network of the zoo. Couplings become one
+            output per routing layer.
+        opset: ONNX opset; refused where the exporter would silently take another. None: 20, for bf16 22 (the first
+            whose convolution takes bfloat16).
+        batch: (smallest, usual, largest) batch the file must serve; one number fixes the batch.
+        dynamic_batch: False fixes the batch at the usual one.
+        input_size: channels, height and width; None takes the model's own.
+        precision: ``fp32``, ``fp16``, ``bf16`` or ``int8``; inputs and outputs stay float32, as do norms, squash,
+            softmax logits and EM variances. With ``int8`` convolutions and large linear layers outside of the routing
+            compute in it (:mod:`capszoo.export.passes.int8`).
+        uint8_input: take images as uint8 and normalise them inside the graph.
+        optimize: let the exporter fold constants and simplify.
+        check: run the gate; without it the report says that nothing was proved.
+        gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
+            batch 1 and an odd one).
+        runtime: what the ONNX file is written for. ``cpu``: EM layers of windows a few positions at a time and, in
+            fp32, some convolutions as matrix products (:mod:`capszoo.export.passes.conv_to_matmul`), which ONNX
+            Runtime's CPU provider is faster with; ``gpu``: whole maps, in few nodes, all convolutions. None: ``gpu``
+            for half precision or a TensorRT engine, else ``cpu``.
+        tolerance: allowed difference as a share of the largest output; None takes :data:`TOLERANCES`.
+        images: real images ``[b, c, h, w]`` as the graph takes them (normalised, or uint8); if given, their top-1
+            must agree. For int8 they are needed: it may lose 0.5 points on them (where their classes are not known,
+            turn as many answers).
+        calibration: real images that give int8 its ranges; others than ``images``.
+        progress: called with one line before each step.
+    """
+
+    name: str = ""
+    pretrained: bool = True
+    routing_iters: int | None = None
+    outputs: Sequence[str] = ("scores",)
+    opset: int | None = None
+    batch: tuple[int, int, int] | int = (1, 8, 32)
+    dynamic_batch: bool = True
+    input_size: tuple[int, int, int] | None = None
+    precision: str = "fp32"
+    uint8_input: bool = False
+    optimize: bool = True
+    check: bool = True
+    gate: str = "full"
+    runtime: str | None = None
+    tolerance: float | None = None
+    images: torch.Tensor | RealImages | None = None
+    calibration: torch.Tensor | RealImages | None = None
+    progress: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("gate", self.gate, GATES)
+        _one_of("runtime", self.runtime or RUNTIMES[0], RUNTIMES)
+        _each_of("output", self.outputs, OUTPUTS)
+        if len(set(self.outputs)) < len(self.outputs):
+            raise UsageError(f"outputs {', '.join(self.outputs)} name one twice", "name each once")
+        values = self._batch()
+        if len(values) != 3 or not 1 <= values[0] <= values[1] <= values[2]:
+            raise UsageError(
+                f"batch {self.batch} makes no sense", "give smallest, usual and largest, such as 1,8,32"
+            )
+
+    def _batch(self) -> tuple[int, ...]:
+        return (self.batch,) * 3 if isinstance(self.batch, int) else tuple(self.batch)
+
+    def check_images(self) -> None:
+        """Refuse int8 without the images that it needs, and images that nothing needs.
+
+        Apart from the other checks, so that the command line may make options before it reads images.
+        """
+        have = 0 if self.calibration is None else len(self.calibration)
+        if self.precision != "int8":
+            if self.calibration is not None:
+                raise UsageError(
+                    f"{self.precision} is not calibrated", "ask for int8, or leave the calibration images out"
+                )
+        elif have < MIN_CALIBRATION:
+            raise UsageError(
+                f"int8 needs at least {MIN_CALIBRATION} real images to calibrate it, there are {have or 'none'}",
+                "--calibrate names a folder of them, or a data set",
+            )
+        elif self.images is None and self.check:
+            raise UsageError(
+                "int8 needs real images that measure what it costs",
+                "--verify-data names a folder, or a data set",
+            )
+
+    @property
+    def profile(self) -> tuple[int, int, int]:
+        """Smallest, usual and largest batch."""
+        smallest, usual, largest = self._batch()
+        return (smallest, usual, largest) if self.dynamic_batch else (usual, usual, usual)
+
+    @property
+    def target(self) -> str:
+        """The runtime, chosen where it was left open."""
+        return self.runtime or ("gpu" if self.precision in ("fp16", "bf16") else "cpu")
+
+    @property
+    def onnx_opset(self) -> int:
+        return self.opset or (22 if self.precision == "bf16" else 20)
+
+    @property
+    def allowed(self) -> float:
+        """The tolerance, that of the precision where it was left open."""
+        return TOLERANCES[self.precision] if self.tolerance is None else self.tolerance
+
+    @property
+    def real_images(self) -> RealImages | None:
+        return _real(self.images)
+
+    @property
+    def ranges(self) -> RealImages | None:
+        """The calibration images."""
+        return _real(self.calibration)
+
+    def say(self, line: str) -> None:
+        """Report progress to whoever asked for it."""
+        if self.progress:
+            self.progress(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleOptions(ExportOptions):
+    """How a bundle is made: with which formats, and as :class:`ExportOptions` say.
+
+    Attributes:
+        source: the name under which ``capszoo.inference.load_model`` finds the model again.
+        formats: any of :data:`FORMATS`. The ONNX file is always written: the gate runs on it.
+        triton: add a model repository for Triton Inference Server.
+        engine: how a TensorRT engine is built.
+    """
+
+    source: str = ""
+    formats: Sequence[str] = ("onnx",)
+    triton: bool = False
+    engine: BuildOptions = field(default_factory=BuildOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _each_of("format", self.formats, FORMATS)
+        if "scores" not in self.outputs:
+            raise UsageError("a bundle needs the output scores", "add it to the outputs")
+        if not self.check:
+            raise UsageError("a bundle is not written without its gate", "leave check as it is")
+        if self.input_size is not None:
+            raise UsageError(
+                "a bundle's images have the size of its model", "create the model with another img_size"
+            )
+        if self.precision == "int8" and "aoti" in self.formats:
+            raise UsageError("AOTInductor takes no int8", "leave the format aoti out")
+
+    @property
+    def target(self) -> str:
+        return self.runtime or ("gpu" if "tensorrt" in self.formats else super().target)
+
+
+Options = TypeVar("Options", bound=ExportOptions)
+
+
+def collect(kind: type[Options], options: Options | None, changes: Mapping[str, Any]) -> Options:
+    """Options of a kind: those given, or the defaults, with some changed by keyword.
+
+    Raises:
+        TypeError: an unknown keyword; the message names the nearest one.
+        UsageError: a value that makes no sense.
+    """
+    known = [option.name for option in fields(kind)]
+    for name in changes:
+        if name not in known:
+            raise TypeError(unknown_name("option of the export", name, known))
+    return kind(**changes) if options is None else replace(options, **changes)
+
+
+def _one_of(what: str, given: str, known: Sequence[str] | Mapping[str, Any]) -> None:
+    if given not in known:
+        words = list(known)
+        listed = " or ".join(words) if len(words) == 2 else ", ".join(words)
+        raise UsageError(f"unknown {what} '{given}'", f"use {listed}")
+
+
+def _each_of(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse an unknown word, and none at all."""
+    for word in given or ("",):
+        _one_of(what, word, known)
+
+
+def _real(images: torch.Tensor | RealImages | None) -> RealImages | None:
+    return RealImages(images, None, "given") if isinstance(images, torch.Tensor) else images

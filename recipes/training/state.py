@@ -1,0 +1,207 @@
+"""What a run is made of: `Run` stays the same in its course, `TrainState` changes and goes into its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from capszoo.data import Batches
+from capszoo.models._feedback import FeedbackAgreement
+
+from ..config import Recipe
+from .checkpoints import Checkpoint, save_checkpoint
+from .distributed import TrainingError, raise_on_all_ranks
+from .early_stop import BestEpoch
+from .routing_probe import RoutingProbe
+from .setup import RunData, create_net
+from .stages import (
+    Stage,
+    all_stages,
+    fit_weights,
+    optimizer_state_without,
+    reset_batch_norm,
+    stage_at,
+    stage_spec,
+)
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
+
+__all__ = ["Run", "TrainState", "check_stages", "distribute", "restore", "save_state"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same in the course of a run.
+
+    Attributes:
+        steps: updates of an epoch.
+        stop_after: updates of this call after which it stops.
+        commit: of the code, read at the start: the files may have moved on by the end.
+    """
+
+    recipe: Recipe
+    out: Path
+    accelerator: Accelerator
+    data: RunData
+    steps: int
+    stop_after: int | None
+    commit: str | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def world(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    @property
+    def total(self) -> int:
+        """Updates of the whole run."""
+        return self.steps * self.recipe.epochs
+
+    @property
+    def layout(self) -> torch.memory_format:
+        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+
+
+@dataclass
+class TrainState:
+    """What changes in the course of a run; a change of stage makes a new one.
+
+    Attributes:
+        stage: the part of the run that this is, on images of one size.
+        step_module: net and loss; `ddp_module` is what Accelerate makes of it, as `optimizer` of the optimiser.
+        best: the best epoch on validation images, with `early_stop`.
+        step: updates made. `saved_step`: updates made at the last checkpoint.
+        seconds: trained so far, over all sessions.
+        sums: loss, right answers and images of the epoch so far.
+        losses: of the updates since the last look at them.
+        next_sync: update after which they are looked at.
+    """
+
+    stage: Stage
+    batches: Batches
+    held_out: Batches | None
+    net: Any
+    ema: ModelEmaV3 | None
+    feedback: FeedbackAgreement | None
+    best: BestEpoch | None
+    step_module: Any
+    ddp_module: nn.Module
+    optimizer: Any
+    scheduler: Scheduler | None
+    probe: RoutingProbe | None
+    sums: Tensor
+    step: int = 0
+    saved_step: int = 0
+    seconds: float = 0.0
+    losses: list[Tensor] = field(default_factory=list)
+    next_sync: int = 1
+    epoch_began: float = 0.0
+    epoch_first: int = 0
+
+    @property
+    def evaluated(self) -> Any:
+        """The net that is evaluated and kept: the moving average where there is one."""
+        return self.ema.module if self.ema else self.net
+
+    def first_step(self, run: Run) -> int:
+        """First update of the stage, counted from 0."""
+        return self.stage.first_epoch * run.steps
+
+
+def check_stages(run: Run) -> None:
+    """Refuse a network whose weights cannot be carried from one size to the next, before it trains for hours."""
+    if not run.recipe.stages:
+        return
+    weights: dict[str, Tensor] = {}
+    size = (0, 0)
+    for stage in all_stages(run.recipe):
+        spec = stage_spec(run.data.training.spec, stage)
+        with torch.device("meta"):
+            net = create_net(run.recipe.model_copy(update={"init": None}), spec)
+        if weights:
+            fit_weights(run.recipe, net, weights, size)
+        weights, size = net.state_dict(), spec.input_size[1:]
+
+
+def distribute(run: Run, state: TrainState) -> None:
+    """Hand net and optimiser to Accelerate, which brings precision and processes."""
+    state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
+
+
+def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
+    """Take the state of a checkpoint; the schedule and all random numbers follow from its step.
+
+    A checkpoint at the first update of a later stage holds the weights of the stage before: they are fitted to the
+    new size (see `training/stages.py`).
+    """
+    position, weights, optimizer = checkpoint.state, checkpoint.weights, checkpoint.optimizer["optimizer"]
+    state.step, state.seconds = position["step"], position["seconds"]
+    enters = state.stage.number > 0 and state.step == state.first_step(run)
+    if enters:
+        before = stage_spec(run.data.training.spec, stage_at(run.recipe, state.stage.first_epoch - 1))
+        fitted, resampled = fit_weights(run.recipe, state.net, weights["model"], before.input_size[1:])
+        state.net.load_state_dict(fitted)
+        reset_batch_norm(state.net)
+        optimizer = optimizer_state_without(state.optimizer, state.net, optimizer, resampled)
+    else:
+        state.net.load_state_dict(weights["model"])
+    if state.feedback:
+        state.feedback.load_state_dict(weights["feedback"])
+    if state.ema:
+        state.ema.module.load_state_dict(state.net.state_dict() if enters else weights["ema"])
+    if state.best:
+        state.best.restore(position["best"], weights.get("best", {}))
+    state.optimizer.load_state_dict(optimizer)
+    if run.accelerator.scaler is not None:
+        run.accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
+    state.sums.copy_(torch.tensor(position["sums"], dtype=torch.float64))
+
+
+def save_state(run: Run, state: TrainState) -> None:
+    """Write a checkpoint of the present state."""
+    position: dict[str, Any] = {
+        "epoch": state.step // run.steps,
+        "seconds": state.seconds,
+        "sums": state.sums.tolist(),
+        "recipe": run.recipe.name,
+        "threads": torch.get_num_threads(),
+    }
+    tensors: dict[str, Any] = {"optimizer": state.optimizer.state_dict()}
+    if run.accelerator.scaler is not None:
+        tensors["scaler"] = run.accelerator.scaler.state_dict()
+    modules = {
+        "model": state.net,
+        "ema": state.ema.module if state.ema else None,
+        "feedback": state.feedback,
+    }
+    weights = {name: module.state_dict() for name, module in modules.items() if module is not None}
+    if state.best:
+        position["best"] = state.best.state()
+        weights |= {"best": state.best.weights} if state.best.weights else {}
+    with raise_on_all_ranks(run.accelerator):
+        try:
+            if run.main:
+                save_checkpoint(run.out, state.step, weights, tensors, position)
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write a checkpoint to {run.out}: {error.strerror or error}; "
+                + (f"the state of update {state.saved_step} is kept: " if state.step else "")
+                + "make room and run the same command"
+            ) from error
+    state.saved_step = state.step

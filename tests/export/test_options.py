@@ -1,0 +1,112 @@
+"""Options of an export: each is declared once, every way in refuses the same mistakes, defaults follow from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capszoo.errors import UsageError
+from capszoo.export.bundle import export_bundle
+from capszoo.export.options import (
+    BuildOptions,
+    BundleOptions,
+    ExportOptions,
+    collect,
+)
+from capszoo.export.to_onnx import export, prepare
+from capszoo.export.to_torch_tensorrt import compile_module
+from tests.export.toys import ToyCaps
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "export": lambda folder, **options: export(ToyCaps(1), folder / "x.onnx", **options),
+    "prepare": lambda folder, **options: prepare(ToyCaps(1), **options),
+    "bundle": lambda folder, **options: export_bundle(ToyCaps(1), folder / "b", **options),
+    "torch_tensorrt": lambda folder, **options: compile_module(ToyCaps(1), **options),
+}
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"batch": (4, 2, 8)}, "batch .* makes no sense"),
+    ({"batch": (1, 2)}, "batch .* makes no sense"),
+    ({"batch": 0}, "batch 0 makes no sense"),
+    ({"gate": "none"}, "unknown gate 'none'.*full or quick"),
+    ({"runtime": "tpu"}, "unknown runtime 'tpu'.*cpu or gpu"),
+    ({"precision": "int4"}, "unknown precision 'int4'"),
+    ({"outputs": ("scores", "scores")}, "name one twice"),
+    ({"outputs": ()}, "unknown output ''"),
+    ({"outputs": ("logits",)}, "unknown output 'logits'"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("options", "message"), MISTAKES)
+def test_every_way_in_refuses_the_same(
+    way: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        WAYS[way](tmp_path, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unknown_option_names_the_nearest(way: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unknown option of the export 'presicion': did you mean 'precision'"):
+        WAYS[way](tmp_path, presicion="fp16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"formats": ("onyx",)}, "unknown format 'onyx'"),
+        ({"outputs": ("poses",)}, "needs the output scores"),
+        ({"check": False}, "not written without its gate"),
+        ({"input_size": (1, 28, 28)}, "another img_size"),
+        ({"precision": "int8", "formats": ("aoti",)}, "AOTInductor takes no int8"),
+    ],
+)
+def test_what_a_bundle_refuses_besides(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        BundleOptions(**options)
+
+
+def test_int8_needs_its_images_before_anything_is_done() -> None:
+    images = torch.zeros(16, 1, 4, 4)
+    for options, message in (
+        ({"precision": "int8", "images": images}, "at least 16 real images to calibrate it, there are none"),
+        ({"precision": "int8", "calibration": images[:3]}, "there are 3"),
+        ({"precision": "int8", "calibration": images}, "measure what it costs"),
+        ({"precision": "fp16", "calibration": images}, "fp16 is not calibrated"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            ExportOptions(**options).check_images()
+    ExportOptions(precision="int8", calibration=images, check=False).check_images()
+    ExportOptions(precision="int8", calibration=images, images=images).check_images()
+
+
+def test_defaults_follow_from_other_options() -> None:
+    half = ExportOptions(precision="bf16")
+    assert (half.target, half.onnx_opset, half.allowed) == ("gpu", 22, 5e-2)
+    plain = ExportOptions()
+    assert (plain.target, plain.onnx_opset, plain.allowed, plain.profile) == ("cpu", 20, 1e-4, (1, 8, 32))
+    assert ExportOptions(precision="fp16", runtime="cpu").target == "cpu"
+    assert BundleOptions(formats=("tensorrt",)).target == "gpu" and BundleOptions().target == "cpu"
+    assert ExportOptions(batch=3).profile == (3, 3, 3)
+    assert ExportOptions(dynamic_batch=False).profile == (8, 8, 8)
+    given = ExportOptions(images=torch.zeros(2, 1, 4, 4)).real_images
+    assert given is not None and len(given) == 2 and given.labels is None
+
+
+def test_options_and_keywords_together() -> None:
+    first = collect(BundleOptions, None, {"precision": "fp16", "triton": True})
+    second = collect(BundleOptions, first, {"precision": "fp32"})
+    assert (second.precision, second.triton, first.precision) == ("fp32", True, "fp16")
+
+
+@pytest.mark.parametrize("kind", [BuildOptions, ExportOptions, BundleOptions])
+def test_every_option_is_described(kind: type) -> None:
+    text = "".join(base.__doc__ or "" for base in kind.__mro__)
+    assert all(f"        {option.name}: " in text for option in fields(kind))

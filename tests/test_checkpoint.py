@@ -1,0 +1,178 @@
+"""What a MODEL argument means: each kind resolves to one thing, and every mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import capszoo
+from capszoo.checkpoint import NoWeights, checkpoint_of, model_from_file, resolve
+from capszoo.errors import CapszooError
+from capszoo.metadata import Metadata
+from capszoo.models._pretrained import (
+    HUB_FILENAME,
+    METADATA_FILENAME,
+    WeightsError,
+    bundled_tags,
+    locate_weights,
+)
+
+NAME = "resnet20_routingcaps.mnist"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    weights = locate_weights(bundled_tags()[NAME])
+    shutil.copy(weights, folder)
+    shutil.copy(weights.parent.parent / "weights" / f"{NAME}.json", folder)
+    return folder
+
+
+@pytest.fixture
+def hub_layout(run: Path, tmp_path: Path) -> Path:
+    """A folder as the Hub holds it."""
+    folder = tmp_path / "layout"
+    folder.mkdir()
+    info = bundled_tags()[NAME]
+    shutil.copy(run / f"{NAME}.safetensors", folder / HUB_FILENAME)
+    shutil.copy(run / f"{NAME}.json", folder / METADATA_FILENAME)
+    config = {
+        "architecture": info.architecture,
+        "num_classes": info.num_classes,
+        "model_args": {},
+        "sha256": info.sha256,
+        "pretrained_cfg": {"input_size": info.input_size, "mean": info.mean, "std": info.std},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def scores(model: torch.nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return model(torch.randn(2, 1, 28, 28, generator=generator))
+
+
+def test_every_kind_gives_the_same_model(run: Path, hub_layout: Path) -> None:
+    expected = scores(capszoo.create_model(NAME, pretrained=True).eval())
+    kinds = {
+        NAME: "name",
+        str(run): "file",
+        str(run / f"{NAME}.safetensors"): "file",
+        str(run / f"{NAME}.json"): "file",
+        str(hub_layout): "folder",
+        f"local-dir:{hub_layout}": "folder",
+    }
+    for argument, kind in kinds.items():
+        found = resolve(argument)
+        assert found.kind == kind and found.argument == argument
+        assert found.metadata().metrics["test"].n == 10_000, argument
+        model = found.create(device="cpu")
+        assert not model.training
+        assert torch.equal(scores(model), expected), argument
+        same = found.same_in_zoo()
+        assert same is not None and same.name == NAME
+
+
+def test_nothing_is_loaded_by_resolving(run: Path) -> None:
+    (run / f"{NAME}.safetensors").write_bytes(b"damaged")
+    found = resolve(run)
+    assert found.info is not None and found.info.name == NAME
+    with pytest.raises(WeightsError, match="sha256"):
+        found.weights()
+    with pytest.raises(WeightsError, match="sha256"):
+        found.create(device="cpu")
+
+
+def test_a_name_of_the_zoo_wins_over_a_folder_of_that_name(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.rename(tmp_path / NAME)
+    monkeypatch.chdir(tmp_path)
+    assert resolve(NAME).kind == "name"
+    assert resolve(f"./{NAME}").kind == "file"
+
+
+def test_an_architecture_stands_for_its_default_weights(run: Path) -> None:
+    architecture = NAME.partition(".")[0]
+    found = resolve(architecture)
+    created = checkpoint_of(found.create(device="cpu"))
+    assert found.info is not None and created is not None and created.info == found.info
+    fresh = found.create(pretrained=False, device="cpu")
+    assert checkpoint_of(fresh) is None
+
+
+def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -> None:
+    """With two input channels, from which timm would adapt its first convolution to something else."""
+    net = capszoo.create_model("resnet18", num_classes=3, in_chans=2).eval()
+    weights = tmp_path / "resnet18.mine.safetensors"
+    from safetensors.torch import save_file
+
+    save_file(net.state_dict(), weights)
+    stated = {
+        "architecture": "resnet18",
+        "tag": "mine",
+        "sha256": capszoo.models._pretrained.sha256_of(weights),
+        "num_classes": 3,
+        "input_size": [2, 32, 32],
+        "mean": [0.5, 0.5],
+        "std": [0.5, 0.5],
+    }
+    weights.with_suffix(".json").write_text(json.dumps(stated))
+    found, info = model_from_file(weights)
+    x = torch.randn(1, 2, 32, 32)
+    assert torch.equal(found(x), net(x)) and info.metadata.metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "text"),
+    [
+        ("no/such/folder", CapszooError, "no such folder or .safetensors file"),
+        ("local-dir:nowhere", CapszooError, "no such folder or .safetensors file"),
+        ("nowhere.safetensors", WeightsError, "no such file"),
+        (".", CapszooError, "no weights with their metadata"),
+    ],
+)
+def test_what_is_not_there_is_one_line(
+    argument: str, error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=text) as found:
+        resolve(argument)
+    assert "\n" not in str(found.value)
+
+
+def test_names_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    untrained = next(n for n in capszoo.list_models() if not capszoo.list_pretrained(f"{n}.*"))
+    assert resolve(untrained).info is None and resolve(untrained).metadata() == Metadata()
+    with pytest.raises(NoWeights, match="capszoo train"):
+        resolve(untrained).create()
+    with pytest.raises(WeightsError, match="no weights file"):
+        resolve(untrained).weights()
+    with pytest.raises(capszoo.UnknownModel):
+        resolve("resnet20_routingcap").create()
+
+
+def test_metadata_are_typed_and_keep_what_they_do_not_know() -> None:
+    values = {"seed": 3, "later": {"x": 1}, "recipe": {"epochs": 2, "data": {"name": "mnist", "new": 5}}}
+    found = Metadata.read(values, "here")
+    assert found.seed == 3 and found.trained.data.name == "mnist" and found.dataset.name == ""
+    assert found.model_dump(exclude_unset=True) == values
+    with pytest.raises(CapszooError, match=r"^here: the metadata's metrics\.test\.n is wrong"):
+        Metadata.read({"metrics": {"test": {"n": "many"}}}, "here")
+
+
+@pytest.mark.parametrize("name", sorted(bundled_tags()))
+def test_metadata_of_the_zoo(name: str) -> None:
+    stated, raw = bundled_tags()[name].metadata, bundled_tags()[name].raw
+    test = stated.metrics["test"]
+    assert test.n and test.top1 == raw["metrics"]["test"]["top1"]
+    assert stated.trained.epochs == raw["recipe"]["epochs"] and stated.dataset.sha256
+    assert json.dumps(stated.history) == json.dumps(raw.get("history", {})), "numbers stay of their type"
