@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
-
 from capszoo._suggest import unknown_name
 from capszoo.data import Augment, DataError, check_name
 from capszoo.errors import UsageError
@@ -20,6 +18,8 @@ try:
     from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("recipes need pydantic: pip install 'capszoo[train]'") from error
+
+from .yaml_tree import YamlError, read_yaml
 
 __all__ = [
     "AugmentConfig",
@@ -334,9 +334,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise RecipeError(f"--set {override}: '{parent}' has no keys of its own")
     try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override}: '{text}' is not a YAML value") from error
+        node[last] = read_yaml(text)
+    except YamlError as error:
+        raise RecipeError(f"--set {override[:200]}: '{text[:100]}' is not a YAML value ({error})") from error
 
 
 def _merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -383,13 +383,11 @@ def _read(recipe: str | Path) -> tuple[dict[str, Any], str]:
     """A recipe file's tree and its name."""
     path = find_recipe(recipe)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from error
+    except YamlError as error:
+        raise RecipeError(f"{path}, {error}") from error
     if not isinstance(tree, dict):
         raise RecipeError(f"{path} is no recipe: it must be a mapping of keys to values")
     return tree, path.name
