@@ -57,6 +57,9 @@ NO_SOURCE: dict[str, Any] = dict(
     dict.fromkeys(("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source")), custom_load=False
 )
 
+#: Arguments that are whole numbers in every model, and the least that they may be.
+_COUNTS = {"num_classes": 0, "in_chans": 1, "routing_iters": 0}
+
 #: Mean and standard deviation per channel of the training images, whose values lie in 0..1.
 CIFAR10: dict[str, Any] = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 MNIST: dict[str, Any] = dict(mean=(0.1307,), std=(0.3081,))
@@ -231,6 +234,12 @@ def build_capsule_model(
     for name in kwargs:
         if name not in _BUILDER_ARGS and name not in own_args:
             raise UnknownArgument(unknown_name(f"argument of {variant}", name, own_args))
+    for name, least in _COUNTS.items():
+        value = kwargs.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{variant}: {name} must be a whole number of at least {least}, not {value!r}")
 
     given, overlay = (
         kwargs.pop("pretrained_cfg", None),
