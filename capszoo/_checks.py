@@ -289,7 +289,8 @@ def check_model_args(args: Any, where: str) -> dict[str, Any]:
     if args.get("img_size") is not None:
         size = args["img_size"]
         _input_size([1, *(size if isinstance(size, list) else (size, size))], where, "model_args.img_size")
-    return dict(args)
+    # the weights of a backbone are in the file itself: nothing is fetched for what it is loaded over
+    return {name: value for name, value in args.items() if name != "backbone_pretrained"}
 
 
 def _check_argument(value: Any, where: str, key: str, depth: int) -> None:

@@ -27,8 +27,11 @@ def keep_freed_memory() -> bool:
     """
     if sys.platform != "linux" or os.environ.get("CAPSZOO_KEEP_MEMORY", "1") == "0":
         return False
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
+    try:
+        libc = ctypes.CDLL(None)
+    except OSError:  # a program that is linked statically
+        return False
+    if not (hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt")):
         return False
     # no block is a mapping of its own, which ends when the block is freed; and the heap is never cut (-1: never)
     return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, -1))

@@ -6,16 +6,27 @@ A file may hold `profiles: {short: {epochs: 20, ...}}`: other settings for the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from capszoo._checks import check_model_args
 from capszoo._suggest import unknown_name
 from capszoo.data import Augment, DataError, check_name
-from capszoo.errors import UsageError
+from capszoo.errors import UsageError, WeightsError
+
+from .yaml_tree import YamlError, read_yaml
 
 __all__ = [
     "AugmentConfig",
@@ -38,8 +49,17 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 FIXED = ("arch", "tag", "profile", "profiles", "data.name")
 """What a profile cannot change: it trains the same model on the same data."""
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+
+def _no_flag(value: Any) -> Any:
+    """Refuse `true` where a number is meant: Python counts it as 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+Positive = Annotated[int, BeforeValidator(_no_flag), Field(gt=0, lt=2**31)]
+NonNegative = Annotated[int, BeforeValidator(_no_flag), Field(ge=0, lt=2**31)]
+Seed = Annotated[int, BeforeValidator(_no_flag), Field(ge=-(2**63), lt=2**63)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeRate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -107,7 +127,7 @@ class DataConfig(_Section):
     """Side of the images that the model sees; the data set's where it is left out."""
     val_size: NonNegative = 5000
     """Images carved out of the training set for validation; nothing is selected on the test set."""
-    val_seed: int = 0
+    val_seed: Seed = 0
     limit: Positive | None = None
     """Train on the first so many images only (after the validation split): for trials."""
     augment: AugmentConfig = AugmentConfig()
@@ -221,7 +241,7 @@ class Recipe(_Section):
     """Images per update, over all processes and accumulated parts together."""
     accumulate: Positive = 1
     """Parts in which a process works through its share of a batch."""
-    seed: int = 0
+    seed: Seed = 0
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
@@ -244,9 +264,21 @@ class Recipe(_Section):
     @field_validator("tag")
     @classmethod
     def _begins_with_data_set(cls, tag: str, info: Any) -> str:
-        if not tag or "." in tag or "/" in tag:
-            raise ValueError("a tag is a short name without '.' or '/', beginning with its data set")
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", tag):  # it becomes the name of files
+            raise ValueError(
+                "a tag is a short name of letters, digits, '_' and '-', without '.' or '/', beginning with its data set"
+            )
         return tag
+
+    @field_validator("model_args")
+    @classmethod
+    def _states_no_source(cls, args: dict[str, Any]) -> dict[str, Any]:
+        """Weights with such arguments could not be loaded: better said before training than after."""
+        try:
+            check_model_args(args, "the recipe")
+        except WeightsError as error:
+            raise ValueError(str(error)) from error
+        return args
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Recipe:
@@ -330,9 +362,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise RecipeError(f"--set {override}: '{parent}' has no keys of its own")
     try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override}: '{text}' is not a YAML value") from error
+        node[last] = read_yaml(text)
+    except YamlError as error:
+        raise RecipeError(f"--set {override[:200]}: '{text[:100]}' is not a YAML value ({error})") from error
 
 
 def _merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -379,13 +411,11 @@ def _read(recipe: str | Path) -> tuple[dict[str, Any], str]:
     """A recipe file's tree and its name."""
     path = find_recipe(recipe)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from error
+    except YamlError as error:
+        raise RecipeError(f"{path}, {error}") from error
     if not isinstance(tree, dict):
         raise RecipeError(f"{path} is no recipe: it must be a mapping of keys to values")
     return tree, path.name

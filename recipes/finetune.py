@@ -235,6 +235,7 @@ def finetune(
     root: str | Path | None = None,
     cpu: bool = False,
     stop_after: int | None = None,
+    accept_data: bool = False,
 ) -> dict[str, Any]:
     """Fine-tune a model, or go on where an earlier call with the same arguments stopped.
 
@@ -254,7 +255,7 @@ def finetune(
         overrides: `key=value` lines that change keys of the recipe, as `capszoo train --set` does.
         root: folder below which named sets and repositories lie; None asks `CAPSZOO_DATA`.
         cpu: leave an accelerator unused.
-        stop_after: as for `train`.
+        stop_after, accept_data: as for `train`.
 
     Returns what `train` returns and, once finished, paths: `"labels"`, `"confusion"`, `"card"`.
 
@@ -279,7 +280,7 @@ def finetune(
     )
     images = load_data(recipe, root, read)
     read.cache_clear()
-    result = train(recipe, out=out, data=images, cpu=cpu, stop_after=stop_after)
+    result = train(recipe, out=out, data=images, cpu=cpu, stop_after=stop_after, accept_data=accept_data)
     if result["finished"] and os.environ.get("RANK", "0") == "0":
         result |= _finish(images, Path(result["weights"]), "cpu" if cpu else default_device())
     return result

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from capszoo._npz import read_npz
 from capszoo.checkpoint import resolve
 from capszoo.data import normalize
 from capszoo.errors import CapszooError, UsageError
@@ -101,7 +102,8 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
         if records and not info.metadata.history:
             info = replace(info, raw={**info.raw, "history": history_of(records)})
     if golden.is_file():
-        arrays = np.load(golden, allow_pickle=False)
+        arrays = read_npz(golden, ("pixels", "scores"))
+        _check_golden(arrays, info, golden)
         pixels, scores = torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["scores"])
     else:
         generator = torch.Generator().manual_seed(0)
@@ -110,6 +112,22 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
         )
         scores = torch.from_numpy(golden_outputs(net, pixels, info.mean, info.std))
     return Checkpoint(info, weights, net, pixels, scores)
+
+
+def _check_golden(arrays: dict[str, np.ndarray], info: WeightsInfo, path: Path) -> None:
+    """Golden outputs are a few raw images of the model's size, and their scores."""
+    pixels, scores = arrays["pixels"], arrays["scores"]
+    count = len(pixels) if pixels.ndim else 0
+    if pixels.dtype != np.uint8 or pixels.shape[1:] != info.input_size or not 1 <= count <= 1024:
+        raise PublishError(
+            f"{path}: pixels are {pixels.dtype} {pixels.shape}, not up to 1,024 uint8 images of {info.input_size}",
+            "remove the file: other images are drawn then",
+        )
+    if scores.shape != (count, info.num_classes) or scores.dtype.kind != "f" or not np.isfinite(scores).all():
+        raise PublishError(
+            f"{path}: scores are {scores.dtype} {scores.shape}, not {count} x {info.num_classes} finite numbers",
+            "remove the file: they are computed anew then",
+        )
 
 
 def _config(found: Checkpoint) -> dict[str, Any]:

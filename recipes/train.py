@@ -59,8 +59,11 @@ from .training.early_stop import BestEpoch
 from .training.log import RunLog
 from .training.routing_probe import RoutingProbe
 from .training.run_folder import (
+    RunLock,
+    check_data,
     check_room,
     check_run,
+    closing_lock,
     note_session,
     open_run,
     versions,
@@ -188,6 +191,7 @@ def train(
     stop_after: int | None = None,
     profile: str | None = None,
     threads: int | None = None,
+    accept_data: bool = False,
 ) -> dict[str, Any]:
     """Train a recipe to its end, or go on where an earlier run of it stopped.
 
@@ -201,6 +205,7 @@ def train(
         stop_after: checkpoint and stop after so many updates of this call (for trials and tests).
         profile: name of one of the recipe's profiles; None takes its own settings.
         threads: CPU threads; None: those that the run began with, else PyTorch's.
+        accept_data: go on with other images than those that the run has seen so far.
 
     Returns `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
     `"validation"` and `"test"`, as far as there are such images.
@@ -210,8 +215,10 @@ def train(
     """
     recipe = load_recipe(recipe, overrides, profile)
     run = Path(out) if out else Path("runs") / recipe.name
-    with _accelerator(recipe, cpu) as accelerator:
-        return _train(_prepare(recipe, run, data, resume, stop_after, accelerator, threads))
+    with _accelerator(recipe, cpu) as accelerator, closing_lock(run) as lock:
+        return _train(
+            _prepare(recipe, run, data, resume, stop_after, accelerator, threads, lock, accept_data)
+        )
 
 
 def _prepare(
@@ -222,6 +229,8 @@ def _prepare(
     stop_after: int | None,
     accelerator: Accelerator,
     threads: int | None,
+    lock: RunLock,
+    accept_data: bool,
 ) -> Run:
     """Check what can be checked before anything is built, and read the data."""
     world = accelerator.num_processes
@@ -240,9 +249,13 @@ def _prepare(
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             check_run(recipe, out, resume)
+            if out.is_dir():  # else it is made, and held, when nothing is wrong with the recipe or the data
+                lock.acquire()
         found = data if isinstance(data, RunData) else load_data(recipe, data)
         steps = len(found.training) // recipe.batch_size
-        run = Run(recipe, out, accelerator, found, steps, stop_after, commit)
+        if accelerator.is_main_process:
+            check_data(out, found.fingerprints, accept_data)
+        run = Run(recipe, out, accelerator, found, steps, stop_after, commit, lock)
         check_stages(run)
     return run
 
@@ -314,7 +327,7 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
         state = _create_state(run, stage_at(run.recipe, epoch))
         # Only now, when nothing is wrong with the recipe or the data, the run's folder.
         if run.main:
-            open_run(run.recipe, run.out)
+            open_run(run.recipe, run.out, run.lock)
             check_room(run.out, run.recipe, state.net)
     distribute(run, state)
     with raise_on_all_ranks(run.accelerator):
@@ -353,6 +366,7 @@ def _note_session(run: Run, state: TrainState) -> None:
         "commit": run.commit,
         "hardware": hardware(run.device),
         "versions": versions(),
+        "data": run.data.fingerprints,
     }
     note_session(run.out, session)
 
@@ -739,6 +753,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--profile", help="one of the recipe's profiles, such as short")
     parser.add_argument("--no-resume", action="store_true", help="refuse a folder that already holds a run")
+    parser.add_argument("--accept-data", action="store_true", help="go on with images that have changed")
     parser.add_argument("--threads", type=int, help="CPU threads; default: those that the run began with")
     parser.add_argument("--cpu", action="store_true", help="leave an accelerator unused")
     args = parser.parse_args(argv)
@@ -752,6 +767,7 @@ def main(argv: list[str] | None = None) -> int:
             args.cpu,
             profile=args.profile,
             threads=args.threads,
+            accept_data=args.accept_data,
         )
     except (CapszooError, WeightsError, OSError) as error:
         # What is wrong with the call is wrong on every process: one says so.

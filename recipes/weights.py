@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from capszoo._npz import read_npz
 from capszoo.checkpoint import model_from_file, run_weights
 from capszoo.data import DATASETS, DatasetSpec, normalize
 from capszoo.errors import CapszooError
@@ -276,8 +277,8 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
     write_atomically(
         path, _metadata_text(info.raw | {"sha256": sha256_of(weights), "storage": storage, "metrics": {}})
     )
-    with np.load(source.with_suffix(".golden.npz")) as golden:
-        _write_golden(weights, torch.from_numpy(golden["pixels"]), info.mean, info.std)
+    pixels = read_npz(source.with_suffix(".golden.npz"), ("pixels",))["pixels"]
+    _write_golden(weights, torch.from_numpy(pixels), info.mean, info.std)
     figures = evaluate(weights, data=data)
     test = {key: figures[key] for key in ("top1", "errors", "n")}
     amend_metadata(weights, metrics=info.raw["metrics"] | {"test": test})

@@ -30,10 +30,23 @@ class OneLineErrors(TyperGroup):
                 raise
             line, code = _one_line(error)
             if line:
-                stderr().print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+                stderr().print(f"[bold red]error:[/] {escape(_printable(line))}", soft_wrap=True)
         except KeyboardInterrupt:
             code = 130
         sys.exit(code if isinstance(code, int) else 0)
+
+
+#: Characters of the longest message.
+MAX_MESSAGE = 500
+
+
+def _printable(line: str) -> str:
+    """A message without control characters, which names of files, keys and tensors may bring to the terminal."""
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    if len(line) <= MAX_MESSAGE:
+        return line
+    half = (MAX_MESSAGE - 3) // 2  # a message begins with what is wrong and ends with what to do
+    return f"{line[:half]} … {line[-half:]}"
 
 
 def _one_line(error: Exception) -> tuple[str, int]:
@@ -54,4 +67,10 @@ def _one_line(error: Exception) -> tuple[str, int]:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, (UnknownModel, UnknownArgument, WeightsError)):
         return message, error.exit_code
+    if isinstance(error, OSError) and error.strerror:  # a full or read-only disk, a name that is too long
+        named = f"{error.filename}: " if error.filename else ""
+        return (
+            f"{named}{error.strerror}: make room or choose another place, then give the same command again",
+            1,
+        )
     return f"{type(error).__name__}: {message} (--debug shows the traceback)", 1

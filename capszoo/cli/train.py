@@ -70,6 +70,9 @@ def train_command(
         ),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+    accept_data: Annotated[
+        bool, typer.Option("--accept-data", help="Go on with a run although its images have changed.")
+    ] = False,
     together: Annotated[
         bool, typer.Option("--together", help="Train several recipes side by side, a process each.")
     ] = False,
@@ -128,8 +131,8 @@ def train_command(
         raise UsageError(f"{len(recipes)} recipes were given", "--together trains them side by side")
     from ..recipes.train import train
 
-    result = train(recipes[0], overrides or [], out=out, data=data, cpu=cpu, profile=profile, threads=threads)
-    _print_run(result)
+    given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
+    _print_run(train(recipes[0], overrides or [], **given, accept_data=accept_data))
 
 
 def _train_seeds(
@@ -244,6 +247,9 @@ def finetune_command(
         typer.Option("--set", metavar="KEY=VALUE", help="Change any setting of the recipe; repeatable."),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+    accept_data: Annotated[
+        bool, typer.Option("--accept-data", help="Go on with a run although its images have changed.")
+    ] = False,
 ) -> None:
     """Fine-tune a model to classes of your own, or go on where an earlier run of it stopped.
 
@@ -265,6 +271,7 @@ def finetune_command(
         skip_bad=skip_bad,
         overrides=overrides or (),
         cpu=cpu,
+        accept_data=accept_data,
     )
     _print_run(result)
 

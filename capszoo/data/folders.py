@@ -20,7 +20,15 @@ from torch import Tensor
 
 from .augment import resize as resize_images
 from .errors import DataError
-from .readers import decode_image, idx_pair, image_mode, parquet_label_names, read_idx_pair, read_parquet
+from .readers import (
+    decode_image,
+    idx_pair,
+    image_below,
+    image_mode,
+    parquet_label_names,
+    read_idx_pair,
+    read_parquet,
+)
 from .sets import DatasetSpec, Decoder, ImageSet, StreamedSet, sized
 
 __all__ = [
@@ -183,14 +191,19 @@ class _Rows:
     column: str
     mode: str
     side: int
+    folder: Path
 
     def decode(self, index: int) -> Tensor:
-        cell = self.rows[index][self.column]
-        encoded = cell["bytes"] or Path(cell["path"])
+        encoded = _cell(self.rows[index][self.column], self.folder)
         return _to_tensor(decode_image(encoded, self.mode, f"row {index} of {self.column}", self.side))
 
     def fingerprint(self) -> str:
         return f"{self.rows._fingerprint} {self.side}"
+
+
+def _cell(cell: dict[str, Any], folder: Path) -> bytes | Path:
+    """An image's bytes, or its file, which must lie in the repository: a table may name any path."""
+    return cell["bytes"] or image_below(folder, str(cell["path"]), f"a table of {folder}")
 
 
 def _to_tensor(image: np.ndarray) -> Tensor:
@@ -371,7 +384,9 @@ def _open_hub(
     skipped: list[str] | None,
 ) -> ImageSet | StreamedSet:
     """A split of a repository of the Hub, fetched before or now."""
-    found = _hub_splits(name, repository, data, download)  # which says so where the library is missing
+    found, folder = _hub_splits(
+        name, repository, data, download
+    )  # which says so where the library is missing
     import datasets
 
     names = _SPLITS[split]
@@ -392,16 +407,18 @@ def _open_hub(
 
     def mode_at(index: int) -> str:
         cell = looked[index][image]
-        return image_mode(cell["bytes"] or Path(cell["path"]), name)
+        return image_mode(_cell(cell, folder), name)
 
     mode = _mode_of(mode_at, len(looked))
     size, side = _sides(size, resize)
     spec = _spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(labels), split)
-    return _decode_or_stream(spec, split, _Rows(rows, image, mode, side), labels, side, skipped)
+    return _decode_or_stream(spec, split, _Rows(rows, image, mode, side, folder), labels, side, skipped)
 
 
-def _hub_splits(name: str, repository: str, data: str | Path | None, download: str | Path | None) -> Any:
-    """All splits of a repository by name, through the library datasets; its cache lies beside the files."""
+def _hub_splits(
+    name: str, repository: str, data: str | Path | None, download: str | Path | None
+) -> tuple[Any, Path]:
+    """All splits of a repository by name, through the library datasets, and its folder, which holds the cache, too."""
     configuration = None
     if not Path(repository).expanduser().is_dir():
         repository, _, configuration = repository.partition(":")
@@ -423,7 +440,7 @@ def _hub_splits(name: str, repository: str, data: str | Path | None, download: s
         found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
     except Exception as error:  # the library's errors are of many kinds
         raise DataError(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
-    return found
+    return found, folder
 
 
 def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:
@@ -431,7 +448,7 @@ def find_splits(name: str, data: str | Path | None = None, download: str | Path 
     kind, _, where = name.partition(":")
     own: dict[str, tuple[str, ...]] = {**_SPLITS, "test": ("test",)}
     if kind == "hf":
-        found = _hub_splits(name, where, data, download)
+        found, _ = _hub_splits(name, where, data, download)
         return {split for split, names in own.items() if any(name in found for name in names)}
     folder = _locate(name, where, data)
     if kind == "idx":

@@ -13,6 +13,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
+import os
 import re
 import zlib
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from .errors import DataError
 
 __all__ = [
     "decode_image",
+    "image_below",
     "image_mode",
     "parquet_label_names",
     "read_cifar_binary",
@@ -39,28 +42,40 @@ __all__ = [
 ]
 
 _IDX_UBYTE = 0x08
+MAX_FILE_BYTES = 2 * 2**30
+"""Bytes that a file of images may unpack to, where the size of its set is not known beforehand."""
+MAX_LABEL = 100_000
+"""Largest label of a set: each number up to it is a class."""
+_NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # its largest file: two images of 108 x 108 each
+_CIFAR_BYTES = 50_000 * (2 + 3 * 32 * 32)
+_SVHN_IMAGES = 531_131  # in the extra set
 _CIFAR_PIXELS = 3 * 32 * 32
 _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 
 
-def _read_bytes(path: Path) -> bytes:
-    """A file's bytes, unzipped where they are gzip."""
+def _read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """A file's bytes, unzipped where they are gzip, which may hold a thousand times its own size."""
     try:
-        raw = path.read_bytes()
-        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            raw = (gzip.GzipFile(fileobj=file) if zipped else file).read(limit + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is a damaged gzip file ({error}); fetch it again") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(raw) > limit:
+        raise DataError(f"{path} holds more than {limit:,} bytes, which no such file does; fetch it again")
+    return raw
 
 
-def read_idx(path: str | Path) -> Tensor:
-    """Read one idx file of unsigned bytes, gzipped or not.
+def read_idx(path: str | Path, limit: int = MAX_FILE_BYTES) -> Tensor:
+    """Read one idx file of unsigned bytes, gzipped or not; one with more than `limit` bytes is refused.
 
     Returns a uint8 tensor of the shape the header states.
     """
     path = Path(path)
-    raw = _read_bytes(path)
+    raw = _read_bytes(path, limit)
     if len(raw) < 4 or raw[:2] != b"\x00\x00" or raw[2] != _IDX_UBYTE:
         raise DataError(
             f"{path} is not an idx file of bytes (its first bytes are {raw[:4].hex() or 'missing'})"
@@ -85,9 +100,9 @@ def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
     return (images, labels) if images and labels else None
 
 
-def read_idx_pair(pair: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
-    """Images [n, 1, h, w] and labels [n] of a split."""
-    images, labels = read_idx(pair[0]), read_idx(pair[1])
+def read_idx_pair(pair: tuple[Path, Path], limit: int = MAX_FILE_BYTES) -> tuple[Tensor, Tensor]:
+    """Images [n, 1, h, w] and labels [n] of a split; files with more than `limit` bytes are refused."""
+    images, labels = read_idx(pair[0], limit), read_idx(pair[1], limit)
     if images.ndim != 3 or labels.ndim != 1:
         raise DataError(f"{pair[0]} and {pair[1]} do not hold images and labels")
     return images.unsqueeze(1), labels.long()
@@ -127,15 +142,16 @@ def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int
 
 
 def parquet_label_names(file: str | Path) -> tuple[str, ...]:
-    """Class names from the Hub's metadata in a parquet file; () where it states none."""
+    """Class names from the Hub's metadata in a parquet file; () where it states none that can be read."""
     import pyarrow.parquet as pq
 
-    stated = (pq.read_schema(file).metadata or {}).get(b"huggingface")
-    features = json.loads(stated)["info"]["features"] if stated else {}
-    for column in ("label", "fine_label", "labels"):
-        if column in features and "names" in features[column]:
-            return tuple(features[column]["names"])
-    return ()
+    try:
+        features = json.loads((pq.read_schema(file).metadata or {})[b"huggingface"])["info"]["features"]
+        named = (features[column] for column in ("label", "fine_label", "labels") if column in features)
+        names = next((feature["names"] for feature in named if "names" in feature), ())
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return ()
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
 def image_mode(encoded: bytes | Path, source: Path | str) -> str:
@@ -149,15 +165,51 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
         raise DataError(f"{source} holds a damaged image: {error}") from error
 
 
+def _encoded(cell: Any, source: Path, folder: Path | None) -> bytes | Path:
+    """An image's bytes; or its path, where it may be read: never a text alone, which may name any file."""
+    held = cell.get("bytes") if isinstance(cell, dict) else cell
+    if isinstance(held, bytes):
+        return held
+    named = cell.get("path") if isinstance(cell, dict) else cell
+    if not isinstance(named, str):
+        raise DataError(f"{source}: the image column holds neither bytes nor paths")
+    if folder is None:
+        raise DataError(
+            f"{source} names its images by path only, and files of this machine are not read for it: take a copy with "
+            "embedded bytes, or set CAPSZOO_IMAGE_PATHS to the folder that the images are in"
+        )
+    return image_below(folder, named, source)
+
+
+def image_below(folder: Path, named: str, source: Path | str) -> Path:
+    """The file that a data set names, which must be a regular one below a folder.
+
+    Raises `DataError` for any other.
+    """
+    try:
+        found = (folder / named).resolve()
+        if not (found.is_relative_to(folder.resolve()) and found.is_file()):
+            raise ValueError
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source} names {named[:200]!r}, which is no file below {folder}") from error
+    return found
+
+
 def read_parquet(
-    files: Sequence[str | Path], channels: int | None, side: int | None = None
+    files: Sequence[str | Path],
+    channels: int | None,
+    side: int | None = None,
+    paths_below: Path | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Read parquet shards with one image column (a struct with `bytes`, or plain bytes) and one integer column.
+
+    A column of texts, which would name files of this machine, is refused unless a folder is given.
 
     Arguments:
         files: all shards of one split.
         channels: 1 decodes to grey, 3 to RGB; None takes what the first image has.
         side: scale and cut the images to squares of this side; None: they must all be of one size.
+        paths_below: texts are paths of images below this folder; None asks `CAPSZOO_IMAGE_PATHS`.
 
     Returns images [n, c, h, w] uint8 and labels [n] int64, in file order.
     """
@@ -171,13 +223,22 @@ def read_parquet(
         raise DataError("no parquet file given")
     _check_shards(paths)
     mode = {1: "L", 3: "RGB", None: ""}[channels]
+    asked = os.environ.get("CAPSZOO_IMAGE_PATHS")
+    folder = paths_below or (Path(asked) if asked else None)
     images: list[np.ndarray] = []
     labels: list[int] = []
     for path in paths:
         try:
+            groups = pq.read_metadata(path)
+            whole = sum(groups.row_group(k).total_byte_size for k in range(groups.num_row_groups))
+            if whole > 2 * MAX_FILE_BYTES or groups.num_rows > MAX_FILE_BYTES // 8:
+                raise DataError(
+                    f"{path} unpacks to {whole:,} bytes, too much for memory: use hf:{path.parent}"
+                )
             table = pq.read_table(path)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+        except (OSError, pa.ArrowException) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise DataError(f"{path} is not a readable parquet file: {reason}") from error
         image_column = next((name for name in ("image", "img") if name in table.column_names), None)
         label_column = next(
             (name for name in ("label", "fine_label", "labels") if name in table.column_names), None
@@ -187,12 +248,19 @@ def read_parquet(
                 f"{path} has the columns {table.column_names}; expected 'image' or 'img', and 'label'"
             )
         for cell in table.column(image_column).to_pylist():
-            encoded = cell.get("bytes") if isinstance(cell, dict) else cell
-            if encoded is None:
-                raise DataError(f"{path} names its images by path only; a copy with embedded bytes is needed")
+            encoded = _encoded(cell, path, folder)
             mode = mode or image_mode(encoded, path)
             images.append(decode_image(encoded, mode, path, side))
-        labels += table.column(label_column).to_pylist()
+        kind = table.schema.field(label_column).type
+        column = table.column(label_column)
+        if not pa.types.is_integer(kind) or column.null_count:
+            what = "empty cells" if pa.types.is_integer(kind) else f"values of type {kind}"
+            raise DataError(f"{path}: the column '{label_column}' holds {what}; labels are whole numbers")
+        labels += column.to_pylist()
+    if not images:
+        raise DataError(f"{paths[0].parent} holds no images")
+    if min(labels) < 0 or max(labels) > MAX_LABEL:
+        raise DataError(f"{paths[0].parent}: labels run from {min(labels)} to {max(labels)}")
     sizes = {image.shape for image in images}
     if len(sizes) != 1:
         raise DataError(f"{paths[0].parent} holds images of {len(sizes)} sizes; one size is needed")
@@ -211,7 +279,7 @@ def read_cifar_binary(files: Sequence[str | Path], label_bytes: int = 1) -> tupl
     images, labels = [], []
     for file in files:
         path = Path(file)
-        raw = _read_bytes(path)
+        raw = _read_bytes(path, _CIFAR_BYTES)
         record = label_bytes + _CIFAR_PIXELS
         if not raw or len(raw) % record:
             raise DataError(f"{path} is truncated: {len(raw)} bytes is no multiple of {record}")
@@ -224,14 +292,22 @@ def read_cifar_binary(files: Sequence[str | Path], label_bytes: int = 1) -> tupl
 def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
     """Read a file of cropped SVHN digits (`train_32x32.mat`): images [n, 3, 32, 32] uint8, labels [n] int64."""
     try:
-        from scipy.io import loadmat
+        from scipy.io import loadmat, whosmat
     except ImportError as error:
         raise DataError('reading .mat files needs scipy: pip install "capszoo[train]"') from error
     path = Path(file)
     raw = _read_bytes(path)
     try:
-        content = loadmat(io.BytesIO(raw), variable_names=("X", "y"))
-        images, labels = content["X"], content["y"].reshape(-1).astype(np.int64)
+        stated = {name: shape for name, shape, _ in whosmat(io.BytesIO(raw))}  # before anything is unpacked
+        most = {"X": _SVHN_IMAGES * _CIFAR_PIXELS, "y": _SVHN_IMAGES}
+        large = [name for name, limit in most.items() if math.prod(stated.get(name, ())) > limit]
+        content = {} if large else loadmat(io.BytesIO(raw), variable_names=("X", "y"))
+        images, given = content["X"], content["y"].reshape(-1)
+        if given.dtype.kind not in "biuf" or not (
+            np.isfinite(given).all() and (given == np.floor(given)).all()
+        ):
+            raise ValueError("labels that are no whole numbers")
+        labels = given.astype(np.int64)
     except (
         Exception
     ) as error:  # a damaged file may raise anything: ValueError, TypeError, zlib.error, KeyError, …
@@ -247,7 +323,7 @@ def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
 def read_norb_matrix(file: str | Path) -> Tensor:
     """Read one of NORB's binary matrices, plain or gzip: uint8 or int32 of the shape that the header states."""
     path = Path(file)
-    raw = _read_bytes(path)
+    raw = _read_bytes(path, _NORB_BYTES)
     magic, rank = (int.from_bytes(raw[k : k + 4], "little") for k in (0, 4))
     if magic not in _NORB_TYPES or not 1 <= rank <= 8:
         raise DataError(

@@ -9,6 +9,7 @@ batches, SVHN's .mat files, smallNORB's matrices. Sets composed from another one
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,7 +113,9 @@ def _read_split(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Te
     if spec.name == "svhn":
         return _read_svhn(split, folder)
     pair = idx_pair(folder, _IDX[split])
-    return read_idx_pair(pair) if pair else None
+    if pair is None:
+        return None
+    return read_idx_pair(pair, limit=spec.counts[split] * math.prod(spec.input_size) + 2**10)
 
 
 def _check(spec: DatasetSpec, split: str, images: Tensor, labels: Tensor, folder: Path, count: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,9 @@ _BUILDER_ARGS = frozenset(
 NO_SOURCE: dict[str, Any] = dict(
     dict.fromkeys(("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source")), custom_load=False
 )
+
+#: Arguments that are whole numbers in every model, and the least that they may be.
+_COUNTS = {"num_classes": 0, "in_chans": 1, "routing_iters": 0}
 
 #: Mean and standard deviation per channel of the training images, whose values lie in 0..1.
 CIFAR10: dict[str, Any] = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
@@ -205,16 +208,23 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
     return replace(cfg, **{**NO_SOURCE, "tag": tag, "state_dict": load_safetensors(path)})
 
 
-def _own_args(model_cls: type[nn.Module], variant: str, given: Iterable[str]) -> list[str]:
+def _own_args(model_cls: type[nn.Module], variant: str, given: Mapping[str, Any]) -> list[str]:
     """Names of the arguments that the network takes.
 
     Raises:
         UnknownArgument: a given one is neither the network's nor timm's builder's.
+        ValueError: a number of classes, channels or iterations that is none.
     """
     own_args = [name for name in inspect.signature(model_cls.__init__).parameters if name != "self"]
     for name in given:
         if name not in _BUILDER_ARGS and name not in own_args:
             raise UnknownArgument(unknown_name(f"argument of {variant}", name, own_args))
+    for name, least in _COUNTS.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{variant}: {name} must be a whole number of at least {least}, not {value!r}")
     return own_args
 
 

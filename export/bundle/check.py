@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from capszoo._npz import read_npz
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import load_model
 from capszoo.models._pretrained import WeightsError, sha256_of
@@ -74,8 +75,10 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
     check.steps.append(GateStep("structure", not problems, detail))
 
     runner = open_runner("onnxruntime", folder, manifest)
-    with np.load(folder / "reference.npz") as stored:
-        images, expected = stored["images"], stored["scores"]
+    stored = read_npz(folder / "reference.npz", ("images", "scores"), max_bytes=2**30)
+    images, expected = stored["images"], stored["scores"]
+    if not images.size or not expected.size:
+        raise CapszooError(f"{folder / 'reference.npz'}: holds no inputs", "export again")
     index = [output["name"] for output in manifest["outputs"]].index("scores")
     got = runner(images)[index]
     check.steps.append(_verified("parity with the stored answers", expected, got, manifest))

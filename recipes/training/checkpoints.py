@@ -123,12 +123,24 @@ def save_checkpoint(
 
 
 def _read(folder: Path) -> Checkpoint:
+    """Read a checkpoint and hold it against its checksums; what is wrong with it raises, in many kinds."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    for name, digest in state["files"].items():
-        if _sha256(folder / name) != digest:
-            raise ValueError(f"{name} does not match its checksum")
-    weights = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    if not isinstance(state, dict):
+        raise ValueError("state.json holds no object")
+    step, files = state.get("step"), state.get("files")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"state.json states the step {str(step)[:60]}")
+    if not isinstance(files, dict) or not {"model.safetensors", "optimizer.pt"} <= files.keys():
+        raise ValueError("state.json does not name the files of a checkpoint")
+    for name, digest in files.items():
+        if Path(name).name != name or _sha256(folder / name) != digest:
+            raise ValueError(f"{name[:60]} does not match its checksum")
+    weights = {
+        Path(name).stem: load_file(folder / name) for name in sorted(files) if name.endswith(".safetensors")
+    }
     optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    if not isinstance(optimizer, dict):
+        raise ValueError("optimizer.pt holds no mapping")
     return Checkpoint(weights, optimizer, state)
 
 
@@ -138,8 +150,10 @@ def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
             return _read(folder), skipped
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        except (
+            Exception
+        ) as error:  # SafetensorError, UnpicklingError, RecursionError, …: the one before it may be sound
+            reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
             skipped.append(f"skipped the damaged checkpoint {folder.name}: {reason}")
     return None, skipped
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 import timm
 import torch
@@ -16,27 +25,50 @@ from torch import nn
 import capszoo
 
 from ..config import Recipe
+from ..yaml_tree import YamlError, read_yaml
 from .checkpoints import clear_leftovers, room_missing, write_atomically
 from .distributed import TrainingError
 
-__all__ = ["check_room", "check_run", "note_session", "open_run", "versions"]
+__all__ = [
+    "LOCK",
+    "RunLock",
+    "check_data",
+    "check_room",
+    "check_run",
+    "closing_lock",
+    "note_session",
+    "open_run",
+    "versions",
+]
+
+#: File of a run's folder that the process training into it has locked.
+LOCK = ".lock"
 
 
 def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Refuse a folder that holds another recipe's run; nothing is written."""
+    """Refuse a folder that holds another recipe's run, or one whose recipe cannot be read; nothing is written."""
     for before in (out / "recipe.yaml", out / "recipe.json"):  # older runs have the latter
         if before.is_file():
             break
     else:
+        if traces := [name for name in _TRACES if (out / name).exists()]:
+            raise TrainingError(
+                f"{out} holds {traces[0]} of a run, but not its recipe.yaml: put it back, or choose another --out"
+            )
         return
     if not resume:
         raise TrainingError(f"{out} already holds a run: choose another --out, or resume it")
     try:
-        old = yaml.safe_load(before.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        old = read_yaml(before.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YamlError) as error:
         raise TrainingError(
             f"cannot read {before}: {getattr(error, 'strerror', None) or 'damaged'}"
         ) from error
+    if not isinstance(old, dict) or not old:
+        raise TrainingError(
+            f"{before} holds no recipe, so that the run cannot be told from another: put the file back, "
+            "or choose another --out"
+        )
     with suppress(ValueError):  # a run of an earlier version lacks the keys that are new
         old = Recipe.model_validate(old).model_dump(mode="json")
     key, was, wanted = _first_difference(old, recipe.model_dump(mode="json"))
@@ -47,10 +79,106 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         )
 
 
-def open_run(recipe: Recipe, out: Path) -> None:
-    """Make the run's folder; the first thing that is written."""
+#: What a run leaves beside its recipe.
+_TRACES = ("checkpoints", "metrics.jsonl", "sessions.json")
+
+
+class RunLock:
+    """Hold a run's folder: no other process on this machine or a shared disk may train into it.
+
+    The lock goes with the process that holds it, whatever ends that, so that one that was left behind is taken over; a
+    paused process keeps it. A file system without locks gives none, and the run goes on without.
+
+    Args:
+        out: the folder.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, unless it is held already; the folder must be there.
+
+        Raises:
+            TrainingError: another process holds it; the message names its number and machine.
+        """
+        if self._file is not None or fcntl is None:
+            return
+        try:
+            file = open(self.out / LOCK, "a+", encoding="utf-8")
+        except OSError as error:
+            raise TrainingError(f"cannot write to {self.out}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            holder = _printable(file.read(300)) or "another process"
+            file.close()
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return  # a file system without locks
+            raise TrainingError(
+                f"{self.out} is in use by {holder}: wait for it, stop it, or choose another --out"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@contextmanager
+def closing_lock(out: Path) -> Iterator[RunLock]:
+    """A lock that is not held yet, and is given back in the end."""
+    lock = RunLock(out)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _printable(text: str) -> str:
+    return "".join(c for c in text.strip() if c.isprintable())
+
+
+def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False) -> None:
+    """Refuse to go on with other images than those that the run has seen so far.
+
+    Args:
+        out: the run's folder; its `sessions.json` states the images of each start.
+        fingerprints: sha256 of each split.
+        accept: go on with them all the same.
+
+    Raises:
+        TrainingError: the newest start that states any had others; the message names the splits.
+    """
+    stated: Any = []
+    with suppress(OSError, ValueError, RecursionError):
+        stated = json.loads((out / "sessions.json").read_text(encoding="utf-8"))
+    sessions = (
+        [session for session in stated if isinstance(session, dict)] if isinstance(stated, list) else []
+    )
+    before: Any = next((session["data"] for session in reversed(sessions) if session.get("data")), {})
+    if accept or not isinstance(before, dict):
+        return
+    changed = [split for split, digest in fingerprints.items() if before.get(split, digest) != digest]
+    if changed:
+        raise TrainingError(
+            f"the images of {' and '.join(changed)} are not those that {out} was trained on so far: put them back, "
+            "choose another --out, or go on all the same with --accept-data"
+        )
+
+
+def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
+    """Make the run's folder and hold it; the first thing that is written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
         text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(out / "recipe.yaml", f"# The recipe of this run, every key resolved.\n{text}")
         clear_leftovers(out)

@@ -19,6 +19,7 @@ from .checkpoints import Checkpoint, save_checkpoint
 from .distributed import TrainingError, raise_on_all_ranks
 from .early_stop import BestEpoch
 from .routing_probe import RoutingProbe
+from .run_folder import RunLock
 from .setup import RunData, create_net
 from .stages import (
     Stage,
@@ -46,6 +47,7 @@ class Run:
         steps: updates of an epoch.
         stop_after: updates of this call after which it stops.
         commit: of the code, read at the start: the files may have moved on by the end.
+        lock: of the run's folder, held by the first process.
     """
 
     recipe: Recipe
@@ -55,6 +57,7 @@ class Run:
     steps: int
     stop_after: int | None
     commit: str | None
+    lock: RunLock
 
     @property
     def device(self) -> torch.device:

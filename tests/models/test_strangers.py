@@ -146,6 +146,8 @@ def test_a_sound_pair_loads(tmp_path: Path) -> None:
         ("model_args", {"in_chans": 0}, "model_args.in_chans must be a whole number"),
         ("model_args", {"no_such": 1}, "the metadata's arguments make no model"),
         ("model_args", {"backbone": 3}, "the metadata's arguments make no model"),
+        ("model_args", {"backbone": "local-dir:/elsewhere"}, "no path and no source"),
+        ("model_args", {"backbone": "timm/resnet18"}, "no path and no source"),
     ],
 )
 def test_metadata_that_make_no_sense(tmp_path: Path, key: str, value: Any, message: str) -> None:
@@ -246,6 +248,15 @@ def test_a_configuration_describes_and_names_no_source(tmp_path: Path) -> None:
     assert not {"url", "file", "hf_hub_id", "hf_hub_filename", "state_dict"} & model.pretrained_cfg.keys()
     assert model.pretrained_cfg["mean"] == (0.1,) and model.num_classes == 3
     assert model.pretrained_cfg["first_conv"] == "stages.stem.conv", "what the network is, its code says"
+
+
+def test_a_backbone_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"architecture": "caps_net", "model_args": {"backbone_pretrained": True, "backbone": "resnet18"}}
+        )
+    )
+    assert ModelConfig.read(tmp_path / "config.json").model_args == {"backbone": "resnet18"}
 
 
 def test_a_tag_of_the_zoo_is_for_its_weights_alone(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_a_run_from_start_to_bundle(tiny_mnist: Path, tmp_path: Path) -> None:
     name = "resnet20_routingcaps.mnist"
     (events,) = (out / "tensorboard").iterdir()
     assert files_under(out) == {
+        ".lock",
         "recipe.yaml",
         "sessions.json",
         "metrics.jsonl",

@@ -1,0 +1,83 @@
+"""YAML texts as trees of plain values, with a limit on what their anchors expand to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+__all__ = ["YamlError", "read_yaml"]
+
+#: Values of a tree, each anchor counted as often as it is used: 26 nested anchors of a kilobyte are 2**26 mappings.
+MAX_VALUES = 100_000
+MAX_TEXT = 4 * 2**20
+#: Levels of a tree.
+MAX_DEPTH = 64
+
+
+class YamlError(ValueError):
+    """No YAML of plain values; the message is one line, and says the line where it is known."""
+
+
+def read_yaml(text: str) -> Any:
+    """Read YAML into mappings, lists and plain values.
+
+    Raises:
+        YamlError: not valid, too large, nested too deep, or a value that is not of the kind that its tag says.
+    """
+    if len(text) > MAX_TEXT:
+        raise YamlError(f"larger than {MAX_TEXT // 2**20} MiB")
+    try:
+        _check_depth(text)  # before a tree is made, whose time grows with the square of its depth
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _count(node, {}, ())
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise YamlError(f"{where}not valid YAML ({' '.join(str(problem).split())[:200]})") from error
+    except YamlError:
+        raise
+    except RecursionError as error:
+        raise YamlError(f"nested deeper than {MAX_DEPTH} levels") from error
+    except Exception as error:  # of constructors: `!!int x`, `2020-99-99`, 5,000 digits, an unhashable key, …
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise YamlError(f"a value that YAML cannot read ({reason})") from error
+
+
+def _check_depth(text: str) -> None:
+    """Raise YamlError where brackets or indentation open more than MAX_DEPTH levels."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise YamlError(f"line {event.start_mark.line + 1}: nested deeper than {MAX_DEPTH} levels")
+
+
+def _count(node: Any, known: dict[int, int], above: tuple[int, ...]) -> int:
+    """Values below a node, anchors expanded."""
+    if id(node) in above:
+        raise YamlError(f"line {node.start_mark.line + 1}: an anchor that holds itself")
+    if id(node) not in known:
+        below: list[Any] = []
+        if isinstance(node, yaml.MappingNode):
+            below = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            below = list(node.value)
+        total = 1 + sum(_count(part, known, (*above, id(node))) for part in below)
+        if total > MAX_VALUES:
+            raise YamlError(
+                f"line {node.start_mark.line + 1}: anchors that expand to more than {MAX_VALUES:,} values"
+            )
+        known[id(node)] = total
+    return known[id(node)]

@@ -1,0 +1,78 @@
+"""Recipes as YAML: anchors that expand to millions, tags that lie, trees that hold themselves; each one clear line."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from capszoo.recipes.config import RecipeError, load_recipe
+from capszoo.recipes.yaml_tree import YamlError, read_yaml
+
+BOMB = "a0: &m0 {x: 1, y: 2}\n" + "".join(
+    f"a{k}: &m{k} {{a: *m{k - 1}, b: *m{k - 1}}}\n" for k in range(1, 27)
+)
+
+
+def test_plain_trees() -> None:
+    assert read_yaml("a: &x {b: 1}\nc: *x\nd: [1, 2.5, true, null, text]") == {
+        **{"a": {"b": 1}, "c": {"b": 1}},
+        "d": [1, 2.5, True, None, "text"],
+    }
+    assert read_yaml("") is None and read_yaml("5") == 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB,
+        "[" * 3000,
+        "a: &a [*a]",
+        "a: &a {b: *a}",
+        "seed: !!int x",
+        "seed: !!bool x",
+        "seed: !!timestamp x",
+        "seed: !!float x",
+        "seed: !!binary \u00e9",
+        "day: 2020-99-99",
+        "seed: " + "9" * 5000,
+        "? [a]\n: 1",
+        "? {a: 1}\n: 1",
+        "a: !!python/object/apply:os.system [true]",
+        "a: b: c",
+        "a: \x00",
+        "x" * (4 * 2**20 + 1),
+        "--- 1\n--- 2",
+        "<<: 5",
+    ],
+    ids=lambda text: text[:24].encode("unicode_escape").decode(),
+)
+def test_what_is_refused_is_one_line(text: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(YamlError) as e:
+        read_yaml(text)
+    assert "\n" not in str(e.value) and 0 < len(str(e.value)) < 400
+    path = tmp_path / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError, match="r.yaml, "):
+        load_recipe(path)
+    assert time.monotonic() - start < 5
+
+
+def test_a_profile_of_nested_anchors(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    levels = "".join(f"    a{k}: &m{k} {{a: *m{k - 1}, b: *m{k - 1}}}\n" for k in range(1, 27))
+    head = "arch: idpa_cnn\ntag: x\ndata: {name: mnist}\nepochs: 1\nprofiles:\n  p:\n    a0: &m0 {x: 1}\n"
+    path.write_text(head + levels)
+    start = time.monotonic()
+    with pytest.raises(RecipeError, match="expand to more than"):
+        load_recipe(path, profile="p")
+    assert time.monotonic() - start < 5 and path.stat().st_size < 2000
+
+
+def test_set_takes_plain_values_alone() -> None:
+    for text in ("!!int x", "2020-99-99", "[" * 3000, "&a [*a]"):
+        with pytest.raises(RecipeError, match="is not a YAML value") as e:
+            load_recipe("idpa_cnn.mnist", [f"seed={text}"])
+        assert len(str(e.value)) < 800

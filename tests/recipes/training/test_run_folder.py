@@ -1,0 +1,180 @@
+"""A run's folder: held by one process, never continued with another recipe or other images, read past damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capszoo.data.readers import read_idx_pair
+from capszoo.recipes.train import TrainingError, train
+from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
+from capszoo.recipes.training.run_folder import LOCK, RunLock, check_data, check_run
+from tests.data.formats import write_idx
+from tests.recipes.test_train import tiny_recipe
+
+
+def _holder(root: Path, out: Path) -> subprocess.Popen[str]:
+    """A process that holds a folder until it is killed."""
+    code = (
+        "import sys, time; from pathlib import Path; from capszoo.recipes.training.run_folder import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(out)], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_in_the_same_folder_is_refused_in_one_line(
+    root: Path, tiny_mnist: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    train(tiny_recipe(epochs=1), out=out, data=tiny_mnist, stop_after=1)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != LOCK}
+    holder = _holder(root, out)
+    try:
+        for paused in (False, True):
+            if paused:
+                os.kill(holder.pid, signal.SIGSTOP)  # a paused run keeps its folder
+            with pytest.raises(TrainingError) as e:
+                train(tiny_recipe(epochs=1), out=out, data=tiny_mnist)
+            text = str(e.value)
+            assert f"is in use by process {holder.pid} on {socket.gethostname()}" in text and "\n" not in text
+            assert "choose another --out" in text
+        assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name != LOCK}
+    finally:
+        holder.kill()
+        holder.wait()
+    # a stale lock, whose process is gone, is taken over
+    assert (out / LOCK).read_text() == f"process {holder.pid} on {socket.gethostname()}"
+    assert train(tiny_recipe(epochs=1), out=out, data=tiny_mnist)["finished"]
+    RunLock(out).acquire()  # given back at the end
+
+
+def test_a_lock_is_held_once_and_says_nothing_odd(tmp_path: Path) -> None:
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.acquire()
+    first.acquire()
+    (tmp_path / LOCK).write_text("\x1b]0;title\x07 process\n" + "x" * 5000)
+    with pytest.raises(TrainingError) as e:
+        second.acquire()
+    assert "\x1b" not in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 700
+    first.release()
+    second.acquire()
+    second.release()
+    with pytest.raises(TrainingError, match="cannot write to"):
+        RunLock(tmp_path / "absent").acquire()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"[]", b"5", b"- a\n- b", b"text", b"{}", b"\xff\xfe", b"[", b"a: &a [*a]", None],
+)
+def test_a_run_without_its_recipe_is_not_continued(
+    tiny_mnist: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    out = tmp_path / "run"
+    (out / "checkpoints").mkdir(parents=True)
+    if content is not None:
+        (out / "recipe.yaml").write_bytes(content)
+    with pytest.raises(TrainingError) as e:
+        train(tiny_recipe(), out=out, data=tiny_mnist)
+    assert "recipe.yaml" in str(e.value) and "\n" not in str(e.value)
+    left = (out / "recipe.yaml").read_bytes() if content is not None else None
+    assert left == content, "nothing is written over"
+
+
+def test_an_empty_folder_or_one_of_other_files_is_no_run(tmp_path: Path) -> None:
+    check_run(tiny_recipe(), tmp_path, resume=True)
+    (tmp_path / "notes.txt").write_text("x")
+    check_run(tiny_recipe(), tmp_path, resume=True)
+    for name in ("metrics.jsonl", "sessions.json"):
+        (tmp_path / name).write_text("")
+        with pytest.raises(TrainingError, match=f"holds {name} of a run, but not its recipe.yaml"):
+            check_run(tiny_recipe(), tmp_path, resume=True)
+        (tmp_path / name).unlink()
+
+
+def test_other_images_under_the_same_path_are_named(tiny_mnist: Path, tmp_path: Path) -> None:
+    out, folder = tmp_path / "run", tiny_mnist / "mnist"
+    train(tiny_recipe(epochs=1), out=out, data=tiny_mnist, stop_after=1)
+    pair = (folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
+    images = read_idx_pair(pair)[0].squeeze(1).numpy()
+    write_idx(pair[0], 255 - images)
+    with pytest.raises(
+        TrainingError, match="the images of train are not those that .*run was trained on so far"
+    ):
+        train(tiny_recipe(epochs=1), out=out, data=tiny_mnist)
+    done = train(tiny_recipe(epochs=1), out=out, data=tiny_mnist, accept_data=True)
+    assert done["finished"]
+    assert len(json.loads((out / "sessions.json").read_text())) == 2
+
+
+@pytest.mark.parametrize("sessions", ["", "[", "null", "5", "[5]", '[{"data": 5}]', "[{}]", '{"data": {}}'])
+def test_sessions_that_cannot_be_read_hold_nothing_up(tmp_path: Path, sessions: str) -> None:
+    (tmp_path / "sessions.json").write_text(sessions)
+    check_data(tmp_path, {"train": "a"})
+
+
+def _two(run: Path) -> Path:
+    """Two checkpoints; the folder of the newer one."""
+    for step in (3, 6):
+        weights = {"model": {"w": torch.full((4,), float(step))}}
+        folder = save_checkpoint(run, step, weights, {"lr": torch.ones(2)}, {"threads": 1})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["[]", "null", "5", '""', "{}", '{"files": []}', '{"files": null}', '{"files": {}}', "[" * 100_000]
+    + [f'{{"step": {step}, "files": %s}}' for step in ('"x"', "null", "true", "-1", "[]")],
+)
+def test_a_newest_state_of_another_shape_is_passed_over(tmp_path: Path, state: str) -> None:
+    newest = _two(tmp_path)
+    files = json.dumps(json.loads((newest / "state.json").read_text())["files"])
+    (newest / "state.json").write_text(state.replace("%s", files))
+    checkpoint, skipped = latest_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.state["step"] == 3
+    assert checkpoint.weights["model"]["w"].tolist() == [3.0] * 4
+    (line,) = skipped
+    assert "skipped the damaged checkpoint step-00000006" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors"])
+@pytest.mark.parametrize("damage", [b"", b"\x80\x05garbage", b"\xff" * 64, b"{}"])
+def test_damage_with_a_matching_hash_is_passed_over(tmp_path: Path, name: str, damage: bytes) -> None:
+    newest = _two(tmp_path)
+    (newest / name).write_bytes(damage)
+    state: dict[str, Any] = json.loads((newest / "state.json").read_text())
+    state["files"][name] = hashlib.sha256(damage).hexdigest()
+    (newest / "state.json").write_text(json.dumps(state))
+    checkpoint, skipped = latest_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.state["step"] == 3 and len(skipped) == 1
+
+
+def test_no_pickle_runs_from_a_checkpoint(tmp_path: Path) -> None:
+    import pickle
+
+    class Canary:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    newest = _two(tmp_path)
+    content = pickle.dumps(Canary())
+    (newest / "optimizer.pt").write_bytes(content)
+    state = json.loads((newest / "state.json").read_text())
+    state["files"]["optimizer.pt"] = hashlib.sha256(content).hexdigest()
+    (newest / "state.json").write_text(json.dumps(state))
+    checkpoint, _ = latest_checkpoint(tmp_path)
+    assert checkpoint is not None and checkpoint.state["step"] == 3 and not (tmp_path / "ran").exists()
