@@ -6,6 +6,7 @@ of counts is printed with `-s`.
 
 from __future__ import annotations
 
+import copy
 import gzip
 import hashlib
 import io
@@ -88,11 +89,11 @@ def _mutate_tree(tree: Any, rng: random.Random) -> Any:
     for _ in range(rng.randint(1, 3)):
         places = _places(tree)
         if not places:
-            return rng.choice(ODD)
+            return copy.deepcopy(rng.choice(ODD))
         node, key = rng.choice(places)
         what = rng.random()
         if what < 0.6:
-            node[key] = rng.choice(ODD)
+            node[key] = copy.deepcopy(rng.choice(ODD))
         elif what < 0.75:
             del node[key]
         elif what < 0.85 and isinstance(node, dict):
