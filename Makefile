@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # One thread a process: two pytest workers with two threads each are slower than two with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean
+.PHONY: help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu
 
 help:
 	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
+	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"
 	@echo "make eval-weights  accuracy of the bundled weights on their test sets (CAPSZOO_DATA names the data)"
 	@echo "make docs          write hubconf.py's entry points, the generated tables and docs/results.md anew"
 
@@ -60,6 +61,10 @@ test-trt-rtx: $(RTX)/.installed
 
 bench: $(STAMP)
 	$(PY) benchmarks/models.py $(ARGS)
+
+# ARGS="--dry-run --out /tmp/gpu-day" tries it on a CPU
+gpu: $(STAMP)
+	$(PY) benchmarks/gpu_day.py $(or $(ARGS),--out bench/gpu-day)
 
 eval-weights: $(STAMP)
 	$(PY) scripts/eval_weights.py $(ARGS)

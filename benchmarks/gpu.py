@@ -1,6 +1,8 @@
-"""The Triton kernels on a GPU: time, floor, memory and launches, against the plain form and the backbone alone.
+"""The routing layers on a GPU: time, floor, memory and launches, against the plain form and the backbone alone.
 
     python benchmarks/gpu.py --out gpu.json        # everything, at most ten minutes on an H200
+
+`benchmarks/gpu_day.py` measures the same in steps that can be cut off and gone on with, and more.
 
 First, correctness: each layer at a small batch, in every type, on fresh random inputs and in memory filled with NaN,
 values and gradients against the plain form in float64. Nothing is timed that fails there. Then, in bfloat16:
@@ -35,6 +37,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from benchmarks import plain  # noqa: E402
 from benchmarks.models import build  # noqa: E402
 from capszoo import layers  # noqa: E402
 
@@ -66,6 +69,26 @@ class Case:
     pose: int
     """Numbers in a parent's pose."""
     passes: int
+    reference: Callable[[Any, Tensor], Tensor] | None = None
+    """Of a layer without kernels: the naive form on its weights, forward; None: the layer with `use_triton(False)`."""
+    positive: bool = False
+    """Inputs lie in 0..1 (activations among them)."""
+
+    def input(self, batch: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        x = torch.rand if self.positive else torch.randn
+        return x(batch, *self.size, device=device).to(dtype)
+
+    def result(self, layer: Any, x: Tensor) -> Tensor:
+        """What is compared: poses."""
+        return layer.route(x)[0].flatten(0, 2) if self.reference else layer(x)
+
+    def expected(self, layer: Any, x: Tensor) -> Tensor:
+        """The same by the reference."""
+        if self.reference:
+            return self.reference(layer, x)
+        with plain_form():
+            result: Tensor = layer(x)
+        return result
 
     def numbers(self) -> int:
         """Of all votes of a batch."""
@@ -132,6 +155,54 @@ def cases() -> list[Case]:
     ]
 
 
+def em_layer(in_caps: int, out_caps: int) -> nn.Module:
+    """ConvEM 3x3 of stride 2 with the temperatures that networks give it, in relation to the children of a parent."""
+    lam = 0.1 * out_caps / (9 * in_caps)
+    return layers.ConvEM(in_caps, out_caps, 4, 3, 2, 2, lam_start=lam, lam_step=lam, init_beta_v=1.0)
+
+
+def em_case() -> Case:
+    """EM has no kernel: the layer as it is, against the naive form. It computes in float32."""
+    return Case(
+        "EM conv, 32 to 32 types 4x4, 16x16 to 7x7, 2 it.",
+        lambda: em_layer(32, 32),
+        (32 * 17, 16, 16),
+        32,
+        49,
+        288,
+        32,
+        4,
+        16,
+        2,
+        plain.conv_em,
+        True,
+    )
+
+
+def tiny_cases() -> dict[str, Case]:
+    """One case for each of `all_cases`, so small that Triton's interpreter takes seconds."""
+    return {
+        "idpa_conv": Case(
+            "IDPA conv, tiny", lambda: layers.ConvIDPA(2, 3, 16, kernel_size=3, stride=2, num_iters=2),
+            (32, 5, 5), 2, 4, 18, 3, 4, 16, 1,
+        ),
+        "idpa_classes": Case(
+            "IDPA classes, tiny", lambda: layers.FCIDPA(11, 4, 16, num_iters=2), (11, 16), 2, 1, 11, 4, 4, 16, 1
+        ),
+        "dynamic": Case(
+            "dynamic, tiny", lambda: layers.DynamicRouting(9, 8, 4, 16, 3), (9, 8), 3, 1, 9, 4, 8, 16, 2
+        ),
+        "em": Case(
+            "EM conv, tiny", lambda: em_layer(2, 3), (34, 5, 5), 2, 4, 18, 3, 4, 16, 2, plain.conv_em, True
+        ),
+    }  # fmt: skip
+
+
+def all_cases() -> dict[str, Case]:
+    """The cases with kernels, and EM."""
+    return {**dict(zip(("idpa_conv", "idpa_classes", "dynamic"), cases(), strict=True)), "em": em_case()}
+
+
 @contextmanager
 def plain_form() -> Iterator[None]:
     layers.use_triton(False)
@@ -148,22 +219,25 @@ def poison(device: torch.device) -> None:
         del blocks
 
 
-def gradients(layer: nn.Module, x: Tensor, seed: Tensor) -> list[Tensor]:
+def gradients(
+    layer: nn.Module, x: Tensor, seed: Tensor, form: Callable[[Any, Tensor], Tensor]
+) -> list[Tensor]:
+    """The result of a form of a layer, and the gradients of its input and of the weights that it depends on."""
     x = x.detach().requires_grad_()
-    y = layer(x)
-    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], seed)]
+    y = form(layer, x)
+    found = torch.autograd.grad(y, [x, *layer.parameters()], seed.to(y.dtype), allow_unused=True)
+    return [y.detach(), *(gradient for gradient in found if gradient is not None)]
 
 
 def check(case: Case, dtype: torch.dtype, batch: int, device: torch.device) -> float:
-    """Largest relative error of the result and of every gradient, against the plain form in float64."""
+    """Largest relative error of the result and of every gradient, against the reference in float64."""
     layer = case.build().to(device, dtype)
-    x = torch.randn(batch, *case.size, device=device).to(dtype)
-    with plain_form():
-        seed = torch.randn_like(layer(x))
+    x = case.input(batch, device, dtype)
+    with torch.no_grad():
+        seed = torch.randn_like(case.expected(layer, x))
     poison(device)
-    found = gradients(layer, x, seed)
-    with plain_form():
-        expected = gradients(layer.double(), x.double(), seed.double())
+    found = gradients(layer, x, seed, case.result)
+    expected = gradients(layer.double(), x.double(), seed.double(), case.expected)
     errors = [
         float((f.double() - e).norm() / e.norm()) if bool(torch.isfinite(f).all()) else float("inf")
         for f, e in zip(found, expected, strict=True)
@@ -258,40 +332,50 @@ class Row:
 
 
 def runs_of(
-    layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], inputs: list[Tensor], backward: bool
+    form: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], inputs: list[Tensor], backward: bool
 ) -> list[Callable[[], object]]:
     def run(x: Tensor) -> object:
         if not backward:
             with torch.no_grad():
-                return layer(x)
-        y = layer(x)
-        return torch.autograd.grad(y, [x, *parameters], torch.ones_like(y))
+                return form(x)
+        y = form(x)
+        return torch.autograd.grad(y, [x, *parameters], torch.ones_like(y), allow_unused=True)
 
     return [lambda x=x: run(x) for x in inputs]  # type: ignore[misc]
 
 
 def measure(
-    case: Case, machine: Machine, device: torch.device, with_compile: bool, copies: int = 4
+    case: Case,
+    machine: Machine,
+    device: torch.device,
+    with_compile: bool,
+    copies: int = 4,
+    backend: str = "inductor",
 ) -> list[Row]:
     layer = case.build().to(device, torch.bfloat16)
     parameters = list(layer.parameters())
     weights = sum(p.numel() for p in parameters)
-    inputs = [
-        torch.randn(case.batch, *case.size, device=device, dtype=torch.bfloat16).requires_grad_()
-        for _ in range(copies)
-    ]
+    inputs = [case.input(case.batch, device, torch.bfloat16).requires_grad_() for _ in range(copies)]
+
+    def expected(x: Tensor) -> Tensor:
+        return case.expected(layer, x)
+
+    def plainly(x: Tensor) -> Tensor:
+        return case.reference(layer, x) if case.reference else layer(x)
+
     rows = []
     for backward in (False, True):
-        fused = runs_of(layer, parameters, inputs, backward)
+        fused = runs_of(lambda x: case.result(layer, x), parameters, inputs, backward)
         fused_ms, fused_mib = timed(fused, device), peak_mib(fused[0], device)
         fused_launches = launches(fused[0], device)
+        reference = runs_of(expected, parameters, inputs, backward)
+        plain_ms, plain_mib = timed(reference, device), peak_mib(reference[0], device)
+        plain_launches = launches(reference[0], device)
         compiled_ms = None
-        with plain_form():
-            plain_ms, plain_mib = timed(fused, device), peak_mib(fused[0], device)
-            plain_launches = launches(fused[0], device)
-            if with_compile:
-                torch._dynamo.reset()
-                compiled = runs_of(torch.compile(layer), parameters, inputs, backward)
+        if with_compile:
+            torch._dynamo.reset()
+            with plain_form():
+                compiled = runs_of(torch.compile(plainly, backend=backend), parameters, inputs, backward)
                 compiled_ms = timed(compiled, device)
         torch._dynamo.reset()
         rows.append(
@@ -313,14 +397,16 @@ def measure(
     return rows
 
 
-def step_of(spec: str, batch: int, device: torch.device, compiled: bool) -> Callable[[], object]:
+def step_of(
+    spec: str, batch: int, device: torch.device, compiled: bool, backend: str = "inductor"
+) -> Callable[[], object]:
     """A training step under autocast, images and filters channels-last."""
     model, size = build(spec)
     model.train().to(device).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     x = torch.rand(batch, *size, device=device).contiguous(memory_format=torch.channels_last)
     y = torch.zeros(batch, dtype=torch.long, device=device)
-    network = torch.compile(model) if compiled else model
+    network = torch.compile(model, backend=backend) if compiled else model
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

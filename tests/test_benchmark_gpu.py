@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,17 @@ def test_cases_are_shaped_as_counted(bench: ModuleType) -> None:
         assert width == case.depth * (case.pose // getattr(layer, "rows", 1))
 
 
+def test_each_case_has_a_tiny_one(bench: ModuleType) -> None:
+    """Of the same routing; EM, which has no kernel, is held to the naive form."""
+    full, tiny = bench.all_cases(), bench.tiny_cases()
+    assert [type(case.build()) for case in full.values()] == [type(case.build()) for case in tiny.values()]
+    assert list(full) == list(tiny)
+    for case in tiny.values():
+        result = case.result(case.build(), case.input(case.batch, torch.device("cpu"), torch.float32))
+        assert result.numel() == case.batch * case.routings * case.parents * case.pose
+    assert bench.check(tiny["em"], torch.float32, 2, torch.device("cpu")) < 1e-4
+
+
 @pytest.fixture
 def small(bench: ModuleType) -> object:
     return bench.Case("small", lambda: layers.FCIDPA(6, 3, 4), (6, 4), 2, 1, 6, 3, 2, 4, 1)
@@ -55,8 +67,8 @@ def test_the_check_finds_errors(bench: ModuleType, small: object, monkeypatch: p
     assert bench.check(small, torch.float32, 2, cpu) < 1e-5
     real = bench.gradients
 
-    def wrong(layer: torch.nn.Module, x: torch.Tensor, seed: torch.Tensor) -> list[torch.Tensor]:
-        found = real(layer, x, seed)
+    def wrong(layer: torch.nn.Module, x: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+        found = real(layer, x, *more)
         if x.dtype == torch.float32:
             found[-1][0] = float("nan")  # a place that was never written
         return found

@@ -98,6 +98,14 @@ def train_command(
             min=0, metavar="N", help="With --queue: stop all runs with checkpoints after N minutes."
         ),
     ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --queue: take runs from DIR, write them there at the end (files of at most 16 MB).",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --queue: show how far each run has come; train nothing.")
     ] = False,
@@ -115,7 +123,7 @@ def train_command(
         check_recipe_argument(recipe)
     _check_training()
     if queue:
-        _train_queue(recipes, overrides or [], out, data, cpu, parallel, minutes, dry_run)
+        _train_queue(recipes, overrides or [], out, data, cpu, parallel, minutes, state, dry_run)
         return
     if not recipes:
         raise UsageError("no recipe was given", "`capszoo train RECIPE`, or --queue for the next ones")
@@ -174,27 +182,28 @@ def _train_queue(
     cpu: bool,
     parallel: int | None,
     minutes: float | None,
+    state: Path | None,
     dry_run: bool,
 ) -> None:
     from ..recipes.training.queue import queue_state, read_queue, train_queue
 
     if not dry_run:
-        train_queue(out, data, cpu, parallel, minutes, recipes, overrides)
+        train_queue(out, data, cpu, parallel, minutes, recipes, overrides, state=state)
     items = [item for item in read_queue() if not recipes or item.tag in recipes]
     table = Table("run", "epochs", "test, %", "aim, %", "in the zoo, %", "paper, %", box=None, pad_edge=False)
-    for state in queue_state(items, out):
+    for run in queue_state(items, out):
 
         def shown(value: float | None) -> str:
             return "–" if value is None else f"{value:.2f}"
 
-        name = state.item.tag if state.item.seeds == (0,) else f"{state.item.tag}, seed {state.seed}"
+        name = run.item.tag if run.item.seeds == (0,) else f"{run.item.tag}, seed {run.seed}"
         table.add_row(
             name,
-            f"{state.epoch}/{state.epochs}",
-            shown(state.top1),
-            shown(state.item.at_least),
-            shown(state.bundled),
-            shown(state.item.reference),
+            f"{run.epoch}/{run.epochs}",
+            shown(run.top1),
+            shown(run.item.at_least),
+            shown(run.bundled),
+            shown(run.item.reference),
         )
     stdout().print(table)
 

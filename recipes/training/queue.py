@@ -1,7 +1,8 @@
 """The queue: which recipes to train next, what is aimed at, and how far each has come.
 
 `recipes/queue.yaml` lists them, highest value first. `capszoo train --queue` trains them in that order, some side by
-side, resumes what was begun and leaves out what is finished.
+side, resumes what was begun and leaves out what is finished. A folder of states (`state_folder`) carries the runs to
+another machine and back.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -20,10 +22,14 @@ from capszoo.models._pretrained import bundled_tags
 from ..config import CONFIGS, RecipeError, load_recipe
 from .history import read_records
 from .multi_run import Job, _arguments, finished_metadata, run_jobs
+from .state_folder import load_states, save_states
 
 __all__ = ["QueueItem", "QueueState", "queue_state", "read_queue", "train_queue"]
 
 QUEUE = CONFIGS.parent / "queue.yaml"
+
+#: Runs at the same time on one GPU, which a small network alone does not fill; not measured.
+GPU_RUNS = 4
 
 
 class QueueItem(BaseModel):
@@ -134,45 +140,71 @@ def train_queue(
     only: Sequence[str] = (),
     overrides: Sequence[str] = (),
     path: Path = QUEUE,
+    state: str | Path | None = None,
 ) -> bool:
     """Train what the queue lists and is not finished, begun runs first.
 
     Args:
         out: folder of all runs; None: `runs`.
         data, cpu: as for `train`.
-        parallel: runs at the same time; None: one for each core of a CPU, at most 2.
+        parallel: runs at the same time, on one GPU or on the CPU's cores; None: at most 2 on a CPU and 4 on a GPU,
+            never more than there are cores.
         minutes: time after which all stop with checkpoints.
         only: names of recipes; empty: all.
-        overrides: settings for all of them, such as `precision=bf16`.
+        overrides: settings for all of them, such as `precision=bf16` or `compile=true`.
+        path: the queue's file.
+        state: folder of files of at most 16 MB; runs that it holds and `out` does not are taken from there first, and
+            at the end each run's state is written to it, however the call ends.
 
     Returns:
         Whether the whole queue is finished.
 
     Raises:
-        RecipeError: the queue does not name one of `only`. Further as `run_jobs`.
+        RecipeError: the queue does not name one of `only`. Further as `run_jobs`, `load_states` and `save_states`.
     """
     items = read_queue(path)
     unknown = [name for name in only if name not in {item.tag for item in items}]
     if unknown:
         raise RecipeError(f"the queue has no {unknown[0]}: it has {', '.join(item.tag for item in items)}")
-    states = [
-        state
-        for state in queue_state([item for item in items if not only or item.tag in only], out)
-        if not state.finished
-    ]
+    items = [item for item in items if not only or item.tag in only]
+    folders = [one.out for one in queue_state(items, out)]
+    if state:
+        load_states(folders, Path(state))
+    try:
+        return _train_unfinished(items, out, data, cpu, parallel, minutes, overrides)
+    finally:
+        if state:
+            save_states(folders, Path(state))
+
+
+def _runs_at_once(cpu: bool) -> int:
+    return min(2 if cpu or not torch.cuda.is_available() else GPU_RUNS, os.cpu_count() or 1)
+
+
+def _train_unfinished(
+    items: Sequence[QueueItem],
+    out: str | Path | None,
+    data: str | Path | None,
+    cpu: bool,
+    parallel: int | None,
+    minutes: float | None,
+    overrides: Sequence[str],
+) -> bool:
+    """Train what is not finished of these items; arguments and result as for `train_queue`."""
+    states = [one for one in queue_state(items, out) if not one.finished]
     if not states:
         return True
-    states.sort(key=lambda state: state.epoch == 0)  # stable: what was begun first, else the queue's order
+    states.sort(key=lambda one: one.epoch == 0)  # stable: what was begun first, else the queue's order
     jobs = [
         Job(
-            state.item.tag,
-            state.out,
+            one.item.tag,
+            one.out,
             (
-                *_arguments([*state.item.set, *overrides], data, cpu, state.item.profile),
+                *_arguments([*one.item.set, *overrides], data, cpu, one.item.profile),
                 "--set",
-                f"seed={state.seed}",
+                f"seed={one.seed}",
             ),
         )
-        for state in states
+        for one in states
     ]
-    return run_jobs(jobs, parallel or min(2, os.cpu_count() or 1), minutes)
+    return run_jobs(jobs, parallel or _runs_at_once(cpu), minutes)

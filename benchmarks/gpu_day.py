@@ -1,0 +1,477 @@
+"""Everything that a GPU is needed for, in steps that are bounded, recorded and gone on with.
+
+    python benchmarks/gpu_day.py --minutes 9 --out gpu-day        # again, until it says that all is done
+    python benchmarks/gpu_day.py --dry-run --out /tmp/gpu-day     # the same code on the CPU, with tiny sizes
+
+Needs torch, timm, Triton and the checkout; no installation. Each step runs in a process of its own: a kernel that hangs
+or breaks the device costs its own measurement and no other. `<out>/<step>.json` holds what was measured after each
+item; a second call goes on with the next item. What failed is recorded with its error and repeated with `--retry`.
+`<out>/report.md` and `<out>/report.json` say what was measured and which targets were reached.
+
+Steps: `tests` (pytest's mark `gpu`), `machine` (rates of a large product and copy), `check` (each routing layer against
+the reference in float64: fresh random inputs, memory filled with NaN), `layers` (times; a layer that failed its check
+is not timed), `train` (training steps of one network of each routing, images a second), `onnxruntime`,
+`torch_tensorrt`. Shares of the floor are those of `--bandwidth` and `--flops`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+from benchmarks.gpu_report import YARDSTICK, Settings, read, report, state, targets, write  # noqa: E402
+
+Item = Callable[[], Any]
+
+#: Seconds that one process of a step may take; what runs then is recorded as too slow, and the rest goes on in another.
+LIMITS = {
+    "tests": 420,
+    "machine": 60,
+    "check": 240,
+    "layers": 300,
+    "train": 300,
+    "onnxruntime": 240,
+    "torch_tensorrt": 300,
+}
+
+#: Steps of a dry run whose kernels Triton's interpreter runs; in whole networks it would take minutes.
+INTERPRETED = ("check", "layers")
+
+#: Exit code of a step whose device is broken: the next item needs a new process.
+BROKEN = 3
+
+#: One network of each routing, and the two that they are compared with.
+MODELS = {
+    YARDSTICK: "resnet18_cifar",
+    "IDPA": "idpa_resnet",
+    "IDPA, backbone alone": "idpa_resnet@norm",
+    "dynamic": "capsnet_dynamic",
+    "EM": "capsnet_em",
+    "routing pooling": "resnet20_routingpool",
+    "capConv": "encapnet_v1",
+    "self-attention": "efficient_capsnet",
+    "self-routing": "resnet20_selfrouting",
+}
+TINY_MODELS = {
+    YARDSTICK: "resnet18_cifar",
+    "IDPA": "idpa_cnn:num_caps=4,pose_dim=4,backbone_chans=8",
+    "IDPA, backbone alone": "idpa_cnn@norm:num_caps=4,pose_dim=4,backbone_chans=8",
+    "dynamic": "resnet20_dynamic",
+    "EM": "resnet20_em",
+    "routing pooling": "resnet20_routingpool",
+    "capConv": "encapnet6_master",
+    "self-attention": "efficient_capsnet",
+    "self-routing": "resnet20_selfrouting",
+}
+
+
+# --- steps: names of items, and what measures each -----------------------------------------------------------------
+
+
+def tests(settings: Settings) -> dict[str, Item]:
+    """The tests marked `gpu`."""
+    if importlib.util.find_spec("pytest") is None:
+        return {"pytest": lambda: {"left_out": "pytest is not installed; the step check holds correctness"}}
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    return {"pytest": lambda: run_tests(files)}
+
+
+def run_tests(files: list[Path]) -> dict[str, Any]:
+    """Outcome of the tests marked `gpu` of some files.
+
+    Raises:
+        RuntimeError: one failed, or none was found; with the end of pytest's output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "gpu",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+        ]
+        done = subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True)
+        counts = ElementTree.parse(report).getroot().find("testsuite").attrib if report.is_file() else {}  # type: ignore[union-attr]
+    if done.returncode:
+        raise RuntimeError(f"pytest exited with {done.returncode}: {done.stdout[-3000:]}{done.stderr[-500:]}")
+    return {key: int(counts[key]) for key in ("tests", "failures", "errors", "skipped")}
+
+
+def machine(settings: Settings) -> dict[str, Item]:
+    from benchmarks import gpu
+
+    return {"rates": lambda: asdict(gpu.measure_machine(settings.device, 256 if settings.dry_run else 8192))}
+
+
+def cases(settings: Settings) -> dict[str, Any]:
+    from benchmarks import gpu
+
+    return gpu.tiny_cases() if settings.dry_run else gpu.all_cases()
+
+
+def check(settings: Settings) -> dict[str, Item]:
+    """Largest relative error of values and gradients, by layer and type."""
+    from benchmarks import gpu
+
+    def one(case: Any, dtype: Any, tolerance: float) -> dict[str, Any]:
+        error = gpu.check(case, dtype, min(8, case.batch), settings.device)
+        return {"case": case.name, "error": error, "tolerance": tolerance, "passed": bool(error <= tolerance)}
+
+    return {
+        f"{key}, {str(dtype).removeprefix('torch.')}": lambda c=case, d=dtype, t=tolerance: one(c, d, t)  # type: ignore[misc]
+        for key, case in cases(settings).items()
+        for dtype, tolerance in gpu.TOLERANCE.items()
+    }
+
+
+def layers(settings: Settings) -> dict[str, Item]:
+    """Times, memory and launches of each layer against the reference, and that under torch.compile."""
+    from benchmarks import gpu
+
+    limits = gpu.Machine(settings.flops / 2, settings.bandwidth)
+
+    def one(key: str, case: Any) -> Any:
+        held = {
+            name: value for name, value in read(settings.out, "check").items() if name.startswith(f"{key}, ")
+        }
+        wrong = [name for name, value in held.items() if not value.get("passed")]
+        if wrong or not held:
+            return {"left_out": f"not timed: {', '.join(wrong) or key} did not pass its check"}
+        copies = 1 if settings.dry_run else 4
+        rows = gpu.measure(case, limits, settings.device, True, copies, settings.backend)
+        return [{**asdict(row), "of_floor": row.of_floor} for row in rows]
+
+    return {key: lambda key=key, case=case: one(key, case) for key, case in cases(settings).items()}  # type: ignore[misc]
+
+
+def train(settings: Settings) -> dict[str, Item]:
+    """Training steps (bf16 autocast, SGD) of one network of each routing, eager and compiled."""
+    import torch
+
+    from benchmarks import gpu
+
+    def one(spec: str, compiled: bool) -> dict[str, Any]:
+        torch._dynamo.reset()
+        step = gpu.step_of(spec, settings.batch, settings.device, compiled, settings.backend)
+        ms = gpu.timed([step], settings.device)
+        mib = gpu.peak_mib(step, settings.device)
+        images = round(settings.batch / ms * 1e3, 1)
+        return {"model": spec, "batch": settings.batch, "ms": ms, "images_per_s": images, "peak_mib": mib}
+
+    models = TINY_MODELS if settings.dry_run else MODELS
+    compiled = list(models)[1:3] if settings.dry_run else list(models)
+    items: dict[str, Item] = {name: lambda spec=spec: one(spec, False) for name, spec in models.items()}  # type: ignore[misc]
+    return items | {f"{name}, compiled": lambda spec=models[name]: one(spec, True) for name in compiled}  # type: ignore[misc]
+
+
+def small_networks(settings: Settings) -> dict[str, str]:
+    """Networks that are exported: name to model."""
+    if settings.dry_run:
+        return {"IDPA": TINY_MODELS["IDPA"]}
+    return {name: spec for name, spec in MODELS.items() if "@" not in spec}
+
+
+def missing(*modules: str) -> str:
+    """The first of these modules that is not installed, or an empty text."""
+    return next((name for name in modules if importlib.util.find_spec(name) is None), "")
+
+
+def onnxruntime(settings: Settings) -> dict[str, Item]:
+    """ONNX Runtime on CUDA (on the CPU in a dry run) against eager PyTorch."""
+    if absent := missing("onnx", "onnxscript", "onnxruntime"):
+        return {"onnxruntime": lambda: {"left_out": f"{absent} is not installed"}}
+    import onnxruntime as ort
+    import torch
+
+    from benchmarks import gpu, models
+
+    runtime = "cpu" if settings.dry_run else "gpu"
+    provider = "CPUExecutionProvider" if settings.dry_run else "CUDAExecutionProvider"
+    if provider not in ort.get_available_providers():
+        return {"onnxruntime": lambda: {"left_out": f"this onnxruntime has no {provider}"}}
+
+    def one(spec: str) -> dict[str, Any]:
+        from capszoo.export import to_onnx
+
+        model, size = models.build(spec)
+        model.eval()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            to_onnx.export(model, path, batch=settings.batch, input_size=size, gate="quick", runtime=runtime)
+            session = ort.InferenceSession(str(path), providers=[provider])
+        x = torch.rand(settings.batch, *size)
+        binding = session.io_binding()
+        kind = settings.device.type
+        binding.bind_ortvalue_input(
+            session.get_inputs()[0].name, ort.OrtValue.ortvalue_from_numpy(x.numpy(), kind)
+        )
+        for output in session.get_outputs():
+            binding.bind_output(output.name, kind)
+        return against_eager(model, x, lambda: session.run_with_iobinding(binding), gpu.timed, settings)
+
+    return {name: lambda spec=spec: one(spec) for name, spec in small_networks(settings).items()}  # type: ignore[misc]
+
+
+def against_eager(
+    model: Any, x: Any, other: Callable[[], object], timed: Callable[..., float], settings: Settings
+) -> dict[str, Any]:
+    import torch
+
+    model, x = model.to(settings.device), x.to(settings.device)
+
+    def eager() -> object:
+        with torch.inference_mode():
+            return model(x)
+
+    return {
+        "batch": len(x),
+        "ms": timed([other], settings.device),
+        "eager_ms": timed([eager], settings.device),
+    }
+
+
+def torch_tensorrt(settings: Settings) -> dict[str, Item]:
+    """Torch-TensorRT against eager PyTorch."""
+    if absent := missing("torch_tensorrt"):
+        return {"torch_tensorrt": lambda: {"left_out": f"{absent} is not installed"}}
+    import torch
+
+    from benchmarks import gpu, models
+
+    def one(spec: str) -> dict[str, Any]:
+        from capszoo.export.to_torch_tensorrt import compile_module
+
+        model, size = models.build(spec)
+        fast = compile_module(model.eval(), batch=settings.batch, input_size=size)
+        x = torch.rand(settings.batch, *size, device=settings.device)
+        return against_eager(model, x, lambda: fast(x), gpu.timed, settings)
+
+    return {name: lambda spec=spec: one(spec) for name, spec in small_networks(settings).items()}  # type: ignore[misc]
+
+
+STEPS: dict[str, Callable[[Settings], dict[str, Item]]] = {
+    "tests": tests,
+    "machine": machine,
+    "check": check,
+    "layers": layers,
+    "train": train,
+    "onnxruntime": onnxruntime,
+    "torch_tensorrt": torch_tensorrt,
+}
+
+# --- one step, in a process of its own -----------------------------------------------------------------------------
+
+
+def run_step(step: str, settings: Settings) -> int:
+    """Measure what the step has not measured yet; returns the exit code."""
+    if settings.dry_run and step in INTERPRETED:
+        from capszoo.layers import _triton
+
+        _triton._on_cpu = importlib.util.find_spec("triton") is not None
+    now = state(settings.out, step)
+    path = settings.out / f"{step}.json"
+    items = STEPS[step](settings)
+    for name, item in items.items():
+        if name in now["items"]:
+            continue
+        write(path, {**now, "running": name})
+        try:
+            now["items"][name] = item()
+        except Exception as error:  # whatever it is: recorded, and the others go on
+            now["items"][name] = {"error": f"{type(error).__name__}: {error}"}
+            if is_broken(error):
+                write(path, now)
+                return BROKEN
+        write(path, now)
+    write(path, {**now, "running": None, "finished": True})
+    return 0
+
+
+def is_broken(error: Exception) -> bool:
+    """Whether the process can use its device no longer."""
+    return "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+
+
+def supervise(step: str, arguments: list[str], settings: Settings, seconds: float) -> str:
+    """Run a step in processes until it is finished; its outcome in a word or a line.
+
+    Args:
+        arguments: of this script, for the step's process.
+        seconds: left for this call.
+    """
+    end = time.monotonic() + seconds
+    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if settings.dry_run else {})}
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--step", step]
+    path = settings.out / f"{step}.json"
+    while True:
+        left = end - time.monotonic()
+        if left <= 0:
+            return "to be gone on with"
+        before = len(read(settings.out, step))
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        try:
+            code: int | None = process.wait(min(left, LIMITS[step]))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            stop(process)
+        now = state(settings.out, step)
+        if now["finished"]:
+            failed = [name for name, value in now["items"].items() if is_failure(value) or is_wrong(value)]
+            return f"{len(failed)} failed: {', '.join(failed)}" if failed else "done"
+        if code is None and left <= LIMITS[step]:
+            return "to be gone on with"  # this call's time was up, not the step's
+        error = f"took more than {LIMITS[step]} s" if code is None else f"its process exited with {code}"
+        if code != BROKEN:
+            # what was running is what did it; before the first item, it is the step itself
+            now["items"][now["running"] or step] = {"error": error}
+            now["running"] = None
+        now["finished"] = len(now["items"]) == before or step in now["items"]
+        write(path, now)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a step's process and what it started (compiler workers)."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def write_report(settings: Settings) -> None:
+    import torch
+
+    name = platform.processor() or platform.machine()
+    if not settings.dry_run and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    hardware = {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+    (settings.out / "report.md").write_text(report(settings, hardware))
+    figures = [{**one._asdict(), "reached": one.reached} for one in targets(settings.out)]
+    steps = {step: read(settings.out, step) for step in STEPS}
+    content = {"dry_run": settings.dry_run, "hardware": hardware, "targets": figures, "steps": steps}
+    write(settings.out / "report.json", content)
+
+
+def is_failure(value: Any) -> bool:
+    """Whether an item could not be measured, or was not timed because its check did not pass."""
+    return (
+        isinstance(value, dict)
+        and "tolerance" not in value
+        and ("error" in value or "not timed" in str(value))
+    )
+
+
+def is_wrong(value: Any) -> bool:
+    """Whether an item is a check that did not pass."""
+    return isinstance(value, dict) and value.get("passed") is False
+
+
+def forget_failures(out: Path) -> None:
+    """Let the next call repeat what failed."""
+    for step in STEPS:
+        now = state(out, step)
+        kept = {key: value for key, value in now["items"].items() if not is_failure(value)}
+        if len(kept) < len(now["items"]):
+            write(out / f"{step}.json", {"items": kept, "running": None, "finished": False})
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the results; a second call goes on there"
+    )
+    parser.add_argument("--minutes", type=float, default=9, help="of this call (default: 9)")
+    parser.add_argument(
+        "--steps", default=",".join(STEPS), help=f"with commas, of {', '.join(STEPS)} (default: all)"
+    )
+    parser.add_argument("--retry", action="store_true", help="repeat what failed in earlier calls")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.3e12, help="bytes a second of the floor (default: H200)"
+    )
+    parser.add_argument(
+        "--flops", type=float, default=790e12, help="bf16 operations a second (default: H200)"
+    )
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)  # what a step's own process is told
+    args = parser.parse_args(argv)
+    unknown = [step for step in args.steps.split(",") if step not in STEPS]
+    if unknown:
+        parser.error(f"no step {unknown[0]!r}: the steps are {', '.join(STEPS)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    end = time.monotonic()
+    args = parse(argv)
+    end += 60 * args.minutes
+    settings = Settings(args.out, args.dry_run, args.bandwidth, args.flops)
+    if args.step:
+        return run_step(args.step, settings)
+    import torch
+
+    if not args.dry_run and not torch.cuda.is_available():
+        print(
+            "error: torch.cuda.is_available() is False: --dry-run tries the code on the CPU", file=sys.stderr
+        )
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a step's process ends too
+    args.out.mkdir(parents=True, exist_ok=True)
+    mark = args.out / "settings.json"
+    mine = {"dry_run": args.dry_run, "bandwidth": args.bandwidth, "flops": args.flops}
+    if mark.is_file() and json.loads(mark.read_text()) != mine:
+        print(f"error: {args.out} holds results of other settings: choose another --out", file=sys.stderr)
+        return 1
+    write(mark, mine)
+    if args.retry:
+        forget_failures(args.out)
+    passed = [
+        "--out",
+        str(args.out.resolve()),
+        "--bandwidth",
+        str(args.bandwidth),
+        "--flops",
+        str(args.flops),
+    ]
+    passed += ["--dry-run"] if args.dry_run else []
+    for step in args.steps.split(","):
+        began = time.monotonic()
+        outcome = "done before"
+        if not state(args.out, step)["finished"]:
+            outcome = supervise(step, passed, settings, end - time.monotonic() - 5)
+        print(f"{step}: {outcome} ({time.monotonic() - began:.0f} s)", flush=True)
+        write_report(settings)
+    open_steps = [step for step in args.steps.split(",") if not state(args.out, step)["finished"]]
+    print(
+        f"the same command goes on with {open_steps[0]}"
+        if open_steps
+        else f"all is done: {args.out / 'report.md'}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

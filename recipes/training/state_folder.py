@@ -1,0 +1,158 @@
+"""The runs of a queue in one folder of small files: what a machine that is lent for an hour gives back.
+
+`save_states` writes `<run>.state/` for a run that is not finished (`transfer.export_state`) and `<run>.finished/` for
+one that is: its weights, metadata, golden outputs and records, files above `PART_BYTES` cut into parts, with every
+file's sha256. `load_states` makes the runs of them again on another machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from capszoo.models._pretrained import WeightsError
+
+from ..weights import SUFFIXES, finished_run
+from .checkpoints import write_atomically
+from .distributed import TrainingError
+from .transfer import COPIED, PART_BYTES, export_state, import_state
+
+__all__ = ["load_states", "save_states"]
+
+FORMAT = 1
+
+
+def _weights(run: Path) -> Path | None:
+    """The weights of a finished run; None where it is not finished."""
+    try:
+        return finished_run(run)
+    except (WeightsError, OSError, ValueError):
+        return None
+
+
+def _step(run: Path) -> int:
+    """Updates at the newest checkpoint of a run; -1 without one."""
+    return max((int(path.name.split("-")[1]) for path in run.glob("checkpoints/step-*")), default=-1)
+
+
+def _export_finished(run: Path, weights: Path, target: Path, part_bytes: int) -> None:
+    """Write a finished run's files, cut where they are too large, and the manifest."""
+    target.mkdir(parents=True)
+    files = [weights.with_name(weights.stem + suffix) for suffix in SUFFIXES]
+    manifest: dict[str, Any] = {"format": FORMAT, "files": {}}
+    for file in [*files, *(run / name for name in COPIED)]:
+        if not file.is_file():
+            continue
+        content = file.read_bytes()
+        pieces = [content[start : start + part_bytes] for start in range(0, len(content), part_bytes)] or [
+            b""
+        ]
+        names = [file.name] if len(pieces) == 1 else [f"{file.name}.{n:03d}" for n in range(len(pieces))]
+        for name, piece in zip(names, pieces, strict=True):
+            write_atomically(target / name, piece)
+        manifest["files"][file.name] = {"sha256": hashlib.sha256(content).hexdigest(), "parts": names}
+    write_atomically(target / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+
+
+def _import_finished(source: Path, run: Path) -> None:
+    """Make a finished run of what `_export_finished` wrote; everything is checked before anything is written."""
+    contents: dict[str, bytes] = {}
+    try:
+        manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']}, this version reads {FORMAT}")
+        for name, entry in manifest["files"].items():
+            if any(Path(part).name != part for part in (name, *entry["parts"])):
+                raise ValueError(f"{name!r} or one of its parts is not a file name")
+            contents[name] = b"".join((source / part).read_bytes() for part in entry["parts"])
+            if hashlib.sha256(contents[name]).hexdigest() != entry["sha256"]:
+                raise ValueError(f"{name} does not match its checksum")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TrainingError(f"{source} is not a finished run, or damaged: {error}") from error
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        for name in sorted(
+            contents, key=lambda name: name.endswith(".json")
+        ):  # metadata last: they say "finished"
+            write_atomically(run / name, contents[name])
+    except OSError as error:
+        raise TrainingError(f"cannot write to {run}: {error.strerror or error}") from error
+
+
+def load_states(runs: Sequence[Path], folder: Path) -> list[Path]:
+    """Make runs of what an earlier `save_states` left.
+
+    A run that is in its folder already stays as it is.
+
+    Args:
+        runs: folders of runs; what belongs to others is left alone.
+        folder: that `save_states` wrote; need not exist.
+
+    Returns:
+        The runs that were made.
+
+    Raises:
+        TrainingError: a file is damaged, or a state is further than the run that is there.
+    """
+    made = []
+    for run in runs:
+        finished, state = folder / f"{run.name}.finished", folder / f"{run.name}.state"
+        if _weights(run):
+            continue
+        if finished.is_dir():
+            _import_finished(finished, run)
+            made.append(run)
+        elif state.is_dir():
+            if _step(run) < 0 and not (run / "recipe.yaml").exists():
+                import_state(state, run)
+                made.append(run)
+                continue
+            saved = json.loads((state / "manifest.json").read_text(encoding="utf-8"))["state"]["step"]
+            if saved > _step(run):
+                raise TrainingError(
+                    f"{run} is at update {max(_step(run), 0)}, {state} at {saved}: move one of them away"
+                )
+    return made
+
+
+def save_states(runs: Sequence[Path], folder: Path, part_bytes: int = PART_BYTES) -> list[Path]:
+    """Write the state of runs as files of a bounded size, in the place of what is there of an earlier call.
+
+    Args:
+        runs: folders of runs; those without a checkpoint are passed over.
+        folder: is made.
+        part_bytes: largest size of a part.
+
+    Returns:
+        The folders written.
+
+    Raises:
+        TrainingError: nothing can be written there.
+    """
+    written = []
+    for run in runs:
+        weights = _weights(run)
+        if not weights and _step(run) < 0:
+            continue
+        target = folder / f"{run.name}.{'finished' if weights else 'state'}"
+        temporary = folder / f".{target.name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            if weights:
+                _export_finished(run, weights, temporary, part_bytes)
+            else:
+                export_state(run, temporary, part_bytes)
+            for old in (target, folder / f"{run.name}.state"):
+                if old.exists():
+                    shutil.rmtree(old)
+            temporary.rename(target)
+        except OSError as error:
+            raise TrainingError(f"cannot write to {folder}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        written.append(target)
+    return written

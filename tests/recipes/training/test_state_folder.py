@@ -1,0 +1,74 @@
+"""A queue's runs as small files: stopped, carried to another folder, finished there with the same weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from capszoo.recipes.train import train
+from capszoo.recipes.training.distributed import TrainingError
+from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
+from capszoo.recipes.training.state_folder import load_states, save_states
+
+from .test_multi_run import write_recipes
+from .test_queue import write_queue
+
+NAMES = ("idpa_cnn.one", "idpa_cnn.two")
+
+
+def test_a_queue_goes_on_elsewhere(tmp_path: Path, data: Path) -> None:
+    """One run is stopped in its middle, one waits; both are finished from files, side by side, in another folder."""
+    recipes = write_recipes(tmp_path, data, "one", "two", epochs=2)
+    queue = write_queue(tmp_path, [{"tag": recipe} for recipe in recipes])
+    whole = train(recipes[0], out=tmp_path / "whole", cpu=True)
+    train(recipes[0], out=tmp_path / "here" / NAMES[0], cpu=True, stop_after=7)
+    state = tmp_path / "state"
+    assert not train_queue(tmp_path / "here", cpu=True, minutes=0, path=queue, state=state)
+    assert [path.name for path in state.iterdir()] == [f"{NAMES[0]}.state"], "the other was not begun"
+    manifest = json.loads((state / f"{NAMES[0]}.state" / "manifest.json").read_text())
+    assert manifest["state"]["step"] == 7
+
+    there = tmp_path / "there"
+    assert train_queue(there, cpu=True, parallel=2, path=queue, state=state)
+    assert sorted(path.name for path in state.iterdir()) == [f"{name}.finished" for name in NAMES]
+    expected, found = load_file(whole["weights"]), load_file(there / NAMES[0] / f"{NAMES[0]}.safetensors")
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+    third = tmp_path / "third"  # nothing is left to do there
+    assert train_queue(third, cpu=True, path=queue, state=state)
+    assert all(one.finished and one.epoch == 2 for one in queue_state(read_queue(queue), third))
+    assert not list(third.glob("*.log"))
+
+
+def test_large_weights_are_cut_and_damage_is_found(tmp_path: Path, data: Path) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "one")
+    run, state = tmp_path / NAMES[0], tmp_path / "state"
+    weights = train(recipe, out=run, cpu=True)["weights"]
+    (folder,) = save_states([run, tmp_path / "nothing"], state, part_bytes=5000)
+    parts = sorted(folder.glob("*.safetensors.*"))
+    assert len(parts) > 2 and all(part.stat().st_size <= 5000 for part in folder.iterdir() if part in parts)
+    copy = tmp_path / "copy" / NAMES[0]
+    assert load_states([copy], state) == [copy]
+    assert (copy / weights.name).read_bytes() == weights.read_bytes()
+    assert load_states([copy], state) == [], "a finished run stays as it is"
+    parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"x")
+    with pytest.raises(TrainingError, match="does not match its checksum"):
+        load_states([tmp_path / "other" / NAMES[0]], state)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_state_that_is_further_than_the_run_is_not_lost(tmp_path: Path, data: Path) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "one")
+    run, state = tmp_path / NAMES[0], tmp_path / "state"
+    train(recipe, out=run, cpu=True, stop_after=1)
+    shutil.copytree(run, tmp_path / "old" / NAMES[0])
+    train(recipe, out=run, cpu=True, stop_after=1)
+    save_states([run], state)
+    assert load_states([run], state) == []
+    with pytest.raises(TrainingError, match="is at update 1, .* at 2: move one of them away"):
+        load_states([tmp_path / "old" / NAMES[0]], state)
