@@ -28,7 +28,9 @@ __all__ = [
 ]
 
 
-def load_model(name: str, pretrained: bool = True, device: str | None = None, **kwargs: Any) -> nn.Module:
+def load_model(
+    name: str, pretrained: bool = True, device: str | torch.device | None = None, **kwargs: Any
+) -> nn.Module:
     """A model in eval mode, from whatever :mod:`capszoo.checkpoint` takes for a MODEL.
 
     Args:

@@ -210,9 +210,8 @@ def _is_image_folder(folder: Path) -> bool:
         return len(kinds) > 1 and all(map(has_images, kinds))
 
     splits = ("train", "val", "validation", "valid", "test")
-    return folder.is_dir() and any(
-        has_classes(part) for part in (folder, *map(folder.joinpath, splits)) if part.is_dir()
-    )
+    parts = (part for part in (folder, *map(folder.joinpath, splits)) if part.is_dir())
+    return any(map(has_classes, parts))
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:
