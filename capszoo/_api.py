@@ -20,7 +20,7 @@ from timm.models import (
 from torch import nn
 
 from ._suggest import unknown_name
-from .errors import UnknownArgument, UnknownModel, WeightsError
+from .errors import UnknownArgument, UnknownModel, UsageError, WeightsError
 from .models import MODULES
 from .models._builder import stranger_cfg, trusted_tag
 from .models._metadata import ModelConfig, check_demand, fitting
@@ -209,3 +209,26 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
 def default_device() -> torch.device:
     """CUDA where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_device(name: str | torch.device | None = None) -> torch.device:
+    """The device that a name means.
+
+    Args:
+        name: ``cpu``, ``cuda`` (or ``cuda:N``), ``mps``; ``auto`` or None takes CUDA where there is one, else the CPU.
+
+    Raises:
+        UsageError: no such device, or none of it on this machine.
+    """
+    if isinstance(name, torch.device):
+        return name
+    if name in (None, "auto"):
+        return default_device()
+    kind, _, number = str(name).partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (number and not number.isdigit()):
+        raise UsageError(f"unknown device '{name}'", "use auto, cpu, cuda or mps")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise UsageError(f"there is no device '{name}' on this machine", "use --device cpu")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("there is no device 'mps' on this machine", "use --device cpu")
+    return torch.device(str(name))

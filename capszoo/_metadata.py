@@ -61,17 +61,16 @@ class WeightsInfo:
 
     @property
     def score_kind(self) -> str:
-        """What the scores are, see `capszoo.scores`; earlier metadata lack the key, their loss says it."""
-        stated = self.raw.get("score_kind")
-        if stated is None:
-            stated = kind_for(self.raw.get("recipe", {}).get("loss", {}).get("name", "cross_entropy"))
-        return str(stated) if stated in SCORE_KINDS else "logits"
+        """What the scores are, see `capszoo.scores`; empty where neither the key nor the recipe says it."""
+        loss = self.raw.get("recipe", {}).get("loss", {}).get("name")
+        stated = self.raw.get("score_kind") or (kind_for(loss) if loss else "")
+        return str(stated) if stated in SCORE_KINDS else ""
 
     @property
     def own_keys(self) -> dict[str, Any]:
         """What timm's configuration has no place for: a model's ``pretrained_cfg["capszoo"]``."""
         stated = {key: self.raw[key] for key in ("background", "object_size") if self.raw.get(key)}
-        return {"score_kind": self.score_kind, **stated}
+        return stated | ({"score_kind": self.score_kind} if self.score_kind else {})
 
     @property
     def metadata(self) -> Metadata:

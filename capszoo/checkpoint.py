@@ -27,7 +27,7 @@ import torch
 from timm.models import is_model
 from torch import Tensor, nn
 
-from ._api import create_model, default_device, list_models, list_pretrained
+from ._api import create_model, list_models, list_pretrained, resolve_device
 from ._metadata import WeightsInfo, default_weights
 from ._suggest import unknown_name
 from .errors import CapszooError, UnknownModel, WeightsError
@@ -92,7 +92,7 @@ class Checkpoint:
             "folder": self._from_folder,
             "file": self._from_file,
         }
-        return create[self.kind](pretrained, kwargs).eval().to(device or default_device())
+        return create[self.kind](pretrained, kwargs).eval().to(resolve_device(device))
 
     def metadata(self) -> Metadata:
         """What the checkpoint states of itself; little where it has no metadata file.

@@ -28,14 +28,16 @@ __all__ = [
 ]
 
 
-def load_model(name: str, pretrained: bool = True, device: str | None = None, **kwargs: Any) -> nn.Module:
+def load_model(
+    name: str, pretrained: bool = True, device: str | torch.device | None = None, **kwargs: Any
+) -> nn.Module:
     """A model in eval mode, from whatever :mod:`capszoo.checkpoint` takes for a MODEL.
 
     Args:
         name: registered name, ``name.tag``, ``hf-hub:org/repo``, the folder of a finished training run, a folder with
             a ``config.json`` (timm's and the Hub's layout), or a ``.safetensors`` file beside its metadata.
         pretrained: load weights; False gives freshly initialised ones.
-        device: where to put it; None is CUDA where there is one.
+        device: where to put it: ``cpu``, ``cuda``, ``mps``; None or ``auto`` is CUDA where there is one, else the CPU.
         **kwargs: as for :func:`capszoo.create_model`.
 
     Raises:

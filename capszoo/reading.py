@@ -91,7 +91,7 @@ def looks_inverted(image: Image.Image, mean: Sequence[float]) -> str:
         return ""
     pixels = np.asarray(image, dtype=np.float64) / 255
     edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-    if pixels.mean() < 0.5 or edge.mean() < 0.5:
+    if pixels.mean() < 0.6 or edge.mean() < 0.6:
         return ""
     return f"mean {pixels.mean():.1f}, trained on {mean[0]:.2f}: inverted? --invert swaps dark and bright"
 

@@ -146,6 +146,6 @@ def _untrained(name: str, kwargs: dict[str, Any]) -> tuple[nn.Module, tuple[Weig
     found = resolve(name)
     if found.kind != "name":
         described = (found.info,) if found.info else ()
-        return found.create(pretrained=False, device="meta", **kwargs), described
+        return found.create(pretrained=False, device=torch.device("meta"), **kwargs), described
     trained = bundled_tags()[name].model_args if name in bundled_tags() else {}
     return create_model(name, device="meta", **{**trained, **kwargs}), None

@@ -51,6 +51,8 @@ UPDATES = 240
 """Updates in all, as far as `EPOCHS` allows: a small set is shown more often than a large one."""
 EPOCHS = (5, 60)
 BATCH = 32
+FEW_UPDATES = 20
+"""With fewer updates than these there is no warm-up: it would take the whole run."""
 PATIENCE = 0.34
 """Share of the epochs that may pass without a better validation accuracy."""
 VALIDATION_SHARE, VALIDATION_MOST = 0.2, 5000
@@ -184,6 +186,7 @@ def finetune_recipe(
     batch = max(min(BATCH, count) // world, 1) * world
     steps = count // batch
     epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
+    warmup = round(0.1 * epochs, 2) if epochs * steps >= FEW_UPDATES else 0.0
     tree: dict[str, Any] = {
         "arch": source.architecture,
         "tag": tag or _tag(name),
@@ -205,7 +208,7 @@ def finetune_recipe(
         "epochs": epochs,
         "batch_size": batch,
         "optimizer": {"name": "adamw", "lr": LEARNING_RATE, "weight_decay": 0.02},
-        "schedule": {"name": "cosine", "warmup_epochs": round(0.1 * epochs, 2)},
+        "schedule": {"name": "cosine", "warmup_epochs": warmup},
         "loss": source.loss,
         "clip_grad": 1.0,
         "early_stop": max(5, round(PATIENCE * epochs)),

@@ -1,5 +1,6 @@
 """Writes what is derived (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
-recipes/README.md and docs/export.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
+docs/models.md, recipes/README.md and docs/export.md, docs/results.md with its curves and pictures, the example in
+docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
 heads, the metadata beside the weights, and what benchmarks/export.py and ``make test-trt-rtx`` left in
@@ -21,6 +22,7 @@ from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
 from capszoo._catalogue import CATALOGUE  # noqa: E402
+from capszoo._metadata import default_weights  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS  # noqa: E402
 from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
@@ -105,6 +107,30 @@ def model_table() -> str:
     return "\n".join(lines)
 
 
+def weights_table() -> str:
+    """The checkpoints for the README: data set, accuracy, number of test images, the paper's result."""
+    lines = ["| weights | data set | top-1, % | n | paper |", "|---|---|---:|---:|---|"]
+    for name, info in bundled_tags().items():
+        test = info.raw["metrics"]["test"]
+        accuracy = f"{test['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"
+        papers = "; ".join(str(figure) for figure in paper_figures(info)) or "–"
+        lines.append(f"| `{name}` | {info.raw['dataset']['name']} | {accuracy} | {test['n']:,} | {papers} |")
+    return "\n".join(lines)
+
+
+def defaults_table() -> str:
+    """What a name without a tag loads."""
+    lines = ["| name | default weights | data set | other weights |", "|---|---|---|---|"]
+    known = bundled_tags()
+    for name in sorted({info.architecture for info in known.values()}):
+        default = default_weights(known, name)
+        assert default is not None
+        others = [f"`{n}`" for n, info in known.items() if info.architecture == name and info != default]
+        data = default.raw["dataset"]["name"]
+        lines.append(f"| `{name}` | `{default.name}` | {data} | {', '.join(others) or '–'} |")
+    return "\n".join(lines)
+
+
 def results_table() -> str:
     """The checkpoints and their measured figures, from the metadata beside the weights."""
     lines = [
@@ -122,7 +148,7 @@ def results_table() -> str:
         lines.append(
             f"| `{name}` | {stated.dataset.name} | {accuracy} | {test.errors} of {test.n:,} "
             f"| {runs} | {'; '.join(same) or 'none'} "
-            f"| {stated.num_params:,} | [`{name}.yaml`](recipes/configs/{name}.yaml) |"
+            f"| {stated.num_params:,} | [`{name}.yaml`](../recipes/configs/{name}.yaml) |"
         )
     return "\n".join(lines)
 
@@ -232,9 +258,12 @@ def export_table() -> str:
 def outputs() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for block, content in {"models": model_table(), "results": results_table()}.items():
-        text = replace_block(text, block, content)
+    text = replace_block(readme.read_text(encoding="utf-8"), "weights", weights_table())
+    models = ROOT / "docs" / "models.md"
+    models_text = models.read_text(encoding="utf-8")
+    tables = {"models": model_table(), "defaults": defaults_table(), "results": results_table()}
+    for block, content in tables.items():
+        models_text = replace_block(models_text, block, content)
     recipes = ROOT / "recipes" / "README.md"
     recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
     publish = ROOT / "docs" / "publish.md"
@@ -243,6 +272,7 @@ def outputs() -> dict[Path, str]:
         CATALOGUE: catalogue(),
         ROOT / "hubconf.py": hubconf(),
         readme: text,
+        models: models_text,
         recipes: recipes_text,
         export: replace_block(export.read_text(encoding="utf-8"), "models", export_table()),
         ROOT / "docs" / "results.md": results_page(),

@@ -373,7 +373,7 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (
             "resnet20_routingcaps.mnist",
             ["epochs=1", "seed=3"],
-            {"out": tmp_path / "r", "data": tmp_path, "cpu": True, "profile": "short"},
+            {"out": tmp_path / "r", "data": tmp_path, "cpu": True, "profile": "short", "threads": None},
         )
     ]
     assert "top1 99.5" in text and "w.safetensors" in text
@@ -383,6 +383,33 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_train_errors() -> None:
     line = fails(2, "train", "resnet20_routingcaps.nosuch")
     assert "resnet20_routingcaps" in line
+
+
+@needs_training
+def test_short_options_of_training_and_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import capszoo.recipes.finetune as finetune_module
+    import capszoo.recipes.train as module
+
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(module, "train", lambda *a, **options: calls.append({"set": a[1], **options}) or {})
+    monkeypatch.setattr(finetune_module, "finetune", lambda *a, **options: calls.append(options) or {})
+    short = ("--lr", 0.01, "--batch-size", 8, "--seed", 5, "--device", "cpu")
+    succeeds("train", f"{MODEL}.mnist", "--set", "epochs=2", "--epochs", 1, *short)
+    assert calls[0]["set"] == ["epochs=2", "epochs=1", "optimizer.lr=0.01", "batch_size=8", "seed=5"]
+    assert calls[0]["cpu"] is True
+    succeeds("finetune", f"{MODEL}.mnist", "--data", tmp_path, "--epochs", 1, *short)
+    assert calls[1]["overrides"] == ["optimizer.lr=0.01", "batch_size=8", "seed=5"]
+    assert calls[1]["cpu"] is True and calls[1]["epochs"] == 1
+    line = fails(2, "train", f"{MODEL}.mnist", "--cpu", "--device", "cuda")
+    assert "--cpu and --device cuda exclude each other" in line
+
+
+def test_devices(pictures: Path, trained: Path) -> None:
+    for command in (("predict", trained, pictures), ("explain", trained, pictures / "a.png")):
+        assert "unknown device 'gpu': use auto, cpu, cuda or mps" in fails(2, *command, "--device", "gpu")
+        if not torch.cuda.is_available():
+            assert "there is no device 'cuda' on this machine" in fails(2, *command, "--device", "cuda")
+    succeeds("predict", trained, pictures / "a.png", "--device", "auto")
 
 
 # -- the frame --------------------------------------------------------------------------------------------------------

@@ -26,9 +26,18 @@ def test_generated_files_are_up_to_date(root: Path) -> None:
 
 
 def test_every_model_and_checkpoint_is_listed(root: Path) -> None:
-    text = (root / "README.md").read_text(encoding="utf-8")
+    text = (root / "docs" / "models.md").read_text(encoding="utf-8")
     for name in (*capszoo.list_models(), *capszoo.list_pretrained()):
         assert f"| `{name}` |" in text
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in readme for name in capszoo.list_pretrained())
+
+
+def test_the_readme_fits_two_screens(root: Path) -> None:
+    text = (root / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```|^\|.*$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) <= 600
+    assert "![" in text and (root / "docs" / "pictures" / "explain.png").is_file()
 
 
 def _write_photos(root: Path, folder: Path) -> None:

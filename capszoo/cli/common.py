@@ -56,8 +56,15 @@ ImagesArgument = Annotated[
     list[Path],
     typer.Argument(metavar="IMAGE...", help="Image files or folders of images.", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cuda where there is one).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="auto|cpu|cuda|mps",
+        help="Where to compute (auto: CUDA if there is one, else CPU).",
+    ),
+]
 BackgroundOption = Annotated[
     str | None,
     typer.Option(

@@ -26,7 +26,10 @@ def eval_command(
     model: ModelArgument,
     data: Annotated[
         str | None,
-        typer.Option("--data", help="Folder of the data set (default: $CAPSZOO_DATA), or imagefolder:PATH."),
+        typer.Option(
+            "--data",
+            help="Folder of the data set (default: $CAPSZOO_DATA), or a folder of image folders.",
+        ),
     ] = None,
     dataset: Annotated[
         str | None,
@@ -56,7 +59,7 @@ def eval_command(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of PGD.")] = 20,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=1, help="Use so many images, drawn by --seed.", show_default=False),
+        typer.Option("--limit", min=1, help="Evaluate a random sample of N images.", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of --limit and of PGD's start.")] = 0,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Images per forward pass.")] = 500,

@@ -35,7 +35,8 @@ def export_command(
         typer.Option("--out", "-o", help="Folder to write, or FILE.onnx alone.", show_default=False),
     ] = None,
     formats: Annotated[
-        str, typer.Option("--format", help="onnx, tensorrt, aoti; several with commas. ONNX always comes.")
+        str,
+        typer.Option("--format", help="onnx, tensorrt, aoti; several with commas. ONNX is always written."),
     ] = "onnx",
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
     int8: Annotated[
@@ -99,7 +100,7 @@ def export_command(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer probes: random and zero input only.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Look at the bundle MODEL again; writes nothing.")
+        bool, typer.Option("--check", help="Verify the existing bundle MODEL; writes nothing.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -244,7 +245,7 @@ def compare_command(
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold the runtimes of a bundle against each other: differences, agreement, latency."""
+    """Compare a bundle's runtimes: differences, agreement, latency."""
     sizes = [int(word) if word.strip().isdigit() else 0 for word in batch.split(",")]
     if min(sizes) < 1:
         raise UsageError(f"--batch {batch} makes no sense", "give batch sizes, such as 1,8")

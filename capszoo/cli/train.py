@@ -11,7 +11,34 @@ from rich.table import Table
 
 from .._suggest import unknown_name
 from ..errors import UsageError, require
-from .common import JsonOption, ModelArgument, print_json, stderr, stdout
+from .common import DeviceOption, JsonOption, ModelArgument, print_json, stderr, stdout
+
+EpochsOption = Annotated[int | None, typer.Option("--epochs", min=1, help="Number of epochs.")]
+RateOption = Annotated[
+    float | None, typer.Option("--lr", help="Learning rate, as --set optimizer.lr=.", show_default=False)
+]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Images per update.", show_default=False)
+]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", min=0, help="Seed of weights, order and augmentation.")
+]
+
+
+def _settings(overrides: list[str] | None, **options: Any) -> list[str]:
+    """`--set` lines, with the options that are short for one; they come after, so that an option wins."""
+    keys = {"lr": "optimizer.lr"}
+    short = [f"{keys.get(name, name)}={value}" for name, value in options.items() if value is not None]
+    return [*(overrides or ()), *short]
+
+
+def _use_cpu(device: str | None, cpu: bool) -> bool:
+    """Whether training leaves an accelerator unused; `UsageError` where the device asked for is not there."""
+    from .._api import resolve_device
+
+    if cpu and device not in (None, "auto", "cpu"):
+        raise UsageError(f"--cpu and --device {device} exclude each other", "give one of them")
+    return cpu or (device is not None and device != "auto" and resolve_device(device).type == "cpu")
 
 
 def recipe_names() -> list[str]:
@@ -69,7 +96,12 @@ def train_command(
             show_default=False,
         ),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+    epochs: EpochsOption = None,
+    lr: RateOption = None,
+    batch_size: BatchOption = None,
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
     accept_data: Annotated[
         bool, typer.Option("--accept-data", help="Go on with a run although its images have changed.")
     ] = False,
@@ -122,8 +154,10 @@ def train_command(
     for recipe in recipes:
         check_recipe_argument(recipe)
     _check_training()
+    overrides = _settings(overrides, epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
+    cpu = _use_cpu(device, cpu)
     if queue:
-        _train_queue(recipes, overrides or [], out, data, cpu, parallel, minutes, state, dry_run)
+        _train_queue(recipes, overrides, out, data, cpu, parallel, minutes, state, dry_run)
         return
     if not recipes:
         raise UsageError("no recipe was given", "`capszoo train RECIPE`, or --queue for the next ones")
@@ -140,7 +174,7 @@ def train_command(
     from ..recipes.train import train
 
     given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
-    _print_run(train(recipes[0], overrides or [], **given, accept_data=accept_data))
+    _print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
 
 
 def _train_seeds(
@@ -240,8 +274,12 @@ def finetune_command(
         ),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="At most so many (default: by the images).")
+        int | None,
+        typer.Option(min=1, help="Maximum number of epochs (default: chosen from the number of images)."),
     ] = None,
+    lr: RateOption = None,
+    batch_size: BatchOption = None,
+    seed: SeedOption = None,
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Start from random weights, to compare.")
     ] = False,
@@ -255,12 +293,13 @@ def finetune_command(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change any setting of the recipe; repeatable."),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Leave an accelerator unused.")] = False,
+    device: DeviceOption = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
     accept_data: Annotated[
         bool, typer.Option("--accept-data", help="Go on with a run although its images have changed.")
     ] = False,
 ) -> None:
-    """Fine-tune a model to classes of your own, or go on where an earlier run of it stopped.
+    """Fine-tune a model for classes of your own; resumes an interrupted run.
 
     A fifth of each class is held out for early stopping, unless the folder has train/ and val/; test/ is measured once.
     """
@@ -278,8 +317,8 @@ def finetune_command(
         epochs=epochs,
         from_scratch=from_scratch,
         skip_bad=skip_bad,
-        overrides=overrides or (),
-        cpu=cpu,
+        overrides=_settings(overrides, lr=lr, batch_size=batch_size, seed=seed),
+        cpu=_use_cpu(device, cpu),
         accept_data=accept_data,
     )
     _print_run(result)

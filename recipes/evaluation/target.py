@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import capszoo
-from capszoo._api import default_device
+from capszoo._api import resolve_device
 from capszoo._memory import keep_freed_memory
 from capszoo.checkpoint import resolve
 from capszoo.data import (
@@ -33,7 +33,7 @@ from capszoo.data.folders import find_splits
 from capszoo.errors import CapszooError, UsageError
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._pretrained import WeightsInfo
-from capszoo.preprocess import model_input_size
+from capszoo.preprocess import IMAGE_SUFFIXES, model_input_size
 
 from .crops import Crops, default_side
 
@@ -157,6 +157,8 @@ def prepare(
         raise UsageError(f"a limit of {limit} images makes no sense", "give 1 or more")
     if crops not in ("single", "multi"):
         raise UsageError(f"unknown crops '{crops}'", "use single or multi")
+    if data is not None and dataset is None and _is_image_folder(Path(data)):
+        data = f"imagefolder:{data}"
     if data is not None and str(data).startswith(tuple(PREFIXES)):
         if dataset is not None:
             raise UsageError(f"--data {data} names a data set already", "leave --dataset out")
@@ -177,7 +179,7 @@ def prepare(
     _check_fit(net, images, views)
     whole = len(images)
     images = drawn(images, limit, seed)
-    place = torch.device(device or default_device())
+    place = resolve_device(device)
     if place.type == "cpu":
         keep_freed_memory()
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
@@ -195,6 +197,21 @@ def prepare(
         info=info,
         crops=views,
     )
+
+
+def _is_image_folder(folder: Path) -> bool:
+    """Whether a folder holds images by class, with or without splits, so that `imagefolder:` may be left out."""
+
+    def has_images(kind: Path) -> bool:
+        return any(file.suffix.lower() in IMAGE_SUFFIXES for file in kind.iterdir())
+
+    def has_classes(parent: Path) -> bool:
+        kinds = [sub for sub in parent.iterdir() if sub.is_dir() and not sub.name.startswith(".")]
+        return len(kinds) > 1 and all(map(has_images, kinds))
+
+    splits = ("train", "val", "validation", "valid", "test")
+    parts = (part for part in (folder, *map(folder.joinpath, splits)) if part.is_dir())
+    return any(map(has_classes, parts))
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:
