@@ -180,6 +180,8 @@ def create_backbone(
         for name_of in (classifiers,) if isinstance(classifiers, str) else classifiers:
             for kind in ("weight", "bias"):
                 overlay["state_dict"].pop(f"{name_of}.{kind}", None)
+        if getattr(cfg, "first_conv", None):  # by which timm fits the weights to other channels
+            overlay["first_conv"] = cfg.first_conv
         overlay.update(source=None, custom_load=False)
         arguments.update(pretrained=True, pretrained_cfg_overlay=overlay)
     sized = {**arguments, "img_size": img_size} if img_size else arguments
