@@ -49,6 +49,9 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 FIXED = ("arch", "tag", "profile", "profiles", "data.name")
 """What a profile cannot change: it trains the same model on the same data."""
 
+BACKBONE = "backbone:"
+"""Begins `init.weights` where they are those of a timm backbone."""
+
 
 def _no_flag(value: Any) -> Any:
     """Refuse `true` where a number is meant: Python counts it as 1."""
@@ -217,7 +220,8 @@ class InitConfig(_Section):
     """Weights to start from; without this section a net starts from random ones."""
 
     weights: str
-    """What `capszoo predict` takes: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file."""
+    """What `capszoo predict` takes: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file. Or
+    `backbone:NAME`, for the backbone of `caps_head` alone: a timm name, hf-hub:org/repo or local-dir:folder."""
     new_classes: bool = True
     """Fresh class capsules; false where the classes are those of the weights."""
     freeze: tuple[str, ...] = ()

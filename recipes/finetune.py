@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models import parse_model_name
 
 from capszoo._api import default_device
 from capszoo.checkpoint import resolve
@@ -24,9 +25,11 @@ from capszoo.data import DATASETS, PREFIXES, DataError, split_validation
 from capszoo.data.folders import find_splits
 from capszoo.errors import UsageError
 from capszoo.metadata import Metadata
+from capszoo.models._backbones import create_backbone_cfg
+from capszoo.models._heads import HEADS, unknown_routing
 from capszoo.preprocess import per_channel
 
-from .config import Recipe, list_recipes, load_recipe
+from .config import BACKBONE, Recipe, list_recipes, load_recipe
 from .evaluation.metrics import assess
 from .evaluation.plots import draw_confusion
 from .evaluation.target import prepare
@@ -108,6 +111,35 @@ def find_source(model: str, weights: bool = True) -> Source:
     return Source(architecture, args, size, tuple(cfg["mean"]), tuple(cfg["std"]), loss, names)
 
 
+def backbone_source(backbone: str, head: str) -> Source:
+    """A timm backbone with a capsule head (`caps_head`) as a start, without a look at the backbone's weights.
+
+    Arguments:
+        backbone: name of timm, hf-hub:org/repo or local-dir:folder.
+        head: a routing of `capszoo.models._heads.HEADS`.
+
+    Raises `UsageError`, one line, for an unknown name, and `WeightsError` for a repository that cannot be reached.
+    """
+    if head not in HEADS:
+        raise UsageError(str(unknown_routing(head)))
+    try:
+        cfg = create_backbone_cfg(backbone)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    # a finished run is made again from its own weights: it must not need the place that these came from
+    known = str(cfg.get("architecture") or backbone) if parse_model_name(backbone)[0] else backbone
+    channels, rows, columns = cfg.get("input_size") or (3, 224, 224)
+    return Source(
+        "caps_head",
+        {"backbone": known, "routing": head},
+        (int(channels), int(rows), int(columns)),
+        tuple(cfg.get("mean") or (0.5,)),
+        tuple(cfg.get("std") or (0.5,)),
+        {"name": "cross_entropy"},
+        (),
+    )
+
+
 #: Arguments that follow from the data.
 _DECIDED = ("num_classes", "in_chans", "img_size", "pretrained")
 
@@ -142,9 +174,11 @@ def _tag(name: str) -> str:
 
 
 def finetune_recipe(
-    model: str,
+    model: str | None,
     data: str | Path,
     *,
+    backbone: str | None = None,
+    head: str = "idpa",
     tag: str | None = None,
     img_size: int | None = None,
     freeze: Sequence[str] = (),
@@ -160,8 +194,14 @@ def finetune_recipe(
 
     It reads the training images, for it follows from their number.
     """
+    if (model is None) == (backbone is None):
+        raise UsageError("fine-tuning starts from a MODEL or from a --backbone", "give one of them")
     name = _data_name(data)
-    source = find_source(model, weights=not from_scratch)
+    if backbone is None:
+        model = str(model)
+        source = find_source(model, weights=not from_scratch)
+    else:
+        source, model = backbone_source(backbone, head), f"{BACKBONE}{backbone}"
     if img_size is None and source.input_size[1] != source.input_size[2]:
         raise UsageError(
             f"{model} takes {source.input_size[1]}x{source.input_size[2]} images", "give --img-size N"
@@ -223,10 +263,12 @@ def finetune_recipe(
 
 
 def finetune(
-    model: str,
+    model: str | None,
     data: str | Path,
     out: str | Path | None = None,
     *,
+    backbone: str | None = None,
+    head: str = "idpa",
     tag: str | None = None,
     img_size: int | None = None,
     freeze: Sequence[str] = (),
@@ -244,7 +286,10 @@ def finetune(
 
     Arguments:
         model: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file; with `from_scratch` also an
-            architecture without weights.
+            architecture without weights. None with `backbone`.
+        backbone: in place of a model, a timm name, hf-hub:org/repo or local-dir:folder: its features, with its weights
+            unless `from_scratch`, and a new capsule head.
+        head: routing of that head: idpa, dynamic, em, self_routing, self_attention, routing_pool, conv, avg, max.
         data: a folder with a sub-folder of images per class (or those below train/, val/ and test/), `hf:OWNER/NAME`,
             another prefix of `capszoo.data.PREFIXES`, or the name of a data set.
         out: folder of the run; None: `runs/<arch>.<tag>`.
@@ -270,6 +315,8 @@ def finetune(
     recipe = finetune_recipe(
         model,
         data,
+        backbone=backbone,
+        head=head,
         tag=tag,
         img_size=img_size,
         freeze=freeze,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .._suggest import unknown_name
 from ..errors import UsageError, require
-from .common import DeviceOption, JsonOption, ModelArgument, print_json, stderr, stdout
+from .common import DeviceOption, JsonOption, print_json, stderr, stdout
 
 EpochsOption = Annotated[int | None, typer.Option("--epochs", min=1, help="Number of epochs.")]
 RateOption = Annotated[
@@ -243,7 +243,6 @@ def _train_queue(
 
 
 def finetune_command(
-    model: ModelArgument,
     data: Annotated[
         str,
         typer.Option(
@@ -252,6 +251,27 @@ def finetune_command(
             show_default=False,
         ),
     ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="As `capszoo predict` takes it. Not with --backbone.", show_default=False
+        ),
+    ] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A timm backbone with a new capsule head: resnet18.a1_in1k, hf-hub:ORG/REPO, local-dir:FOLDER.",
+            show_default=False,
+        ),
+    ] = None,
+    head: Annotated[
+        str,
+        typer.Option(
+            metavar="ROUTING",
+            help="Of --backbone: idpa, dynamic, em, self_routing, self_attention, routing_pool, conv, avg, max.",
+        ),
+    ] = "idpa",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -299,7 +319,7 @@ def finetune_command(
         bool, typer.Option("--accept-data", help="Go on with a run although its images have changed.")
     ] = False,
 ) -> None:
-    """Fine-tune a model for classes of your own; resumes an interrupted run.
+    """Fine-tune a model, or a timm backbone with a capsule head, for classes of your own; resumes an interrupted run.
 
     A fifth of each class is held out for early stopping, unless the folder has train/ and val/; test/ is measured once.
     """
@@ -310,6 +330,8 @@ def finetune_command(
         model,
         data,
         out,
+        backbone=backbone,
+        head=head,
         tag=tag,
         img_size=img_size,
         freeze=[part.strip() for part in freeze.split(",") if part.strip()],

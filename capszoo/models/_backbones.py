@@ -1,5 +1,7 @@
 """Any timm model as a source of feature maps: its last features as ``[b, c, h, w]``, whatever their layout."""
 
+import json
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import timm
@@ -146,6 +148,7 @@ def create_backbone(
         WeightsError: no weights, or no network; one line.
     """
     source, target = parse_model_name(name)
+    cfg: Any = None
     arguments: Dict[str, Any] = dict(num_classes=0, global_pool="", in_chans=in_chans)
     overlay: Dict[str, Any] = {}
     if not source:
@@ -160,12 +163,25 @@ def create_backbone(
                 )
             overlay = {"state_dict": load_safetensors(download_weights(str(cfg.hf_hub_id), cache_dir))}
     elif pretrained:
-        folder = target if source == "local-dir" else None
-        if folder is None:
-            load_model_config_from_hf(target, cache_dir=cache_dir)
-        path = f"{folder}/model.safetensors" if folder else download_weights(target, cache_dir)
+        if source == "local-dir":
+            path, config = Path(target) / "model.safetensors", Path(target) / "config.json"
+            if not path.is_file() or not config.is_file():
+                raise WeightsError(
+                    f"{target}: a backbone's folder has config.json and model.safetensors, and nothing else is loaded"
+                )
+            architecture = json.loads(config.read_text(encoding="utf-8")).get("architecture", "")
+        else:
+            _, architecture, _ = load_model_config_from_hf(target, cache_dir=cache_dir)
+            path = download_weights(target, cache_dir)
         overlay = {"state_dict": load_safetensors(path)}
+        cfg = get_pretrained_cfg(architecture)
     if overlay:
+        classifiers = getattr(cfg, "classifier", None) or ()
+        for name_of in (classifiers,) if isinstance(classifiers, str) else classifiers:
+            for kind in ("weight", "bias"):
+                overlay["state_dict"].pop(f"{name_of}.{kind}", None)
+        if getattr(cfg, "first_conv", None):  # by which timm fits the weights to other channels
+            overlay["first_conv"] = cfg.first_conv
         overlay.update(source=None, custom_load=False)
         arguments.update(pretrained=True, pretrained_cfg_overlay=overlay)
     sized = {**arguments, "img_size": img_size} if img_size else arguments

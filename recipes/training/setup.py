@@ -23,7 +23,7 @@ from capszoo.inference import load_model
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 from capszoo.models._pretrained import WeightsError
 
-from ..config import Recipe, RecipeError
+from ..config import BACKBONE, Recipe, RecipeError
 from ..evaluation.target import create_for
 
 __all__ = [
@@ -146,6 +146,11 @@ def create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
     try:
         if init is None:
             return create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args)
+        if init.weights.startswith(BACKBONE):
+            args = {"backbone": init.weights.removeprefix(BACKBONE), "backbone_pretrained": True}
+            net = create_for(recipe.arch, spec.num_classes, spec.input_size, {**recipe.model_args, **args})
+            _freeze(recipe, net, init.freeze)
+            return net.train()
         load = partial(load_model, init.weights, device="cpu")
         net = create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args, create=load)
     except (CapszooError, WeightsError):

@@ -1,0 +1,273 @@
+"""Eight heads on one trunk under one recipe: the runs' commands, their metadata, and docs/comparison.md out of these.
+
+    python scripts/comparison.py --commands           # what to run: every head, every seed
+    python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
+    python scripts/comparison.py                      # write docs/comparison.md (and its plot) from what is kept
+
+Every figure of the page comes from the metadata of a run; a head without runs says so. What is kept lies in
+benchmarks/results/comparison, one file a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+import capszoo  # noqa: E402
+from capszoo.recipes.config import load_recipe  # noqa: E402
+from capszoo.summary import count_multiply_adds  # noqa: E402
+
+__all__ = ["HEADS", "Row", "collect", "commands", "page", "rows"]
+
+KEPT = ROOT / "benchmarks" / "results" / "comparison"
+PAGE, PLOT = ROOT / "docs" / "comparison.md", ROOT / "docs" / "comparison.svg"
+PROFILE, SEEDS = "comparison", (0, 1, 2)
+
+#: Head -> its recipe; of the depth-2 candidates, the best one by validation images makes the last row.
+HEADS = {
+    "avg": "resnet20_avg.cifar10",
+    "routing_pool": "resnet20_routingpool.cifar10",
+    "conv": "resnet20_conv.cifar10",
+    "dynamic": "resnet20_dynamic.cifar10",
+    "em": "resnet20_em.cifar10",
+    "idpa": "resnet20_idpa.cifar10",
+    "self_routing": "resnet20_selfrouting.cifar10",
+}
+DEPTH2 = {
+    "dynamic, 2 layers": "resnet20_dynamic.cifar10_depth2",
+    "em, 2 layers": "resnet20_em.cifar10_depth2",
+    "self_routing, 2 layers": "resnet20_selfrouting.cifar10_depth2",
+}
+
+HEADER = """# What routing buys
+
+Eight heads on one trunk: the CIFAR ResNet-20 (16-32-64 channels), and the heads of the SR-CapsNet paper with 32 primary
+capsules of 16 dimensions. CIFAR-10, one recipe for all (`--profile comparison`), three seeds each; the last epoch's
+weights, measured once on the 10,000 test images. Of the heads of two capsule layers, the one with the best validation
+accuracy is shown. Written by `python scripts/comparison.py` from the metadata of the runs, which lie in
+`benchmarks/results/comparison`; `--commands` prints what was run.
+
+± is the standard deviation over the seeds. Entropy is that of the couplings of the class layer on validation images
+after the last epoch, as a share of its maximum: 1 is even, 0 is one parent (or child) for each."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One head: what its runs' metadata state, and what follows from its architecture."""
+
+    head: str
+    recipe: str
+    runs: tuple[dict[str, Any], ...]
+
+    def figures(self, split: str) -> list[float]:
+        return [float(run["metrics"][split]["top1"]) for run in self.runs if split in run["metrics"]]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.figures("test"))
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation over the seeds; NaN for a single one."""
+        found = self.figures("test")
+        return statistics.stdev(found) if len(found) > 1 else math.nan
+
+
+def recipe_settings(name: str) -> dict[str, Any]:
+    """What a run must have been trained with to count."""
+    tree = load_recipe(name, profile=PROFILE).model_dump(mode="json")
+    return {
+        key: tree[key]
+        for key in ("arch", "tag", "model_args", "epochs", "batch_size", "optimizer", "schedule", "loss")
+    }
+
+
+def commands(seeds: tuple[int, ...] = SEEDS) -> list[str]:
+    """Every run, seed by seed, so that each head has one before any has two."""
+    return [
+        f"capszoo train {recipe} --profile {PROFILE} --set seed={seed} --out runs/comparison/{recipe}.{seed}"
+        for seed in seeds
+        for recipe in (HEADS | DEPTH2).values()
+    ]
+
+
+def collect(folder: Path, kept: Path = KEPT) -> list[str]:
+    """Copy the metadata of finished runs below a folder; returns a line about each, and about each that is left out.
+
+    A run counts if its recipe's settings are those of the profile.
+    """
+    lines = []
+    known = (HEADS | DEPTH2).values()
+    for path in sorted(folder.glob("*/*.json")):
+        name, raw = path.stem, {}
+        if name in known:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        if "test" not in raw.get("metrics", {}):
+            continue
+        wanted = recipe_settings(name)
+        different = [key for key, value in wanted.items() if raw["recipe"].get(key) != value]
+        if different:
+            lines.append(f"left out: {path.parent}: {', '.join(different)} not as in --profile {PROFILE}")
+            continue
+        log = path.parent / "metrics.jsonl"
+        last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1]) if log.is_file() else {}
+        raw["routing"] = last.get("routing")
+        kept.mkdir(parents=True, exist_ok=True)
+        target = kept / f"{name}.{raw['seed']}.json"
+        target.write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        lines.append(f"kept: {target.name}: {raw['metrics']['test']['top1']:.2f}")
+    return lines
+
+
+def rows(kept: Path = KEPT) -> list[Row]:
+    """A row for each head; the last one is the best head of two layers, or says that there is none yet."""
+
+    def row(head: str, recipe: str) -> Row:
+        files = sorted(kept.glob(f"{recipe}.[0-9]*.json"))
+        return Row(head, recipe, tuple(json.loads(file.read_text(encoding="utf-8")) for file in files))
+
+    deep = [found for found in (row(*item) for item in DEPTH2.items()) if found.figures("validation")]
+    best = max(deep, key=lambda found: statistics.mean(found.figures("validation")), default=None)
+    return [*(row(*item) for item in HEADS.items()), best or Row("2 layers, the best of three", "", ())]
+
+
+def cost(recipe: str) -> tuple[int, float]:
+    """Parameters, and millions of multiply-adds of an image."""
+    loaded = load_recipe(recipe, profile=PROFILE)
+    model = capszoo.create_model(loaded.arch, **loaded.model_args)
+    return sum(p.numel() for p in model.parameters()), count_multiply_adds(model) / 1e6
+
+
+def _entropy(row: Row) -> str:
+    found = [run["routing"]["entropy"][-1] for run in row.runs if (run.get("routing") or {}).get("entropy")]
+    values = [value for value in found if value is not None]
+    return f"{statistics.mean(values):.2f}" if values else "–"
+
+
+def _plus_minus(row: Row) -> str:
+    return f"{row.mean:.2f}" + ("" if math.isnan(row.deviation) else f" ± {row.deviation:.2f}")
+
+
+def table(found: list[Row]) -> list[str]:
+    """The page's table."""
+    lines = [
+        "| head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | entropy | seconds | on |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in found:
+        size = "– | –"
+        if row.recipe:
+            parameters, adds = cost(row.recipe)
+            size = f"{parameters:,} | {adds:.1f}"
+        if not row.runs:
+            lines.append(f"| {row.head} | {size} | no run yet | 0 | – | – | – | – |")
+            continue
+        validation = row.figures("validation")
+        seconds = statistics.mean(run["train_seconds"] for run in row.runs)
+        machines = " / ".join(sorted({str(run["hardware"]) for run in row.runs}))
+        lines.append(
+            f"| {row.head} | {size} | {_plus_minus(row)} | {len(row.runs)} "
+            f"| {statistics.mean(validation):.2f} | {_entropy(row)} | {seconds:,.0f} | {machines} |"
+            if validation
+            else f"| {row.head} | {size} | {_plus_minus(row)} | {len(row.runs)} | – | {_entropy(row)} | {seconds:,.0f} "
+            f"| {machines} |"
+        )
+    return lines
+
+
+def conclusion(found: list[Row]) -> str:
+    """What the figures say of each head against average pooling, beyond or within two standard errors."""
+    by_head = {row.head: row for row in found}
+    twin = by_head["avg"]
+    routed = [row for row in found if row.head not in ("avg", "conv") and len(row.runs) > 1]
+    if len(twin.runs) < 2 or not routed:
+        return "There are too few runs to say what routing buys: two seeds of `avg` and of another head at least."
+    parts = []
+    for row in routed:
+        difference = row.mean - twin.mean
+        error = math.hypot(row.deviation / len(row.runs) ** 0.5, twin.deviation / len(twin.runs) ** 0.5)
+        sure = abs(difference) > 2 * error
+        word = "more" if difference > 0 else "less"
+        parts.append(
+            f"{row.head} {abs(difference):.2f} points {word} ({'beyond' if sure else 'within'} two standard errors, "
+            f"{2 * error:.2f})"
+        )
+    better = [row.head for row, part in zip(routed, parts, strict=True) if " more (beyond" in part]
+    verdict = (
+        f"Routing buys accuracy here with {', '.join(better)}"
+        if better
+        else "Routing buys no accuracy here that the seeds do not explain"
+    )
+    return (
+        f"{verdict}. Against average pooling ({_plus_minus(twin)}): {'; '.join(parts)}. With {len(twin.runs)} seeds a "
+        "difference below about half a point would not be found."
+    )
+
+
+def page(kept: Path = KEPT) -> str:
+    """docs/comparison.md."""
+    found = rows(kept)
+    recipe = load_recipe(HEADS["avg"], profile=PROFILE)
+    settings = (
+        f"The recipe: {recipe.epochs} epochs, batch {recipe.batch_size}, SGD with Nesterov momentum, rate "
+        f"{recipe.optimizer.lr:g} with {recipe.schedule.warmup_epochs:g} epochs of warm-up and cosine, weight decay "
+        f"{recipe.optimizer.weight_decay:g}, label smoothing {recipe.loss.options['label_smoothing']:g}, pad 4, crop, "
+        f"flip; {recipe.data.val_size:,} training images held out."
+    )
+    plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if any(row.runs for row in found) else []
+    return "\n".join([HEADER, "", settings, "", *table(found), *plot, "", conclusion(found), ""])
+
+
+def draw(found: list[Row], path: Path = PLOT) -> None:
+    """Accuracy against multiply-adds, with error bars over the seeds."""
+    from capszoo.explain.plotting import new_figure, save
+
+    figure = new_figure(6.4, 4.2)
+    axes = figure.subplots()
+    for row in found:
+        if row.runs:
+            bar = 0.0 if math.isnan(row.deviation) else row.deviation
+            axes.errorbar(cost(row.recipe)[1], row.mean, yerr=bar, marker="o", capsize=3, label=row.head)
+    axes.set(xlabel="multiply-adds of an image, millions", ylabel="CIFAR-10 test top-1, %")
+    axes.legend(fontsize=8)
+    save(figure, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--commands", action="store_true", help="print the commands of all runs")
+    parser.add_argument(
+        "--collect", type=Path, metavar="FOLDER", help="keep the metadata of the runs below FOLDER"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where the page is out of date"
+    )
+    args = parser.parse_args()
+    if args.commands:
+        print("\n".join(commands()))
+        return 0
+    if args.collect:
+        print("\n".join(collect(args.collect)) or f"no finished run of the comparison below {args.collect}")
+    text = page()
+    if args.check:
+        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+    found = rows()
+    if any(row.runs for row in found):
+        draw(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Capsule heads on timm backbones: layouts, sizes, routings, freezing, errors, export. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import capszoo
+from capszoo.models._backbones import Unused
+from capszoo.models._heads import HEADS
+from tests.models.zoo_cases import calibrate, images
+
+#: backbone, a small size, and another that is not square
+BACKBONES: dict[str, tuple[int, tuple[int, int]]] = {
+    "resnet18": (64, (64, 96)),
+    "convnext_atto": (64, (96, 64)),
+    "efficientnet_b0": (64, (64, 96)),
+    "mobilenetv3_small_050": (64, (96, 64)),
+    "swin_tiny_patch4_window7_224": (128, (128, 192)),
+    "vit_tiny_patch16_224": (64, (64, 96)),
+}
+#: each backbone with another routing
+PAIRS = list(
+    zip(BACKBONES, ["idpa", "dynamic", "em", "self_routing", "self_attention", "routing_pool"], strict=True)
+)
+SCRIPTABLE = ("resnet18", "convnext_atto", "efficientnet_b0", "mobilenetv3_small_050")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any attempt to reach the Hub is an error."""
+    import socket
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a test went to the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def attached(backbone: str, routing: str, size: Any = None, classes: int = 5, **args: Any) -> Any:
+    torch.manual_seed(0)
+    size = BACKBONES[backbone][0] if size is None else size
+    net = capszoo.attach_head(backbone, routing, num_classes=classes, img_size=size, **args).eval()
+    calibrate(net)
+    return net
+
+
+def check(net: Any, routing: str) -> None:
+    x = images(net, 2)
+    with torch.no_grad():
+        scores = net(x)
+        assert scores.shape == (2, net.num_classes) and torch.isfinite(scores).all()
+        if not HEADS[routing].has_capsules:
+            return
+        out, heat = net.forward_capsules(x), net.coupling_map(x)
+    torch.testing.assert_close(out.scores, scores, rtol=1e-4, atol=1e-5)
+    assert heat.shape == (2, net.num_classes, *net.head.grid)
+    torch.testing.assert_close(heat.sum((2, 3)), torch.ones(2, net.num_classes))
+    layout = net.coupling_layouts()[-1]
+    couplings = out.couplings[-1].flatten(layout.parents + 1)  # parents, then all children
+    over = layout.parents if layout.over == "parents" else layout.parents + 1
+    assert bool(((couplings.sum(over) - 1).abs() < 1e-4).all())
+
+
+@pytest.mark.parametrize(("backbone", "routing"), PAIRS)
+def test_every_backbone_at_two_sizes(backbone: str, routing: str) -> None:
+    for size in BACKBONES[backbone]:
+        net = attached(backbone, routing, size)
+        check(net, routing)
+        rows, columns = net.img_size
+        grid = net.stages.backbone.grid
+        assert rows / grid[0] == columns / grid[1], "the grid has the image's proportions"
+
+
+@pytest.mark.parametrize("routing", list(HEADS))
+def test_every_routing_learns_through_one_backbone(routing: str) -> None:
+    net = attached("resnet18", routing, (64, 96)).train()
+    check(copy.deepcopy(net).eval(), routing)
+    torch.nn.functional.cross_entropy(net(images(net, 3)), torch.tensor([0, 1, 2])).backward()
+    missing = [key for key, p in net.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all()]
+    assert not missing
+
+
+@pytest.mark.parametrize("backbone", list(BACKBONES))
+def test_no_parameter_is_left_over(backbone: str) -> None:
+    """The backbone's own head is gone, so that whatever can be trained gets a gradient."""
+    net = attached(backbone, "avg").train()
+    net(images(net, 2)).square().mean().backward()
+    assert not [key for key, p in net.named_parameters() if p.grad is None]
+    unused = {key for key, module in net.stages.backbone.model.named_children() if isinstance(module, Unused)}
+    assert unused, "every timm model has a head"
+
+
+def test_native_size_is_the_default() -> None:
+    with torch.device("meta"):
+        net = capszoo.attach_head("resnet18", "avg", num_classes=3)
+    assert net.img_size == (224, 224) and net.stages.backbone.grid == (7, 7)
+    with torch.device("meta"):
+        net = capszoo.attach_head("vit_tiny_patch16_224", "idpa", num_classes=3)
+    assert net.stages.backbone.grid == (14, 14) and net.head.grid == (7, 7), "pooled to at most 8 x 8"
+    assert net.default_cfg["pool_size"] == (14, 14) and net.default_cfg["mean"] == (0.5, 0.5, 0.5)
+
+
+def test_tokens_come_back_to_their_places() -> None:
+    """A patch that differs from the others is seen at its own place; class tokens are not."""
+    net = attached("vit_tiny_patch16_224", "avg", (64, 96))
+    features = net.stages.backbone
+    features.model.blocks, features.model.pos_embed = nn.Identity(), nn.Parameter(torch.zeros(1, 25, 192))
+    x = torch.zeros(1, 3, 64, 96)
+    x[:, :, 16:32, 64:80] = 1.0  # row 1, column 4
+    with torch.no_grad():
+        found = features(x)
+    assert found.shape == (1, 192, 4, 6)
+    different = (found - found[:, :, :1, :1]).abs().sum(1)[0] > 1e-4
+    assert different.nonzero().tolist() == [[1, 4]]
+
+
+def test_frozen_backbone() -> None:
+    net = attached("resnet18", "idpa", freeze=True)
+    trainable = {key for key, p in net.named_parameters() if p.requires_grad}
+    assert trainable and all(key.startswith("head.") for key in trainable)
+    net.reset_classifier(3)
+    assert net(images(net)).shape == (2, 3)
+
+
+def test_a_module_is_taken_as_it_is() -> None:
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(2, 7, 3, 4, 1), nn.Linear(7, 9)
+
+        def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.forward_features(x).mean((2, 3)))
+
+    backbone = Tiny()
+    net = capszoo.attach_head(backbone, "dynamic", num_classes=3, img_size=(16, 24), in_chans=2, num_iters=2)
+    assert net.stages.backbone.model is backbone and net.stages.backbone.grid == (4, 6)
+    check(net.eval(), "dynamic")
+    assert net.head.classes.num_iters == 2
+
+
+def test_what_the_head_adds_does_not_depend_on_the_backbone_s_width() -> None:
+    """But for the projection: width x 64 weights."""
+    heads = []
+    for name in ("resnet18", "resnet50"):
+        with torch.device("meta"):
+            net = capszoo.attach_head(name, "idpa", num_classes=37)
+        heads.append(sum(p.numel() for p in net.head.parameters()) - net.num_features * 64)
+    assert heads[0] == heads[1]
+
+
+@pytest.mark.parametrize("backbone", SCRIPTABLE)
+def test_torchscript(backbone: str) -> None:
+    net = attached(backbone, "idpa")
+    x = images(net)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.script(net)(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "routing"),
+    [
+        pytest.param(
+            *pair, marks=() if pair[0] in ("resnet18", "mobilenetv3_small_050") else pytest.mark.slow
+        )
+        for pair in PAIRS
+    ],
+)
+def test_exported_file_agrees(backbone: str, routing: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    from capszoo.export.to_onnx import export
+
+    net = attached(backbone, routing)
+    report = export(net, tmp_path / "model.onnx", gate="quick", batch=(1, 2, 3))
+    assert report.passed and report.max_rel_diff <= report.tolerance
+
+
+def test_pretrained_weights_from_a_local_folder(tmp_path: Path) -> None:
+    source = timm.create_model("resnet18", num_classes=10)
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architecture": "resnet18", "num_classes": 10}')
+    name = f"local-dir:{tmp_path}"
+    net = capszoo.attach_head(name, "idpa", num_classes=3, img_size=64, pretrained=True)
+    fresh = capszoo.attach_head(name, "idpa", num_classes=3, img_size=64)
+    assert torch.equal(net.stages.backbone.model.conv1.weight, source.conv1.weight)
+    assert not torch.equal(fresh.stages.backbone.model.conv1.weight, source.conv1.weight)
+
+
+def test_create_model_and_attach_head_make_the_same_network() -> None:
+    one = attached("resnet18", "em")
+    two = capszoo.create_model(
+        "caps_head", backbone="resnet18", routing="em", num_classes=5, img_size=64
+    ).eval()
+    two.load_state_dict(one.state_dict())
+    x = images(one)
+    with torch.no_grad():
+        assert torch.equal(one(x), two(x))
+
+
+class NoMap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x.mean((2, 3)))
+
+
+class Tokens(NoMap):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward_features(x)[:, None].expand(-1, 7, -1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("resnet18", "ipda"), "unknown routing 'ipda': did you mean 'idpa'"),
+        (("resnt18", "idpa"), "unknown backbone 'resnt18': did you mean 'resnet18'"),
+        ((NoMap(), "idpa"), r"NoMap gives features of shape \(1, 4\), which are no feature map"),
+        ((nn.Linear(3, 4), "idpa"), "Linear has no forward_features, so there is no feature map"),
+        ((Tokens(), "idpa"), "the 7 tokens of Tokens stand on no grid"),
+    ],
+)
+def test_what_cannot_be_attached_gets_one_line(arguments: tuple[Any, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        capszoo.attach_head(*arguments, num_classes=3, img_size=64)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_iter": 2}, "unknown argument of the idpa head 'num_iter': did you mean 'num_iters'"),
+        ({"depth": 2}, "unknown argument of the idpa head 'depth'"),
+        ({"caps_dim": 15}, "matrix poses are square"),
+    ],
+)
+def test_wrong_arguments_get_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        capszoo.attach_head("resnet18", "idpa", num_classes=3, img_size=64, **options)
+
+
+def test_iterations_of_a_routing_without_any_are_refused() -> None:
+    with pytest.raises(ValueError, match="the self_routing head has no iterations"):
+        capszoo.create_model("caps_head", routing="self_routing", routing_iters=2, img_size=64, device="meta")

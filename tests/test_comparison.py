@@ -1,0 +1,72 @@
+"""The comparison of heads: one recipe for all, and a page that says no more than the metadata of the runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capszoo.recipes.config import load_recipe
+from tests.support import load_script
+
+
+@pytest.fixture(scope="module")
+def comparison(root: Path) -> Any:
+    return load_script(root / "scripts" / "comparison.py")
+
+
+def test_all_heads_share_one_recipe(comparison: Any) -> None:
+    recipes = [
+        load_recipe(name, profile="comparison") for name in (comparison.HEADS | comparison.DEPTH2).values()
+    ]
+    free = {"arch", "tag", "description", "model_args", "routing_images", "checkpoint_every"}
+    settings = [{k: v for k, v in recipe.model_dump().items() if k not in free} for recipe in recipes]
+    assert len(recipes) == 10 and all(tree == settings[0] for tree in settings)
+    assert len(comparison.commands()) == 30 and len(set(comparison.commands())) == 30
+
+
+def run(comparison: Any, folder: Path, name: str, seed: int, top1: float, **changes: Any) -> None:
+    tree = load_recipe(name, [f"seed={seed}"], "comparison").model_dump(mode="json") | changes
+    meta = {
+        "recipe": tree,
+        "seed": seed,
+        "train_seconds": 100,
+        "hardware": "a machine",
+        "metrics": {"validation": {"top1": top1 + 1, "n": 1000}, "test": {"top1": top1, "n": 10000}},
+    }
+    out = folder / f"{name}.{seed}"
+    out.mkdir(parents=True)
+    (out / f"{name}.json").write_text(json.dumps(meta))
+    (out / "metrics.jsonl").write_text(json.dumps({"epoch": 1, "routing": {"entropy": [0.5]}}) + "\n")
+
+
+def test_rows_without_runs_say_so(comparison: Any, tmp_path: Path) -> None:
+    page = comparison.page(tmp_path)
+    assert page.count("no run yet") == 8 and "too few runs" in page and ".svg" not in page
+
+
+def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None:
+    runs, kept = tmp_path / "runs", tmp_path / "kept"
+    for seed, (avg, em) in enumerate([(91.0, 92.0), (91.2, 92.2), (91.4, 92.4)]):
+        run(comparison, runs, "resnet20_avg.cifar10", seed, avg)
+        run(comparison, runs, "resnet20_em.cifar10", seed, em)
+    run(comparison, runs, "resnet20_em.cifar10_depth2", 0, 90.0)
+    run(comparison, runs, "resnet20_dynamic.cifar10_depth2", 0, 91.0)
+    run(comparison, runs, "resnet20_conv.cifar10", 0, 99.0, epochs=3)  # another recipe: it does not count
+    lines = comparison.collect(runs, kept)
+    assert sum(line.startswith("kept") for line in lines) == 8
+    assert any("left out" in line and "epochs" in line for line in lines)
+    page = comparison.page(kept)
+    rows = {
+        line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines() if line.startswith("| ")
+    }
+    assert "91.20 ± 0.20 | 3 | 92.20 | 0.50 | 100 | a machine" in rows["avg"] and "269,722" in rows["avg"]
+    assert "no run yet" in rows["conv"] and "99.00" not in page
+    assert "dynamic, 2 layers" in rows and "91.00 | 1" in rows["dynamic, 2 layers"]
+    assert "Routing buys accuracy here with em" in page and "em 1.00 points more (beyond" in page
+
+
+def test_the_page_is_up_to_date(comparison: Any) -> None:
+    assert comparison.PAGE.read_text(encoding="utf-8") == comparison.page()
