@@ -26,7 +26,10 @@ def capsules_from_map(x: Tensor, pose_dim: int) -> Tensor:
     Returns:
         ``[b, h * w * types, d]``, index = (row * w + column) * types + type. For a channels-last ``x`` no copy.
     """
-    return x.permute(0, 2, 3, 1).reshape(x.shape[0], -1, pose_dim)
+    count = (
+        x.shape[2] * x.shape[3] * (x.shape[1] // pose_dim)
+    )  # stated: -1 is ambiguous where there are no images
+    return x.permute(0, 2, 3, 1).reshape(x.shape[0], count, pose_dim)
 
 
 class PrimaryCaps2d(nn.Module):

@@ -388,6 +388,14 @@ def test_batch_equals_its_images_one_by_one(name: str) -> None:
 
 
 @each_model
+def test_no_images(name: str) -> None:
+    """A batch of no images has no scores, and raises nothing: what is left of a filtered batch may be empty."""
+    model = small(name).eval()
+    with torch.inference_mode():
+        assert model(images(model, 2)[:0]).shape == (0, model.num_classes)
+
+
+@each_model
 def test_eval_is_deterministic_and_sees_the_image(name: str) -> None:
     model = small(name).eval()
     calibrate(model)

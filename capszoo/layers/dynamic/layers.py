@@ -383,13 +383,15 @@ class ConvDynamicRouting(nn.Module):
         x = x.permute(0, 2, 3, 1)
         x = x.unfold(1, self.kernel_size, self.stride).unfold(2, self.kernel_size, self.stride)
         x = x.permute(0, 1, 2, 4, 5, 3)  # [b, h', w', k, l, i*d]
-        return x.reshape(x.shape[0], x.shape[1], x.shape[2], -1, self.in_dim)
+        children = self.kernel_size * self.kernel_size * self.in_caps
+        return x.reshape(x.shape[0], x.shape[1], x.shape[2], children, self.in_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, in_caps * d, h, w]`` to ``[b, out_caps * e, h', w']``; channel = capsule * pose size + dimension."""
         x = self._windows(x)
         poses = self.window(x.flatten(0, 2))  # [b*h'*w', j, e]
-        return poses.reshape(x.shape[0], x.shape[1], x.shape[2], -1).permute(0, 3, 1, 2)
+        channels = poses.shape[1] * poses.shape[2]
+        return poses.reshape(x.shape[0], x.shape[1], x.shape[2], channels).permute(0, 3, 1, 2)
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """As ``forward``, with the couplings ``[b, h', w', j, k*l*i]`` of the last round."""

@@ -21,7 +21,13 @@ def rows_first(poses: Tensor, rows: int, columns: int) -> Tensor:
     """
     if not torch.jit.is_scripting():
         plain = torch.is_grad_enabled() or is_tracing(poses) or torch.compiler.is_compiling()
-        if not plain and poses.dtype == torch.float32 and columns == 4 and poses.is_contiguous():
+        if (
+            not plain
+            and poses.dtype == torch.float32
+            and columns == 4
+            and poses.is_contiguous()
+            and poses.numel()
+        ):
             if poses.storage_offset() % columns == 0:
                 whole = poses.view(torch.complex128).permute(0, 4, 1, 2, 3).contiguous()  # [b, p, h, w, i]
                 return whole.view(torch.float32).unflatten(4, [-1, columns])
