@@ -395,6 +395,13 @@ def test_no_images(name: str) -> None:
         assert model(images(model, 2)[:0]).shape == (0, model.num_classes)
 
 
+def test_a_large_constant_image_is_finite() -> None:
+    """The costs of EM routing are normalised: their spread must not overflow."""
+    model = small("capsnet6_em").eval()
+    with torch.inference_mode():
+        assert model(torch.full_like(images(model), 1e6)).isfinite().all()
+
+
 @each_model
 def test_eval_is_deterministic_and_sees_the_image(name: str) -> None:
     model = small(name).eval()

@@ -82,7 +82,7 @@ def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: P
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "stopped 2 of 2 runs; the same command goes on" in err
+    assert "stopped 2 of 2 runs; the same command resumes" in err
     for tag in ("one", "two"):
         last = (runs / f"idpa_cnn.{tag}.log").read_text().splitlines()[-1]
         step = int(newest(runs / f"idpa_cnn.{tag}").name.split("-")[1])
