@@ -373,7 +373,14 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (
             "resnet20_routingcaps.mnist",
             ["epochs=1", "seed=3"],
-            {"out": tmp_path / "r", "data": tmp_path, "cpu": True, "profile": "short", "threads": None},
+            {
+                "out": tmp_path / "r",
+                "data": tmp_path,
+                "cpu": True,
+                "profile": "short",
+                "threads": None,
+                "accept_data": False,
+            },
         )
     ]
     assert "top1 99.5" in text and "w.safetensors" in text

@@ -248,9 +248,12 @@ def _decode_or_stream(
             failures = list(pool.map(fill, range(n)))
         bad = [failure for failure in failures if failure]
         if bad and skipped is None:
-            more = "" if len(bad) == 1 else f", and {len(bad) - 1} more: {'; '.join(bad[1:4])}"
+            # A line has room for one reason: of the others, the files' names.
+            others = "; ".join(failure.partition(": ")[0] for failure in bad[1:4])
+            more = "" if len(bad) == 1 else f", and {len(bad) - 1} more: {others}"
             more += "; …" if len(bad) > 4 else ""
-            raise DataError(f"{bad[0]}{more}: mend or remove what cannot be read, or leave it out (skip_bad)")
+            first = bad[0].partition(": give")[0]
+            raise DataError(f"{first}{more}: mend or remove what cannot be read, or leave it out (skip_bad)")
         if bad:
             skipped.extend(bad)  # type: ignore[union-attr]
             sound = torch.tensor([k for k, failure in enumerate(failures) if not failure], dtype=torch.int64)

@@ -230,13 +230,19 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
 def twin_groups(names: list[str] | None = None) -> list[list[str]]:
     """Recipes that differ in one thing and should be read side by side: `…cifar10`, `…cifar10_avg`, `…cifar10_max`.
 
+    A recipe whose head says `# Twin: none` is none: it has settings of its own.
+
     Arguments:
         names: recipes to look among; None takes all of the package.
     """
     known = list_recipes() if names is None else sorted(names)
     groups = []
     for base in known:
-        twins = [name for name in known if name.startswith(f"{base}_") and Path(base).suffix]
+        twins = [
+            name
+            for name in known
+            if name.startswith(f"{base}_") and Path(base).suffix and header_line(name, "Twin") != "none"
+        ]
         if twins:
             groups.append([base, *twins])
     return groups

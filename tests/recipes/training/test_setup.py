@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from capszoo.recipes.build import create_scheduler
 from capszoo.recipes.config import load_recipe
+from capszoo.recipes.training.setup import create_scheduler
 
 
 def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
