@@ -126,7 +126,7 @@ def backbone_source(backbone: str, head: str) -> Source:
         cfg = create_backbone_cfg(backbone)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    # a finished run is made again from its own weights: it must not need the place that these came from
+    # a finished run is rebuilt from its own weights: it must not need the source of its initial ones
     known = str(cfg.get("architecture") or backbone) if parse_model_name(backbone)[0] else backbone
     channels, rows, columns = cfg.get("input_size") or (3, 224, 224)
     return Source(

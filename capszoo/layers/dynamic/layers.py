@@ -31,7 +31,7 @@ How it is computed, without changing the result:
   ``<W u_p, v> = <u_p, Wᵀ v>``: the votes, ``e`` times as many numbers as there are couplings, are never made.
 * On a CPU, so many votes that no cache holds them are not made at all where children's poses are short
   (:mod:`capszoo.layers.dynamic.vote_free`). Else they are made and routed for some images (or windows) at a time, and
-  in training made again in the backward pass instead of being kept, unless poses are large
+  recomputed in the backward pass in training instead of being kept, unless poses are large
   (:mod:`capszoo.layers._blockwise`).
 * On CUDA, a round of :class:`DynamicRouting` after the first is one ``capszoo::fused_pass``
   (:mod:`capszoo.layers._triton`), with votes in registers, squash and the sum of the poses so far; where the softmax
