@@ -52,6 +52,7 @@ from .training.distributed import (
     Stopped,
     StopRequest,
     TrainingError,
+    destroy_group_at_exit,
     raise_on_all_ranks,
     sync_error,
 )
@@ -172,6 +173,7 @@ def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
         accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
         if precision == "fp16" and accelerator.device.type == "cpu":
             raise TrainingError(f"{unfit}, a CPU: take bf16 or fp32")
+        destroy_group_at_exit(accelerator)
         yield accelerator
     except ValueError as error:
         if "mixed precision" in str(error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
 import time
@@ -18,7 +19,17 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
 
-__all__ = ["PeerLost", "StopRequest", "Stopped", "TrainingError", "raise_on_all_ranks", "sync_error"]
+__all__ = [
+    "PeerLost",
+    "StopRequest",
+    "Stopped",
+    "TrainingError",
+    "destroy_group_at_exit",
+    "raise_on_all_ranks",
+    "sync_error",
+]
+
+_ENDS_AT_EXIT = False
 
 
 class TrainingError(CapszooError, RuntimeError):
@@ -41,6 +52,19 @@ class Stopped(TrainingError):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + number  # what shells and schedulers expect
+
+
+def destroy_group_at_exit(accelerator: Accelerator) -> None:
+    """End the process group before the interpreter ends.
+
+    A group that is still there then takes its threads into the clean-up of the process, which now and then aborts it
+    (SIGABRT, "terminate called without an active exception"), and the launcher calls a finished run failed. The group
+    outlives a run: later runs of the process use it again.
+    """
+    global _ENDS_AT_EXIT
+    if accelerator.num_processes > 1 and not _ENDS_AT_EXIT:
+        atexit.register(accelerator.state.destroy_process_group)
+        _ENDS_AT_EXIT = True
 
 
 def sync_error(accelerator: Accelerator, failure: Exception | None) -> None:
