@@ -534,7 +534,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
         if state.probe:
             record["routing"] = state.probe.measure(state.evaluated)
         try:
-            log.epoch(record)
+            log.epoch(record, last=_over(run, state))
         except OSError as error:
             raise TrainingError(f"cannot write to {run.out}: {error.strerror or error}") from error
     save_state(run, state)

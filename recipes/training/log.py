@@ -34,6 +34,7 @@ except ModuleNotFoundError as error:
 __all__ = ["RunLog"]
 
 SECONDS_BETWEEN_LINES = 60
+SECONDS_BETWEEN_CURVES = 60  # drawing takes a second, which is an epoch of a small run
 
 
 class RunLog:
@@ -49,7 +50,7 @@ class RunLog:
     def __init__(self, out: Path, active: bool, total: int, done: int) -> None:
         self.out, self.active, self.total, self.done = out, active, total, done
         self.metrics = out / "metrics.jsonl"
-        self.began = self.shown = time.monotonic()
+        self.began = self.shown = self.drawn = time.monotonic()
         self.console = Console(quiet=not active, highlight=False)
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -78,8 +79,12 @@ class RunLog:
         """The epochs' records, up to an update; a line cut short by a kill is left out."""
         return [r for r in read_records(self.metrics) if up_to is None or r["step"] <= up_to]
 
-    def epoch(self, record: dict[str, Any]) -> None:
-        """Keep the record of an epoch: a line, scalars, the curves. Raises `OSError` where it cannot."""
+    def epoch(self, record: dict[str, Any], last: bool = False) -> None:
+        """Keep the record of an epoch: a line and scalars; the curves after the last epoch and once a minute.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
         if not self.active:
             return
         with self.metrics.open("a", encoding="utf-8") as file:
@@ -88,7 +93,9 @@ class RunLog:
             if key not in ("epoch", "step", "routing") and value is not None:
                 self.events.add_scalar(f"epoch/{key}", value, record["step"])
         self.events.flush()
-        draw_curves(self.out / "curves.png", self.out.name, self.records())
+        if last or time.monotonic() - self.drawn > SECONDS_BETWEEN_CURVES:
+            draw_curves(self.out / "curves.png", self.out.name, self.records())
+            self.drawn = time.monotonic()
 
     def update(self, step: int, loss: float, lr: float, rate: float, note: str) -> None:
         """Log the mean loss since the last look, move the bar; where the output is no terminal, a line a minute."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import shutil
 from collections import namedtuple
@@ -37,7 +36,7 @@ def test_events_and_curves_of_a_resumed_run(tiny_mnist: Path, tmp_path: Path) ->
     out = tmp_path / "run"
     train(recipe(checkpoint_every=1), out=out, data=tiny_mnist, stop_after=5)
     shutil.rmtree(out / "checkpoints" / "step-00000005")  # as if killed before it: update 5 is made twice
-    picture = (out / "curves.png").read_bytes()
+    assert not (out / "curves.png").exists(), "drawn once a minute and after the last epoch"
     train(recipe(checkpoint_every=1), out=out, data=tiny_mnist)
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
@@ -48,8 +47,7 @@ def test_events_and_curves_of_a_resumed_run(tiny_mnist: Path, tmp_path: Path) ->
     assert [e.value for e in events.Scalars("epoch/train_loss")] == pytest.approx(
         [record["train_loss"] for record in records]
     )
-    later = (out / "curves.png").read_bytes()
-    assert later != picture and Image.open(io.BytesIO(later)).size == (1200, 360)
+    assert Image.open(out / "curves.png").size == (1200, 360)
 
     sessions = json.loads((out / "sessions.json").read_text())
     assert [session["from_update"] for session in sessions] == [0, 4]
