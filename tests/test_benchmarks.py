@@ -74,6 +74,7 @@ def test_ratio_is_the_median_of_pairs(bench: ModuleType, monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.slow
 def test_one_run(bench: ModuleType, root: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [sys.executable, str(root / "benchmarks" / "models.py"), "--models", "resnet20_routingcaps"]

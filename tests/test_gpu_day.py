@@ -27,6 +27,7 @@ def call(root: Path, *arguments: str, timeout: float = 200) -> subprocess.Comple
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_a_step_runs_in_a_process_and_is_not_repeated(root: Path, tmp_path: Path) -> None:
     done = call(root, "--dry-run", "--out", str(tmp_path), "--steps", "machine")
     assert done.returncode == 0, done.stderr

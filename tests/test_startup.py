@@ -97,11 +97,16 @@ def test_import_loads_nothing_heavy(root: Path) -> None:
     "first",
     [
         "import timm, capszoo",
-        "import capszoo, timm",
-        "import capszoo.models, timm",
         "import capszoo; from timm.models import is_model; import timm",
-        "import capszoo, importlib.util; importlib.util.find_spec('timm'); import timm",
-        "from capszoo import *; import timm",
+        *(
+            pytest.param(line, marks=pytest.mark.slow)
+            for line in (
+                "import capszoo, timm",
+                "import capszoo.models, timm",
+                "import capszoo, importlib.util; importlib.util.find_spec('timm'); import timm",
+                "from capszoo import *; import timm",
+            )
+        ),
     ],
 )
 def test_timm_knows_our_models_in_either_order(root: Path, first: str) -> None:

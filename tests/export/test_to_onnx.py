@@ -120,7 +120,9 @@ def digits(count: int) -> tuple[Tensor, Tensor]:
     return (pixels.float() / 255 - 0.1307) / 0.3081, pixels
 
 
-@pytest.mark.parametrize("name", ["resnet20_routingcaps.mnist", "idpa_cnn.mnist"])
+@pytest.mark.parametrize(
+    "name", ["resnet20_routingcaps.mnist", pytest.param("idpa_cnn.mnist", marks=pytest.mark.slow)]
+)
 def test_float16_of_bundled_weights_keeps_its_answers(name: str, tmp_path: Path) -> None:
     images, _ = digits(400)
     report = export(

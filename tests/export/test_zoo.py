@@ -87,6 +87,7 @@ def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool,
     assert (report is None) == (couplings and name == "encapnet6")  # the one without couplings
 
 
+@pytest.mark.slow
 def test_runtime(tmp_path: Path) -> None:
     model, file = zoo.small("capsnet_em_norb_small").eval(), tmp_path / "x.onnx"
     parts = export(model, file, check=False).num_nodes

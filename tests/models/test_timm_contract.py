@@ -19,7 +19,7 @@ from torch import fx
 
 import capszoo
 from capszoo import CapsuleNet
-from tests.models.zoo_cases import calibrate, images, names, small, small_arguments
+from tests.models.zoo_cases import calibrate, each_family, images, names, small, small_arguments
 
 NAMES = names()
 each_model = pytest.mark.parametrize("name", NAMES)
@@ -29,7 +29,7 @@ def _meta(name: str, **kwargs: object) -> CapsuleNet:
     return timm.create_model(name, device="meta", **kwargs).eval()
 
 
-@each_model
+@each_family()
 def test_features_and_head_fit_the_configuration(name: str) -> None:
     model = _meta(name)
     cfg = model.default_cfg
@@ -44,7 +44,7 @@ def test_features_and_head_fit_the_configuration(name: str) -> None:
         assert f"{module}.weight" in keys
 
 
-@each_model
+@each_family()
 def test_reset_classifier(name: str) -> None:
     model = _meta(name)
     cfg = model.default_cfg
@@ -59,7 +59,7 @@ def test_reset_classifier(name: str) -> None:
     assert _meta(name, num_classes=0, global_pool="")(x).shape == (2, model.num_features, *cfg["pool_size"])
 
 
-@each_model
+@each_family()
 def test_reset_classifier_keeps_device_dtype_and_mode(name: str) -> None:
     model = _meta(name).to(torch.float64)
     model.reset_classifier(0)
@@ -73,7 +73,7 @@ def test_reset_classifier_keeps_device_dtype_and_mode(name: str) -> None:
     assert not any(module.training for module in model.modules())
 
 
-@each_model
+@each_family()
 def test_frozen_stays_frozen_without_a_head(name: str) -> None:
     model = _meta(name)
     model.requires_grad_(False)
@@ -82,7 +82,7 @@ def test_frozen_stays_frozen_without_a_head(name: str) -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
-@each_model
+@each_family()
 def test_new_head_on_a_frozen_body_is_what_trains(name: str) -> None:
     model = _meta(name)
     model.requires_grad_(False)
@@ -109,7 +109,7 @@ def test_parameter_groups(name: str) -> None:
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
 
 
-@each_model
+@each_family()
 def test_intermediates_and_features_only(name: str) -> None:
     model = small(name).eval()
     x = images(model, 1)
@@ -136,7 +136,7 @@ def test_intermediates_and_features_only(name: str) -> None:
     torch.testing.assert_close(first[0], levels[0])
 
 
-@each_model
+@each_family()
 def test_pruned_layers_leave_nothing_unused(name: str) -> None:
     model = small(name)
     x = images(model, 2)
@@ -147,7 +147,7 @@ def test_pruned_layers_leave_nothing_unused(name: str) -> None:
         assert not [k for k, p in pruned.named_parameters() if p.grad is None], f"pruned to level {index}"
 
 
-@each_model
+@each_family()
 def test_fx_trace_is_bit_exact(name: str) -> None:
     model = small(name).eval()
     calibrate(model)
@@ -160,7 +160,7 @@ def test_fx_trace_is_bit_exact(name: str) -> None:
             assert torch.equal(traced(x), model(x))
 
 
-@each_model
+@each_family()
 def test_torchscript(name: str) -> None:
     model = small(name).eval()
     calibrate(model)
@@ -171,7 +171,7 @@ def test_torchscript(name: str) -> None:
             torch.testing.assert_close(scripted(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-@each_model
+@each_family()
 def test_change_of_dtype_after_a_forward_pass(name: str) -> None:
     model = _meta(name)
     x = torch.randn(1, *model.default_cfg["input_size"], device="meta")
@@ -179,7 +179,7 @@ def test_change_of_dtype_after_a_forward_pass(name: str) -> None:
     assert model.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16
 
 
-@each_model
+@each_family()
 def test_copies_and_pickles(name: str) -> None:
     model = small(name).eval()
     x = images(model, 1)

@@ -1,7 +1,8 @@
 """Every registered model: the parameter table, sizes, dtypes, awkward inputs, timm's interface, ONNX.
 
-The sweeps run over ``capszoo.list_models()``; ``make test`` takes small configurations, ``make test-slow`` the native
-ones and the full products.
+The sweeps run over ``capszoo.list_models()`` in small configurations: ``make test`` takes all models where that is
+cheap, else those that represent the others (``REPRESENTATIVES``); ``make test-slow`` takes the rest, the native
+configurations and the full products.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import json
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from torch import nn
 import capszoo
 from capszoo import CapsuleNet, CapsuleOutput
 from tests.models.zoo_cases import (
+    REPRESENTATIVES,
     calibrate,
+    each_family,
     has_capsules,
     images,
     names,
@@ -158,6 +162,18 @@ def test_classes_change_the_head_only(name: str) -> None:
     assert _count(few) < _count(many) or few.num_features == many.num_features
 
 
+def test_the_quick_sweeps_see_every_class_and_layer() -> None:
+    """All but some whose own files test them: each costs a minute in the sweeps."""
+
+    def kinds(names: Sequence[str]) -> set[str]:
+        models = [capszoo.create_model(name, device="meta") for name in names]
+        classes = {type(m) for model in models for m in model.modules()}
+        return {kind.__name__ for kind in classes if kind.__module__.startswith("capszoo")}
+
+    elsewhere = {"BaselineCNN", "MultiMnistCNN", "ConvDynamicRouting", "DynamicHead"}
+    assert kinds(NAMES) - kinds(REPRESENTATIVES) == elsewhere
+
+
 # -- sizes, channels, classes -------------------------------------------------------------------------------------
 
 
@@ -193,7 +209,7 @@ def _forward_at(name: str, batch: int, size: tuple[int, int] | None, channels: i
         _check_forward(model.train(), images(model, max(batch, 2)), classes)
 
 
-@each_model
+@each_family()
 @pytest.mark.parametrize(("batch", "size", "channels", "classes"), QUICK_SHAPES)
 def test_sizes(name: str, batch: int, size: tuple[int, int], channels: int, classes: int) -> None:
     _forward_at(name, batch, size, channels, classes)
@@ -241,7 +257,13 @@ def training_growth(name: str, batch: int = 4, steps: int = 8) -> float:
 KEEPERS = ("capsnet_dynamic", "capsnet_em_norb_small", "cnn_routingpool", "encapnet6_master", "idpa_cnn")
 
 
-@pytest.mark.parametrize("name", KEEPERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("capsnet_em_norb_small", "idpa_cnn") else pytest.param(name, marks=pytest.mark.slow)
+        for name in KEEPERS
+    ],
+)
 def test_training_keeps_nothing(name: str) -> None:
     assert training_growth(name) < 24
 
@@ -255,7 +277,7 @@ def test_training_keeps_nothing_all(name: str) -> None:
     assert training_growth(name, batch=2) < 24
 
 
-@each_model
+@each_family()
 def test_wrong_image_size_is_refused_or_works(name: str) -> None:
     """A net whose weights depend on the image size says so; any other takes the size."""
     model = small(name).eval()
@@ -269,7 +291,7 @@ def test_wrong_image_size_is_refused_or_works(name: str) -> None:
             _check_forward(model, x, model.num_classes)
 
 
-@each_model
+@each_family()
 def test_routing_iters(name: str) -> None:
     if "routing_iters" not in signature(name):
         with pytest.raises(TypeError, match="routing_iters"):
@@ -320,7 +342,7 @@ def _check_finite(model: CapsuleNet, kind: str, dtype: torch.dtype, train: bool)
 HUGE = ("1e4", "1e6")
 
 
-@each_model
+@each_family()
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_finite_float32(name: str, train: bool) -> None:
     model = small(name)
@@ -328,7 +350,7 @@ def test_finite_float32(name: str, train: bool) -> None:
         _check_finite(model, kind, torch.float32, train)
 
 
-@each_model
+@each_family()
 def test_finite_bfloat16(name: str) -> None:
     model = small(name)
     for kind in ("random", "zero", HUGE[-1]):
@@ -365,7 +387,7 @@ def test_finite_float16(name: str) -> None:
         _check_finite(model, kind, torch.float16, train=True)
 
 
-@each_model
+@each_family()
 def test_autocast(name: str) -> None:
     """bfloat16 autocast, as training uses it: finite scores and float32 gradients."""
     model = small(name).train()
@@ -376,7 +398,7 @@ def test_autocast(name: str) -> None:
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), key
 
 
-@each_model
+@each_family()
 def test_batch_equals_its_images_one_by_one(name: str) -> None:
     model = small(name).eval()
     calibrate(model)
@@ -402,7 +424,7 @@ def test_a_large_constant_image_is_finite() -> None:
         assert model(torch.full_like(images(model), 1e6)).isfinite().all()
 
 
-@each_model
+@each_family()
 def test_eval_is_deterministic_and_sees_the_image(name: str) -> None:
     model = small(name).eval()
     calibrate(model)
@@ -433,7 +455,7 @@ def test_arguments_are_explicit(name: str) -> None:
 # -- capsules -----------------------------------------------------------------------------------------------------
 
 
-@each_model
+@each_family()
 def test_forward_capsules(name: str) -> None:
     model = small(name).eval()
     calibrate(model)
@@ -459,7 +481,7 @@ def test_forward_capsules(name: str) -> None:
         assert coupling.min() >= 0
 
 
-@each_model
+@each_family()
 def test_forward_poses(name: str) -> None:
     model = small(name).eval()
     calibrate(model)
@@ -475,7 +497,7 @@ def test_forward_poses(name: str) -> None:
         torch.testing.assert_close(poses, model.forward_capsules(x).poses, rtol=1e-5, atol=1e-6)
 
 
-@each_model
+@each_family()
 def test_coupling_map(name: str) -> None:
     model = small(name).eval()
     x = images(model, 2)
@@ -491,7 +513,7 @@ def test_coupling_map(name: str) -> None:
     torch.testing.assert_close(heat.sum((2, 3)), torch.ones(2, model.num_classes), rtol=1e-4, atol=1e-4)
 
 
-@each_model
+@each_family()
 def test_decoder(name: str) -> None:
     if "decoder" not in signature(name):
         return
@@ -527,7 +549,7 @@ def _taken(model: nn.Module, source: nn.Module) -> tuple[set[str], set[str]]:
     return taken, set(model.state_dict()) - taken
 
 
-@each_model
+@each_family()
 def test_pretrained_at_another_image_size(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -546,7 +568,7 @@ def test_pretrained_at_another_image_size(
         _check_forward(model.eval(), images(model), model.num_classes)
 
 
-@each_model
+@each_family()
 def test_pretrained_with_other_classes_and_channels(name: str, tmp_path: Path) -> None:
     source, overlay = _saved(name, tmp_path)
     channels = 3 if source.in_chans == 1 else 1
@@ -588,7 +610,7 @@ def test_default_cfg_is_complete(name: str) -> None:
     assert "." not in name and cfg["architecture"] == name
 
 
-@each_model
+@each_family()
 def test_grad_checkpointing_gives_the_same_gradients(name: str) -> None:
     gradients = []
     for enable in (False, True):
@@ -600,7 +622,7 @@ def test_grad_checkpointing_gives_the_same_gradients(name: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-@each_model
+@each_family()
 def test_group_matcher_orders_the_depth(name: str) -> None:
     model = capszoo.create_model(name, device="meta")
     depth_of = model.group_matcher()
@@ -677,12 +699,12 @@ def _check_export(model: CapsuleNet, path: Path) -> None:
             )
 
 
-#: Half a minute each, of the same layers as capsnet_em and capsnet_em_norb_small.
-_LONG_GRAPHS = ("capsnet_em_norb", "capsnet_em_resnet")
+#: Those whose graphs `tests/export/test_zoo.py` does not write in the quick suite.
+_NOWHERE_ELSE = ("caps_head", "capsnet6_dynamic", "efficient_capsnet", "resnet20_selfrouting")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in _LONG_GRAPHS else n for n in NAMES]
+    "name", [n if n in _NOWHERE_ELSE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
 def test_onnx(name: str, tmp_path: Path) -> None:
     _check_export(small(name), tmp_path / "model.onnx")

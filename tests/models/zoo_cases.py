@@ -11,6 +11,7 @@ import inspect
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -39,12 +40,45 @@ WITHOUT_CAPSULES = (
     "resnet20_conv",
 )
 
+#: The quick sweeps' models. `test_the_quick_sweeps_see_every_class_and_layer` holds what classes of models and layers
+#: of the registry they leave out. `make test-slow` sweeps the other models.
+REPRESENTATIVES = (
+    "caps_head",
+    "capsnet6_dynamic",
+    "capsnet6_em",
+    "capsnet_dynamic",
+    "capsnet_em_norb_small",
+    "cnn6",
+    "cnn_routingpool",
+    "cnn_sabour",
+    "efficient_capsnet",
+    "encapnet6",
+    "idpa_cnn",
+    "idpa_resnet",
+    "resnet18_encap",
+    "resnet20_avg",
+    "resnet20_conv",
+    "resnet20_em",
+    "resnet20_routingcaps",
+    "resnet20_routingpool",
+    "resnet20_selfrouting",
+)
+
 #: Models for larger images are built for 32x32.
 MAX_SIZE = 40
 
 
 def names() -> list[str]:
     return capszoo.list_models()
+
+
+def each_family(*others: str) -> pytest.MarkDecorator:
+    """Every registered model as ``name``; those that are no representative and not in ``others`` run in
+    `make test-slow`."""
+    quick = {*REPRESENTATIVES, *others}
+    return pytest.mark.parametrize(
+        "name", [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names()]
+    )
 
 
 @cache

@@ -336,6 +336,7 @@ def test_killed_and_started_again(root: Path, photos: Path, tmp_path: Path) -> N
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
+@pytest.mark.slow
 def test_two_processes_end_with_the_same_weights_and_one_writes(
     root: Path, photos: Path, tmp_path: Path
 ) -> None:

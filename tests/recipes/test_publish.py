@@ -259,19 +259,24 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
     ("fault", "message"),
     [
         (Fault("POST", "/repos/create", 401), "or set HF_TOKEN"),
-        (Fault("POST", "/repos/create", 403), "may not write to me/"),
-        (
-            Fault("POST", "/repos/create", 429, {"Retry-After": "3000"}),
-            "give the same command again in 3000 s",
-        ),
         (Fault("POST", "/preupload/", 429, {"RateLimit": '"api";r=0;t=7'}, times=99), "again in 7 s"),
-        (Fault("POST", "/preupload/", 500, times=99), "the Hub failed (500)"),
-        (Fault("POST", "/validate-yaml", 503), "the Hub failed (503)"),
         (Fault("PUT", "/lfs/", drop=True, times=99), "the connection to the Hub broke"),
-        (Fault("PUT", "/lfs/", 500, times=99), "the Hub failed (500)"),
-        (Fault("POST", "/commit/", 409), "changed by someone else at the same time"),
         (Fault("POST", "/commit/", 500), "the Hub failed (500)"),
-        (Fault("POST", "/commit/", drop=True), "the connection to the Hub broke"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (Fault("POST", "/repos/create", 403), "may not write to me/"),
+                (
+                    Fault("POST", "/repos/create", 429, {"Retry-After": "3000"}),
+                    "give the same command again in 3000 s",
+                ),
+                (Fault("POST", "/preupload/", 500, times=99), "the Hub failed (500)"),
+                (Fault("POST", "/validate-yaml", 503), "the Hub failed (503)"),
+                (Fault("PUT", "/lfs/", 500, times=99), "the Hub failed (500)"),
+                (Fault("POST", "/commit/", 409), "changed by someone else at the same time"),
+                (Fault("POST", "/commit/", drop=True), "the connection to the Hub broke"),
+            )
+        ),
     ],
     ids=lambda value: f"{value.path}-{value.status or 'drop'}" if isinstance(value, Fault) else "",
 )

@@ -47,8 +47,8 @@ def toy_images(count: int, labels: bool = False) -> RealImages:
     ("name", "data"),
     [
         ("resnet20_routingcaps.mnist", "mnist"),
-        ("idpa_cnn.mnist", "mnist"),
-        ("resnet20_routingpool.cifar10", "cifar10"),
+        pytest.param("idpa_cnn.mnist", "mnist", marks=pytest.mark.slow),
+        pytest.param("resnet20_routingpool.cifar10", "cifar10", marks=pytest.mark.slow),
     ],
 )
 def test_bundled_weights_lose_at_most_half_a_point(name: str, data: str, root: Path, tmp_path: Path) -> None:

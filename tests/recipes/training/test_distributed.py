@@ -162,7 +162,7 @@ def test_killed_at_ten_moments_it_ends_with_the_same_weights(
         ("double", 1e-9, set()),
         # In float32 one weight is left out: softmax does not see a shift of all logits, so the bias that all classes
         # share has no gradient but rounding errors, which AdamW divides by their own size.
-        ("", 1e-5, {"score.bias"}),
+        pytest.param("", 1e-5, {"score.bias"}, marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_train_as_one(
@@ -192,7 +192,7 @@ def test_two_processes_train_as_one(
     ("mode", "expected"),
     [
         ("nan:1", "the loss is not finite at update 3 (epoch 1), first in the output of the loss"),
-        ("full-disk:20000", "cannot write a checkpoint to"),
+        pytest.param("full-disk:20000", "cannot write a checkpoint to", marks=pytest.mark.slow),
         ("crash:1", "another process of this run has ended"),
     ],
 )

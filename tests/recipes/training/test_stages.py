@@ -56,7 +56,7 @@ def test_stages_cover_the_run() -> None:
     assert [stage_at(staged_recipe(), epoch).number for epoch in range(6)] == [0, 1, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("stop_after", [1, 3, 4])
+@pytest.mark.parametrize("stop_after", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_resume_in_any_stage_is_bit_exact(tiny_mnist: Path, tmp_path: Path, stop_after: int) -> None:
     """Three updates an epoch: runs stop within stages, and at the first update of each."""
     recipe = staged_recipe()
