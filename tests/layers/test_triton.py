@@ -31,18 +31,11 @@ def python(root: Path, *arguments: str, **variables: str) -> subprocess.Complete
 
 
 @needs_triton
-def test_kernels_in_the_interpreter(root: Path) -> None:
-    """All of triton_cases.py; the report below names the case that failed."""
-    command = [
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "tests/layers/triton_cases.py",
-    ]
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(root: Path, which: str) -> None:
+    """The cases of triton_cases.py; the report below names the one that failed."""
+    command = ["-m", "pytest", "-q", "-m", which, "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command.append("tests/layers/triton_cases.py")
     done = python(root, *command, TRITON_INTERPRET="1")
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:]

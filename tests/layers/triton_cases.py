@@ -63,6 +63,18 @@ ENDS = {
     "sum": ("squash", True),
 }
 
+#: In the quick suite the interpreter runs the kernels at these; at the others in `make test-slow`.
+QUICK = ("conv 3x3, overlapping", "connected vectors", "layer", "sum")
+
+
+def swept(cases: dict[str, Any]) -> list[Any]:
+    """Parameters of a test, one for each case."""
+    return [
+        pytest.param(value, id=key, marks=() if key in QUICK else pytest.mark.slow)
+        for key, value in cases.items()
+    ]
+
+
 EPS = 1e-5
 
 
@@ -148,14 +160,14 @@ def check(
             assert f.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("end", swept(ENDS))
+@pytest.mark.parametrize("shape", swept(SHAPES))
 def test_values_and_gradients(shape: tuple[int, ...], end: tuple[str, bool]) -> None:
     check(*problem(shape, torch.float32, end[0]), couplings=True, end=end)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", swept(SHAPES))
 def test_half_types(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """The norm that the layers use: LayerNorm after matrix poses, squash and the sum of poses after vectors."""
     end = ENDS["layer" if shape[7] > 1 and shape != SHAPES["single"] else "sum"]
@@ -168,7 +180,8 @@ def test_without_couplings() -> None:
     check(tensors, options, couplings=False)
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", swept(ENDS))
 def test_loops_in_parts(end: tuple[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many multiprocessors and little work: loops are split, and their parts added up, before the norm."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
@@ -176,6 +189,7 @@ def test_loops_in_parts(end: tuple[str, bool], monkeypatch: pytest.MonkeyPatch) 
     check(*problem(shape, torch.float32, end[0]), couplings=True, end=end)
 
 
+@pytest.mark.slow
 def test_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiles that are tried on a GPU give the same numbers."""
     tensors, options = problem((1, 3, 3, 3, 2, 1, 9, 4, 4, 4), torch.float32, "layer")
@@ -189,7 +203,7 @@ def test_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     launch._tuned.cache_clear()
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("end", swept(ENDS))
 @pytest.mark.parametrize("scale", [0.0, 1e4])
 def test_extremes(scale: float, end: tuple[str, bool]) -> None:
     """Children that are all zero, and agreements whose exponentials would overflow."""
@@ -202,7 +216,7 @@ def test_extremes(scale: float, end: tuple[str, bool]) -> None:
         assert torch.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("end", swept(ENDS))
 def test_no_routings(end: tuple[str, bool]) -> None:
     tensors, options = problem((0, 1, 1, 3, 1, 1, 4, 2, 2, 2), torch.float32, end[0])
     poses = routed(tensors, options, end=end)[0]
@@ -238,7 +252,7 @@ def test_sums_are_kept_for_the_gradient_alone() -> None:
         poses.sum().backward()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.125])
+@pytest.mark.parametrize("scale", [1.0, pytest.param(0.125, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("norm", ["none", "layer", "squash"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_the_norm_alone(dtype: torch.dtype, norm: str, scale: float) -> None:
@@ -273,6 +287,7 @@ def test_squash_is_squash_at_its_bounds() -> None:
     torch.testing.assert_close(grad.to(F64), expected, rtol=1e-4, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_the_operators_are_sound() -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
     shape = (2, 3, 3, 2, 2, 1, 3, 2, 2, 2)
@@ -318,6 +333,7 @@ def naive_layer(layer: Any) -> naive_idpa.Layer:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["concurrent", "sequential"])
 def test_idpa_stack_against_the_naive_reference(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layers, padding, three iterations; the passes that Procedure 2 needs go through the kernels."""
@@ -348,7 +364,7 @@ def test_idpa_stack_against_the_naive_reference(routing: str, monkeypatch: pytes
         layers.use_triton(True)
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("rounds", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_dynamic_routing_against_the_naive_reference(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layers.DynamicRouting(9, 3, 4, 5, rounds, weight_std=0.5)
     x = torch.randn(2, 9, 3, requires_grad=True)
@@ -367,6 +383,7 @@ def test_dynamic_routing_against_the_naive_reference(rounds: int, monkeypatch: p
         torch.testing.assert_close(layer.route(x)[1], couplings.transpose(1, 2).float(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"layer_norm": False}, {"drop": 0.5}], ids=str)
 def test_what_is_not_a_layer_norm_alone(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """No norm, and dropout between sum and norm: sums from the kernels, the rest as in the plain form."""
@@ -428,6 +445,7 @@ def test_what_leaves_python_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [lambda: layers.FCIDPA(6, 3, 4), lambda: layers.DynamicRouting(6, 4, 3, 4)])
 def test_compiles_as_one_graph(build: Any) -> None:
     """torch.compile sees one operator an iteration, norm included, and one after the first pass's product."""
@@ -492,6 +510,7 @@ def launches(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[st
     return result, Counter(counted.names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", ["idpa", "dynamic"])
 def test_launches_of_an_iteration(name: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
