@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._checks import check_model_args, checked_value, read_json_object
-from .errors import WeightsError
+from .errors import CapszooError, WeightsError
 from .scores import SCORE_KINDS, kind_for
 
 if TYPE_CHECKING:
     from .metadata import Metadata
 
-__all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "weights_folders"]
+__all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "run_weights", "weights_folders"]
 
 _logger = logging.getLogger(__name__)
 
@@ -146,3 +146,16 @@ def default_weights(known: Mapping[str, WeightsInfo], architecture: str) -> Weig
     """
     own = [info for info in known.values() if info.architecture == architecture]
     return next((info for info in own if info.canonical), own[0] if own else None)
+
+
+def run_weights(folder: Path) -> Path:
+    """The weights that a finished run left in its folder, as ``<architecture>.<tag>.safetensors``.
+
+    Raises:
+        CapszooError: none, or several.
+    """
+    found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
+    if len(found) != 1:
+        what = "several checkpoints" if found else "no weights with their metadata, and no config.json"
+        raise CapszooError(f"{folder}: {what} in this folder", "name a .safetensors file, or finish the run")
+    return found[0]

@@ -28,7 +28,7 @@ from timm.models import is_model
 from torch import Tensor, nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
-from ._metadata import WeightsInfo, default_weights
+from ._metadata import WeightsInfo, default_weights, run_weights
 from ._suggest import unknown_name
 from .errors import CapszooError, UnknownModel, WeightsError
 from .models._builder import NO_SOURCE
@@ -208,19 +208,6 @@ def checkpoint_of(model: nn.Module) -> Checkpoint | None:
         return resolve(file)
     name = f"{cfg.get('architecture')}.{cfg.get('tag')}"
     return resolve(name) if name in bundled_tags() else None
-
-
-def run_weights(folder: Path) -> Path:
-    """The weights that a finished run left in its folder, as ``<architecture>.<tag>.safetensors``.
-
-    Raises:
-        CapszooError: none, or several.
-    """
-    found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
-    if len(found) != 1:
-        what = "several checkpoints" if found else "no weights with their metadata, and no config.json"
-        raise CapszooError(f"{folder}: {what} in this folder", "name a .safetensors file, or finish the run")
-    return found[0]
 
 
 def _folder_metadata(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,20 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from .errors import CapszooError, UsageError
 from .reading import default_background, flatten
 
-__all__ = ["MAX_PIXELS", "open_image", "pixel_limit", "resize_and_crop", "to_mode"]
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "MAX_PIXELS",
+    "find_images",
+    "open_image",
+    "pixel_limit",
+    "resize_and_crop",
+    "to_mode",
+]
+
+#: What is taken for an image in a folder; a file named on its own may have any suffix.
+IMAGE_SUFFIXES = frozenset(
+    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+)
 
 #: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller says otherwise.
 MAX_PIXELS = 64_000_000
@@ -28,6 +42,28 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 #: Pixels that are converted at a time where Pillow cannot do it.
 _STRIP = 2**20
+
+
+def find_images(paths: Iterable[str | Path]) -> list[Path]:
+    """Files as they are, folders as the images under them (by suffix, sorted).
+
+    Raises:
+        CapszooError: a path that does not exist, or a folder without images.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+            if not inside:
+                raise CapszooError(
+                    f"{path}: no images in this folder", f"it takes {', '.join(sorted(IMAGE_SUFFIXES))}"
+                )
+            found.extend(inside)
+        elif path.exists():
+            found.append(path)
+        else:
+            raise CapszooError(f"{path}: no such file", "check the path")
+    return found
 
 
 def pixel_limit() -> int:

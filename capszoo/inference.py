@@ -6,7 +6,6 @@ What ``capszoo predict`` and ``capszoo explain`` do, as functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from .checkpoint import NoWeights, resolve
 from .errors import CapszooError, UsageError
+from .predictions import ImagePrediction, ScoredClass
 from .preprocess import ImageLike, ImageTransform, as_image, is_image_like, model_transform
 from .scores import probabilities, score_kind
 
@@ -47,66 +47,6 @@ def load_model(
         WeightsError: weights that are damaged or do not fit.
     """
     return resolve(name).create(pretrained, device, **kwargs)
-
-
-@dataclass(frozen=True)
-class ScoredClass:
-    """A class, its name where the weights have names, its score, and what the score means as a probability.
-
-    Attributes:
-        index: number of the class.
-        label: its name.
-        score: what the network gives (capsule length, activation or logit).
-        probability: the score between 0 and 1, see `capszoo.scores`.
-    """
-
-    index: int
-    label: str
-    score: float
-    probability: float
-
-
-@dataclass(frozen=True)
-class ImagePrediction:
-    """The highest-scored classes of an image, best first; or why it could not be read.
-
-    Attributes:
-        image: path as given; ``"image"`` and a number for a picture or an array.
-        top: the classes.
-        size: width and height of the image as it was given.
-        error: empty where all went well.
-        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
-        notes: what a person should know of how the image was read.
-    """
-
-    image: str
-    top: tuple[ScoredClass, ...] = ()
-    size: tuple[int, int] = (0, 0)
-    error: str = ""
-    score_kind: str = "logits"
-    notes: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The name of the best class."""
-        return self._best.label
-
-    @property
-    def probability(self) -> float:
-        """The probability of the best class."""
-        return self._best.probability
-
-    @property
-    def _best(self) -> ScoredClass:
-        if not self.top:
-            raise CapszooError(self.error or f"{self.image}: no classes", "look at `error` first")
-        return self.top[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        if self.error:
-            return {"image": self.image, "error": self.error}
-        found = {"image": self.image, "predictions": [asdict(scored) for scored in self.top]}
-        return found | ({"notes": list(self.notes)} if self.notes else {})
 
 
 def label_names(model: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from .errors import CapszooError, UsageError
-from .images import open_image, resize_and_crop, to_mode
+from .images import IMAGE_SUFFIXES, find_images, open_image, resize_and_crop, to_mode
 from .reading import BACKGROUNDS, default_background, fit_drawing, flatten, invert, looks_inverted, pad_to
 
 __all__ = [
@@ -37,39 +37,12 @@ __all__ = [
 #: One image: a file's path, a picture, or an array (see `as_image`).
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray | Tensor"
 
-#: What is taken for an image in a folder; a file named on its own may have any suffix.
-IMAGE_SUFFIXES = frozenset(
-    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
-)
-
 _RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
-
-
-def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """Files as they are, folders as the images under them (by suffix, sorted).
-
-    Raises:
-        CapszooError: a path that does not exist, or a folder without images.
-    """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
-            if not inside:
-                raise CapszooError(
-                    f"{path}: no images in this folder", f"it takes {', '.join(sorted(IMAGE_SUFFIXES))}"
-                )
-            found.extend(inside)
-        elif path.exists():
-            found.append(path)
-        else:
-            raise CapszooError(f"{path}: no such file", "check the path")
-    return found
 
 
 def load_image(path: str | Path) -> Image.Image:

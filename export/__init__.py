@@ -4,8 +4,8 @@
 prepared weight layouts), ``prepare`` keeps it with its original, and ``passes`` are further changes to it.
 ``to_onnx`` writes the ONNX file through the gate of ``verify``, and notes all in a ``report``; ``to_tensorrt`` and
 ``to_aoti`` make engines; ``bundle`` writes and checks the folder that is served; ``compare`` holds the runners and
-the one comparator. The optional libraries (onnx, onnxscript, onnxruntime) are imported when a function needs them,
-not before.
+the one comparator; ``cached`` keeps files for ``capszoo predict --runtime``. Modules are imported on first access, and
+the optional libraries (onnx, onnxscript, onnxruntime) when a function needs them, not before.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ from __future__ import annotations
 if __name__ == "export":
     raise ImportError("this folder is the package capszoo.export: write `import capszoo.export`")
 
-from . import compare, to_onnx, unroll
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import compare, to_onnx, unroll
 
 __all__ = ["compare", "to_onnx", "unroll"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

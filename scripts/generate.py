@@ -1,6 +1,6 @@
 """Writes what is derived (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
-docs/models.md, recipes/README.md and docs/export.md, docs/results.md with its curves and pictures, the example in
-docs/publish.md.
+docs/models.md, recipes/README.md and docs/export.md, docs/cli.md, docs/results.md with its curves and pictures, the
+example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
 heads, the metadata beside the weights, and what benchmarks/export.py and ``make test-trt-rtx`` left in
@@ -37,23 +37,28 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     went_on,
 )
 from capszoo.summary import summarise  # noqa: E402
+from scripts.help_page import help_page  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, write_curves, write_times  # noqa: E402
 
-HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(<repository or checkout>, "idpa_resnet")``.
+HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(REPOSITORY, "idpa_resnet", pretrained=True)``.
 
-One function per architecture; keyword arguments are those of ``capszoo.create_model``. Written by
-``scripts/generate.py`` (``make docs``) from the registry, against which a test holds it.
+One function per architecture. ``tag`` names the weights (``tag="cifar10"``) and implies ``pretrained``; without it
+``pretrained=True`` loads the default weights. Further keyword arguments are those of ``capszoo.create_model``.
+Written by ``scripts/generate.py`` (``make docs``) from the registry; a test compares the two.
 """
 
 from typing import Any as _Any  # torch.hub lists every callable without an underscore
 
-import timm
 import torch
 
-import capszoo.models  # noqa: F401  (registers the models with timm)
+from capszoo import create_model as _create_model
 
 dependencies = ["torch", "timm", "safetensors", "huggingface_hub"]
+
+
+def _create(name: str, pretrained: bool, tag: str, kwargs: dict[str, _Any]) -> torch.nn.Module:
+    return _create_model(f"{name}.{tag}" if tag else name, pretrained=pretrained or bool(tag), **kwargs)
 '''
 
 
@@ -70,9 +75,9 @@ def hubconf() -> str:
     parts = [HUBCONF_HEAD]
     for name in capszoo.list_models():
         parts.append(
-            f"\n\ndef {name}(pretrained: bool = False, **kwargs: _Any) -> torch.nn.Module:\n"
+            f'\n\ndef {name}(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:\n'
             f'    """{first_line(name)}"""\n'
-            f'    return timm.create_model("{name}", pretrained=pretrained, **kwargs)\n'
+            f'    return _create("{name}", pretrained, tag, kwargs)\n'
         )
     return "".join(parts)
 
@@ -275,6 +280,7 @@ def outputs() -> dict[Path, str]:
         models: models_text,
         recipes: recipes_text,
         export: replace_block(export.read_text(encoding="utf-8"), "models", export_table()),
+        ROOT / "docs" / "cli.md": help_page(),
         ROOT / "docs" / "results.md": results_page(),
         publish: replace_block(publish.read_text(encoding="utf-8"), "card", card_header()),
     }

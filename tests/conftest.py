@@ -40,6 +40,14 @@ def _seed() -> Iterator[None]:
     yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Exported files of this user's cache answer no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CAPSZOO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""

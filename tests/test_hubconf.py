@@ -31,7 +31,7 @@ def test_entry_points_are_plain_functions(hubconf: ModuleType) -> None:
         entry = getattr(hubconf, name)
         assert inspect.isfunction(entry) and entry.__module__ == "hubconf"
         assert entry.__name__ == name and entry.__doc__
-        assert list(inspect.signature(entry).parameters) == ["pretrained", "kwargs"]
+        assert list(inspect.signature(entry).parameters) == ["pretrained", "tag", "kwargs"]
 
 
 def test_each_entry_point_builds_its_own_model(hubconf: ModuleType) -> None:
@@ -92,3 +92,10 @@ assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), fresh.param
 def test_wrong_keyword_names_the_nearest(hubconf: ModuleType) -> None:
     with pytest.raises(TypeError, match="num_classes"):
         hubconf.idpa_resnet(num_clases=7)
+
+
+def test_a_tag_chooses_the_weights(hubconf: ModuleType) -> None:
+    assert hubconf.resnet20_routingcaps(tag="affnist").img_size == (40, 40)
+    assert hubconf.resnet20_routingcaps(pretrained=True).img_size == (28, 28)  # the default: MNIST
+    with pytest.raises(capszoo.UnknownModel, match="it has .*resnet20_routingcaps.mnist"):
+        hubconf.resnet20_routingcaps(tag="nosuch")

@@ -64,10 +64,14 @@ print("loaded:", *(name for name in {HEAVY!r} if name in sys.modules), file=sys.
         ("info idpa_resnt", "did you mean 'idpa_resnet'"),
         ("predict idpa_resnt x.png", "did you mean 'idpa_resnet'"),
         ("predict idpa_resnet nosuch.png", "nosuch.png: no such file"),
+        ("explain heatmap idpa_resnt x.png", "did you mean 'idpa_resnet'"),
         ("explain idpa_resnt x.png", "did you mean 'idpa_resnet'"),
+        ("compare idpa_resnet idpa_resnt", "did you mean 'idpa_resnet'"),
+        ("benchmark idpa_resnt", "did you mean 'idpa_resnet'"),
+        ("recipes show idpa_resnet.cifar1", "did you mean 'idpa_resnet.cifar10'"),
+        ("recipes --help", "validate"),
         ("eval idpa_resnet.cifar", "no weights 'cifar' for idpa_resnet"),
         ("export idpa_resnt --out x.onnx", "did you mean 'idpa_resnet'"),
-        ("train idpa_resnet.cifar1", "did you mean 'idpa_resnet.cifar10'"),
     ],
 )
 def test_no_torch_where_nothing_is_computed(root: Path, line: str, expected: str) -> None:

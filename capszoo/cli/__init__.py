@@ -6,25 +6,34 @@ line that says what to do; ``--debug`` shows the traceback instead.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
+from .benchmark import benchmark_command, compare_command
 from .curves import curves_command
+from .data import data_app
+from .doctor import doctor_command
 from .eval import eval_command
-from .explain import explain_command
-from .export import compare_command, export_command
+from .examples import EXAMPLES
+from .explain import explain_app
+from .export import check_command, export_command
 from .group import OneLineErrors
+from .help import HelpCommand
+from .predict import predict_command
+from .recipes import recipes_app
 from .state import state_app
 from .train import finetune_command, publish_command, train_command
-from .zoo import info_command, list_command, predict_command
+from .zoo import info_command, list_command
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     cls=OneLineErrors,
-    help="Capsule networks as ready models.",
+    help="Pretrained capsule networks: predict, explain, train, export.",
+    epilog=EXAMPLES[""],
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -50,19 +59,35 @@ def _root(
     pass
 
 
-# in the order of `capszoo --help`
-app.command("list")(list_command)
-app.command("info")(info_command)
-app.command("predict")(predict_command)
-app.command("explain")(explain_command)
-app.command("eval")(eval_command)
-app.command("export")(export_command)
-app.command("compare")(compare_command)
-app.command("train")(train_command)
-app.add_typer(state_app, name="state")
-app.command("curves")(curves_command)
-app.command("finetune")(finetune_command)
-app.command("publish")(publish_command)
+#: Commands by the panel of ``capszoo --help`` that lists them.
+_PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
+    "Use a model": {
+        "list": list_command,
+        "info": info_command,
+        "predict": predict_command,
+        "explain": explain_app,
+        "eval": eval_command,
+        "compare": compare_command,
+    },
+    "Deploy": {"export": export_command, "check": check_command, "benchmark": benchmark_command},
+    "Train": {
+        "finetune": finetune_command,
+        "train": train_command,
+        "recipes": recipes_app,
+        "curves": curves_command,
+        "state": state_app,
+        "publish": publish_command,
+    },
+    "Set up": {"data": data_app, "doctor": doctor_command},
+}
+
+for _panel, _commands in _PANELS.items():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel, epilog=EXAMPLES[_name])
+        else:
+            _register = app.command(_name, cls=HelpCommand, rich_help_panel=_panel, epilog=EXAMPLES[_name])
+            _register(_command)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..errors import CapszooError, UsageError
 __all__ = [
     "BackgroundOption",
     "DeviceOption",
+    "DpiOption",
     "FitOption",
     "ImagesArgument",
     "InvertOption",
@@ -36,6 +38,10 @@ __all__ = [
     "stderr",
     "stdout",
 ]
+
+
+#: Seconds after which work shows its progress.
+PROGRESS_AFTER = 2.0
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -80,11 +86,15 @@ InvertOption = Annotated[
 FitOption = Annotated[
     bool, typer.Option("--fit", help="Centre and scale a drawing as MNIST's digits were (white on black).")
 ]
+DpiOption = Annotated[
+    int, typer.Option("--dpi", min=20, max=1200, metavar="N", help="Dots per inch of a .png.")
+]
 SizeOption = Annotated[
     str | None, typer.Option("--img-size", metavar="N or HxW", help="Input size, if not the model's own.")
 ]
 ItersOption = Annotated[
-    int | None, typer.Option("--routing-iters", min=1, help="Routing iterations, if not the model's own.")
+    int | None,
+    typer.Option("--routing-iters", min=1, help="Routing iterations, if not the model's own.", metavar="N"),
 ]
 
 
@@ -128,13 +138,22 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr (on a terminal, for more than one batch); gives the function that advances it."""
+    """A progress bar with the time left, on a terminal and after two seconds; gives the function that advances it."""
     console = stderr()
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = total <= 32 or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task(what, total=total)
+    start = time.monotonic()
+
+    def advance(count: int) -> None:
+        bar.advance(task, count)
+        if not bar.live.is_started and time.monotonic() - start > PROGRESS_AFTER and not bar.finished:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
 
 
 def given(**options: Any) -> dict[str, Any]:

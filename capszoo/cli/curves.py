@@ -25,15 +25,20 @@ def curves_command(
         str,
         typer.Option(
             help="training: loss and accuracy, a line each; routing: votes by their cosine with the parent at "
-            "some epochs, a row each (of runs with routing_images)."
+            "some epochs, a row each (of runs with routing_images).",
+            metavar="NAME",
         ),
     ] = "training",
-    x: Annotated[str, typer.Option("--x", help="training: epoch, or images seen.")] = "epoch",
+    x: Annotated[str, typer.Option("--x", help="training: epoch, or images seen.", metavar="NAME")] = "epoch",
     log: Annotated[bool, typer.Option("--log", help="training: the loss on a logarithmic axis.")] = False,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Figure to write, .png, .pdf or .svg (default: WHAT.png).", show_default=False
+            "--out",
+            "-o",
+            help="Figure to write, .png, .pdf or .svg (default: WHAT.png).",
+            show_default=False,
+            metavar="PATH",
         ),
     ] = None,
 ) -> None:

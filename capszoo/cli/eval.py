@@ -29,43 +29,92 @@ def eval_command(
         typer.Option(
             "--data",
             help="Folder of the data set (default: $CAPSZOO_DATA), or a folder of image folders.",
+            metavar="PATH",
+            rich_help_panel="Images",
         ),
     ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(
-            "--dataset", help="Data set, if not the one the weights were trained on.", show_default=False
+            "--dataset",
+            help="Data set, if not the one the weights were trained on.",
+            show_default=False,
+            metavar="NAME",
+            rich_help_panel="Images",
         ),
     ] = None,
-    split: Annotated[str, typer.Option(help="test, train, or val: what the recipe held out.")] = "test",
+    split: Annotated[
+        str,
+        typer.Option(
+            help="test, train, or val: what the recipe held out.", metavar="NAME", rich_help_panel="Images"
+        ),
+    ] = "test",
     crops: Annotated[
-        str, typer.Option(help="single, or multi: the mean over corners and middle of a larger image.")
+        str,
+        typer.Option(
+            help="single, or multi: the mean over corners and middle of a larger image.",
+            metavar="NAME",
+            rich_help_panel="Measurements",
+        ),
     ] = "single",
     robustness: Annotated[
-        bool, typer.Option("--robustness", help="Sweeps of affine changes, affNIST's protocol, PGD.")
+        bool,
+        typer.Option(
+            "--robustness",
+            help="Sweeps of affine changes, affNIST's protocol, PGD.",
+            rich_help_panel="Measurements",
+        ),
     ] = False,
     routing: Annotated[
-        bool, typer.Option("--routing", help="Coupling entropy, dead capsules, agreement of the votes.")
+        bool,
+        typer.Option(
+            "--routing",
+            help="Coupling entropy, dead capsules, agreement of the votes.",
+            rich_help_panel="Measurements",
+        ),
     ] = False,
     eps: Annotated[
         str | None,
         typer.Option(
+            "--pgd-eps",
             "--eps",
             metavar="R,…",
             help="Radii of PGD on pixels in 0..1, such as 2/255,8/255.",
             show_default=False,
+            rich_help_panel="Measurements",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of PGD.")] = 20,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--pgd-steps", "--steps", min=1, help="Steps of PGD.", metavar="N", rich_help_panel="Measurements"
+        ),
+    ] = 20,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=1, help="Evaluate a random sample of N images.", show_default=False),
+        typer.Option(
+            "--limit",
+            min=1,
+            help="Evaluate a random sample of N images.",
+            show_default=False,
+            metavar="N",
+            rich_help_panel="Images",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of --limit and of PGD's start.")] = 0,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Images per forward pass.")] = 500,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", min=0, help="Of --limit and of PGD's start.", metavar="N", rich_help_panel="Images"
+        ),
+    ] = 0,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Images per forward pass.", metavar="N")
+    ] = 500,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder for eval.json and the figures.", show_default=False),
+        typer.Option(
+            "--out", "-o", help="Folder for eval.json and the figures.", show_default=False, metavar="PATH"
+        ),
     ] = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -112,7 +161,7 @@ def _check_options(eps: str | None, robustness: bool, routing: bool, crops: str,
     if eps is not None:
         parse_radii(eps)
         if not robustness:
-            raise UsageError("--eps is of PGD", "add --robustness")
+            raise UsageError("--pgd-eps belongs to PGD", "add --robustness")
     if crops == "multi" and (robustness or routing):
         raise UsageError(
             "--robustness and --routing are measured on one view of each image", "leave --crops multi out"

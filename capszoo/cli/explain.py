@@ -10,10 +10,12 @@ import typer
 from rich.markup import escape
 
 from .._catalogue import check_model_argument
+from .._suggest import unknown_name
 from ..errors import UsageError
 from .common import (
     BackgroundOption,
     DeviceOption,
+    DpiOption,
     FitOption,
     InvertOption,
     ModelArgument,
@@ -21,58 +23,154 @@ from .common import (
     stderr,
     stdout,
 )
+from .help import HelpCommand, HelpGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["explain_app"]
+
 KINDS = ("heat", "perturb", "reconstruct", "multi")
 
 
-def explain_command(
+class ExplainGroup(HelpGroup):
+    """Sub-commands; `explain MODEL IMAGE`, the spelling of version 0.1, still works and prints a note."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            return "heatmap", self.commands["old"], args
+        return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = args[0] if args else ""
+        if first.startswith("-") and first not in ("-h", "--help"):
+            args = ["old", *args]  # the old spelling with its options first
+        return super().parse_args(ctx, args)
+
+
+explain_app = typer.Typer(
+    cls=ExplainGroup,
+    help="Draw from where a class capsule was routed, or what a decoder makes of capsules.",
+    no_args_is_help=True,
+)
+
+ImageArgument = Annotated[Path, typer.Argument(metavar="IMAGE", help="An image file.", show_default=False)]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="FILE",
+        help="Picture to write, .png, .pdf or .svg (default: the sub-command's name, .png).",
+        show_default=False,
+    ),
+]
+ClassOption = Annotated[
+    str | None,
+    typer.Option(
+        "--class", metavar="CLASS", help="Class to follow (name or number), if not the predicted one."
+    ),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data", metavar="PATH", help="Folder of the data set (default: $CAPSZOO_DATA), or of image folders."
+    ),
+]
+DatasetOption = Annotated[
+    str | None,
+    typer.Option("--dataset", metavar="NAME", help="Data set, if not the one the weights were trained on."),
+]
+CountOption = Annotated[
+    int,
+    typer.Option(
+        "--num-images", "--count", min=1, metavar="N", help="Images of each kind: recognised and not."
+    ),
+]
+
+
+def heatmap_command(
     model: ModelArgument,
-    image: Annotated[
-        Path | None,
-        typer.Argument(metavar="[IMAGE]", help="An image file, for heat and perturb.", show_default=False),
-    ] = None,
-    what: Annotated[
-        str,
-        typer.Option(
-            help="heat: where the class capsule was routed from; perturb: one capsule dimension changed at a "
-            "time; reconstruct: images of --data, recognised or not; multi: overlapping digits in red and green."
-        ),
-    ] = "heat",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="Figure to write, .png, .pdf or .svg (default: WHAT.png).", show_default=False
-        ),
-    ] = None,
-    target: Annotated[
+    image: ImageArgument,
+    out: OutOption = None,
+    target: ClassOption = None,
+    invert: InvertOption = False,
+    fit: FitOption = False,
+    background: BackgroundOption = None,
+    dpi: DpiOption = 150,
+    device: DeviceOption = None,
+) -> None:
+    """Draw which positions of an image were routed to a class capsule, and how strongly."""
+    reading = {"background": background, "invert": invert, "fit": fit}
+    _draw_image("heat", model, image, target, device, out or Path("heatmap.png"), reading, dpi)
+
+
+def perturb_command(
+    model: ModelArgument,
+    image: ImageArgument,
+    out: OutOption = None,
+    target: ClassOption = None,
+    dims: Annotated[
         str | None,
-        typer.Option("--class", help="Class to follow (name or number), if not the predicted one."),
+        typer.Option("--dims", metavar="N,N,…", help="Dimensions to change, from 0 (default: all)."),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            help="reconstruct, multi: folder of the data set (default: $CAPSZOO_DATA), or imagefolder:PATH.",
-        ),
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", help="Data set, if not the one the weights were trained on.")
-    ] = None,
-    count: Annotated[
-        int, typer.Option("--count", min=1, help="reconstruct, multi: images of each kind, right and wrong.")
-    ] = 4,
+    span: Annotated[
+        float, typer.Option("--range", min=0.001, metavar="X", help="Largest change of a dimension.")
+    ] = 0.25,
+    invert: InvertOption = False,
+    fit: FitOption = False,
+    background: BackgroundOption = None,
+    dpi: DpiOption = 150,
+    device: DeviceOption = None,
+) -> None:
+    """Change one dimension of the class capsule at a time and decode it (models with a decoder)."""
+    reading = {"background": background, "invert": invert, "fit": fit}
+    numbers = _numbers(dims)
+    path = out or Path("perturb.png")
+    _draw_image("perturb", model, image, target, device, path, reading, dpi, numbers, span)
+
+
+def reconstruct_command(
+    model: ModelArgument,
+    data: DataOption = None,
+    dataset: DatasetOption = None,
+    count: CountOption = 4,
+    out: OutOption = None,
+    dpi: DpiOption = 150,
+    device: DeviceOption = None,
+) -> None:
+    """Reconstruct test images from their class capsules, recognised ones and others (models with a decoder)."""
+    _draw_data("reconstruct", model, dataset, data, count, device, out or Path("reconstruct.png"), dpi)
+
+
+def multi_command(
+    model: ModelArgument,
+    data: DataOption = None,
+    dataset: DatasetOption = None,
+    count: CountOption = 4,
+    out: OutOption = None,
+    dpi: DpiOption = 150,
+    device: DeviceOption = None,
+) -> None:
+    """Separate overlapping digits: each reconstruction in its own colour (MultiMNIST's models)."""
+    _draw_data("multi", model, dataset, data, count, device, out or Path("multi.png"), dpi)
+
+
+def _old_command(
+    model: ModelArgument,
+    image: Annotated[Path | None, typer.Argument(metavar="[IMAGE]", show_default=False)] = None,
+    what: Annotated[str, typer.Option("--what", metavar="KIND")] = "heat",
+    out: OutOption = None,
+    target: ClassOption = None,
+    data: DataOption = None,
+    dataset: DatasetOption = None,
+    count: CountOption = 4,
     invert: InvertOption = False,
     fit: FitOption = False,
     background: BackgroundOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Draw from where a class capsule was routed, or what a decoder makes of capsules."""
     if what not in KINDS:
-        from .._suggest import unknown_name
-
         raise UsageError(unknown_name("picture", what, KINDS))
     of_data = what in ("reconstruct", "multi")
     if of_data and (image is not None or target is not None):
@@ -81,17 +179,31 @@ def explain_command(
         raise UsageError(f"--what {what} draws one IMAGE", "leave --data and --dataset out")
     if not of_data and image is None:
         raise UsageError("Missing argument 'IMAGE'", "give an image file")
-    check_model_argument(model)
-    check_paths([] if image is None else [image])
-    from ..explain.plotting import require_matplotlib
-
-    require_matplotlib("explain")  # said before the model is loaded and run
     path = out or Path(f"{what}.png")
     if of_data:
-        _draw_data(what, model, dataset, data, count, device, path)
+        _draw_data(what, model, dataset, data, count, device, path, 150)
     elif image is not None:
         reading = {"background": background, "invert": invert, "fit": fit}
-        _draw_image(what, model, image, target, device, path, reading)
+        _draw_image(what, model, image, target, device, path, reading, 150)
+    new = "heatmap" if what == "heat" else what
+    stderr().print(f"note: `capszoo explain {new}` is the new spelling; the old one goes with version 0.2")
+
+
+explain_app.command("heatmap", cls=HelpCommand)(heatmap_command)
+explain_app.command("perturb", cls=HelpCommand)(perturb_command)
+explain_app.command("reconstruct", cls=HelpCommand)(reconstruct_command)
+explain_app.command("multi", cls=HelpCommand)(multi_command)
+explain_app.command("old", cls=HelpCommand, hidden=True)(_old_command)
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    """``0,3`` to numbers."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"--dims {text} are no dimensions", "give numbers from 0, such as 0,3,5")
+    return [int(part) for part in parts]
 
 
 def _draw_image(
@@ -102,7 +214,15 @@ def _draw_image(
     device: str | None,
     path: Path,
     reading: dict[str, Any],
+    dpi: int,
+    dims: list[int] | None = None,
+    span: float = 0.25,
 ) -> None:
+    check_model_argument(name)
+    check_paths([image])
+    from ..explain.plotting import require_matplotlib, style
+
+    require_matplotlib("explain")  # said before the model is loaded and run
     from ..explain import explain, save_figure
     from ..inference import load_model
     from ..preprocess import load_image, model_transform
@@ -115,14 +235,16 @@ def _draw_image(
     for said in notes:
         stderr().print(f"note: {escape(said)}", soft_wrap=True)
     if what == "perturb":
-        from ..explain.reconstructions import perturb, save_perturbation
+        from ..explain.reconstructions import offsets_to, perturb, save_perturbation
 
-        changed = perturb(model, seen, target)
-        written = save_perturbation(changed, path)
+        changed = perturb(model, seen, target, offsets_to(span), dims)
+        with style(dpi):
+            written = save_perturbation(changed, path, f"{Path(name).name}, {image.name}")
         line = f"capsule of {changed.label}, {changed.images.shape[0]} dimensions"
     else:
         explanation = explain(model, seen, target, name=Path(name).name)
-        written = save_figure(explanation, path)
+        with style(dpi):
+            written = save_figure(explanation, path)
         share = float(explanation.probabilities[explanation.predicted])
         line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
         if explanation.is_even:
@@ -131,8 +253,19 @@ def _draw_image(
 
 
 def _draw_data(
-    what: str, name: str, dataset: str | None, data: str | None, count: int, device: str | None, path: Path
+    what: str,
+    name: str,
+    dataset: str | None,
+    data: str | None,
+    count: int,
+    device: str | None,
+    path: Path,
+    dpi: int,
 ) -> None:
+    check_model_argument(name)
+    from ..explain.plotting import require_matplotlib, style
+
+    require_matplotlib("explain")
     from ..explain.reconstructions import answers, overlaps, save_answers, save_overlaps
     from ..recipes.evaluation.target import prepare
 
@@ -142,14 +275,15 @@ def _draw_data(
         for batch in target.batches(100):
             yield batch.images, batch.labels
 
-    if what == "multi":
-        pairs = overlaps(target.net, batches(), count, count)
-        right, written = sum(one.right for one in pairs), save_overlaps(pairs, path)
-        drawn = len(pairs)
-    else:
-        found = answers(target.net, batches(), count, count)
-        right, written = sum(one.right for one in found), save_answers(found, path)
-        drawn = len(found)
+    with style(dpi):
+        if what == "multi":
+            pairs = overlaps(target.net, batches(), count, count)
+            right, written = sum(one.right for one in pairs), save_overlaps(pairs, path)
+            drawn = len(pairs)
+        else:
+            found = answers(target.net, batches(), count, count)
+            right, written = sum(one.right for one in found), save_answers(found, path)
+            drawn = len(found)
     stdout().print(
         f"{escape(target.images.spec.name)}: {right} recognised, {drawn - right} not; "
         f"written: {escape(str(written))}",

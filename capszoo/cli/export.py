@@ -1,4 +1,4 @@
-"""``capszoo export`` and ``compare``."""
+"""``capszoo export`` and ``check``."""
 
 from __future__ import annotations
 
@@ -26,21 +26,38 @@ def export_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="As for predict: name, name.tag, hf-hub:…, run folder, file. With --check a bundle.",
+            help="Name, name.tag, hf-hub:org/repo, the folder of a training run, or a .safetensors file.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder to write, or FILE.onnx alone.", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder to write, or FILE.onnx alone.",
+            show_default=False,
+            metavar="PATH",
+            rich_help_panel="Output",
+        ),
     ] = None,
     formats: Annotated[
         str,
-        typer.Option("--format", help="onnx, tensorrt, aoti; several with commas. ONNX is always written."),
+        typer.Option(
+            "--format",
+            help="onnx, tensorrt, aoti; several with commas. ONNX is always written.",
+            metavar="NAME",
+            rich_help_panel="Output",
+        ),
     ] = "onnx",
-    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="fp32, fp16, bf16 or int8.", metavar="NAME", rich_help_panel="Precision")
+    ] = "fp32",
     int8: Annotated[
-        bool, typer.Option("--int8", help="INT8 by Q/DQ (needs --calibrate and --verify-data).")
+        bool,
+        typer.Option(
+            "--int8", help="INT8 by Q/DQ (needs --calibrate and --verify-data).", rich_help_panel="Precision"
+        ),
     ] = False,
     calibrate: Annotated[
         str | None,
@@ -49,19 +66,36 @@ def export_command(
             metavar="FOLDER|DATA SET",
             help="Real images that give INT8 its ranges.",
             show_default=False,
+            rich_help_panel="Precision",
         ),
     ] = None,
     opset: Annotated[
-        int | None, typer.Option(help="ONNX opset (20; for bf16 22).", show_default=False)
+        int | None,
+        typer.Option(
+            help="ONNX opset (20; for bf16 22).", show_default=False, metavar="N", rich_help_panel="Output"
+        ),
     ] = None,
     batch: Annotated[
-        str, typer.Option(metavar="MIN,USUAL,MAX", help="Batch sizes to serve; one number fixes the batch.")
+        str,
+        typer.Option(
+            "--batch-profile",
+            "--batch",
+            metavar="MIN,USUAL,MAX",
+            help="Batch sizes to serve; one number fixes the batch.",
+            rich_help_panel="Output",
+        ),
     ] = "1,8,32",
     routing_iters: ItersOption = None,
     img_size: SizeOption = None,
-    outputs: Annotated[str, typer.Option(help="scores, poses, activations, couplings.")] = "scores",
+    outputs: Annotated[
+        str,
+        typer.Option(help="scores, poses, activations, couplings.", metavar="NAME", rich_help_panel="Output"),
+    ] = "scores",
     uint8_input: Annotated[
-        bool, typer.Option("--uint8-input", help="Take uint8 images; normalise inside the graph.")
+        bool,
+        typer.Option(
+            "--uint8-input", help="Take uint8 images; normalise inside the graph.", rich_help_panel="Output"
+        ),
     ] = False,
     runtime: Annotated[
         str | None,
@@ -69,20 +103,44 @@ def export_command(
             metavar="cpu|gpu",
             help="What the ONNX file is written for (gpu with tensorrt or half precision, else cpu).",
             show_default=False,
+            rich_help_panel="Output",
         ),
     ] = None,
-    triton: Annotated[bool, typer.Option("--triton", help="Add a Triton model repository.")] = False,
+    triton: Annotated[
+        bool, typer.Option("--triton", help="Add a Triton model repository.", rich_help_panel="Output")
+    ] = False,
     timing_cache: Annotated[
-        Path | None, typer.Option("--timing-cache", help="TensorRT: file of measured tactics.")
+        Path | None,
+        typer.Option(
+            "--timing-cache",
+            help="TensorRT: file of measured tactics.",
+            metavar="PATH",
+            rich_help_panel="TensorRT",
+        ),
     ] = None,
-    workspace: Annotated[int, typer.Option("--workspace", min=1, help="TensorRT: workspace, MiB.")] = 4096,
+    workspace: Annotated[
+        int,
+        typer.Option(
+            "--workspace", min=1, help="TensorRT: workspace, MiB.", metavar="N", rich_help_panel="TensorRT"
+        ),
+    ] = 4096,
     version_compatible: Annotated[
-        bool, typer.Option("--version-compatible", help="TensorRT: run on later versions.")
+        bool,
+        typer.Option(
+            "--version-compatible", help="TensorRT: run on later versions.", rich_help_panel="TensorRT"
+        ),
     ] = False,
     hardware_compatible: Annotated[
-        bool, typer.Option("--hardware-compatible", help="TensorRT: run on other GPUs from Ampere on.")
+        bool,
+        typer.Option(
+            "--hardware-compatible",
+            help="TensorRT: run on other GPUs from Ampere on.",
+            rich_help_panel="TensorRT",
+        ),
     ] = False,
-    refit: Annotated[bool, typer.Option("--refit", help="TensorRT: allow new weights later.")] = False,
+    refit: Annotated[
+        bool, typer.Option("--refit", help="TensorRT: allow new weights later.", rich_help_panel="TensorRT")
+    ] = False,
     pretrained: Annotated[
         bool, typer.Option("--pretrained/--no-pretrained", help="Load weights, or export untrained ones.")
     ] = True,
@@ -92,21 +150,32 @@ def export_command(
             "--verify-data",
             metavar="PATH|DATA SET",
             help="Images whose top-1 must agree, too; INT8: whose accuracy must last.",
+            rich_help_panel="Verification",
         ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="Folder of the data sets (default: $CAPSZOO_DATA).", show_default=False),
+        typer.Option(
+            "--data",
+            help="Folder of the data sets (default: $CAPSZOO_DATA).",
+            show_default=False,
+            metavar="PATH",
+            rich_help_panel="Verification",
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer probes: random and zero input only.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Verify the existing bundle MODEL; writes nothing.")
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Fewer probes: random and zero input only.", rich_help_panel="Verification"
+        ),
     ] = False,
+    check: Annotated[bool, typer.Option("--check", hidden=True)] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model as ONNX, TensorRT or AOTInductor, routing unrolled, and prove it equal to the original."""
+    """Write a model as ONNX, TensorRT or AOTInductor and verify it against the original; routing is unrolled."""
     if check:
-        _check_bundle(model, as_json)
+        check_bundle_folder(model, as_json)
+        stderr().print("note: `capszoo check DIR` is the new spelling; --check goes with version 0.2")
         return
     check_model_argument(model)
     if out is None:
@@ -214,7 +283,8 @@ def _export(
         console.print(f"note: {escape(note)}", soft_wrap=True)
 
 
-def _check_bundle(folder: str, as_json: bool) -> None:
+def check_bundle_folder(folder: str, as_json: bool) -> None:
+    """Verify a bundle and print each step; `CapszooError` where one fails."""
     from ..export.bundle import check_bundle
 
     found = check_bundle(folder)
@@ -223,55 +293,18 @@ def _check_bundle(folder: str, as_json: bool) -> None:
     else:
         _print_gate([(step.name, step.passed, step.detail) for step in found.steps])
     if not found.passed:
-        failed = next((step for step in found.steps if not step.passed), None)
+        failed = next((step for step in found.steps if step.passed is False), None)
         raise CapszooError(f"{folder}: {failed.name if failed else 'nothing'} failed", "export it again")
 
 
-def compare_command(
-    bundle: Annotated[Path, typer.Argument(metavar="DIR", help="A bundle.", show_default=False)],
-    images: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[IMAGE]...", help="Image files or folders (else random input).", show_default=False
-        ),
-    ] = None,
-    runners: Annotated[
-        str, typer.Option(help="Who is compared, the reference first: eager, onnxruntime, tensorrt, aoti, …")
-    ] = "eager,onnxruntime",
-    model: Annotated[
-        str | None, typer.Option("--model", help="The original, if its name does not lead to it.")
-    ] = None,
-    batch: Annotated[str, typer.Option(metavar="N,…", help="Batch sizes to time.")] = "1,8",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 20,
+def check_command(
+    bundle: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A bundle, as capszoo export wrote it.", show_default=False)
+    ],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a bundle's runtimes: differences, agreement, latency."""
-    sizes = [int(word) if word.strip().isdigit() else 0 for word in batch.split(",")]
-    if min(sizes) < 1:
-        raise UsageError(f"--batch {batch} makes no sense", "give batch sizes, such as 1,8")
-    from ..export.bundle import compare_bundle
-    from ..preprocess import find_images
-
-    files = find_images(images) if images else []
-    kinds = [word.strip() for word in runners.split(",")]
-    result = compare_bundle(bundle, kinds, files, model, sizes, repeats)
-    if as_json:
-        print_json(result)
-        return
-    columns = ("runner", "max difference", "mean", "of the largest output", "top-1 equal")
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in result["differences"]:
-        shown = f"{row['max_abs']:.1e}", f"{row['mean_abs']:.1e}", f"{row['relative']:.1e}"
-        table.add_row(row["runner"], *shown, f"{row['top1_agreement']:.2%}")
-    what = f"{result['images']} images" if result["images"] else "random input"
-    stdout().print(f"against {result['reference']}, {what}")
-    stdout().print(table)
-    times = Table("runner", "batch", "ms", "images/s", "times the first", box=None, pad_edge=False)
-    for row in result["timings"]:
-        shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{row['ratio']:.2f}"
-        times.add_row(row["runner"], str(row["batch"]), *shown)
-    stdout().print()
-    stdout().print(times)
+    """Verify an existing bundle: checksums, graph structure, outputs against the original."""
+    check_bundle_folder(str(bundle), as_json)
 
 
 def _print_report(report: ExportReport) -> None:

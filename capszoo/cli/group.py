@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
-from typer.core import TyperGroup
 
 from ..errors import CapszooError, UnknownArgument, UnknownModel, WeightsError
 from .common import stderr
+from .examples import EXAMPLES
+from .help import HelpGroup
 
 __all__ = ["OneLineErrors"]
 
 
-class OneLineErrors(TyperGroup):
+class OneLineErrors(HelpGroup):
     """Every error, of the parser and of the commands, as one line on stderr with the right exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of the panels of ``capszoo --help``; typer lists groups after commands."""
+        order = list(EXAMPLES)
+        return sorted(super().list_commands(ctx), key=order.index)
 
     def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         given = list(sys.argv[1:] if args is None else args)

@@ -13,15 +13,40 @@ from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import DeviceOption, JsonOption, print_json, stderr, stdout
 
-EpochsOption = Annotated[int | None, typer.Option("--epochs", min=1, help="Number of epochs.")]
+EpochsOption = Annotated[
+    int | None,
+    typer.Option("--epochs", min=1, help="Number of epochs.", metavar="N", rich_help_panel="Settings"),
+]
 RateOption = Annotated[
-    float | None, typer.Option("--lr", help="Learning rate, as --set optimizer.lr=.", show_default=False)
+    float | None,
+    typer.Option(
+        "--lr",
+        help="Learning rate, as --set optimizer.lr=.",
+        show_default=False,
+        metavar="X",
+        rich_help_panel="Settings",
+    ),
 ]
 BatchOption = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Images per update.", show_default=False)
+    int | None,
+    typer.Option(
+        "--batch-size",
+        min=1,
+        help="Images per update.",
+        show_default=False,
+        metavar="N",
+        rich_help_panel="Settings",
+    ),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Seed of weights, order and augmentation.")
+    int | None,
+    typer.Option(
+        "--seed",
+        min=0,
+        help="Seed of weights, order and augmentation.",
+        metavar="N",
+        rich_help_panel="Settings",
+    ),
 ]
 
 
@@ -63,6 +88,35 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe's name or a YAML file.",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        help="One of the recipe's profiles, such as short (default: the paper's settings).",
+        rich_help_panel="Settings",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a setting, such as optimizer.lr=0.001; repeatable.",
+        rich_help_panel="Settings",
+    ),
+]
+
+
 def train_command(
     recipes: Annotated[
         list[str] | None,
@@ -73,19 +127,16 @@ def train_command(
             autocompletion=complete_recipe,
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a setting, such as optimizer.lr=0.001; repeatable."
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(help="One of the recipe's profiles, such as short (default: the paper's settings)."),
-    ] = None,
+    overrides: SetOption = None,
+    profile: ProfileOption = None,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="Folder of the data set (default: $CAPSZOO_DATA).", show_default=False),
+        typer.Option(
+            "--data",
+            help="Folder of the data set (default: $CAPSZOO_DATA).",
+            show_default=False,
+            metavar="PATH",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -94,6 +145,7 @@ def train_command(
             "-o",
             help="Folder of the run (default: runs/<recipe>); with --together the folder of all (runs).",
             show_default=False,
+            metavar="PATH",
         ),
     ] = None,
     epochs: EpochsOption = None,
@@ -106,7 +158,12 @@ def train_command(
         bool, typer.Option("--accept-data", help="Go on with a run although its images have changed.")
     ] = False,
     together: Annotated[
-        bool, typer.Option("--together", help="Train several recipes side by side, a process each.")
+        bool,
+        typer.Option(
+            "--together",
+            help="Train several recipes side by side, a process each.",
+            rich_help_panel="Several runs",
+        ),
     ] = False,
     seeds: Annotated[
         str | None,
@@ -114,20 +171,33 @@ def train_command(
             metavar="N,N,…",
             help="Train once with each seed; print mean and standard deviation.",
             show_default=False,
+            rich_help_panel="Several runs",
         ),
     ] = None,
     queue: Annotated[
         bool,
-        typer.Option("--queue", help="Train the next recipes of recipes/queue.yaml (RECIPE...: only these)."),
+        typer.Option(
+            "--queue",
+            help="Train the next recipes of recipes/queue.yaml (RECIPE...: only these).",
+            rich_help_panel="Several runs",
+        ),
     ] = False,
     parallel: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="With --seeds or --queue: runs at the same time."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With --seeds or --queue: runs at the same time.",
+            rich_help_panel="Several runs",
+        ),
     ] = None,
     minutes: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="N", help="With --queue: stop all runs with checkpoints after N minutes."
+            min=0,
+            metavar="N",
+            help="With --queue: stop all runs with checkpoints after N minutes.",
+            rich_help_panel="Several runs",
         ),
     ] = None,
     state: Annotated[
@@ -136,10 +206,15 @@ def train_command(
             metavar="DIR",
             help="With --queue: take runs from DIR, write them there at the end (files of at most 16 MB).",
             show_default=False,
+            rich_help_panel="Several runs",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --queue: show how far each run has come; train nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the resolved recipe and the estimated time; with --queue how far each run has come.",
+        ),
     ] = False,
     threads: Annotated[
         int | None,
@@ -161,6 +236,9 @@ def train_command(
         return
     if not recipes:
         raise UsageError("no recipe was given", "`capszoo train RECIPE`, or --queue for the next ones")
+    if dry_run:
+        _dry_run(recipes, overrides, profile, cpu)
+        return
     if seeds is not None:
         _train_seeds(recipes, seeds, overrides, out, data, cpu, profile, parallel)
         return
@@ -175,6 +253,31 @@ def train_command(
 
     given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
     _print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
+
+
+def _dry_run(recipes: list[str], overrides: list[str], profile: str | None, cpu: bool) -> None:
+    """Print each recipe as it would be trained, and how long that takes here."""
+    from ..data import DataError
+    from ..recipes.config import load_recipe
+    from ..recipes.training.estimate import estimate
+    from .recipes import resolved_yaml
+
+    for name in recipes:
+        recipe = load_recipe(name, overrides, profile)
+        typer.echo(resolved_yaml(recipe))
+        try:
+            found = estimate(recipe, cpu)
+        except DataError as error:
+            stderr().print(escape(f"note: no estimate: {error}"), soft_wrap=True)
+            continue
+        pace = recipe.batch_size / found.seconds_per_update
+        line = (
+            f"{found.parameters:,} parameters; {pace:,.0f} images/s on {found.device}, timed on random images"
+        )
+        if found.seconds is not None and found.updates is not None:
+            took = f"{found.seconds:,.0f} s" if found.seconds < 600 else f"{found.seconds / 3600:,.1f} hours"
+            line += f"; {found.images:,} images x {recipe.epochs} epochs = {found.updates:,} updates: about {took}"
+        stderr().print(escape(f"estimate: {line}; evaluation and augmentation come on top"), soft_wrap=True)
 
 
 def _train_seeds(
@@ -249,6 +352,7 @@ def finetune_command(
             "--data",
             help="Folder with a sub-folder of images per class, or hf:OWNER/NAME.",
             show_default=False,
+            metavar="PATH",
         ),
     ],
     model: Annotated[
@@ -275,15 +379,30 @@ def finetune_command(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Folder of the run (default: runs/<model>.<data>).", show_default=False
+            "--out",
+            "-o",
+            help="Folder of the run (default: runs/<model>.<data>).",
+            show_default=False,
+            metavar="PATH",
         ),
     ] = None,
     img_size: Annotated[
         int | None,
-        typer.Option("--img-size", min=1, metavar="N", help="Side of the images, if not the weights'."),
+        typer.Option(
+            "--img-size",
+            min=1,
+            metavar="N",
+            help="Side of the images, if not the weights'.",
+            rich_help_panel="Settings",
+        ),
     ] = None,
     freeze: Annotated[
-        str, typer.Option(help="body, all (but the class capsules), or modules by name, with commas.")
+        str,
+        typer.Option(
+            help="body, all (but the class capsules), or modules by name, with commas.",
+            metavar="NAME",
+            rich_help_panel="Settings",
+        ),
     ] = "",
     layer_decay: Annotated[
         float | None,
@@ -291,27 +410,45 @@ def finetune_command(
             "--layer-decay",
             help="Learning rate's factor from layer to layer below (1: none).",
             show_default=False,
+            metavar="X",
+            rich_help_panel="Settings",
         ),
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Maximum number of epochs (default: chosen from the number of images)."),
+        typer.Option(
+            min=1,
+            help="Maximum number of epochs (default: chosen from the number of images).",
+            metavar="N",
+            rich_help_panel="Settings",
+        ),
     ] = None,
     lr: RateOption = None,
     batch_size: BatchOption = None,
     seed: SeedOption = None,
     from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Start from random weights, to compare.")
+        bool,
+        typer.Option(
+            "--from-scratch", help="Start from random weights, to compare.", rich_help_panel="Settings"
+        ),
     ] = False,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out images that cannot be read.")
     ] = False,
     tag: Annotated[
-        str | None, typer.Option(help="Name of the new weights (default: the folder's).", show_default=False)
+        str | None,
+        typer.Option(
+            help="Name of the new weights (default: the folder's).", show_default=False, metavar="NAME"
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change any setting of the recipe; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change any setting of the recipe; repeatable.",
+            rich_help_panel="Settings",
+        ),
     ] = None,
     device: DeviceOption = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
@@ -369,7 +506,13 @@ def publish_command(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Keep what was written in this new folder.", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            help="Keep what was written in this new folder.",
+            show_default=False,
+            metavar="PATH",
+        ),
     ] = None,
     everything: Annotated[
         str | None,

@@ -1,9 +1,9 @@
-"""``capszoo list``, ``info`` and ``predict``."""
+"""``capszoo list`` and ``info``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -11,27 +11,7 @@ from rich.table import Table
 
 from .._catalogue import architectures, check_model_argument, describe, list_rows, plain
 from ..errors import CapszooError
-from .common import (
-    BackgroundOption,
-    DeviceOption,
-    FitOption,
-    ImagesArgument,
-    InvertOption,
-    ItersOption,
-    JsonOption,
-    ModelArgument,
-    SizeOption,
-    check_paths,
-    given,
-    parse_size,
-    print_json,
-    progress_bar,
-    stderr,
-    stdout,
-)
-
-if TYPE_CHECKING:
-    from ..inference import ImagePrediction
+from .common import ItersOption, JsonOption, ModelArgument, SizeOption, given, parse_size, print_json, stdout
 
 
 def list_command(
@@ -111,7 +91,8 @@ def info_command(
     img_size: SizeOption = None,
     routing_iters: ItersOption = None,
     num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=0, help="Number of classes, if not the default.")
+        int | None,
+        typer.Option("--num-classes", min=0, help="Number of classes, if not the default.", metavar="N"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -165,67 +146,3 @@ def info_command(
             entry["sha256"][:12],
         )
     out.print(weights)
-
-
-def _print_notes(results: Sequence[ImagePrediction]) -> None:
-    """Each note once, with the first image that it is about and the number of others."""
-    about: dict[str, list[str]] = {}
-    for result in results:
-        for said in result.notes:
-            about.setdefault(said, []).append(result.image)
-    for said, images in about.items():
-        others = f" and {len(images) - 1} more" if len(images) > 1 else ""
-        stderr().print(f"note: {escape(images[0])}{others}: {escape(said)}", soft_wrap=True)
-
-
-def predict_command(
-    model: ModelArgument,
-    images: ImagesArgument,
-    topk: Annotated[int, typer.Option("--topk", "--top", "-k", min=1, help="Classes to show per image.")] = 3,
-    device: DeviceOption = None,
-    img_size: SizeOption = None,
-    routing_iters: ItersOption = None,
-    invert: InvertOption = False,
-    fit: FitOption = False,
-    background: BackgroundOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Classify images."""
-    check_model_argument(model)
-    check_paths(images)
-    from ..inference import load_model, predict
-    from ..preprocess import find_images, model_transform
-    from ..scores import score_kind
-
-    files = find_images(images)
-    net = load_model(
-        model, device=device, **given(img_size=parse_size(img_size), routing_iters=routing_iters)
-    )
-    transform = model_transform(net, background=background, invert=invert, fit=fit)
-    with progress_bar("predicting", len(files)) as advance:
-        results = predict(net, files, topk, advance=advance, transform=transform)
-    failed = [result for result in results if result.error]
-    kind = score_kind(net)
-    if as_json:
-        document = {"model": model, "score_kind": kind, "results": [result.to_dict() for result in results]}
-        print_json(document)
-    else:
-        table = Table("image", "class", "probability", f"score ({kind})", box=None, pad_edge=False)
-        for result in results:
-            for rank, scored in enumerate(result.top):
-                shown = f"{scored.probability:.4f}", f"{scored.score:.4f}"
-                table.add_row(escape(result.image) if rank == 0 else "", escape(scored.label), *shown)
-        if table.row_count:
-            stdout().print(table)
-    height, width = transform.object_size or transform.size
-    canvas = transform.size[::-1]
-    resized = sum(not one.error and one.size not in ((width, height), canvas) for one in results)
-    if fit:
-        stderr().print(f"note: drawings centred and scaled to {height}x{width}")
-    elif resized:
-        stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
-    _print_notes(results)
-    for result in failed:
-        stderr().print(f"[bold red]error:[/] {escape(result.error)}", soft_wrap=True)
-    if failed:
-        raise typer.Exit(1)

@@ -1,16 +1,13 @@
-"""`python -m capszoo.data`: list the data sets, check a copy, fetch one to a folder, build h-ImageNet."""
+"""`python -m capszoo.data`: what `capszoo data` does, where the command line's libraries are not installed."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
 from capszoo.errors import CapszooError
 
-from . import DATASETS, PREFIXES, dataset_spec, load_dataset
-from .download import fetch, remote_files
+from .commands import build_h_imagenet, check_set, fetch_set, list_sets
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,70 +32,20 @@ def main(argv: list[str] | None = None) -> int:
     hard.add_argument("--device", default="cpu")
     args = parser.parse_args(argv)
     try:
-        return {"list": _list, "check": _check, "fetch": _fetch, "h_imagenet": _build}[args.command](args)
+        if args.command == "list":
+            for row in list_sets():
+                print(f"{row['name']:20} {row['input']:10} {row['splits']:36} {row['title']}")
+        elif args.command == "check":
+            for line in check_set(args.name, args.data):
+                print(line)
+        elif args.command == "fetch":
+            print(fetch_set(args.name, args.to))
+        else:
+            for line in build_h_imagenet(args.ilsvrc, args.out, args.accuracies, args.weights, args.device):
+                print(line)
     except (CapszooError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _list(args: argparse.Namespace) -> int:
-    for name, spec in DATASETS.items():
-        size = "x".join(map(str, spec.input_size))
-        print(f"{name:20} {size:10} {', '.join(spec.counts):24} {spec.title}")
-    for prefix, what in PREFIXES.items():
-        print(f"{prefix + '…':20} {what}")
-    return 0
-
-
-def _check(args: argparse.Namespace) -> int:
-    splits = DATASETS[args.name].counts if args.name in DATASETS else ("train", "test")
-    for split in splits:
-        if (args.name, split) == ("svhn", "extra"):
-            continue
-        found = load_dataset(args.name, split, args.data)
-        c, h, w = found.spec.input_size
-        print(
-            f"{args.name} {split}: {len(found)} images, {c}x{h}x{w} out of {found.size[0]}x{found.size[1]}, "
-            f"{found.spec.num_classes} classes, sha256 {found.fingerprint()}"
-        )
-    return 0
-
-
-def _fetch(args: argparse.Namespace) -> int:
-    if args.name.startswith("hf:"):
-        from .folders import fetch_repository
-
-        folder = fetch_repository(args.name.removeprefix("hf:"), args.to)
-        print(f"{args.name} is in {folder}: train and evaluate with --data {args.to}")
-        return 0
-    spec = dataset_spec(args.name)
-    name = spec.base or ("smallnorb" if spec.name.startswith("smallnorb") else spec.name)
-    for split in ("train", "test"):
-        if not remote_files(name, split):
-            print(f"error: {spec.title} cannot be fetched: {spec.remedy}", file=sys.stderr)
-            return 1
-        folder = fetch(name, split, args.to)
-    print(
-        f"{spec.title} is in {folder}; check it with: python -m capszoo.data check {args.name} --data {args.to}"
-    )
-    return 0
-
-
-def _build(args: argparse.Namespace) -> int:
-    from .imagenet import Ilsvrc, build, class_accuracies, load_judge
-
-    if args.accuracies:
-        accuracies = json.loads(Path(args.accuracies).read_text(encoding="utf-8"))
-    else:
-        accuracies = class_accuracies(Ilsvrc(args.ilsvrc), load_judge(args.weights), args.device)
-    manifest = build(args.ilsvrc, args.out, accuracies)
-    for part, count in manifest["counts"].items():
-        same = (
-            "as in the paper"
-            if count == manifest["paper"][part]
-            else f"the paper has {manifest['paper'][part]:,}"
-        )
-        print(f"{part}: {count:,} images ({same})")
     return 0
 
 

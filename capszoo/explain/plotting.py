@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +15,32 @@ if TYPE_CHECKING:
 
 from ..errors import CapszooError, UsageError, require
 
-__all__ = ["for_display", "image_style", "new_figure", "require_matplotlib", "save", "save_columns", "show"]
+__all__ = [
+    "for_display",
+    "image_style",
+    "new_figure",
+    "require_matplotlib",
+    "save",
+    "save_columns",
+    "show",
+    "style",
+    "write_numbers",
+]
+
+#: Dots per inch of a picture of pixels, unless :func:`style` says otherwise.
+DPI = 150
+
+_dpi = ContextVar("dpi", default=DPI)
+
+
+@contextmanager
+def style(dpi: int = DPI) -> Iterator[None]:
+    """Pictures saved inside have so many dots per inch (PNG; vector formats have none)."""
+    token = _dpi.set(dpi)
+    try:
+        yield
+    finally:
+        _dpi.reset(token)
 
 
 def require_matplotlib(what: str) -> None:
@@ -52,7 +80,7 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # its suffix says the format
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, dpi=150, metadata={"Description": about} if about else None)
+        figure.savefig(temporary, dpi=_dpi.get(), metadata={"Description": about} if about else None)
         temporary.replace(path)
     except ValueError:
         raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg") from None
@@ -64,26 +92,80 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
     return path
 
 
+def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Write what a picture shows as numbers, into a ``.csv`` file of the same name.
+
+    Args:
+        picture: the picture's file.
+        header: names of the columns.
+        rows: their values; None is left empty.
+
+    Raises:
+        CapszooError: the file cannot be written.
+    """
+    path = picture.with_suffix(".csv")
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(header)
+            writer.writerows(rows)
+    except OSError as e:
+        raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
+    return path
+
+
 def save_columns(
     columns: Sequence[tuple[str, Sequence[Tensor]]],
     rows: Sequence[str],
     path: str | Path,
     about: str | None = None,
+    *,
+    gap: int | None = None,
+    title: str = "",
+    legend: Mapping[str, tuple[float, float, float]] | None = None,
 ) -> Path:
     """Draw pictures ``[c, h, w]`` of 0..1 in columns, each below its title, and name the rows on the left.
+
+    Args:
+        columns: title and pictures of each.
+        rows: their names.
+        path: of the file.
+        about: see :func:`save`.
+        gap: leave a gap before this column.
+        title: of the whole.
+        legend: name to colour, below the pictures.
 
     Raises `UsageError` where there is none, and what :func:`save` raises.
     """
     if not columns:
         raise UsageError("there is nothing to draw", "give more images")
-    figure = new_figure(1.3 * len(columns) + 1.0, 1.25 * len(rows) + 0.6)
-    grid = figure.subplots(len(rows), len(columns), squeeze=False)
-    for column, (title, pictures) in enumerate(columns):
-        for row, picture in enumerate(pictures):
-            show(grid[row][column], picture)
-        grid[0][column].set_title(title, fontsize=7)
+    drawn: list[tuple[str, Sequence[Tensor]] | None] = list(columns)
+    if gap is not None and 0 < gap < len(columns):
+        drawn.insert(gap, None)
+    widths = [0.25 if column is None else 1.0 for column in drawn]
+    figure = new_figure(
+        1.3 * sum(widths) + 1.3, 1.25 * len(rows) + 0.6 + 0.3 * bool(title) + 0.3 * bool(legend)
+    )
+    grid = figure.subplots(len(rows), len(drawn), squeeze=False, width_ratios=widths)
+    for number, column in enumerate(drawn):
+        for row in range(len(rows)):
+            if column is None:
+                grid[row][number].set_axis_off()
+            else:
+                show(grid[row][number], column[1][row])
+        if column is not None:
+            grid[0][number].set_title(column[0], fontsize=8)
     for row, name in enumerate(rows):
-        grid[row][0].set_ylabel(name, fontsize=7)
+        grid[row][0].set_ylabel(name, fontsize=8)
+    if title:
+        figure.suptitle(title, fontsize=9)
+    if legend:
+        from matplotlib.patches import Patch
+
+        patches = [Patch(color=colour, label=name) for name, colour in legend.items()]
+        figure.legend(
+            handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False
+        )
     return save(figure, path, about)
 
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import CapszooError
+from ..errors import CapszooError, UsageError
 from ..inference import label_names
 from ..preprocess import model_transform
 from .heat_map import class_index
@@ -27,6 +27,7 @@ __all__ = [
     "Overlap",
     "Perturbation",
     "answers",
+    "offsets_to",
     "overlaps",
     "perturb",
     "save_answers",
@@ -38,6 +39,11 @@ OFFSETS = tuple(round(0.05 * k, 2) for k in range(-5, 6))
 """What is added to a dimension: -0.25 to 0.25 by 0.05, as in Fig. 4."""
 
 
+def offsets_to(span: float) -> tuple[float, ...]:
+    """Eleven offsets from ``-span`` to ``span``, the middle one 0; ``0.25`` gives :data:`OFFSETS`."""
+    return tuple(round(span * k / 5, 6) for k in range(-5, 6))
+
+
 @dataclass(frozen=True)
 class Perturbation:
     """A class capsule, decoded with one number changed at a time.
@@ -47,12 +53,14 @@ class Perturbation:
         offsets: what was added.
         image: what the model saw, ``[c, h, w]`` in 0..1.
         label: name of the class whose capsule it is.
+        dims: the dimensions' numbers.
     """
 
     images: Tensor
     offsets: tuple[float, ...]
     image: Tensor
     label: str
+    dims: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ def perturb(
     image: Image.Image | Tensor,
     target: int | str | None = None,
     offsets: Sequence[float] = OFFSETS,
+    dims: Sequence[int] | None = None,
 ) -> Perturbation:
     """Change one dimension of a class capsule at a time, and decode it.
 
@@ -121,10 +130,11 @@ def perturb(
         image: a picture, or a normalised tensor ``[c, h, w]``.
         target: class whose capsule is changed; None for the predicted one.
         offsets: what is added to each dimension in turn.
+        dims: numbers of the dimensions to change; None changes all.
 
     Raises:
         CapszooError: no decoder.
-        UsageError: no such class.
+        UsageError: no such class or dimension.
     """
     labels = _require_decoder(model)
     transform = model_transform(model)
@@ -134,11 +144,19 @@ def perturb(
     chosen = int(output.scores[0].argmax()) if target is None else class_index(target, labels)
     pose = output.poses[0]  # [n, e]
     e, k = pose.shape[1], len(offsets)
-    changed = pose.repeat(e * k, 1, 1)  # [d*k, n, e]
+    numbers = list(range(e)) if dims is None else list(dims)
+    for number in numbers:
+        if not 0 <= number < e:
+            raise UsageError(f"the capsule has no dimension {number}", f"give numbers from 0 to {e - 1}")
+    d = len(numbers)
+    changed = pose.repeat(d * k, 1, 1)  # [d*k, n, e]
     shifts = torch.tensor(offsets, device=pose.device, dtype=pose.dtype)
-    changed[:, chosen] += (torch.eye(e, device=pose.device)[:, None] * shifts[:, None]).flatten(0, 1)
-    images = _decode(model, changed, torch.full((e * k,), chosen, device=pose.device))
-    return Perturbation(images.unflatten(0, (e, k)), tuple(offsets), transform.restore(x), labels[chosen])
+    unit = torch.eye(e, device=pose.device)[numbers]  # [d, e]
+    changed[:, chosen] += (unit[:, None] * shifts[:, None]).flatten(0, 1)
+    images = _decode(model, changed, torch.full((d * k,), chosen, device=pose.device))
+    return Perturbation(
+        images.unflatten(0, (d, k)), tuple(offsets), transform.restore(x), labels[chosen], tuple(numbers)
+    )
 
 
 @torch.no_grad()
@@ -158,7 +176,7 @@ def answers(
     wanted = {True: right, False: wrong}
     for images, classes in batches:
         if classes.dim() != 1:
-            raise CapszooError("these images have several labels", "draw them with --what multi")
+            raise CapszooError("these images have several labels", "draw them with `capszoo explain multi`")
         output = model.forward_capsules(images)  # type: ignore[operator]
         predicted = output.scores.argmax(1)
         for kind in (True, False):
@@ -225,48 +243,87 @@ def overlaps(
     return found[True] + found[False]
 
 
-def red_and_green(first: Tensor, second: Tensor) -> Tensor:
-    """Two images ``[c, h, w]`` as one ``[3, h, w]``: the first red, the second green, both yellow."""
-    red, green = first.mean(0), second.mean(0)
-    return torch.stack([red, green, torch.zeros_like(red)]).clamp(0, 1)
+#: Colours of two overlapping reconstructions; people who see no red or no green tell them apart.
+FIRST_COLOUR, SECOND_COLOUR = (1.0, 0.55, 0.0), (0.0, 0.45, 1.0)
 
 
-def save_perturbation(found: Perturbation, path: str | Path) -> Path:
-    """A row for each dimension, a column for each offset (Fig. 4)."""
-    rows, columns = found.images.shape[:2]
-    figure = new_figure(0.55 * columns + 0.8, 0.55 * rows + 0.6)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for row in range(rows):
-        for column in range(columns):
-            show(grid[row][column], found.images[row, column])
-        grid[row][0].set_ylabel(str(row), rotation=0, fontsize=7, labelpad=8, va="center")
-    for column, offset in enumerate(found.offsets):
-        grid[0][column].set_title(f"{offset:+.2f}", fontsize=7)
-    figure.suptitle(f"capsule of {found.label}, one dimension changed at a time", fontsize=9)
+def orange_and_blue(first: Tensor, second: Tensor) -> Tensor:
+    """Two images ``[c, h, w]`` as one ``[3, h, w]``: the first orange, the second blue, both white."""
+    colours = torch.tensor([FIRST_COLOUR, SECOND_COLOUR])[:, :, None, None]
+    return (torch.stack([first.mean(0), second.mean(0)])[:, None] * colours).sum(0).clamp(0, 1)
+
+
+def save_perturbation(found: Perturbation, path: str | Path, name: str = "") -> Path:
+    """A row for each dimension, a column for each offset (Fig. 4); more than eight dimensions in two blocks.
+
+    Args:
+        found: from :func:`perturb`.
+        path: of the file.
+        name: of the model and the image, for the title.
+    """
+    count, offsets = found.images.shape[:2]
+    blocks = 2 if count > 8 else 1
+    rows = -(-count // blocks)
+    widths = [*[1.0] * offsets, 0.5] * (blocks - 1) + [1.0] * offsets
+    figure = new_figure(0.55 * sum(widths) + 0.8 * blocks, 0.55 * rows + 0.9)
+    grid = figure.subplots(rows, len(widths), squeeze=False, width_ratios=widths)
+    for axis in grid.ravel():
+        axis.set_axis_off()
+    for place, number in enumerate(found.dims):
+        block, row = divmod(place, rows)
+        start = block * (offsets + 1)
+        for column, offset in enumerate(found.offsets):
+            axis = grid[row][start + column]
+            axis.set_axis_on()
+            show(axis, found.images[place, column])
+            if offset == 0:
+                for side in axis.spines.values():
+                    side.set(visible=True, color="tab:orange", linewidth=1.5)
+            if row == 0:
+                title = "unchanged" if offset == 0 else f"{offset:+.3g}"
+                axis.set_title(title, fontsize=7, color="tab:orange" if offset == 0 else "black")
+        label = {"rotation": 0, "fontsize": 7, "labelpad": 8, "va": "center"}
+        grid[row][start].set_ylabel(str(number), **label)
+    what = f"capsule of {found.label}, one dimension changed at a time (rows: its number)"
+    figure.suptitle(f"{name}: {what}" if name else what, fontsize=9)
     return save(figure, path)
 
 
-def save_answers(found: Sequence[Answer], path: str | Path, about: str | None = None) -> Path:
-    """Input above, reconstructions of the label's and of the predicted capsule below (Fig. 3)."""
+def save_answers(
+    found: Sequence[Answer], path: str | Path, about: str | None = None, title: str = ""
+) -> Path:
+    """Input above, reconstructions from the true and from the predicted class below (Fig. 3); right before wrong."""
     columns = [
-        (f"label {one.label}\npredicted {one.predicted}", (one.image, one.by_label, one.by_predicted))
+        (f"true {one.label}\npredicted {one.predicted}", (one.image, one.by_label, one.by_predicted))
         for one in found
     ]
-    return save_columns(columns, ("input", "of the label", "of the prediction"), path, about)
+    rows = ("input", "reconstruction from\nthe true class", "reconstruction from\nthe predicted class")
+    return save_columns(columns, rows, path, about, gap=sum(one.right for one in found), title=title)
 
 
-def save_overlaps(found: Sequence[Overlap], path: str | Path, about: str | None = None) -> Path:
-    """Input above; below in red and green the reconstructions of both labels, of both predicted digits, and of a label
-    with a digit that is neither label nor prediction (Fig. 5)."""
+def save_overlaps(
+    found: Sequence[Overlap], path: str | Path, about: str | None = None, title: str = ""
+) -> Path:
+    """Input above; below, in orange and blue, the reconstructions of both labels, of both predicted digits, and of a
+    label with a digit that is neither label nor prediction (Fig. 5)."""
     columns = []
     for one in found:
-        title = f"L {one.labels[0]} {one.labels[1]}   P {one.predicted[0]} {one.predicted[1]}\nneither: {one.stranger}"
+        name = f"true {'+'.join(one.labels)}\npredicted {'+'.join(one.predicted)}\nneither: {one.stranger}"
         pictures = (
             one.image,
-            red_and_green(*one.by_labels),
-            red_and_green(*one.by_predicted),
-            red_and_green(one.by_labels[0], one.by_stranger),
+            orange_and_blue(*one.by_labels),
+            orange_and_blue(*one.by_predicted),
+            orange_and_blue(one.by_labels[0], one.by_stranger),
         )
-        columns.append((title, pictures))
-    rows = ("input", "of the labels", "of the prediction", "first label (red),\nneither (green)")
-    return save_columns(columns, rows, path, about)
+        columns.append((name, pictures))
+    rows = ("input", "from the\ntrue digits", "from the\npredicted digits", "first true digit,\nand neither")
+    legend = {"first digit": FIRST_COLOUR, "second digit": SECOND_COLOUR}
+    return save_columns(
+        columns,
+        rows,
+        path,
+        about,
+        gap=sum(one.right for one in found),
+        title=title,
+        legend=legend,
+    )

@@ -4,14 +4,20 @@
 >>> manifest = export_bundle(model, "digits", triton=True)
 >>> check_bundle("digits").passed
 
-``write`` makes the folder and ``manifest`` its description, ``check`` looks at a folder again, and ``infer`` is
-copied into it.
+``write`` makes the folder and ``manifest`` its description, ``check`` verifies an existing folder, and ``infer`` is
+copied into it. Names are resolved on first access, so that ``infer`` is imported without torch.
 """
 
-from ..options import FORMATS
-from .check import BundleCheck, check_bundle, compare_bundle, open_runner
-from .manifest import read_manifest
-from .write import export_bundle
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..options import FORMATS
+    from .check import BundleCheck, check_bundle, compare_bundle, open_runner
+    from .manifest import read_manifest
+    from .write import export_bundle
 
 __all__ = [
     "FORMATS",
@@ -22,3 +28,19 @@ __all__ = [
     "open_runner",
     "read_manifest",
 ]
+
+_DEFINED_IN = {
+    "FORMATS": "..options",
+    "BundleCheck": ".check",
+    "check_bundle": ".check",
+    "compare_bundle": ".check",
+    "export_bundle": ".write",
+    "open_runner": ".check",
+    "read_manifest": ".manifest",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DEFINED_IN:
+        return getattr(import_module(_DEFINED_IN[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

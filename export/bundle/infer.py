@@ -45,16 +45,21 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
             raise ValueError("in LAB colours: save it in grey or RGB")
         file.load()
         image = ImageOps.exif_transpose(file)
-    if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits: Pillow's own conversion would clip
-        rows = max(1, 2**20 // image.width)  # a strip at a time
-        tops = range(0, image.height, rows)
-        boxes = [(0, top, image.width, min(top + rows, image.height)) for top in tops]
-        strips = [np.asarray(image.crop(box)) for box in boxes]
-        largest = max((strip.max(initial=0) for strip in strips), default=0)
-        white = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
-        scaled = [(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips]
-        image = Image.fromarray(np.concatenate(scaled))
-    return image
+    return to_8_bits(image)
+
+
+def to_8_bits(image: Image.Image) -> Image.Image:
+    """16 or 32 bits a channel to 8; Pillow's own conversion would clip."""
+    if not image.mode.startswith("I") and image.mode != "F":
+        return image
+    rows = max(1, 2**20 // image.width)  # a strip at a time
+    tops = range(0, image.height, rows)
+    boxes = [(0, top, image.width, min(top + rows, image.height)) for top in tops]
+    strips = [np.asarray(image.crop(box)) for box in boxes]
+    largest = max((strip.max(initial=0) for strip in strips), default=0)
+    white = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
+    scaled = [(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips]
+    return Image.fromarray(np.concatenate(scaled))
 
 
 def preprocess(
@@ -75,7 +80,12 @@ def read(
         max_pixels: an image with more is refused.
         **options: ``background``, ``invert``, ``fit``.
     """
-    image = open_image(path, max_pixels)
+    return read_picture(open_image(path, max_pixels), spec, **options)
+
+
+def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tuple[np.ndarray, list[str]]:
+    """What :func:`read` does with a picture that is open already."""
+    image = to_8_bits(image)
     background = options.get("background") or spec.get("background", "black")
     image, note = flatten(image, background, spec["channels"])
     image = image.convert("L" if spec["channels"] == 1 else "RGB")

@@ -14,9 +14,10 @@ from capszoo.explain import explain, save_figure
 from capszoo.explain.reconstructions import (
     OFFSETS,
     answers,
+    offsets_to,
+    orange_and_blue,
     overlaps,
     perturb,
-    red_and_green,
     save_answers,
     save_overlaps,
     save_perturbation,
@@ -56,6 +57,10 @@ def test_one_dimension_is_changed_at_a_time(model: ToyCaps, tmp_path: Path) -> N
             expected = model.reconstruct(changed, torch.tensor([1]))[0]
             torch.testing.assert_close(found.images[dimension, place], expected)
     assert drawn(save_perturbation(found, tmp_path / "perturb.png")) > 50
+    some = perturb(model, picture, "b", offsets_to(0.25), dims=[2, 0])
+    torch.testing.assert_close(some.images, found.images[[2, 0]])
+    with pytest.raises(UsageError, match="no dimension 3: give numbers from 0 to 2"):
+        perturb(model, picture, dims=[3])
     predicted = perturb(model, picture)
     assert predicted.label == explain(model, picture).labels[explain(model, picture).predicted]
 
@@ -96,8 +101,8 @@ def test_overlapping_digits(model: ToyCaps, tmp_path: Path) -> None:
         stranger = model.reconstruct(output.poses[[3]], torch.tensor(["abcde".index(wrong.stranger)]))[0]
     torch.testing.assert_close(wrong.by_stranger, stranger)
     assert drawn(save_overlaps(found, tmp_path / "multi.png")) > 50
-    both = red_and_green(torch.ones(1, 2, 2), torch.zeros(1, 2, 2))
-    assert both[0].min() == 1 and both[1:].max() == 0
+    both = orange_and_blue(torch.ones(1, 2, 2), torch.zeros(1, 2, 2))
+    assert both[:, 0, 0].tolist() == pytest.approx([1.0, 0.55, 0.0])  # orange
 
 
 def test_errors(model: ToyCaps, tmp_path: Path) -> None:

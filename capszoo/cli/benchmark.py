@@ -1,0 +1,311 @@
+"""``capszoo benchmark`` and ``compare``: how fast a model is here, and two models side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from .._catalogue import check_model_argument, describe
+from ..errors import UsageError
+from .common import (
+    DeviceOption,
+    ItersOption,
+    JsonOption,
+    ModelArgument,
+    SizeOption,
+    complete_model,
+    given,
+    parse_size,
+    print_json,
+    progress_bar,
+    stderr,
+    stdout,
+)
+
+BatchOption = Annotated[
+    str, typer.Option("--batch-size", "--batch", metavar="N,N,…", help="Batch sizes to time.")
+]
+RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Timed calls of each.")]
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(sizes) < 1:
+        raise UsageError(f"--batch-size {text} makes no sense", "give batch sizes, such as 1,8")
+    return sizes
+
+
+def _is_bundle(name: str) -> bool:
+    return (Path(name) / "manifest.json").is_file()
+
+
+def benchmark_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Name, name.tag, hf-hub:org/repo, run folder, .safetensors file; or a bundle.",
+            show_default=False,
+            autocompletion=complete_model,
+        ),
+    ],
+    images: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[IMAGE]...",
+            help="Of a bundle: image files or folders (else random input).",
+            show_default=False,
+        ),
+    ] = None,
+    runtimes: Annotated[
+        str,
+        typer.Option(
+            "--runtimes",
+            "--runners",
+            metavar="NAME,NAME,…",
+            help="What is timed, the reference first: eager, compiled, onnxruntime; of a bundle also "
+            "onnxruntime-cuda, tensorrt, aoti.",
+        ),
+    ] = "",
+    batch: BatchOption = "1,8,32",
+    repeats: RepeatsOption = 20,
+    img_size: SizeOption = None,
+    routing_iters: ItersOption = None,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="NAME", help="Of a bundle: the original, if its name does not lead to it."
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time a model here: latency and images/s by batch, in PyTorch, compiled and in ONNX Runtime."""
+    sizes = _sizes(batch)
+    if _is_bundle(model):
+        compare_runtimes(Path(model), images or [], runtimes, original, sizes, repeats, as_json)
+        return
+    if images:
+        raise UsageError(f"{model} is no bundle, so IMAGE has no meaning", "leave it out")
+    check_model_argument(model)
+    options: dict[str, Any] = given(img_size=parse_size(img_size), routing_iters=routing_iters)
+    from ..export.benchmark import RUNTIMES, benchmark
+    from ..export.cached import find_cached
+    from ..inference import NoWeights, load_model
+
+    try:
+        net = load_model(model, device=device, **options)
+    except NoWeights:  # how fast it is does not depend on its weights
+        net = load_model(model, pretrained=False, device=device, **options)
+    kinds = [word.strip() for word in runtimes.split(",")] if runtimes else list(RUNTIMES)
+    cached = find_cached(model, **options) if max(sizes) <= 32 else None
+    with stderr().status("timing") as status:
+        timings, notes = benchmark(
+            net,
+            sizes,
+            kinds,
+            repeats,
+            None if cached is None else cached / "model.onnx",
+            lambda line: status.update(escape(line)),
+        )
+    where = str(next(net.parameters()).device)
+    if as_json:
+        print_json(
+            {"model": model, "device": where, "timings": [row.to_dict() for row in timings], "notes": notes}
+        )
+    else:
+        stdout().print(escape(f"{model} on {where}, median of {repeats} calls"), soft_wrap=True)
+        _print_timings([row.to_dict() for row in timings])
+    for note in notes:
+        stderr().print(escape(f"note: {note}"), soft_wrap=True)
+
+
+def compare_runtimes(
+    bundle: Path,
+    images: list[Path],
+    runners: str,
+    model: str | None,
+    sizes: list[int],
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Compare a bundle's runtimes: differences, agreement, latency."""
+    from ..export.bundle import compare_bundle
+    from ..images import find_images
+
+    files = find_images(images) if images else []
+    kinds = [word.strip() for word in (runners or "eager,onnxruntime").split(",")]
+    result = compare_bundle(bundle, kinds, files, model, sizes, repeats)
+    if as_json:
+        print_json(result)
+        return
+    columns = ("runtime", "max difference", "mean", "of the largest output", "top-1 equal")
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in result["differences"]:
+        shown = f"{row['max_abs']:.1e}", f"{row['mean_abs']:.1e}", f"{row['relative']:.1e}"
+        table.add_row(row["runner"], *shown, f"{row['top1_agreement']:.2%}")
+    what = f"{result['images']} images" if result["images"] else "random input"
+    stdout().print(f"against {result['reference']}, {what}")
+    stdout().print(table)
+    stdout().print()
+    _print_timings(result["timings"])
+
+
+def _print_timings(rows: list[dict[str, Any]], first: str = "runtime") -> None:
+    times = Table(first, "batch", "ms", "images/s", "speed-up", box=None, pad_edge=False)
+    for row in rows:
+        shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{1 / row['ratio']:.2f}"
+        times.add_row(escape(row["runner"]), str(row["batch"]), *shown)
+    stdout().print(times)
+
+
+def compare_command(
+    model: ModelArgument,
+    other: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OTHER",
+            help="A second model.",
+            show_default=False,
+            autocompletion=complete_model,
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset", metavar="NAME", help="Data set of both, if not the one MODEL was trained on."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="Folder of the data set, or of image folders: measure accuracy and agreement there.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, metavar="N", help="Compare on a random sample of N test images.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the sample.")] = 0,
+    batch: BatchOption = "1,8",
+    repeats: RepeatsOption = 20,
+    runners: Annotated[str, typer.Option("--runners", hidden=True, metavar="NAME")] = "",
+    original: Annotated[str | None, typer.Option("--model", hidden=True, metavar="NAME")] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two models: accuracy, size, latency, and how often they agree."""
+    sizes, others = _sizes(batch), list(other or ())
+    if _is_bundle(model):
+        images = [Path(one) for one in others]
+        compare_runtimes(Path(model), images, runners, original, sizes, repeats, as_json)
+        stderr().print(
+            "note: `capszoo benchmark DIR` compares a bundle's runtimes; this spelling goes with 0.2"
+        )
+        return
+    if len(others) != 1:
+        what = "no bundle: no manifest.json" if Path(model).exists() and not others else "one model alone"
+        raise UsageError(f"{model}: {what}", "give two models, or the folder of a bundle")
+    if others[0] == model:
+        raise UsageError(f"{model} is given twice", "give two models")
+    names = [model, others[0]]
+    for name in names:
+        check_model_argument(name)
+    about = [_about(name) for name in names]
+    measured = _measure_agreement(names, dataset, data, limit, seed, device)
+    timings = _time(names, sizes, repeats, device)
+    if as_json:
+        print_json({"models": about, "agreement": measured, "timings": timings})
+        return
+    out = stdout()
+    table = Table(
+        "model", "parameters", "multiply-adds", "stated top-1 %", "data set", box=None, pad_edge=False
+    )
+    for row in about:
+        top1 = "" if row["top1"] is None else f"{row['top1']:.2f}"
+        cells = f"{row['parameters']:,}", f"{row['multiply_adds']:,}", top1, row["dataset"] or ""
+        table.add_row(escape(row["name"]), *cells)
+    out.print(table)
+    out.print()
+    if measured is None:
+        out.print("agreement: not measured; --data FOLDER measures it on test images")
+    else:
+        _print_agreement(names, measured)
+    out.print()
+    _print_timings(timings, "model")
+
+
+def _about(name: str) -> dict[str, Any]:
+    """Size and stated accuracy of a model."""
+    about = describe(name)
+    if about is None:
+        from ..summary import summarise
+
+        about = summarise(name).to_dict()
+    chosen = next((entry for entry in about["weights"] if entry["default"]), None)
+    chosen = chosen or next(iter(about["weights"]), None)
+    test = chosen["metrics"].get("test", {}) if chosen else {}
+    return {
+        "name": chosen["name"] if chosen else name,
+        "parameters": about["parameters"],
+        "multiply_adds": about["multiply_adds"],
+        "top1": test.get("top1"),
+        "n": test.get("n"),
+        "dataset": chosen["dataset"] if chosen else None,
+    }
+
+
+def _measure_agreement(
+    names: list[str], dataset: str | None, data: str | None, limit: int, seed: int, device: str | None
+) -> dict[str, Any] | None:
+    """Accuracy and agreement on the same images; None where no images were named."""
+    if data is None and dataset is None:
+        return None
+    from ..recipes.evaluation.agreement import agreement
+    from ..recipes.evaluation.target import prepare
+
+    first = prepare(names[0], dataset, data=data, limit=limit, seed=seed, device=device)
+    second = prepare(
+        names[1],
+        None if first.images.spec.name.startswith("imagefolder:") else first.images.spec.name,
+        data=data,
+        limit=limit,
+        seed=seed,
+        device=device,
+    )
+    with progress_bar("comparing", first.n) as advance:
+        found = agreement(first, second, progress=advance)
+    return {"dataset": first.images.spec.name, "of": first.whole, **found.to_dict()}
+
+
+def _print_agreement(names: list[str], found: dict[str, Any]) -> None:
+    out, n = stdout(), found["n"]
+    out.print(escape(f"{found['dataset']}, n = {n:,} of {found['of']:,}"), soft_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    for name, accuracy in zip(names, found["accuracy"], strict=True):
+        table.add_row(escape(f"accuracy of {name}"), f"{accuracy:.2f}%")
+    table.add_row("same answer", f"{100 * found['same'] / n:.2f}%")
+    table.add_row("both right", f"{found['both_right']:,}")
+    table.add_row(escape(f"only {names[0]} right"), f"{found['only_first']:,}")
+    table.add_row(escape(f"only {names[1]} right"), f"{found['only_second']:,}")
+    table.add_row("both wrong", f"{found['both_wrong']:,}")
+    out.print(table)
+
+
+def _time(names: list[str], sizes: list[int], repeats: int, device: str | None) -> list[dict[str, Any]]:
+    from ..export.benchmark import time_models
+    from ..inference import NoWeights, load_model
+
+    nets = {}
+    for name in names:
+        try:
+            nets[name] = load_model(name, device=device)
+        except NoWeights:
+            nets[name] = load_model(name, pretrained=False, device=device)
+    with stderr().status("timing"):
+        return time_models(nets, sizes, repeats)

@@ -1,0 +1,107 @@
+"""``capszoo data``: the data sets that have a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import UsageError
+from .common import JsonOption, print_json, stdout
+from .help import HelpCommand, HelpGroup
+
+__all__ = ["data_app"]
+
+data_app = typer.Typer(cls=HelpGroup, help="List, download and check data sets.", no_args_is_help=True)
+
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Data set, such as mnist or cifar10.", show_default=False)
+]
+
+
+def list_sets_command(as_json: JsonOption = False) -> None:
+    """List the data sets that have a name, and the prefixes of those that a path names."""
+    from ..data.commands import list_sets
+
+    rows = list_sets()
+    if as_json:
+        print_json(rows)
+        return
+    table = Table("data set", "input", "images", "what it is", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(escape(row["name"]), row["input"], row["splits"], escape(row["title"]))
+    stdout().print(table)
+
+
+def fetch_command(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Data set, or hf:OWNER/NAME.", show_default=False)
+    ],
+    to: Annotated[
+        Path, typer.Option("--to", metavar="PATH", help="Folder that receives the files.", show_default=False)
+    ],
+) -> None:
+    """Download a data set's files and check them against their checksums."""
+    from ..data.commands import fetch_set
+
+    stdout().print(escape(fetch_set(name, to)), soft_wrap=True)
+
+
+def check_set_command(
+    name: NameArgument,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="PATH", help="Folder of the data set (default: $CAPSZOO_DATA)."),
+    ] = None,
+) -> None:
+    """Read every image of a data set; print counts, sizes and a fingerprint for each split."""
+    from ..data.commands import check_set
+
+    for line in check_set(name, data):
+        stdout().print(escape(line), soft_wrap=True)
+
+
+def h_imagenet_command(
+    ilsvrc: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ILSVRC", help="Folder with Data/CLS-LOC and Annotations/CLS-LOC.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder that receives it.", show_default=False)
+    ],
+    accuracies: Annotated[
+        str | None,
+        typer.Option(
+            "--accuracies", metavar="FILE", help="JSON file: top-1 accuracy by class (n01440764: 0.84, …)."
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights", metavar="FILE", help="torchvision's ResNet-18 weights: measure the accuracies first."
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="cpu|cuda|mps", help="Where to measure them.")
+    ] = "cpu",
+) -> None:
+    """Build h-ImageNet from a copy of ILSVRC 2012."""
+    if (accuracies is None) == (weights is None):
+        raise UsageError(
+            "h-ImageNet needs accuracies by class", "give --accuracies or --weights, one of them"
+        )
+    from ..data.commands import build_h_imagenet
+
+    for line in build_h_imagenet(ilsvrc, out, accuracies, weights, device):
+        stdout().print(escape(line), soft_wrap=True)
+
+
+data_app.command("list", cls=HelpCommand)(list_sets_command)
+data_app.command("fetch", cls=HelpCommand)(fetch_command)
+data_app.command("check", cls=HelpCommand)(check_set_command)
+data_app.command("h-imagenet", cls=HelpCommand)(h_imagenet_command)

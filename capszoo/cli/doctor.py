@@ -1,0 +1,122 @@
+"""``capszoo doctor``: what is installed, what this machine has, where data lie."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from .. import __version__
+from .common import JsonOption, print_json, stdout
+
+LIBRARIES = ("torch", "torchvision", "timm", "huggingface-hub", "safetensors", "numpy", "pillow", "pydantic")
+
+#: Extra of the package -> modules that it brings, and the commands that need it.
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "explain": (("matplotlib",), "explain, curves, eval --out"),
+    "train": (
+        ("accelerate", "datasets", "yaml", "pyarrow", "scipy", "matplotlib", "tensorboard"),
+        "train, finetune, eval, recipes, curves, publish, state",
+    ),
+    "export": (("onnx", "onnxscript", "onnxruntime"), "export, check, benchmark, predict --runtime onnx"),
+    "tensorrt": (("tensorrt",), "export --format tensorrt"),
+    "torch-tensorrt": (("torch_tensorrt",), "capszoo.export.to_torch_tensorrt"),
+}
+
+
+def doctor_command(as_json: JsonOption = False) -> None:
+    """Show versions, devices, extras and data folders: what to state in a bug report."""
+    about = {
+        "capszoo": __version__,
+        "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "devices": _devices(),
+        "extras": {name: _missing(modules) for name, (modules, _) in EXTRAS.items()},
+        "data": _data_folders(),
+        "cache": str(_cache()),
+    }
+    if as_json:
+        print_json(about)
+        return
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("capszoo", __version__)
+    facts.add_row("Python", str(about["python"]))
+    for name, version in about["libraries"].items():  # type: ignore[attr-defined]
+        facts.add_row(name, version or "[red]not installed[/]")
+    for name, what in about["devices"].items():  # type: ignore[attr-defined]
+        facts.add_row(name, escape(what))
+    facts.add_row("cache of predict --runtime onnx", escape(str(about["cache"])))
+    out = stdout()
+    out.print(facts)
+    out.print()
+    extras = Table("extra", "state", "needed by", box=None, pad_edge=False)
+    for name, (modules, commands) in EXTRAS.items():
+        missing = _missing(modules)
+        state = f"[yellow]missing: {', '.join(missing)}[/]" if missing else "[green]installed[/]"
+        extras.add_row(name, state, commands)
+    out.print(extras)
+    out.print()
+    folders = about["data"]
+    if not folders:
+        out.print("data: CAPSZOO_DATA names no folder; `capszoo data fetch NAME --to FOLDER` downloads a set")
+    for folder, sets in folders.items():  # type: ignore[attr-defined]
+        held = ", ".join(sets) if sets else "no known data set"
+        out.print(escape(f"data: {folder}: {held if sets is not None else 'no such folder'}"), soft_wrap=True)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _missing(modules: tuple[str, ...]) -> list[str]:
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def _devices() -> dict[str, str]:
+    import torch
+
+    threads = f"{torch.get_num_threads()} threads"
+    found = {"CPU": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {threads}"}
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        found[f"cuda:{number}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
+    if not torch.cuda.is_available():
+        found["CUDA"] = "none" if torch.version.cuda else "none (this PyTorch is built without it)"
+    if torch.backends.mps.is_available():
+        found["MPS"] = "available"
+    return found
+
+
+def _data_folders() -> dict[str, Any]:
+    """Folders of ``CAPSZOO_DATA`` and the named data sets whose sub-folders lie there; None for one that is missing."""
+    from ..data import DATASETS
+
+    found: dict[str, Any] = {}
+    for place in filter(None, os.environ.get("CAPSZOO_DATA", "").split(os.pathsep)):
+        root = Path(place)
+        if not root.is_dir():
+            found[place] = None
+            continue
+        here = {
+            spec.base or name
+            for name, spec in DATASETS.items()
+            if any((root / folder).is_dir() for folder in spec.folders if folder)
+        }
+        found[place] = sorted(here)
+    return found
+
+
+def _cache() -> Path:
+    from ..export.cached import cache_folder
+
+    return cache_folder()

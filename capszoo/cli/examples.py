@@ -1,0 +1,86 @@
+"""The examples at the end of each command's help; a test parses every line."""
+
+__all__ = ["EXAMPLES"]
+
+EXAMPLES: dict[str, str] = {
+    "": """
+        capszoo predict resnet20_routingcaps digit.png    # classify an image
+        capszoo explain heatmap resnet20_routingcaps digit.png
+        capszoo finetune idpa_resnet.cifar10 --data photos
+        """,
+    "list": """
+        capszoo list                       # every architecture with its weights
+        capszoo list mnist --pretrained    # checkpoints whose name has 'mnist'
+        """,
+    "info": """
+        capszoo info resnet20_routingcaps
+        capszoo info idpa_resnet --img-size 64 --json
+        """,
+    "predict": """
+        capszoo predict resnet20_routingcaps digit.png photos/
+        capszoo predict resnet20_routingcaps drawing.png --invert --fit
+        capszoo predict resnet20_routingcaps digit.png --runtime onnx    # later calls start without PyTorch
+        """,
+    "explain": """
+        capszoo explain heatmap resnet20_routingcaps digit.png --out heat.pdf
+        capszoo explain perturb capsnet_dynamic.mnist digit.png --dims 0,3,5
+        capszoo explain reconstruct capsnet_dynamic.mnist --data FOLDER
+        capszoo explain multi resnet20_routingcaps.multimnist --data FOLDER
+        """,
+    "eval": """
+        capszoo eval resnet20_routingcaps.mnist --data FOLDER
+        capszoo eval runs/photos --data photos --split val
+        capszoo eval idpa_resnet.cifar10 --data FOLDER --robustness --limit 1000 --out report
+        """,
+    "compare": """
+        capszoo compare resnet20_routingcaps.mnist idpa_cnn.mnist
+        capszoo compare resnet20_routingcaps.mnist idpa_cnn.mnist --data FOLDER --limit 2000
+        """,
+    "export": """
+        capszoo export resnet20_routingcaps --out digits.onnx    # the file alone
+        capszoo export resnet20_routingcaps --out digits         # a folder with infer.py, labels, checksums
+        capszoo export idpa_resnet.cifar10 --out served --precision fp16 --triton
+        """,
+    "check": """
+        capszoo check digits
+        """,
+    "benchmark": """
+        capszoo benchmark idpa_resnet --batch-size 1,32
+        capszoo benchmark digits photos/ --runtimes eager,onnxruntime    # a bundle, on real images
+        """,
+    "finetune": """
+        capszoo finetune idpa_resnet.cifar10 --data photos
+        capszoo finetune --backbone resnet18.a1_in1k --head idpa --data photos --epochs 20
+        """,
+    "train": """
+        capszoo train resnet20_routingcaps.mnist --data FOLDER
+        capszoo train resnet20_routingcaps.mnist --epochs 2 --dry-run    # settings and estimated time
+        capszoo train my.yaml --set optimizer.lr=0.001 --seeds 0,1,2
+        """,
+    "recipes": """
+        capszoo recipes list mnist
+        capszoo recipes show idpa_cnn.mnist --set epochs=20
+        capszoo recipes copy idpa_cnn.mnist my.yaml
+        capszoo recipes validate my.yaml
+        """,
+    "curves": """
+        capszoo curves runs/a runs/b --out curves.pdf
+        """,
+    "state": """
+        capszoo state export runs/a carried
+        capszoo state import carried runs/a
+        """,
+    "publish": """
+        capszoo publish runs/photos USER/photos --dry-run
+        capszoo publish runs/photos USER/photos --private
+        """,
+    "data": """
+        capszoo data list
+        capszoo data fetch mnist --to data
+        capszoo data check mnist --data data
+        """,
+    "doctor": """
+        capszoo doctor
+        capszoo doctor --json
+        """,
+}

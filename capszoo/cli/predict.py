@@ -1,0 +1,168 @@
+"""``capszoo predict``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from .._catalogue import check_model_argument
+from .._suggest import unknown_name
+from ..errors import UsageError, require
+from .common import (
+    BackgroundOption,
+    DeviceOption,
+    FitOption,
+    ImagesArgument,
+    InvertOption,
+    ItersOption,
+    JsonOption,
+    ModelArgument,
+    SizeOption,
+    check_paths,
+    given,
+    parse_size,
+    print_json,
+    progress_bar,
+    stderr,
+    stdout,
+)
+
+if TYPE_CHECKING:
+    from ..predictions import ImagePrediction
+
+RUNTIMES = ("auto", "torch", "onnx")
+
+
+def predict_command(
+    model: ModelArgument,
+    images: ImagesArgument,
+    topk: Annotated[
+        int, typer.Option("--topk", "--top", "-k", min=1, metavar="N", help="Classes to show per image.")
+    ] = 3,
+    device: DeviceOption = None,
+    runtime: Annotated[
+        str,
+        typer.Option(
+            "--runtime",
+            metavar="|".join(RUNTIMES),
+            help="onnx: export the model once into a cache, then answer without PyTorch; auto: use that file if it "
+            "exists, else torch.",
+        ),
+    ] = "auto",
+    img_size: SizeOption = None,
+    routing_iters: ItersOption = None,
+    invert: InvertOption = False,
+    fit: FitOption = False,
+    background: BackgroundOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Classify images."""
+    check_model_argument(model)
+    check_paths(images)
+    from ..images import find_images
+
+    files = find_images(images)
+    options: dict[str, Any] = given(img_size=parse_size(img_size), routing_iters=routing_iters)
+    reading: dict[str, Any] = {"background": background, "invert": invert, "fit": fit}
+    cached = _cached(model, runtime, device, options)
+    if cached is None:
+        results, kind, size, canvas = _by_torch(model, files, topk, device, options, reading)
+    else:
+        results, kind, size, canvas = _by_onnx(cached, files, topk, reading)
+    if as_json:
+        found = [result.to_dict() for result in results]
+        used = "torch" if cached is None else "onnx"
+        print_json({"model": model, "runtime": used, "score_kind": kind, "results": found})
+    else:
+        _print_table(results, kind)
+    height, width = size
+    resized = sum(not one.error and one.size not in ((width, height), canvas[::-1]) for one in results)
+    if fit:
+        stderr().print(f"note: drawings centred and scaled to {height}x{width}")
+    elif resized:
+        stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
+    _print_notes(results)
+    failed = [result for result in results if result.error]
+    for result in failed:
+        stderr().print(f"[bold red]error:[/] {escape(result.error)}", soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any]) -> Path | None:
+    """The exported file that answers; None for PyTorch. With ``onnx`` it is exported where it does not exist yet."""
+    if runtime not in RUNTIMES:
+        raise UsageError(unknown_name("runtime", runtime, RUNTIMES))
+    on_cpu = device in (None, "auto", "cpu")
+    if runtime == "onnx" and not on_cpu:
+        raise UsageError(f"--runtime onnx computes on the CPU, not on {device}", "leave one of them out")
+    if runtime == "torch" or not on_cpu:
+        return None
+    from ..export.cached import export_to_cache, find_cached
+
+    found = find_cached(model, **options)
+    if found is not None or runtime == "auto":
+        return found
+    require("--runtime onnx", ("onnx", "onnxscript", "onnxruntime"), "export")
+    with stderr().status("exporting once; later calls use the file"):
+        return export_to_cache(model, **options)
+
+
+#: Predictions, kind of the scores, and height and width of what an image is scaled to and of the network's input.
+_Answer = tuple[list["ImagePrediction"], str, tuple[int, int], tuple[int, int]]
+
+
+def _by_torch(
+    model: str,
+    files: list[Path],
+    topk: int,
+    device: str | None,
+    options: dict[str, Any],
+    reading: dict[str, Any],
+) -> _Answer:
+    from ..inference import load_model, predict
+    from ..preprocess import model_transform
+    from ..scores import score_kind
+
+    net = load_model(model, device=device, **options)
+    transform = model_transform(net, **reading)
+    with progress_bar("predicting", len(files)) as advance:
+        results = predict(net, files, topk, advance=advance, transform=transform)
+    return results, score_kind(net), transform.object_size or transform.size, transform.size
+
+
+def _by_onnx(folder: Path, files: list[Path], topk: int, reading: dict[str, Any]) -> _Answer:
+    from ..export.cached import CachedModel
+
+    model = CachedModel(folder)
+    with progress_bar("predicting", len(files)) as advance:
+        results = model.predict(files, topk, advance, **reading)
+    canvas = model.spec["size"][0], model.spec["size"][1]
+    size = model.spec.get("object_size") or canvas
+    return results, model.score_kind, (size[0], size[1]), canvas
+
+
+def _print_table(results: Sequence[ImagePrediction], kind: str) -> None:
+    table = Table("image", "class", "probability", f"score ({kind})", box=None, pad_edge=False)
+    for result in results:
+        for rank, scored in enumerate(result.top):
+            shown = f"{scored.probability:.4f}", f"{scored.score:.4f}"
+            table.add_row(escape(result.image) if rank == 0 else "", escape(scored.label), *shown)
+    if table.row_count:
+        stdout().print(table)
+
+
+def _print_notes(results: Sequence[ImagePrediction]) -> None:
+    """Each note once, with the first image that it is about and the number of others."""
+    about: dict[str, list[str]] = {}
+    for result in results:
+        for said in result.notes:
+            about.setdefault(said, []).append(result.image)
+    for said, images in about.items():
+        others = f" and {len(images) - 1} more" if len(images) > 1 else ""
+        stderr().print(f"note: {escape(images[0])}{others}: {escape(said)}", soft_wrap=True)

@@ -1,0 +1,132 @@
+"""``capszoo recipes``: the training recipes of the package, and recipes of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import CapszooError, require
+from .common import JsonOption, print_json, stdout
+from .help import HelpCommand, HelpGroup
+from .train import ProfileOption, RecipeArgument, SetOption, check_recipe_argument, recipe_names
+
+__all__ = ["recipes_app"]
+
+recipes_app = typer.Typer(cls=HelpGroup, help="List, show, copy and validate recipes.", no_args_is_help=True)
+
+
+def _require_yaml() -> None:
+    require("reading recipes", ("pydantic", "yaml"), "train")
+
+
+def list_recipes_command(
+    filter: Annotated[
+        str, typer.Argument(metavar="[FILTER]", help="Part of a name.", show_default=False)
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """List the recipes of the package: data set, epochs, profiles."""
+    _require_yaml()
+    from ..recipes.config import find_recipe
+    from ..recipes.yaml_tree import read_yaml
+
+    rows = []
+    for name in recipe_names():
+        if filter and filter not in name:
+            continue
+        tree: Any = read_yaml(find_recipe(name).read_text(encoding="utf-8"))
+        rows.append(
+            {
+                "name": name,
+                "dataset": tree["data"]["name"],
+                "epochs": tree.get("epochs"),
+                "profiles": sorted(tree.get("profiles") or {}),
+            }
+        )
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        raise CapszooError(f"no recipe matching '{filter}'", "`capszoo recipes list` shows every recipe")
+    table = Table("recipe", "data set", "epochs", "profiles", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row["name"], row["dataset"], str(row["epochs"]), ", ".join(row["profiles"]))
+    stdout().print(table)
+
+
+def show_command(recipe: RecipeArgument, profile: ProfileOption = None, overrides: SetOption = None) -> None:
+    """Print a recipe's YAML; with --profile or --set the resolved settings."""
+    check_recipe_argument(recipe)
+    _require_yaml()
+    from ..recipes.config import find_recipe, load_recipe
+
+    if profile is None and not overrides:
+        typer.echo(find_recipe(recipe).read_text(encoding="utf-8").rstrip())
+        return
+    typer.echo(resolved_yaml(load_recipe(recipe, overrides, profile)))
+
+
+def resolved_yaml(recipe: Any) -> str:
+    """Every setting of a recipe, as YAML."""
+    import yaml
+
+    tree = recipe.model_dump(mode="json", exclude_none=True)
+    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)).rstrip()
+
+
+def copy_command(
+    recipe: RecipeArgument,
+    out: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]", help="File to write (default: RECIPE.yaml here).", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Copy a recipe to a file of your own, to change and train it."""
+    check_recipe_argument(recipe)
+    _require_yaml()
+    from ..recipes.config import find_recipe
+
+    source = find_recipe(recipe)
+    target = out or Path(source.name)
+    if target.is_dir():
+        target = target / source.name
+    if target.exists():
+        raise CapszooError(f"{target} exists already", "name another file")
+    text = source.read_text(encoding="utf-8")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    stdout().print(
+        escape(f"written: {target}\nchange arch or tag, then: capszoo train {target}"), soft_wrap=True
+    )
+
+
+def validate_command(
+    recipe: RecipeArgument, profile: ProfileOption = None, overrides: SetOption = None
+) -> None:
+    """Check a recipe: every key, every value, every profile."""
+    check_recipe_argument(recipe)
+    _require_yaml()
+    from ..recipes.config import list_profiles, load_recipe
+
+    found = load_recipe(recipe, overrides, profile)
+    profiles = list_profiles(recipe)
+    more = f"; profiles: {', '.join(profiles)}" if profiles else ""
+    stdout().print(
+        escape(
+            f"{recipe}: valid; {found.arch} on {found.data.name}, {found.epochs} epochs, "
+            f"batch {found.batch_size}{more}"
+        ),
+        soft_wrap=True,
+    )
+
+
+recipes_app.command("list", cls=HelpCommand)(list_recipes_command)
+recipes_app.command("show", cls=HelpCommand)(show_command)
+recipes_app.command("copy", cls=HelpCommand)(copy_command)
+recipes_app.command("validate", cls=HelpCommand)(validate_command)

@@ -1,0 +1,100 @@
+"""What ``capszoo data`` and ``python -m capszoo.data`` do: one function a command, which returns lines to print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import DATASETS, PREFIXES, DataError, dataset_spec, load_dataset
+from .download import fetch, remote_files
+
+__all__ = ["build_h_imagenet", "check_set", "fetch_set", "list_sets"]
+
+
+def list_sets() -> list[dict[str, str]]:
+    """Every data set by name, and the prefixes of those that a path or a repository names."""
+    named = [
+        {
+            "name": name,
+            "input": "x".join(map(str, spec.input_size)),
+            "splits": ", ".join(f"{split} {count:,}" for split, count in spec.counts.items()),
+            "title": spec.title,
+        }
+        for name, spec in DATASETS.items()
+    ]
+    prefixed = [
+        {"name": f"{prefix}…", "input": "", "splits": "", "title": what} for prefix, what in PREFIXES.items()
+    ]
+    return named + prefixed
+
+
+def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
+    """Read a data set whole; a line for each split.
+
+    Args:
+        name: of the data set.
+        data: its folder; None asks ``CAPSZOO_DATA``.
+
+    Raises:
+        DataError: not found, or damaged.
+    """
+    splits = DATASETS[name].counts if name in DATASETS else ("train", "test")
+    for split in splits:
+        if (name, split) == ("svhn", "extra"):
+            continue
+        found = load_dataset(name, split, data)
+        c, h, w = found.spec.input_size
+        yield (
+            f"{name} {split}: {len(found)} images, {c}x{h}x{w} out of {found.size[0]}x{found.size[1]}, "
+            f"{found.spec.num_classes} classes, sha256 {found.fingerprint()}"
+        )
+
+
+def fetch_set(name: str, to: str | Path) -> str:
+    """Download a data set's files, with checksums; returns what to say of it.
+
+    Args:
+        name: of the data set, or ``hf:OWNER/NAME``.
+        to: the folder that receives them.
+
+    Raises:
+        DataError: the set cannot be fetched, or a checksum differs.
+    """
+    if name.startswith("hf:"):
+        from .folders import fetch_repository
+
+        folder = fetch_repository(name.removeprefix("hf:"), to)
+        return f"{name} is in {folder}: train and evaluate with --data {to}"
+    spec = dataset_spec(name)
+    known = spec.base or ("smallnorb" if spec.name.startswith("smallnorb") else spec.name)
+    for split in ("train", "test"):
+        if not remote_files(known, split):
+            raise DataError(f"{spec.title} cannot be fetched: {spec.remedy}")
+        folder = fetch(known, split, to)
+    return f"{spec.title} is in {folder}; check it with: capszoo data check {name} --data {to}"
+
+
+def build_h_imagenet(
+    ilsvrc: str | Path, out: str | Path, accuracies: str | None, weights: str | None, device: str = "cpu"
+) -> Iterator[str]:
+    """Build h-ImageNet from a copy of ILSVRC 2012; a line for each part.
+
+    Args:
+        ilsvrc: folder with ``Data/CLS-LOC`` and ``Annotations/CLS-LOC``.
+        out: folder that receives it.
+        accuracies: JSON file of the top-1 accuracy by class; None measures them with ``weights``.
+        weights: file of torchvision's ResNet-18 weights.
+        device: where they are measured.
+    """
+    from .imagenet import Ilsvrc, build, class_accuracies, load_judge
+
+    if accuracies:
+        measured = json.loads(Path(accuracies).read_text(encoding="utf-8"))
+    else:
+        measured = class_accuracies(Ilsvrc(ilsvrc), load_judge(str(weights)), device)
+    manifest = build(ilsvrc, out, measured)
+    for part, count in manifest["counts"].items():
+        paper = manifest["paper"][part]
+        same = "as in the paper" if count == paper else f"the paper has {paper:,}"
+        yield f"{part}: {count:,} images ({same})"

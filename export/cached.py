@@ -1,0 +1,205 @@
+"""Exported files that ``capszoo predict --runtime`` keeps, keyed by the sha256 of the weights; used without torch.
+
+A cached file is a bundle (see `capszoo.export.bundle`): its gate compared it with the model before it was written, and
+its manifest holds the sha256 of every file, which is checked before use. The cache lies in ``$CAPSZOO_CACHE``, else in
+``$XDG_CACHE_HOME/capszoo``, else in ``~/.cache/capszoo``; deleting it is safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import capszoo
+from capszoo._catalogue import architectures, checkpoints
+from capszoo._metadata import default_weights, run_weights, weights_folders
+from capszoo.errors import CapszooError, UsageError, WeightsError
+from capszoo.predictions import ImagePrediction, ScoredClass
+
+__all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "weights_file"]
+
+
+def cache_folder() -> Path:
+    """Folder of the cache; it need not exist."""
+    stated = os.environ.get("CAPSZOO_CACHE")
+    if stated:
+        return Path(stated)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
+
+
+def weights_file(model: str) -> Path | None:
+    """The weights file of a MODEL argument on this machine; None for what must be fetched or has none."""
+    name = model
+    if model in architectures():
+        info = default_weights(checkpoints(), model)
+        name = info.name if info else ""
+    if name in checkpoints():
+        files = (folder / f"{name}.safetensors" for folder in weights_folders())
+        return next((file for file in files if file.is_file()), None)
+    path = Path(model.removeprefix("local-dir:"))
+    if path.is_dir():
+        try:
+            return None if (path / "config.json").is_file() else run_weights(path)
+        except CapszooError:
+            return None
+    path = path.with_suffix(".safetensors")
+    return path if path.is_file() and path.with_suffix(".json").is_file() else None
+
+
+def _place(model: str, img_size: tuple[int, int] | None, routing_iters: int | None) -> Path | None:
+    """Where the exported file of a model is kept: by the bytes of its weights and its metadata, and the options."""
+    weights = weights_file(model)
+    if weights is None:
+        return None
+    key = hashlib.sha256(weights.read_bytes())
+    key.update(weights.with_suffix(".json").read_bytes())  # labels, normalisation: they go into the bundle
+    name = key.hexdigest()
+    if img_size is not None:
+        name += f"-{img_size[0]}x{img_size[1]}"
+    if routing_iters is not None:
+        name += f"-iters{routing_iters}"
+    return cache_folder() / "onnx" / capszoo.__version__ / name
+
+
+def find_cached(
+    model: str, img_size: tuple[int, int] | None = None, routing_iters: int | None = None
+) -> Path | None:
+    """The cached bundle of a model, every file as it was written; None where there is none, or a damaged one.
+
+    Args:
+        model: a MODEL argument.
+        img_size: height and width, if not the model's own.
+        routing_iters: routing iterations, if not the model's own.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return None
+    place = _place(model, img_size, routing_iters)
+    try:
+        manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8")) if place else None
+        files = ("model.onnx", "preprocess.json", "labels.txt")
+        if place is None or manifest is None:
+            return None
+        written = {file: hashlib.sha256((place / file).read_bytes()).hexdigest() for file in files}
+        return place if all(manifest["files"][file] == digest for file, digest in written.items()) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def export_to_cache(
+    model: str, img_size: tuple[int, int] | None = None, routing_iters: int | None = None
+) -> Path:
+    """Export a model into the cache; see :func:`find_cached` for the arguments.
+
+    Raises:
+        UsageError: a model whose weights are not a file on this machine.
+        CapszooError: the export failed, or a library is missing.
+    """
+    place = _place(model, img_size, routing_iters)
+    if place is None:
+        raise UsageError(
+            f"--runtime onnx takes the zoo's weights, runs and weights files, and {model} is none",
+            "give --runtime torch, or export it: capszoo export",
+        )
+    from capszoo.inference import load_model
+
+    from .bundle import export_bundle
+
+    given: dict[str, Any] = {"img_size": img_size, "routing_iters": routing_iters}
+    net = load_model(model, device="cpu", **{key: value for key, value in given.items() if value is not None})
+    place.parent.mkdir(parents=True, exist_ok=True)
+    export_bundle(net, place, source=model, name=Path(model).name)
+    return place
+
+
+class CachedModel:
+    """A bundle in ONNX Runtime that classifies images as `capszoo.inference.predict` does.
+
+    Args:
+        folder: of the bundle.
+
+    Attributes:
+        spec: its ``preprocess.json``.
+        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from .bundle import infer
+
+        try:
+            self._classifier = infer.Classifier(folder)
+        except Exception as error:  # ONNX Runtime's own errors are of many kinds
+            reason = infer.first_line(error)
+            raise WeightsError(f"{folder}: the cached file cannot be loaded ({reason}): delete it") from None
+        self.spec: dict[str, Any] = self._classifier.spec
+        self.score_kind = str(self.spec.get("score_kind", "logits"))
+
+    def predict(
+        self,
+        files: Sequence[Path],
+        topk: int,
+        advance: Callable[[int], None] | None = None,
+        **reading: Any,
+    ) -> list[ImagePrediction]:
+        """Classify image files; one that cannot be read gets a prediction that says so.
+
+        Args:
+            files: of images.
+            topk: classes per image.
+            advance: called with the number of images done after each batch.
+            **reading: ``background``, ``invert``, ``fit``, as for `capszoo.preprocess.model_transform`.
+        """
+        from capszoo.reading import BACKGROUNDS
+
+        background = reading.get("background")
+        if background is not None and background not in BACKGROUNDS:
+            raise UsageError(f"no background '{background}'", f"use {' or '.join(BACKGROUNDS)}")
+        results: list[ImagePrediction] = []
+        for start in range(0, len(files), self._classifier.largest):
+            chunk = files[start : start + self._classifier.largest]
+            results.extend(self._predict_chunk(chunk, topk, reading))
+            if advance:
+                advance(len(chunk))
+        return results
+
+    def _predict_chunk(
+        self, files: Sequence[Path], topk: int, reading: dict[str, Any]
+    ) -> list[ImagePrediction]:
+        import numpy as np
+
+        from capszoo.images import open_image
+
+        from .bundle import infer
+
+        inputs, described, found = [], [], []
+        for file in files:
+            try:
+                picture = open_image(file)
+                pixels, notes = infer.read_picture(picture, self.spec, **reading)
+            except CapszooError as error:
+                described.append(ImagePrediction(str(file), error=str(error)))
+            else:
+                inputs.append(pixels)
+                described.append(
+                    ImagePrediction(
+                        str(file), size=picture.size, score_kind=self.score_kind, notes=tuple(notes)
+                    )
+                )
+        labels = self._classifier.labels
+        scores = self._classifier(inputs).astype(np.float64) if inputs else np.zeros((0, len(labels)))
+        shares = iter(zip(scores, infer.probabilities(scores, self.score_kind), strict=True))
+        for one in described:
+            if one.error:
+                found.append(one)
+                continue
+            values, probable = next(shares)
+            best = np.argsort(-values, kind="stable")[:topk]
+            top = tuple(
+                ScoredClass(int(i), labels[i], float(values[i]), float(probable[i])) for i in best.tolist()
+            )
+            found.append(ImagePrediction(one.image, top, one.size, "", one.score_kind, one.notes))
+        return found

@@ -1,0 +1,87 @@
+"""Two models on the same images: the accuracy of each, and how often they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from capszoo.errors import CapszooError
+
+from .metrics import all_right, answers
+from .target import EvalTarget
+
+__all__ = ["Agreement", "agreement"]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Counts over the same images.
+
+    Attributes:
+        n: images.
+        accuracy: of each model, in per cent.
+        same: images for which both predict the same class (of images with several labels: the same set).
+        both_right, only_first, only_second, both_wrong: images by which model is right; they sum to ``n``.
+    """
+
+    n: int
+    accuracy: tuple[float, float]
+    same: int
+    both_right: int
+    only_first: int
+    only_second: int
+    both_wrong: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def agreement(
+    first: EvalTarget,
+    second: EvalTarget,
+    batch_size: int = 500,
+    progress: Callable[[int], None] | None = None,
+) -> Agreement:
+    """Compare two models image by image.
+
+    Args:
+        first: a model and its images.
+        second: another model, on the same images in the same order (its own size and normalisation).
+        batch_size: images per forward pass.
+        progress: called with the number of images after each batch.
+
+    Raises:
+        CapszooError: the two have other images.
+    """
+    if first.n != second.n:
+        raise CapszooError(
+            f"{first.n} and {second.n} images cannot be compared", "name one data set for both"
+        )
+    counts = torch.zeros(5, dtype=torch.long)  # same answer; right: both, first alone, second alone, neither
+    known = first.images.spec.labels_per_image
+    for a, b in zip(first.batches(batch_size, progress), second.batches(batch_size), strict=True):
+        if not torch.equal(a.labels.cpu(), b.labels.cpu()):
+            raise CapszooError("the images of the two models differ", "name one data set for both")
+        scores = [target.net(batch.images).float() for target, batch in ((first, a), (second, b))]
+        right = [
+            all_right(s, batch.labels, known, target.threshold)
+            for s, batch, target in zip(scores, (a, b), (first, second), strict=True)
+        ]
+        if a.labels.dim() == 1:
+            same = scores[0].argmax(1) == scores[1].argmax(1)
+        else:
+            sets = [
+                answers(s, a.labels, known, t.threshold) for s, t in zip(scores, (first, second), strict=True)
+            ]
+            same = (sets[0] == sets[1]).all(1)
+        one, two = right
+        counts += torch.stack(
+            [same.sum(), (one & two).sum(), (one & ~two).sum(), (~one & two).sum(), (~one & ~two).sum()]
+        ).cpu()
+    same_count, both, only_first, only_second, neither = counts.tolist()
+    shares = (100 * (both + only_first) / first.n, 100 * (both + only_second) / first.n)
+    return Agreement(first.n, shares, same_count, both, only_first, only_second, neither)

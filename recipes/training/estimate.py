@@ -1,0 +1,102 @@
+"""How long a recipe takes here: a few updates on random images, timed, times the updates of the whole run."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from capszoo._memory import keep_freed_memory
+from capszoo.data import DatasetSpec, dataset_spec
+
+from ..config import Recipe
+from ..train import TrainStep
+from .setup import create_feedback, create_net, create_optimizer
+
+__all__ = ["Estimate", "estimate"]
+
+#: Updates that are timed, after one that is not.
+TIMED = 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run would take.
+
+    Attributes:
+        device: where the updates were timed.
+        parameters: of the network, with what only training uses.
+        images: training images of an epoch; None where the data set does not say how many it has.
+        updates: of the whole run; None likewise.
+        seconds_per_update: measured, on random images, without reading, augmentation, compilation and evaluation.
+    """
+
+    device: str
+    parameters: int
+    images: int | None
+    updates: int | None
+    seconds_per_update: float
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run."""
+        return None if self.updates is None else self.updates * self.seconds_per_update
+
+
+def estimate(recipe: Recipe, cpu: bool = False) -> Estimate:
+    """Time a few updates of a recipe.
+
+    Args:
+        recipe: of a data set whose spec is known by its name.
+        cpu: leave an accelerator unused.
+
+    Raises:
+        DataError: a data set that is known only once its files are read (a folder of images).
+        RecipeError: a model or loss that cannot be made.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+    if device.type == "cpu":
+        keep_freed_memory()
+    spec = dataset_spec(recipe.data.name)
+    if recipe.data.size:
+        spec = replace(spec, input_size=(spec.input_size[0], recipe.data.size, recipe.data.size))
+    torch.manual_seed(recipe.seed)
+    net = create_net(recipe, spec).to(device)
+    feedback = create_feedback(recipe, net)
+    plain = recipe.model_copy(update={"compile": False})
+    step = TrainStep(net, plain, feedback).train()
+    optimizer = create_optimizer(recipe, net, feedback)
+    part = recipe.batch_size // recipe.accumulate
+    half = recipe.precision in ("bf16", "fp16")
+    seconds = 0.0
+    for number in range(1 + TIMED):
+        start = time.perf_counter()
+        for _ in range(recipe.accumulate):
+            batch = _random_batch(spec, part, device)
+            with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
+                loss, _ = step(*batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds += (time.perf_counter() - start) if number else 0.0
+    count = spec.counts.get("train") or None  # 0: it depends on the copy
+    images_of_epoch = None if count is None else min(recipe.data.limit or count, count - recipe.data.val_size)
+    updates = None if images_of_epoch is None else images_of_epoch // recipe.batch_size * recipe.epochs
+    parameters = sum(p.numel() for p in net.parameters())
+    return Estimate(str(device), parameters, images_of_epoch, updates, seconds / TIMED)
+
+
+def _random_batch(spec: DatasetSpec, count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What `TrainStep` takes: images, labels, pixels; of images with several labels also those of one each."""
+    images = torch.randn(count, *spec.input_size, device=device)
+    pixels = torch.randint(0, 256, images.shape, device=device, dtype=torch.uint8)
+    classes = torch.arange(count, device=device) % spec.num_classes
+    if not spec.multi_label:
+        return images, classes, pixels
+    both = torch.stack([classes, (classes + 1) % spec.num_classes], 1)  # [b, 2]
+    labels = torch.zeros(count, spec.num_classes, device=device).scatter_(1, both, 1.0)
+    return images, labels, pixels, torch.stack([pixels, pixels], 1), both

@@ -1,0 +1,134 @@
+"""``capszoo predict --runtime``: a cached ONNX file gives PyTorch's answers, for its own weights alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+pytest.importorskip("onnxruntime")
+
+from capszoo.cli import app
+from capszoo.errors import UsageError
+from capszoo.export.cached import export_to_cache, find_cached, weights_file
+
+MODEL = "resnet20_routingcaps.mnist"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds one exported model."""
+    folder = tmp_path_factory.mktemp("onnx")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CAPSZOO_CACHE", str(folder))
+        export_to_cache(MODEL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Digits as they come: plain, transparent, large, 16 bits; and one that is no image."""
+    folder = tmp_path_factory.mktemp("images")
+    with Image.open(root / "capszoo" / "assets" / "digit_3.png") as opened:
+        digit = opened.convert("L")
+    digit.save(folder / "a.png")
+    ink = Image.new("RGBA", digit.size, (0, 0, 0, 0))
+    ink.putalpha(digit)
+    ink.save(folder / "b.png")
+    digit.resize((57, 81)).convert("RGB").save(folder / "c.png")
+    Image.fromarray(np.asarray(digit, np.uint16) * 257).save(folder / "d.png")
+    (folder / "e.png").write_text("no image")
+    return sorted(folder.iterdir())
+
+
+def _predict(cache: Path, *arguments: object, code: int = 0) -> Any:
+    found = CliRunner().invoke(
+        app, ["predict", *map(str, arguments), "--json"], env={"CAPSZOO_CACHE": str(cache)}
+    )
+    assert found.exit_code == code, found.output
+    return json.loads(found.stdout)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--invert",), ("--fit",), ("--background", "white"), ("--topk", "1")]
+)
+def test_both_runtimes_answer_the_same(cache: Path, images: list[Path], options: tuple[str, ...]) -> None:
+    torch_said = _predict(cache, MODEL, *images, "--runtime", "torch", *options, code=1)
+    onnx_said = _predict(cache, MODEL, *images, "--runtime", "auto", *options, code=1)
+    assert (torch_said["runtime"], onnx_said["runtime"]) == ("torch", "onnx")
+    assert torch_said["score_kind"] == onnx_said["score_kind"] == "lengths"
+    assert len(onnx_said["results"]) == len(images)
+    for one, other in zip(torch_said["results"], onnx_said["results"], strict=True):
+        assert one.get("notes") == other.get("notes") and one.get("error") == other.get("error")
+        for a, b in zip(one.get("predictions", ()), other.get("predictions", ()), strict=True):
+            assert (a["index"], a["label"]) == (b["index"], b["label"])
+            assert a["score"] == pytest.approx(b["score"], abs=1e-5)
+            assert a["probability"] == pytest.approx(b["probability"], abs=1e-5)
+
+
+def test_auto_exports_nothing(tmp_path: Path, images: list[Path]) -> None:
+    assert _predict(tmp_path, MODEL, images[0])["runtime"] == "torch"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cached_file_answers_without_torch(cache: Path, root: Path, images: list[Path]) -> None:
+    code = (
+        "import sys\nfrom capszoo.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "predict", MODEL, str(images[0])],
+        env={"PYTHONPATH": str(root), "CAPSZOO_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert " 3 " in done.stdout and done.stderr.splitlines()[-1] == "False", done.stderr
+
+
+def test_other_weights_metadata_or_bytes_are_not_answered_for(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CAPSZOO_CACHE", str(cache))
+    found, weights = find_cached(MODEL), weights_file(MODEL)
+    assert found is not None and weights is not None
+    assert find_cached("idpa_cnn.mnist") is None
+    assert find_cached(MODEL, img_size=(32, 32)) is None and find_cached(MODEL, routing_iters=1) is None
+    copy = tmp_path / weights.name
+    shutil.copyfile(weights, copy)
+    metadata = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
+    copy.with_suffix(".json").write_text(json.dumps({**metadata, "label_names": list("abcdefghij")}))
+    assert find_cached(str(copy)) is None  # other labels
+    shutil.copyfile(weights.with_suffix(".json"), copy.with_suffix(".json"))
+    assert find_cached(str(copy)) == found  # the same weights under another path
+    copy.write_bytes(weights.read_bytes() + b"\0")
+    assert find_cached(str(copy)) is None
+    damaged = tmp_path / "damaged"
+    shutil.copytree(cache, damaged)
+    monkeypatch.setenv("CAPSZOO_CACHE", str(damaged))
+    file = damaged / found.relative_to(cache) / "model.onnx"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert find_cached(MODEL) is None
+
+
+def test_wrong_runtimes_are_refused(cache: Path, images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPSZOO_CACHE", str(cache))
+    for arguments, said in (
+        (("--runtime", "onx"), "unknown runtime 'onx': did you mean 'onnx'"),
+        (("--runtime", "onnx", "--device", "cuda"), "computes on the CPU, not on cuda"),
+        (("--background", "pink"), "no background 'pink'"),
+    ):
+        found = CliRunner().invoke(app, ["predict", MODEL, str(images[0]), *arguments])
+        assert found.exit_code == 2 and said in found.stderr, found.output
+    with pytest.raises(UsageError, match="takes the zoo's weights"):
+        export_to_cache("hf-hub:nobody/nothing")

@@ -1,0 +1,263 @@
+"""Help of every command, and the commands around a model: check, compare, benchmark, recipes, data, doctor, explain."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.main import get_command
+
+from capszoo.cli import app
+from capszoo.cli.examples import EXAMPLES
+from capszoo.cli.help import HelpCommand
+from scripts.help_page import every_context
+from tests.support import packed
+from tests.test_cli import fails, needs_training, pictures, run, succeeds, trained, write_run  # noqa: F401
+
+MODEL = "resnet20_routingcaps"
+
+CONTEXTS = list(every_context())
+
+
+def _lines() -> list[str]:
+    texts = [inspect.cleandoc(text) for text in EXAMPLES.values()]
+    return [line for text in texts for line in text.splitlines() if line]
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=lambda context: context.command_path)
+def test_help_is_plain(context: Any) -> None:
+    from capszoo.cli.help import help_text
+
+    text = help_text(context, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "<bool>" not in text and "{MODEL}" not in text and "[[" not in text
+    assert context.command.help, "what the command does is not said"
+    for param in context.command.get_params(context):
+        if not getattr(param, "hidden", False):
+            assert param.help, f"{param.name} has no help"
+            if param.param_type_name == "option" and not param.is_flag:
+                assert param.metavar, f"{param.name} has no metavar"
+
+
+def test_every_command_has_examples_that_parse() -> None:
+    root = get_command(app)
+    names = {line.split()[1] for line in _lines()}
+    assert names == set(EXAMPLES) - {""} == set(root.commands)  # type: ignore[attr-defined]
+    for line in _lines():
+        words = shlex.split(line, comments=True)
+        assert words[0] == "capszoo"
+        command, context = root, HelpCommand.context_class(root, info_name="capszoo")
+        rest = words[1:]
+        while hasattr(command, "commands"):
+            command = command.commands[rest[0]]
+            context = command.make_context(rest[0], rest[1:], parent=context)
+            rest = rest[1:]
+
+
+def test_wide_tables_fold_to_the_terminal() -> None:
+    from typer.testing import CliRunner
+
+    found = CliRunner().invoke(app, ["list"], env={"COLUMNS": "80"})
+    assert found.exit_code == 0 and max(map(len, found.stdout.splitlines())) <= 80
+    assert len(succeeds("list").splitlines()) < len(found.stdout.splitlines())
+
+
+def test_progress_appears_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from rich.console import Console
+
+    from capszoo.cli import common
+
+    now = [0.0]
+    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
+    shown = []
+    for seconds in (1.0, 3.0):
+        stream = io.StringIO()
+        terminal = Console(file=stream, force_terminal=True, width=80)
+        monkeypatch.setattr(common, "stderr", lambda terminal=terminal: terminal)
+        with common.progress_bar("predicting", 100) as advance:
+            now[0] += seconds
+            advance(10)
+        shown.append(stream.getvalue())
+    assert shown[0] == "" and "predicting" in shown[1] and "10/100" in shown[1]
+
+
+# -- explain ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_old_spelling_of_explain_works_with_a_note(trained: Path, pictures: Path, tmp_path: Path) -> None:  # noqa: F811
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "heat.png"
+    for arguments in (
+        ("explain", trained, pictures / "a.png", "--out", out),
+        ("explain", "--out", out, trained, pictures / "a.png"),
+    ):
+        found = run(*arguments)
+        assert found.exit_code == 0, found.output
+        assert "note: `capszoo explain heatmap` is the new spelling" in found.stderr and out.is_file()
+        out.unlink()
+    assert "unknown picture 'heatt'" in fails(2, "explain", trained, pictures / "a.png", "--what", "heatt")
+    assert "Missing argument 'IMAGE'" in fails(2, "explain", trained)
+
+
+def test_perturb_takes_dimensions_and_a_range(trained: Path, pictures: Path, tmp_path: Path) -> None:  # noqa: F811
+    pytest.importorskip("matplotlib")
+    out, common = tmp_path / "p.png", (trained, pictures / "a.png", "--out", tmp_path / "p.png")
+    text = succeeds("explain", "perturb", *common, "--dims", "0,3", "--range", 0.5, "--dpi", 60)
+    assert "2 dimensions" in text
+    with Image.open(out) as small:
+        width = small.width
+    succeeds("explain", "perturb", *common, "--dims", "0,3", "--dpi", 120)
+    with Image.open(out) as large:
+        assert large.width == pytest.approx(2 * width, abs=4)
+    assert "no dimension 99" in fails(2, "explain", "perturb", *common, "--dims", "99")
+    assert "are no dimensions" in fails(2, "explain", "perturb", *common, "--dims", "a")
+
+
+# -- check, compare, benchmark ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundle(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    pytest.importorskip("onnxruntime")
+    folder = tmp_path_factory.mktemp("bundle") / "b"
+    succeeds("export", trained, "--out", folder, "--quick", "--batch-profile", "1,2,4")
+    return folder
+
+
+def test_check(bundle: Path, tmp_path: Path) -> None:
+    text = succeeds("check", bundle)
+    assert "sha256 of the files" in text and "failed" not in text
+    assert json.loads(succeeds("check", bundle, "--json"))["passed"] is True
+    old = run("export", bundle, "--check")
+    assert old.exit_code == 0 and "note: `capszoo check DIR` is the new spelling" in old.stderr
+    assert "no bundle" in fails(1, "check", tmp_path)
+
+
+def test_a_bundle_s_runtimes(bundle: Path, trained: Path, pictures: Path) -> None:  # noqa: F811
+    line = ("--batch-size", "1", "--repeats", 1, "--model", trained, "--json")
+    found = json.loads(succeeds("benchmark", bundle, pictures, *line))
+    assert found["images"] == 2 and found["differences"][0]["top1_agreement"] == 1.0
+    old = run("compare", bundle, pictures, *line)
+    assert old.exit_code == 0 and "note: `capszoo benchmark DIR`" in old.stderr
+    assert json.loads(old.stdout)["reference"] == "eager"
+    assert "speed-up" in succeeds("benchmark", bundle, *line[:-1])
+
+
+def test_benchmark_a_model(trained: Path, pictures: Path) -> None:  # noqa: F811
+    options = ("--runtimes", "eager", "--batch-size", "1,3", "--repeats", 2, "--device", "cpu")
+    found = json.loads(succeeds("benchmark", trained, *options, "--json"))
+    assert [row["batch"] for row in found["timings"]] == [1, 3] and found["device"] == "cpu"
+    for row in found["timings"]:
+        assert row["images_per_second"] == pytest.approx(1e3 * row["batch"] / row["milliseconds"])
+    assert "images/s" in succeeds("benchmark", trained, *options)
+    assert "unknown runtime in eagr" in fails(2, "benchmark", trained, "--runtimes", "eagr")
+    assert "makes no sense" in fails(2, "benchmark", trained, "--batch-size", "0")
+    assert "is no bundle" in fails(2, "benchmark", trained, pictures)
+
+
+def test_a_runtime_that_does_not_work_here_is_said(
+    trained: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    options = ("--runtimes", "eager,compiled", "--batch-size", "1", "--repeats", 1, "--device", "cpu")
+    found = run("benchmark", trained, *options)
+    assert found.exit_code == 0 and "note: compiled was not timed: no compiler here" in found.stderr
+
+
+def _write_digits(root: Path, folder: Path) -> Path:
+    """Four test digits of each class, as a folder of image folders."""
+    digits = packed(root, "mnist")
+    for split in ("train", "test"):
+        for kind in range(10):
+            place = folder / split / str(kind)
+            place.mkdir(parents=True)
+            for index in (digits.labels == kind).nonzero().flatten()[:4].tolist():
+                Image.fromarray(digits.images[index, 0].numpy()).save(place / f"{index}.png")
+    return folder
+
+
+@needs_training
+def test_compare_two_models(root: Path, tmp_path: Path) -> None:
+    data = _write_digits(root, tmp_path / "digits")
+    names = ("resnet20_routingcaps.mnist", "capsnet_em_norb_small.mnist")
+    options = ("--batch-size", "1", "--repeats", 1, "--device", "cpu")
+    found = json.loads(succeeds("compare", *names, *options, "--data", data, "--json"))
+    assert [row["name"] for row in found["models"]] == list(names)
+    assert [row["runner"] for row in found["timings"]] == list(names)
+    said, n = found["agreement"], found["agreement"]["n"]
+    assert n == 40
+    assert said["both_right"] + said["only_first"] + said["only_second"] + said["both_wrong"] == n
+    for name, accuracy in zip(names, said["accuracy"], strict=True):
+        alone = json.loads(succeeds("eval", name, "--data", data, "--json", "--device", "cpu"))
+        assert accuracy == pytest.approx(alone["top1"])
+    text = succeeds("compare", *names, *options)
+    assert "not measured" in text and "99.55" in text and "parameters" in text
+
+
+def test_compare_needs_two_models(tmp_path: Path) -> None:
+    assert "one model alone" in fails(2, "compare", "idpa_resnet")
+    assert "is given twice" in fails(2, "compare", "idpa_resnet", "idpa_resnet")
+    assert "no bundle: no manifest.json" in fails(2, "compare", tmp_path)
+
+
+# -- recipes, data, doctor --------------------------------------------------------------------------------------------
+
+
+@needs_training
+def test_recipes(tmp_path: Path) -> None:
+    rows = json.loads(succeeds("recipes", "list", "idpa_cnn", "--json"))
+    assert {"idpa_cnn.mnist"} <= {row["name"] for row in rows} and all(row["epochs"] for row in rows)
+    assert "no recipe matching 'nosuch'" in fails(1, "recipes", "list", "nosuch")
+    assert "# capszoo train idpa_cnn.mnist" in succeeds("recipes", "show", "idpa_cnn.mnist")
+    assert "epochs: 9\n" in succeeds("recipes", "show", "idpa_cnn.mnist", "--set", "epochs=9")
+    own = tmp_path / "my.yaml"
+    succeeds("recipes", "copy", "idpa_cnn.mnist", own)
+    assert "exists already" in fails(1, "recipes", "copy", "idpa_cnn.mnist", own)
+    assert "valid; idpa_cnn on mnist, 5 epochs" in succeeds("recipes", "validate", own)
+    own.write_text(own.read_text(encoding="utf-8").replace("epochs: 5", "epochs: five"))
+    assert "epochs" in fails(2, "recipes", "validate", own)
+    assert "did you mean" in fails(2, "recipes", "show", "idpa_cnn.mnis")
+
+
+@needs_training
+def test_a_dry_run_prints_settings_and_time() -> None:
+    settings = ("--set", "batch_size=8", "--epochs", 2, "--set", "data.limit=80", "--cpu", "--dry-run")
+    found = run("train", "capsnet_em_norb_small.mnist", *settings)
+    assert found.exit_code == 0, found.output
+    assert "epochs: 2\n" in found.stdout and "batch_size: 8\n" in found.stdout
+    assert "80 images x 2 epochs = 20 updates: about" in found.stderr and "images/s on cpu" in found.stderr
+
+
+def test_data(tmp_path: Path) -> None:
+    rows = json.loads(succeeds("data", "list", "--json"))
+    assert {"mnist", "cifar10", "imagefolder:…"} <= {row["name"] for row in rows}
+    assert "60,000" in succeeds("data", "list")
+    assert "unknown data set 'mnst': did you mean 'mnist'" in fails(1, "data", "check", "mnst")
+    assert "cannot be fetched" in fails(1, "data", "fetch", "h_imagenet", "--to", tmp_path)
+    assert "give --accuracies or --weights" in fails(2, "data", "h-imagenet", tmp_path, tmp_path / "out")
+
+
+def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mnist").mkdir()
+    monkeypatch.setenv("CAPSZOO_DATA", f"{tmp_path}:{tmp_path / 'nosuch'}")
+    about = json.loads(succeeds("doctor", "--json"))
+    assert about["data"][str(tmp_path)] == ["mnist"] and about["data"][str(tmp_path / "nosuch")] is None
+    assert about["libraries"]["torch"] and about["extras"]["explain"] == []
+    text = succeeds("doctor")
+    assert "no such folder" in text and "threads" in text
