@@ -31,7 +31,7 @@ from capszoo.preprocess import per_channel
 
 from .config import BACKBONE, Recipe, list_recipes, load_recipe
 from .evaluation.metrics import assess
-from .evaluation.plots import draw_confusion
+from .evaluation.report_plots import draw_confusion
 from .evaluation.target import prepare
 from .release.model_card import (
     CONFUSION,

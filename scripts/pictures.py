@@ -27,8 +27,13 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Images in a picture of heat maps, and right and wrong ones in one of reconstructions.
 COUNT, RIGHT, WRONG = 8, 5, 3
 
-#: Counts the ways of drawing heat maps: a picture that was drawn in another is stale.
-STYLE = 2
+#: Counts the ways of drawing a kind of picture: one that was drawn in another way is stale.
+STYLES = {"heat": 2, "decoded": 2}
+
+#: Data sets whose reconstructions are not shown: affNIST's decoders give uniform blurs.
+NOT_DECODED = ("affnist",)
+
+DECODED = "the first test images that are recognised, and the first that are not"
 
 #: The picture's kind → what its caption says.
 KINDS = {
@@ -61,7 +66,8 @@ def kinds_of(info: WeightsInfo) -> list[str]:
     if not is_packed(_data_name(info)):
         return []
     heat = ["heat"] if info.model_args.get("pool") not in ("avg", "max") else []
-    return heat + (["decoded"] if info.model_args.get("decoder") else [])
+    decoded = info.model_args.get("decoder") and _data_name(info) not in NOT_DECODED
+    return heat + (["decoded"] if decoded else [])
 
 
 def _data_name(info: WeightsInfo) -> str:
@@ -70,8 +76,7 @@ def _data_name(info: WeightsInfo) -> str:
 
 def _source(info: WeightsInfo, kind: str) -> str:
     """What a picture is drawn from, as it states it itself."""
-    style = f", style {STYLE}" if kind == "heat" else ""
-    return f"{kind} of {info.name}, weights {info.sha256[:16]}{style}"
+    return f"{kind} of {info.name}, weights {info.sha256[:16]}, style {STYLES[kind]}"
 
 
 def stale_pictures(docs: Path) -> list[Path]:
@@ -116,9 +121,9 @@ def _draw_heat(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> N
 def _draw_decoded(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> None:
     net, batches = _batches(images, info.name)
     if images.spec.multi_label:
-        save_overlaps(overlaps(net, batches, RIGHT, WRONG), path, about)
+        save_overlaps(overlaps(net, batches, RIGHT, WRONG), path, about, f"{info.name}: {DECODED}")
         return
     found = answers(net, batches, RIGHT, WRONG)
     if not found:
         raise CapszooError(f"{info.name} answered nothing", "its weights or the packed images are damaged")
-    save_answers(found, path, about)
+    save_answers(found, path, about, f"{info.name}: {DECODED}")

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from ..errors import UsageError
-from .common import stdout
+from ..errors import CapszooError, UsageError
+from .common import DpiOption, stdout
 
-KINDS, AXES = ("training", "routing"), ("epoch", "images")
+KINDS, AXES = ("training", "routing", "robustness"), ("epoch", "images")
 
 
 def curves_command(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", help="Folders of runs (unfinished too), or name.tag.", show_default=False
+            metavar="RUN...",
+            help="Folders of runs (unfinished too), or name.tag; of robustness eval.json files.",
+            show_default=False,
         ),
     ],
     what: Annotated[
         str,
         typer.Option(
             help="training: loss and accuracy, a line each; routing: votes by their cosine with the parent at "
-            "some epochs, a row each (of runs with routing_images).",
+            "some epochs, a row each (of runs with routing_images); robustness: of several evaluations.",
             metavar="NAME",
         ),
     ] = "training",
@@ -36,28 +39,52 @@ def curves_command(
         typer.Option(
             "--out",
             "-o",
-            help="Figure to write, .png, .pdf or .svg (default: WHAT.png).",
+            help="Picture to write, .png, .pdf or .svg (default: WHAT.png).",
             show_default=False,
             metavar="PATH",
         ),
     ] = None,
+    dpi: DpiOption = 150,
 ) -> None:
-    """Draw runs of training in one figure: with one and with three iterations, with and without feedback."""
+    """Draw several training runs, or the robustness of several models, in one picture."""
     from .._suggest import unknown_name
-    from ..explain.plotting import require_matplotlib
+    from ..explain.plotting import require_matplotlib, style
 
     for kind, value, known in (("picture", what, KINDS), ("axis", x, AXES)):
         if value not in known:
             raise UsageError(unknown_name(kind, value, known))
     require_matplotlib("curves")
-    from ..recipes.evaluation.plots import draw_dynamics, draw_runs
+    from ..recipes.evaluation.plots import NAMES, draw_dynamics, draw_runs
+    from ..recipes.evaluation.report_plots import draw_robustness
     from ..recipes.training.history import find_runs
 
     path = out or Path(f"{what}.png")
+    if what == "robustness":
+        with style(dpi):
+            written = draw_robustness(_reports(runs), path)
+        stdout().print(escape(f"written: {written}"), soft_wrap=True)
+        return
     found = find_runs(runs)
-    written = draw_dynamics(found, path) if what == "routing" else draw_runs(found, path, x, log)
+    with style(dpi):
+        written = draw_dynamics(found, path) if what == "routing" else draw_runs(found, path, x, log)
     for name, records in found.items():
         last = records[-1]
-        told = (f"{key} {last[key]:g}" for key in ("train_loss", "train_top1", "val_top1") if last.get(key))
+        keys = ("train_loss", "train_top1", "val_top1")
+        told = (f"{NAMES[key]} {last[key]:g}" for key in keys if last.get(key))
         stdout().print(escape(f"{name}, epoch {last['epoch']}: {', '.join(told)}"), soft_wrap=True)
     stdout().print(escape(f"written: {written}"), soft_wrap=True)
+
+
+def _reports(files: list[str]) -> dict[str, dict[str, Any]]:
+    """Name to content of ``eval.json`` files, or of the folders that hold them."""
+    found = {}
+    for name in files:
+        path = Path(name) / "eval.json" if Path(name).is_dir() else Path(name)
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+            found[str(report["model"])] = report
+        except (OSError, ValueError, KeyError, TypeError):
+            raise CapszooError(
+                f"{path}: no report of capszoo eval --robustness --out", "name an eval.json"
+            ) from None
+    return found

@@ -1,4 +1,4 @@
-"""``capszoo eval``: the figures that model cards state."""
+"""``capszoo eval``: the metrics that model cards state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
+from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError
-from .common import DeviceOption, JsonOption, ModelArgument, print_json, progress_bar, stdout
+from .common import DeviceOption, DpiOption, JsonOption, ModelArgument, print_json, progress_bar, stdout
 
 if TYPE_CHECKING:
     from ..explain.routing_stats import RoutingStats
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 MOST_CLASSES = 20
 """Rows of the per-class table; of more classes those least often recognised are shown."""
+
+
+PICTURES = ("png", "pdf", "svg")
 
 
 def eval_command(
@@ -113,19 +117,30 @@ def eval_command(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Folder for eval.json and the figures.", show_default=False, metavar="PATH"
+            "--out",
+            "-o",
+            help="Folder for eval.json, pictures and their numbers (csv).",
+            show_default=False,
+            metavar="PATH",
         ),
     ] = None,
+    format: Annotated[
+        str, typer.Option("--format", metavar="png|pdf|svg", help="Kind of the pictures of --out.")
+    ] = "png",
+    dpi: DpiOption = 150,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
     check_model_argument(model)
+    from ..explain.plotting import style
     from ..recipes.evaluation.metrics import reproduced
     from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import prepare
 
+    if format not in PICTURES:
+        raise UsageError(unknown_name("format", format, PICTURES))
     _check_options(eps, robustness, routing, crops, out)
     target = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
     report = measure(
@@ -140,7 +155,8 @@ def eval_command(
         seed=seed,
         progress=progress_bar,
     )
-    files = write(report, out) if out is not None else []
+    with style(dpi):
+        files = write(report, out, format) if out is not None else []
     if as_json:
         print_json(report.to_dict() | {"files": [str(file) for file in files]})
     else:
@@ -149,7 +165,7 @@ def eval_command(
     if report.stated is not None and not reproduced(report.stated, accuracy, report.result.n):
         raise CapszooError(
             f"top-1 is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
-            "look whether the data set is the one they name",
+            "check that the data set is the one they name",
         )
 
 

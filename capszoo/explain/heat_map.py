@@ -25,7 +25,7 @@ from ..models._base import NoCapsules
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, as_image, model_transform
 from ..scores import probabilities, score_kind
-from .plotting import for_display, image_style, new_figure, save, show
+from .plotting import for_display, image_style, new_figure, save, show, write_numbers
 
 __all__ = ["Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]
 
@@ -215,7 +215,12 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
     if drawn is not None:
         colour_bar(figure, drawn, list(axes))
     figure.suptitle(_caption(explanation), fontsize=11)
-    return save(figure, path, about)
+    written = save(figure, path, about)
+    if about is None:  # pictures of the docs state their source, and have no numbers beside them
+        grid = explanation.relative.nan_to_num(-1).tolist()
+        rows = [[None if value < 0 else f"{value:.5g}" for value in row] for row in grid]
+        write_numbers(written, [f"column {k}" for k in range(len(grid[0]))], rows)
+    return written
 
 
 def save_heat_grid(

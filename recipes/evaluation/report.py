@@ -17,7 +17,7 @@ from capszoo.explain.routing_stats import DEAD, RoutingStats, routing_stats
 
 from ..training.checkpoints import write_atomically
 from .metrics import EvalResult, assess, stated_top1
-from .plots import draw_report
+from .report_plots import draw_report
 from .robustness import (
     STEPS,
     AffnistResult,
@@ -157,8 +157,8 @@ def measure(
     return Report(target, result, seed, limit, stated_top1(target), **found)
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """The document and the figures, as files of a folder (made where it is not there)."""
+def write(report: Report, folder: Path, kind: str = "png") -> list[Path]:
+    """Write eval.json, the pictures (png, pdf or svg) and their numbers (csv) to a folder, which need not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         document = json.dumps(report.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -167,4 +167,4 @@ def write(report: Report, folder: Path) -> list[Path]:
         raise CapszooError(
             f"{folder}: cannot be written ({error.strerror})", "choose another folder"
         ) from None
-    return [folder / "eval.json", *draw_report(report, folder)]
+    return [folder / "eval.json", *draw_report(report, folder, kind)]

@@ -1,0 +1,247 @@
+"""Pictures of an evaluation: confusion matrix, robustness (of one model or several), routing; each with its numbers.
+
+Beside each picture lies a ``.csv`` file of the same name with the numbers that it shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capszoo.errors import CapszooError
+from capszoo.explain.convergence import IterationChanges
+from capszoo.explain.plotting import new_figure, save, write_numbers
+from capszoo.explain.routing_stats import RoutingStats
+
+from .metrics import EvalResult
+
+if TYPE_CHECKING:
+    from .report import Report
+
+__all__ = ["agreement_panel", "draw_confusion", "draw_report", "draw_robustness", "interval"]
+
+
+def draw_report(report: Report, folder: Path, kind: str = "png") -> list[Path]:
+    """Draw everything there is to draw; returns the pictures and the files of their numbers.
+
+    Args:
+        report: of an evaluation.
+        folder: that receives the files.
+        kind: png, pdf or svg.
+    """
+    title = f"{report.target.name} on {report.target.images.spec.name} ({report.target.part}), n = {report.result.n:,}"
+    written = []
+    if report.result.confusion is not None:
+        written.append(draw_confusion(report.result, title, folder / f"confusion.{kind}"))
+    if report.sweeps or report.attacks:
+        written.append(draw_robustness({report.target.name: report.to_dict()}, folder / f"robustness.{kind}"))
+    if report.routing:
+        path = folder / f"routing.{kind}"
+        written.append(_draw_routing(report.routing, report.iterations, title, path))
+    return [file for path in written for file in (path, path.with_suffix(".csv"))]
+
+
+def draw_confusion(result: EvalResult, title: str, path: Path, percent: bool = False) -> Path:
+    """Draw the confusion matrix of a result that has one.
+
+    Args:
+        result: with a confusion matrix.
+        title: above the matrix.
+        path: of the file.
+        percent: write shares of a row into the cells instead of numbers of images.
+    """
+    assert result.confusion is not None
+    table = result.confusion
+    rows = table.sum(1, keepdim=True)
+    share = (table / rows.clamp(min=1)).numpy()
+    labels = [figures.label for figures in result.per_class]
+    few = len(labels) <= 25
+    side = max(5.0, min(14.0, 0.55 * len(labels))) if few else 9.0
+    figure = new_figure(side + 1.2, side + 0.4)
+    axes = figure.subplots()
+    # By the square root, or a few errors among hundreds of images could not be seen.
+    picture = axes.imshow(share**0.5, cmap="Blues", vmin=0, vmax=1)
+    if few:
+        axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+        axes.set_yticks(range(len(labels)), labels)
+        for row, column in table.nonzero().tolist():
+            colour = "white" if share[row, column] > 0.4 else "black"
+            text = f"{share[row, column]:.0%}" if percent else str(int(table[row, column]))
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+    bar = figure.colorbar(picture, ax=axes, label="share of the true class's images (square-root scale)")
+    shown = (0, 0.01, 0.1, 0.25, 0.5, 1)
+    bar.set_ticks([tick**0.5 for tick in shown], labels=[f"{tick:.0%}" for tick in shown])
+    axes.set(xlabel="predicted class", ylabel="true class")
+    figure.suptitle(title, fontsize=10)
+    written = save(figure, path)
+    write_numbers(written, ["true class \\ predicted", *labels], zip_rows(labels, table.tolist()))
+    return written
+
+
+def zip_rows(labels: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Rows with their names before them."""
+    return [[label, *row] for label, row in zip(labels, rows, strict=True)]
+
+
+def interval(accuracy: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share, in per cent.
+
+    Args:
+        accuracy: in per cent.
+        n: images.
+    """
+    z, p = 1.96, accuracy / 100
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return 100 * max(0.0, middle - half), 100 * min(1.0, middle + half)
+
+
+def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) -> Path:
+    """Accuracy under affine changes and PGD with 95% intervals, a line for each model; the dotted line: unchanged.
+
+    Args:
+        reports: name to what ``eval.json`` holds of an evaluation with ``--robustness``.
+        path: of the file.
+
+    Raises:
+        CapszooError: a report without robustness.
+    """
+    panels: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for name, report in reports.items():
+        measured = report.get("robustness")
+        if not measured:
+            raise CapszooError(f"{name} holds no robustness", "measure it with capszoo eval --robustness")
+        for sweep in measured["sweeps"]:
+            points = list(zip(sweep["amounts"], sweep["accuracy"], strict=True))
+            panels.setdefault((sweep["name"], sweep["unit"]), {})[name] = points
+        if measured["pgd"]:
+            key = f"PGD, {measured['pgd'][0]['steps']} steps", "radius, of 255"
+            points = [(255 * one["eps"], one["accuracy"]) for one in measured["pgd"]]
+            panels.setdefault(key, {})[name] = points
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(4 * columns, 2.8 * rows + 0.8)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    numbers: list[list[Any]] = []
+    for axes, ((what, unit), lines) in zip(grid, panels.items(), strict=False):
+        for order, (name, points) in enumerate(lines.items()):
+            n, colour = int(reports[name]["n"]), f"C{order}"
+            bounds = [interval(accuracy, n) for _, accuracy in points]
+            spread = [
+                [max(0.0, a - low) for (_, a), (low, _) in zip(points, bounds, strict=True)],
+                [max(0.0, high - a) for (_, a), (_, high) in zip(points, bounds, strict=True)],
+            ]
+            amounts, accuracy = zip(*points, strict=True)
+            style = {"marker": ".", "color": colour, "capsize": 2, "linewidth": 1.2, "elinewidth": 0.8}
+            axes.errorbar(amounts, accuracy, yerr=spread, label=f"{name}, n = {n:,}", **style)
+            clean = reports[name].get("top1") or reports[name].get("exact_set")
+            if clean is not None:
+                axes.axhline(clean, color=colour, linewidth=0.8, linestyle=":", label=None if order else "unchanged images")
+            numbers += [[name, what, unit, x, y, *b, n] for (x, y), b in zip(points, bounds, strict=True)]
+        axes.set(ylim=(-2, 102), xlabel=unit, ylabel="accuracy (%)")
+        axes.set_title(what, fontsize=10)
+        axes.grid(alpha=0.3)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    found = grid[0].get_legend_handles_labels()
+    figure.legend(*found, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    first = next(iter(reports.values()))
+    figure.suptitle(f"Robustness on {first['dataset']} ({first['split']}), 95% intervals", fontsize=11)
+    written = save(figure, path)
+    header = ["model", "change", "unit", "amount", "accuracy %", "low %", "high %", "n"]
+    write_numbers(written, header, numbers)
+    return written
+
+
+def agreement_panel(axes: Any, share: Sequence[float], length: Sequence[float | None]) -> None:
+    """Draw votes by cosine into axes: their share in per cent as grey bars, their mean length as a blue line."""
+    count = len(share)
+    cosine = [(2 * k + 1) / count - 1 for k in range(count)]
+    axes.bar(cosine, share, width=1.9 / count, color="lightgrey")
+    axes.set(
+        xlabel="cosine of vote and parent", ylabel="share of the votes (%)", xlim=(-1, 1), ylim=(0, None)
+    )
+    lengths = axes.twinx()
+    points = [(c, value) for c, value in zip(cosine, length, strict=True) if value is not None]
+    lengths.plot(*zip(*points, strict=True), color="tab:blue", marker=".")
+    lengths.set_ylabel("mean length of the votes", color="tab:blue")
+    lengths.set_ylim(bottom=0)
+
+
+def _draw_routing(
+    stats: RoutingStats, iterations: tuple[IterationChanges, ...], title: str, path: Path
+) -> Path:
+    """Entropy and dead capsules by layer; votes by agreement; change by iteration; only what was measured."""
+    panels = ["couplings", *["votes"] * bool(stats.curve), *["iterations"] * bool(iterations)]
+    layers = list(range(1, len(stats.layers) + 1))
+    wide = max(2.6, 0.9 * len(layers) + 1.4)
+    widths = {"couplings": wide, "votes": 4.6, "iterations": 4.2}
+    figure = new_figure(sum(widths[panel] for panel in panels), 3.6)
+    grid = figure.subplots(1, len(panels), squeeze=False, width_ratios=[widths[p] for p in panels])[0]
+    for axes, panel in zip(grid, panels, strict=True):
+        if panel == "couplings":
+            _draw_layers(axes, stats, layers)
+        elif panel == "votes" and stats.curve:
+            agreement_panel(axes, stats.curve.share, stats.curve.length)
+            parent = "the class's capsule" if stats.curve.classes else "the pooled capsule"
+            axes.set_title(f"Agreement of votes with {parent}", fontsize=10)
+        else:
+            _draw_iterations(axes, iterations)
+    figure.suptitle(title, fontsize=11)
+    written = save(figure, path)
+    rows: list[list[Any]] = []
+    for number, layer in enumerate(stats.layers, 1):
+        rows.append(["entropy (1: even)", number, layer.entropy])
+        rows.append(["share of dead capsules", number, layer.dead / layer.competing])
+    if stats.curve:
+        for cosine, share, length in zip(
+            stats.curve.cosine, stats.curve.share, stats.curve.length, strict=True
+        ):
+            rows += [["share of votes %", cosine, share], ["mean length of votes", cosine, length]]
+    for number, changes in enumerate(iterations, 1):
+        rows += [
+            [f"change of logits, layer {number}, iteration", t, v] for t, v in enumerate(changes.logits, 1)
+        ]
+    write_numbers(written, ["what", "at", "value"], rows)
+    return written
+
+
+def _draw_layers(axes: Any, stats: RoutingStats, layers: list[int]) -> None:
+    for shift, label, values in (
+        (-0.2, "entropy (1: even)", [layer.entropy or 0.0 for layer in stats.layers]),
+        (0.2, "share of dead capsules", [layer.dead / layer.competing for layer in stats.layers]),
+    ):
+        places = [layer + shift for layer in layers]
+        axes.bar(places, values, width=0.36, label=label)
+        for place, value in zip(places, values, strict=True):
+            axes.text(place, value + 0.01, f"{value:.2f}", ha="center", fontsize=8)
+    axes.set(
+        ylim=(0, 1.35),
+        yticks=[0, 0.25, 0.5, 0.75, 1],
+        xlim=(0.4, len(layers) + 0.6),
+        xlabel="routing layer",
+        ylabel="entropy, share",
+        xticks=layers,
+    )
+    axes.set_title("Couplings", fontsize=10)
+    axes.legend(fontsize=8, loc="upper center", frameon=False)
+
+
+def _draw_iterations(axes: Any, layers: tuple[IterationChanges, ...]) -> None:
+    """The logits' change by iteration, from zero; iterations that the network does not make are hollow."""
+    for number, layer in enumerate(layers, 1):
+        points = list(enumerate(layer.logits, 1))
+        (line,) = axes.plot(*zip(*points, strict=True), label=f"layer {number}" if len(layers) > 1 else None)
+        for t, change in points:
+            inside = line.get_color() if t <= layer.own else "white"
+            axes.plot(t, change, marker="o", color=line.get_color(), markerfacecolor=inside)
+    axes.set(xlabel="routing iteration", ylabel="mean change of the logits")
+    axes.set_ylim(0, 1.12 * max(max(layer.logits) for layer in layers) or 1)
+    axes.set_xticks(range(1, len(layers[0].logits) + 1))
+    axes.set_title("Change by iteration", fontsize=10)
+    axes.plot([], [], "o", color="grey", label="iterations of the network")
+    axes.plot([], [], "o", color="grey", markerfacecolor="white", label="further iterations")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
