@@ -36,6 +36,7 @@ from capszoo.models._pretrained import (
     WeightsInfo,
     bundled_tags,
     is_hub_error,
+    limit_hub_waits,
     sha256_of,
 )
 
@@ -293,6 +294,7 @@ def _upload(
 ) -> dict[str, Any]:
     from huggingface_hub import HfApi
 
+    limit_hub_waits()
     api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
 
     def call(function: Callable[..., ResultT], **arguments: Any) -> ResultT:
@@ -321,8 +323,6 @@ def _with_patience(call: Callable[[], ResultT], repo_id: str, say: Callable[[str
             if status == 429 and left and wait is not None and wait <= LONGEST_WAIT:
                 say(f"the Hub asks for a pause of {wait} s")
                 time.sleep(wait)
-            elif status is None and not is_hub_error(error) and not isinstance(error, ValueError):
-                raise  # a mistake of ours; what the Hub answers to no purpose is a ValueError
             else:
                 raise _explained(error, status, wait, repo_id) from error
     raise AssertionError("the last round returns or raises")
@@ -385,6 +385,11 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
     reason = " ".join(str(said).split())[:200]
     if status is not None:
         return PublishError(f"the Hub refuses {repo_id} ({status}: {reason})", "mend that first")
+    if not is_hub_error(error):  # its client stumbled over the answer: a redirect, or a page that is no JSON
+        return PublishError(
+            f"the Hub's answer makes no sense ({type(error).__name__}: {reason})",
+            "check HF_ENDPOINT and any proxy, then give the same command again",
+        )
     cause = error.__cause__ or error
     reason = " ".join(str(cause).split())[:200] or type(cause).__name__
     return PublishError(

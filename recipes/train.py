@@ -39,7 +39,7 @@ from capszoo.data import Batch, Batches, ImageSet
 from capszoo.errors import CapszooError, UsageError
 from capszoo.losses import create_loss, reconstruction_loss
 from capszoo.models._feedback import FeedbackAgreement
-from capszoo.models._pretrained import WeightsError
+from capszoo.models._pretrained import WeightsError, sha256_of
 
 from .config import Recipe, RecipeError, load_recipe
 from .evaluate import evaluate
@@ -57,7 +57,7 @@ from .training.distributed import (
     sync_error,
 )
 from .training.early_stop import BestEpoch
-from .training.log import RunLog
+from .training.log import RunLog, epoch_line
 from .training.routing_probe import RoutingProbe
 from .training.run_folder import (
     RunLock,
@@ -84,7 +84,7 @@ from .training.stages import (
     staged_data,
 )
 from .training.state import Run, TrainState, check_stages, distribute, restore, save_state
-from .weights import hardware, source_commit, write_weights
+from .weights import finished_metadata, hardware, source_commit, write_weights
 
 try:
     import accelerate
@@ -347,9 +347,9 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
         log.say(line)
     parameters = sum(p.numel() for p in state.net.parameters())
     log.say(
-        f"{run.recipe.name}: {parameters:,} parameters, {len(run.data.training)} images, "
+        f"{run.recipe.name}: {parameters:,} parameters, {len(run.data.training):,} images, "
         f"{run.recipe.epochs} epochs of {run.steps} updates, {hardware(run.device)}"
-        + (f"; going on from update {state.step}" if state.step else "")
+        + (f"; resumed at update {state.step:,}" if state.step else "")
     )
     if _normalises(state.net) and run.world > 1 and run.device.type != "cuda":
         log.say("note: on CPUs, BatchNorm takes the statistics of each process's share of a batch alone")
@@ -539,8 +539,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
             raise TrainingError(f"cannot write to {run.out}: {error.strerror or error}") from error
     save_state(run, state)
     log.progress.update(log.task, completed=state.step)
-    told = (f"{key} {value}" for key, value in record.items() if key not in ("step", "routing"))
-    log.say("  ".join(told))
+    log.say(epoch_line(record, recipe.epochs))
     state.next_sync = state.step + 1
 
 
@@ -566,6 +565,8 @@ def _over(run: Run, state: TrainState) -> bool:
 
 
 def _train(run: Run) -> dict[str, Any]:
+    if run.world == 1 and (done := _finished(run)):
+        return done
     state, log = _start(run)
     clock = _Clock(state)
     try:
@@ -593,6 +594,24 @@ def _train(run: Run) -> dict[str, Any]:
     finally:
         log.close()
     return _finish(run, state, log)
+
+
+def _finished(run: Run) -> dict[str, Any] | None:
+    """The result of a run that ended before, from its metadata; None where there is something left to do."""
+    metadata = finished_metadata(run.out)
+    checkpoint, _ = latest_checkpoint(run.out) if metadata else (None, [])
+    measured = (metadata or {}).get("metrics", {})
+    if metadata is None or checkpoint is None or (run.data.test is not None) != ("test" in measured):
+        return None
+    step = int(checkpoint.state["step"])
+    if step < run.total and not run.recipe.early_stop:
+        return None
+    weights = run.out / f"{metadata['architecture']}.{metadata['tag']}.safetensors"
+    if sha256_of(weights) != metadata["sha256"]:
+        return None
+    print(f"{run.recipe.name}: already finished; choose another --out to train again", file=sys.stderr)
+    epoch = step // run.steps
+    return {"out": run.out, "finished": True, "step": step, "epoch": epoch, "weights": weights, **measured}
 
 
 def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, 
 from capszoo.reading import default_background
 from capszoo.scores import kind_for
 
+from .config import list_recipes
 from .evaluate import evaluate
 from .training.checkpoints import write_atomically, write_safetensors
 from .training.history import history_of, read_records
@@ -45,6 +46,7 @@ __all__ = [
     "amend_metadata",
     "bundle",
     "canonical_keys",
+    "finished_metadata",
     "finished_run",
     "golden_file",
     "golden_outputs",
@@ -54,6 +56,9 @@ __all__ = [
     "store_half",
     "write_weights",
 ]
+
+ZOO_LICENSE, USER_LICENSE = "apache-2.0", "unknown"
+"""Of weights from a recipe of the package, and of others: whose they are, and whose images, only the user knows."""
 
 SUFFIXES = (".safetensors", ".golden.npz", ".json")  # the metadata comes last: it makes the tag exist
 
@@ -164,6 +169,15 @@ def finished_run(run: str | Path) -> Path:
     return weights
 
 
+def finished_metadata(run: Path) -> dict[str, Any] | None:
+    """The metadata that a finished run left in its folder; None where it is not finished."""
+    try:
+        found: dict[str, Any] = json.loads(finished_run(run).with_suffix(".json").read_text(encoding="utf-8"))
+    except (WeightsError, OSError, ValueError):
+        return None
+    return found
+
+
 def _room(target: Path, name: str, size: int, file_limit: int, folder_limit: int) -> bool:
     others = sum(f.stat().st_size for f in target.glob("*") if f.name != name)
     return size <= file_limit and others + size <= folder_limit
@@ -196,7 +210,7 @@ def write_weights(
     metadata = {
         "architecture": architecture,
         "tag": tag,
-        "license": "apache-2.0",
+        "license": ZOO_LICENSE if stem in list_recipes() else USER_LICENSE,
         "sha256": sha256_of(weights),
         "storage": storage,
         "num_params": sum(p.numel() for p in net.parameters()),

@@ -36,10 +36,16 @@ def main() -> None:
     step("1. What are these digits?", "predict", MODEL, DIGITS, "--topk", "2")
     step("2. Another routing on the same digits", "predict", OTHER, DIGITS, "--topk", "1")
     step(
-        "3. Where did the capsules look?", "explain", MODEL, f"{DIGITS}/digit_0.png", "--out", "demo/heat.png"
+        "3. Where did the capsules look?",
+        "explain",
+        "heatmap",
+        MODEL,
+        f"{DIGITS}/digit_0.png",
+        "--out",
+        "demo/heat.png",
     )
     step(
-        "4. The same network as an ONNX file, proved equal",
+        "4. The same network as an ONNX file, verified against the original",
         *("export", MODEL, "--out", f"demo/{MODEL}.onnx", "--verify-data", DIGITS),
     )
     print("\nThe files lie here:")

@@ -82,7 +82,7 @@ def curve_file(docs: Path, name: str) -> Path:
 def _source(info: WeightsInfo) -> str:
     """What a picture is drawn from, as it states it itself."""
     history = json.dumps(info.metadata.history)
-    return f"training of {info.name}, history {hashlib.sha256(history.encode()).hexdigest()[:16]}"
+    return f"training of {info.name}, history {hashlib.sha256(history.encode()).hexdigest()[:16]}, style 2"
 
 
 def stale_curves(docs: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,6 +27,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     times: int = 1
     drop: bool = False
+    hang: float = 0.0  # seconds without an answer
     corrupt: bool = False
 
 
@@ -97,6 +99,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rfile.read(1000)
                 return self._break()
         body = self._body()
+        if fault and fault.hang:
+            time.sleep(fault.hang)
+            return self._break()
         if fault and fault.status:
             return self._answer(fault.status, {"error": "as ordered"}, fault.headers)
         signed = self.headers.get("Authorization") == f"Bearer {hub.token}"

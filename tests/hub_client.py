@@ -45,6 +45,8 @@ class Client:
             "HF_HOME": str(home),
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DOWNLOAD_TIMEOUT": "5",
+            "HF_HUB_ETAG_TIMEOUT": "5",
+            "CAPSZOO_HUB_TIMEOUT": "5",
         }
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         self.process = subprocess.Popen(

@@ -332,6 +332,21 @@ def test_export_of_a_run_checks_its_images(trained: Path, pictures: Path, tmp_pa
     assert [d["batch"] for d in report["comparisons"] if d["probe"] == "images"] == [2]
 
 
+def test_export_leaves_out_what_cannot_be_read(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "a.png").write_bytes((pictures / "a.png").read_bytes())
+    (images / "b.png").write_bytes((pictures / "a.png").read_bytes()[:60])
+    line = ("export", trained, "--out", tmp_path / "m.onnx", "--quick", "--verify-data", images)
+    assert "b.png: cannot be read" in fails(1, *line)
+    found = run(*line, "--skip-bad", "--json")
+    assert found.exit_code == 0 and "note: left out: " in found.stderr and "b.png" in found.stderr
+    assert [d["batch"] for d in json.loads(found.stdout)["comparisons"] if d["probe"] == "images"] == [1]
+    (images / "a.png").write_text("no image")
+    assert "none of the 2 images can be read" in fails(1, *line, "--skip-bad")
+
+
 def test_export_errors(trained: Path, tmp_path: Path) -> None:
     assert "give a name such as model.onnx" in fails(2, "export", MODEL, "--out", tmp_path / "model.pt")
     for batch in ("4,2,1", "0", "1,2", "many"):

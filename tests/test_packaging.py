@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import re
 import shutil
 import subprocess
@@ -147,6 +148,51 @@ def test_source_archive_holds_the_weights_but_for_large_ones(
     with zipfile.ZipFile(wheel) as built:
         names |= set(built.namelist())
     assert not any("weights-large" in name or "large.net" in name for name in names)
+
+
+def test_an_editable_install_works_from_the_folder_above(root: Path, tmp_path: Path) -> None:
+    """There the checkout's own folder, `capszoo/` without `__init__.py`, looks like a namespace package."""
+    source, site = tmp_path / "capszoo", tmp_path / "site"
+    source.mkdir()
+    for folder in PACKAGE_ROOTS:
+        (source / folder).symlink_to(root / folder)
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "hubconf.py"):
+        shutil.copy(root / name, source / name)
+    site.mkdir()
+    code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        archive.extractall(site)
+    code = (
+        "import site, sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
+        f"sys.path = [p for p in sys.path if p != {str(root)!r}]\n"
+        f"site.addsitedir({str(site)!r})\n"
+        "import capszoo, capszoo.recipes, capszoo.export\n"
+        "print(capszoo.create_model.__name__, capszoo.__path__)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("create_model "), done.stderr
+    assert str(source) in done.stdout
+
+
+def test_doctor_knows_the_extras(root: Path) -> None:
+    from capszoo.cli.doctor import EXTRAS
+
+    extras = _project(root)["project"]["optional-dependencies"]
+    assert set(EXTRAS) <= set(extras)
+    assert extras["all"] == ["capszoo[explain,train,export]"]
 
 
 def test_wheel_states_version_and_command(wheel: Path) -> None:

@@ -163,6 +163,14 @@ def export_command(
             rich_help_panel="Verification",
         ),
     ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Leave out images of --verify-data and --calibrate that cannot be read.",
+            rich_help_panel="Verification",
+        ),
+    ] = False,
     quick: Annotated[
         bool,
         typer.Option(
@@ -215,7 +223,7 @@ def export_command(
     )
     _check_int8_options(options.precision, calibrate, images)
     load: dict[str, Any] = dict(pretrained=pretrained, **given(img_size=parse_size(img_size)))
-    _export(model, load, out, options, images, calibrate, data, as_json)
+    _export(model, load, out, options, images, calibrate, data, as_json, [] if skip_bad else None)
 
 
 def _check_int8_options(precision: str, calibrate: str | None, images: str | None) -> None:
@@ -237,8 +245,9 @@ def _export(
     calibrate: str | None,
     data: Path | None,
     as_json: bool,
+    skipped: list[str] | None = None,
 ) -> None:
-    """Load the model and its images, write what the options ask for, and print what was proved of it.
+    """Load the model and its images, write what the options ask for, and print what was verified.
 
     Args:
         model: as the user named it.
@@ -247,6 +256,7 @@ def _export(
         images: where the images lie whose answers are compared.
         calibrate: where those lie that give INT8 its ranges.
         data: folder of the data sets.
+        skipped: receives a line for each image that cannot be read; None refuses such images.
     """
     from ..export import bundle, to_onnx
     from ..export.options import BundleOptions
@@ -259,7 +269,11 @@ def _export(
         raise CapszooError(error.message, "--no-pretrained exports the untrained architecture") from None
 
     def opened(where: str | None, split: str, limit: int) -> RealImages | None:
-        return None if where is None else open_images(net, where, split, limit, options.uint8_input, data)
+        return (
+            None
+            if where is None
+            else open_images(net, where, split, limit, options.uint8_input, data, skipped)
+        )
 
     options = replace(
         options,
@@ -267,6 +281,8 @@ def _export(
         calibration=opened(calibrate, "train", CALIBRATION_IMAGES),
     )
     console = stderr()
+    for line in skipped or ():
+        console.print(f"note: left out: {escape(line)}", soft_wrap=True)
     with console.status("exporting") as status:
         options = replace(options, progress=lambda line: status.update(escape(line)))
         if isinstance(options, BundleOptions):

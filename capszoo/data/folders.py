@@ -298,6 +298,12 @@ def _open_images(
     training = _split_folder(folder, _SPLITS["train"])
     if root is None or training is None:
         missing = _SPLITS["train" if training is None else split]
+        flat = sum(file.suffix.lower() in IMG_EXTENSIONS for file in folder.iterdir())
+        if flat and not any(sub.is_dir() for sub in folder.iterdir()):
+            raise DataError(
+                f"{name}: {folder} holds {flat} images and no class folders",
+                "put the images of each class into a sub-folder of its name",
+            )
         raise DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
     try:
         classes, numbers = find_classes(str(training))
@@ -431,7 +437,7 @@ def _hub_splits(
         if download is None:
             raise DataError(
                 f"{name} is in no data folder, and fetched only when told where to: "
-                f"python -m capszoo.data fetch hf:{repository} --to FOLDER"
+                f"capszoo data fetch hf:{repository} --to FOLDER"
             ) from error
         folder = fetch_repository(repository, download)
     try:

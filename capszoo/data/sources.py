@@ -206,8 +206,10 @@ def load_dataset(
                 f"{pickled} holds pickles, which can run any code and are not read: {spec.remedy}"
             )
         where = f"not in {', '.join(map(str, roots))}" if roots else "CAPSZOO_DATA names no folder"
+        by_command = f", or `capszoo data fetch {name} --to FOLDER`" if remote_files(origin, split) else ""
         raise DataError(
-            f"{spec.title} ({split}) not found: {where}; give its folder with --data or CAPSZOO_DATA ({spec.remedy})"
+            f"{spec.title} ({split}) not found: {where}; give its folder with --data or CAPSZOO_DATA "
+            f"({spec.remedy}){by_command}"
         )
     images, labels = found
     if size or resize or spec.side:

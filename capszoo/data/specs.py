@@ -204,7 +204,7 @@ DATASETS: dict[str, DatasetSpec] = {
             counts={"train": 0, "test": 0},
             folders=("h_imagenet", ""),
             source="built from ILSVRC 2012 after Li et al. 2018 (EncapNet), section 4.1",
-            remedy="build it once: python -m capszoo.data h_imagenet ILSVRC_FOLDER OUT",
+            remedy="build it once: capszoo data h-imagenet ILSVRC_FOLDER OUT",
             side=156,
         ),
     )

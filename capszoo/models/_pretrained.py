@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, weights_folders
+from capszoo.errors import UsageError
 
 from ._metadata import ModelConfig, WeightsError
 
@@ -140,6 +142,40 @@ def is_hub_error(error: BaseException) -> bool:
     return False
 
 
+#: Seconds that the Hub may leave a call without a byte, unless ``CAPSZOO_HUB_TIMEOUT`` says otherwise. Downloads have
+#: limits of their client's own, ``HF_HUB_ETAG_TIMEOUT`` and ``HF_HUB_DOWNLOAD_TIMEOUT``: 10 seconds, tried a few times.
+HUB_SECONDS = 60.0
+
+
+def limit_hub_waits() -> None:
+    """Give calls of the Hub's client a time limit; its own default is to wait for ever.
+
+    Raises:
+        UsageError: ``CAPSZOO_HUB_TIMEOUT`` is no number of seconds above 0.
+    """
+    stated = os.environ.get("CAPSZOO_HUB_TIMEOUT", str(HUB_SECONDS))
+    try:
+        seconds = float(stated)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"CAPSZOO_HUB_TIMEOUT is '{stated[:60]}'", "give a number of seconds, such as 60")
+    from huggingface_hub.utils import get_session
+
+    session: Any = get_session()
+    if hasattr(session, "timeout"):
+        session.timeout = seconds  # httpx, of huggingface_hub 1.0 and newer; one client for the whole process
+        return
+    from huggingface_hub import configure_http_backend
+    from requests import Session  # type: ignore[import-untyped]
+
+    class Limited(Session):
+        def request(self, *arguments: Any, **options: Any) -> Any:
+            return super().request(*arguments, **{"timeout": seconds, **options})
+
+    configure_http_backend(backend_factory=Limited)
+
+
 def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig:
     """The ``config.json`` of a repository of the Hub; one that is damaged in the client's cache is fetched anew.
 
@@ -149,6 +185,7 @@ def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig
     """
     from huggingface_hub import hf_hub_download
 
+    limit_hub_waits()
     name, _, revision = repo_id.partition("@")
 
     def fetch(anew: bool) -> Path:

@@ -1,7 +1,8 @@
-"""A bundle that was written before: checked again, run, and its runtimes held against each other."""
+"""A bundle that was written before: verified again, run, and its runtimes compared."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -62,17 +63,11 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
     check.steps.append(GateStep("sha256 of the files", not wrong, "; ".join(wrong) or whole))
     if wrong:
         return check  # nothing more is to be said of files that are not those of the manifest
+    check.steps.append(_client_files(folder, manifest))
     require_libraries(True)
-    import onnx
-
-    proto = onnx.load(folder / "model.onnx")
-    batch = tuple(manifest["batch"][key] for key in ("min", "usual", "max"))
-    problems = inspect_graph(proto, batch)  # type: ignore[arg-type]
-    opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-    if opset != manifest["opset"]:
-        problems.append(f"opset is {opset}, the manifest says {manifest['opset']}")
-    detail = problems[0] if problems else f"{len(proto.graph.node)} nodes, opset {opset}"
-    check.steps.append(GateStep("structure", not problems, detail))
+    check.steps.append(_structure(folder / "model.onnx", manifest))
+    if not check.steps[-1].passed:
+        return check  # a graph against the rules is not run
 
     runner = open_runner("onnxruntime", folder, manifest)
     stored = read_npz(folder / "reference.npz", ("images", "scores"), max_bytes=2**30)
@@ -80,13 +75,62 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
     if not images.size or not expected.size:
         raise CapszooError(f"{folder / 'reference.npz'}: holds no inputs", "export again")
     index = [output["name"] for output in manifest["outputs"]].index("scores")
-    got = runner(images)[index]
+    try:
+        got = runner(images)[index]
+    except Exception as error:  # ONNX Runtime's own errors are of many kinds
+        reason = first_line(error)
+        check.steps.append(GateStep("parity with the stored answers", False, f"does not run: {reason}"))
+        return check
     check.steps.append(_verified("parity with the stored answers", expected, got, manifest))
     check.steps.append(_against_original(runner, images, index, manifest))
     return check
 
 
+def _client_files(folder: Path, manifest: dict[str, Any]) -> GateStep:
+    """Whether the files that a client reads say what the manifest says."""
+    name = "preprocess.json and labels.txt"
+    try:
+        spec = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
+        labels = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError, RecursionError) as e:
+        return GateStep(name, False, f"cannot be read ({first_line(e)})")
+    if not isinstance(spec, dict):
+        return GateStep(name, False, "preprocess.json is no object")
+    other = [key for key, value in spec.items() if manifest["input"].get(key, value) != value]
+    other += [key for key in ("channels", "size", "mean", "std", "dtype", "batch") if key not in spec]
+    if other:
+        return GateStep(name, False, f"preprocess.json differs from the manifest in {other[0]}")
+    if labels != [line for label in manifest["labels"] for line in label.splitlines() or [""]]:
+        return GateStep(name, False, "labels.txt differs from the manifest")
+    return GateStep(name, True, f"{len(labels)} classes")
+
+
+def _structure(path: Path, manifest: dict[str, Any]) -> GateStep:
+    """Whether the graph keeps to our rules; nothing beside its own file is read."""
+    import onnx
+
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's own errors
+        return GateStep("structure", False, f"model.onnx holds no graph ({first_line(error)})")
+    outside = onnx.TensorProto.EXTERNAL
+    if any(tensor.data_location == outside for tensor in proto.graph.initializer):
+        return GateStep("structure", False, "model.onnx refers to data in another file")
+    batch = tuple(manifest["batch"][key] for key in ("min", "usual", "max"))
+    opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), None)
+    try:
+        problems = inspect_graph(proto, batch)  # type: ignore[arg-type]
+    except Exception as error:  # of a graph that no exporter wrote: of many kinds
+        problems = [f"cannot be inspected ({first_line(error)})"]
+    if opset != manifest["opset"]:
+        problems.append(f"opset is {opset}, the manifest says {manifest['opset']}")
+    detail = problems[0] if problems else f"{len(proto.graph.node)} nodes, opset {opset}"
+    return GateStep("structure", not problems, detail)
+
+
 def _verified(name: str, expected: np.ndarray, got: np.ndarray, manifest: dict[str, Any]) -> GateStep:
+    if expected.shape != got.shape:
+        return GateStep(name, False, f"scores of shape {got.shape}, not {expected.shape}")
     difference = compare.compare_outputs([expected], [got])
     limit = float(manifest["tolerance"])
     detail = (
@@ -102,7 +146,7 @@ def _against_original(
     try:
         prepared = _original(manifest)
     except (CapszooError, WeightsError, ValueError, OSError) as e:
-        return GateStep(name, None, f"not run: the model is not at hand ({first_line(e)})")
+        return GateStep(name, None, f"not run: the model cannot be created here ({first_line(e)})")
     return _verified(
         name, compare.EagerRunner(prepared.original)(images)[index], runner(images)[index], manifest
     )

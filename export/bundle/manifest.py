@@ -25,6 +25,7 @@ from capszoo.summary import iteration_attributes
 from .. import compare, unroll
 from ..prepare import PreparedModel
 from ..report import ExportReport, first_line
+from .manifest_model import SCHEMA, check_manifest
 
 __all__ = [
     "SCHEMA",
@@ -35,8 +36,6 @@ __all__ = [
     "read_manifest",
     "state_digest",
 ]
-
-SCHEMA = 1
 
 _MEANING = {
     "scores": "class scores; their argmax is the prediction (capsule lengths, activations or logits)",
@@ -57,11 +56,9 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CapszooError(f"{folder}: no bundle (no manifest.json)", "write one: capszoo export") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CapszooError(f"{path}: cannot be read ({first_line(e)})", "export again") from None
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        raise CapszooError(f"{path}: not a manifest of schema {SCHEMA}", "export again with this version")
-    return manifest
+    return check_manifest(manifest, path)
 
 
 def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportReport) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def open_images(
     limit: int | None = None,
     uint8_input: bool = False,
     data: str | Path | None = None,
+    skipped: list[str] | None = None,
 ) -> RealImages:
     """Images of a data set, a file or a folder.
 
@@ -59,12 +60,13 @@ def open_images(
         limit: take no more, evenly spread.
         uint8_input: leave them as uint8.
         data: folder of the data sets; None asks ``CAPSZOO_DATA``.
+        skipped: receives a line for each image that cannot be read, which is left out; None refuses such images.
 
     Raises:
         CapszooError: there is no such data set or path, it has other classes than the model, or several in an image.
     """
     if where in DATASETS or where.startswith(tuple(PREFIXES)):
-        return _of_data_set(model, where, split, limit, uint8_input, data)
+        return _of_data_set(model, where, split, limit, uint8_input, data, skipped)
     if not Path(where).exists():
         try:
             check_name(where)
@@ -72,13 +74,21 @@ def open_images(
             raise CapszooError(f"{where} is no file, no folder and no data set: {e}") from None
     files = find_images([where])
     files = [files[i] for i in _spread(len(files), limit)]
+    if skipped is not None:
+        files = _readable(files, skipped)
     return RealImages(load_images(model, files, uint8_input), _classes(model, files), where)
 
 
 def _of_data_set(
-    model: nn.Module, name: str, split: str, limit: int | None, uint8_input: bool, data: str | Path | None
+    model: nn.Module,
+    name: str,
+    split: str,
+    limit: int | None,
+    uint8_input: bool,
+    data: str | Path | None,
+    skipped: list[str] | None,
 ) -> RealImages:
-    found = load_dataset(name, split, data)
+    found = load_dataset(name, split, data, skipped=skipped)
     classes = int(getattr(model, "num_classes", 0))
     if found.spec.multi_label:
         raise CapszooError(f"{name} has several classes in an image", "name a data set with one")
@@ -96,6 +106,21 @@ def _of_data_set(
     return RealImages(
         transformed(model, pictures, uint8_input), found.labels[picked].long(), f"{name} ({split})"
     )
+
+
+def _readable(files: Sequence[Path], skipped: list[str]) -> list[Path]:
+    """The files that can be read; a line about each of the others is added to ``skipped``."""
+    found = []
+    for file in files:
+        try:
+            load_image(file)
+        except CapszooError as error:
+            skipped.append(str(error))
+        else:
+            found.append(file)
+    if not found:
+        raise CapszooError(f"none of the {len(files)} images can be read", skipped[0])
+    return found
 
 
 def load_images(model: nn.Module, files: Iterable[str | Path], uint8_input: bool = False) -> Tensor:

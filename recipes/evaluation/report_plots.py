@@ -138,7 +138,13 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
             axes.errorbar(amounts, accuracy, yerr=spread, label=f"{name}, n = {n:,}", **style)
             clean = reports[name].get("top1") or reports[name].get("exact_set")
             if clean is not None:
-                axes.axhline(clean, color=colour, linewidth=0.8, linestyle=":", label=None if order else "unchanged images")
+                axes.axhline(
+                    clean,
+                    color=colour,
+                    linewidth=0.8,
+                    linestyle=":",
+                    label=None if order else "unchanged images",
+                )
             numbers += [[name, what, unit, x, y, *b, n] for (x, y), b in zip(points, bounds, strict=True)]
         axes.set(ylim=(-2, 102), xlabel=unit, ylabel="accuracy (%)")
         axes.set_title(what, fontsize=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,25 @@ __all__ = ["RunLog"]
 
 SECONDS_BETWEEN_LINES = 60
 SECONDS_BETWEEN_CURVES = 60  # drawing takes a second, which is an epoch of a small run
+
+
+def epoch_line(record: Mapping[str, Any], epochs: int) -> str:
+    """What a person wants to know of an epoch, in one line.
+
+    Args:
+        record: of the epoch, as `metrics.jsonl` keeps it.
+        epochs: of the whole run.
+    """
+    parts = [f"epoch {record['epoch']}/{epochs}"]
+    if record.get("train_loss") is not None:
+        parts.append(f"loss {record['train_loss']:.4f}")
+    parts.append(f"training accuracy {record['train_top1']:.2f}%")
+    if record.get("val_top1") is not None:
+        parts.append(f"validation accuracy {record['val_top1']:.2f}%")
+    if record.get("size") is not None:
+        parts.append(f"images of {record['size']} pixels")
+    parts += [f"lr {record['lr']:.3g}", f"{record['images_per_s']:,} images/s"]
+    return ", ".join([*parts, str(timedelta(seconds=round(record["seconds"])))])
 
 
 class RunLog:

@@ -22,14 +22,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from capszoo.models._pretrained import WeightsError
-
 from ..config import Recipe, RecipeError, load_recipe
-from ..weights import amend_metadata, finished_run
+from ..weights import amend_metadata, finished_metadata, finished_run
 from .checkpoints import write_atomically
 from .distributed import Stopped, StopRequest, TrainingError
 
-__all__ = ["Job", "finished_metadata", "run_jobs", "seeds_summary", "train_seeds", "train_together"]
+__all__ = ["Job", "run_jobs", "seeds_summary", "train_seeds", "train_together"]
 
 LOOK_SECONDS = 0.5
 
@@ -200,15 +198,6 @@ def train_together(
     parent = Path(out) if out else Path("runs")
     arguments = _arguments(overrides, data, cpu, profile)
     run_jobs([Job(recipe, parent / name, arguments) for recipe, name in zip(recipes, names, strict=True)])
-
-
-def finished_metadata(run: Path) -> dict[str, Any] | None:
-    """The metadata that a finished run left in its folder; None where it is not finished."""
-    try:
-        found: dict[str, Any] = json.loads(finished_run(run).with_suffix(".json").read_text(encoding="utf-8"))
-    except (WeightsError, OSError, ValueError):
-        return None
-    return found
 
 
 def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from capszoo.models._pretrained import bundled_tags
 
 from ..config import CONFIGS, RecipeError, load_recipe
+from ..weights import finished_metadata
 from .history import read_records
-from .multi_run import Job, _arguments, finished_metadata, run_jobs
+from .multi_run import Job, _arguments, run_jobs
 from .state_folder import load_states, save_states
 
 __all__ = ["QueueItem", "QueueState", "queue_state", "read_queue", "train_queue"]

@@ -171,8 +171,9 @@ def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
     modules = dict(net.named_modules())
     body = getattr(net, "stages", None) if isinstance(net, capszoo.CapsuleNet) else net
     modules |= {"body": body, "all": net}
+    modules.pop("", None)  # the net's own name
     for part in parts:
-        if part not in modules or not part:
+        if part not in modules:
             raise RecipeError(f"{recipe.name}: init.freeze: {unknown_name('module', part, modules)}")
         modules[part].requires_grad_(False)
     net.get_classifier().requires_grad_(True)

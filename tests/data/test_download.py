@@ -131,7 +131,7 @@ def test_command_line(
     assert main(["check", "cifar100", "--data", str(tmp_path / "here")]) == 1
     assert "1 images, expected 50000" in capsys.readouterr().err
     assert main(["fetch", "h_imagenet", "--to", str(tmp_path)]) == 1
-    assert "python -m capszoo.data h_imagenet" in capsys.readouterr().err
+    assert "capszoo data h-imagenet" in capsys.readouterr().err
     assert main(["fetch", "cifar1000", "--to", str(tmp_path)]) == 1
     assert "did you mean 'cifar100'" in capsys.readouterr().err
     assert main(["list"]) == 0

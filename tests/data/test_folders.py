@@ -117,7 +117,7 @@ def test_imagefolder_mistakes(pictures: Path) -> None:
         load_dataset(name, "train")
     with pytest.raises(DataError, match="has no sub-folder test or val"):
         load_dataset(f"imagefolder:{pictures / 'train'}", "test")
-    with pytest.raises(DataError, match="has no sub-folder train"):
+    with pytest.raises(DataError, match="images and no class folders: put the images of each class"):
         load_dataset(f"imagefolder:{pictures / 'train' / 'dog'}", "train")
 
 
@@ -224,9 +224,7 @@ def test_a_repository_is_fetched_only_to_a_folder(monkeypatch: pytest.MonkeyPatc
         raise OSError("no route to the Hub\nand much more")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(
-        DataError, match="only when told where to: python -m capszoo.data fetch hf:some/thing"
-    ):
+    with pytest.raises(DataError, match="only when told where to: capszoo data fetch hf:some/thing"):
         load_dataset("hf:some/thing", "train")
     with pytest.raises(DataError, match="cannot fetch hf:some/thing: no route to the Hub$"):
         load_dataset("hf:some/thing", "train", download=tmp_path)

@@ -93,7 +93,7 @@ def test_build_and_load(ilsvrc: Path, tmp_path: Path) -> None:
 
 def test_mistakes_are_one_line(ilsvrc: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="build it once: python -m capszoo.data h_imagenet"):
+    with pytest.raises(DataError, match="build it once: capszoo data h-imagenet"):
         load_dataset("h_imagenet", "train", tmp_path / "empty")
     with pytest.raises(DataError, match="is no copy of ILSVRC 2012: .* is missing"):
         Ilsvrc(tmp_path / "empty")

@@ -218,6 +218,9 @@ def test_frozen_modules_by_name_and_mistakes(photos: Path, tmp_path: Path) -> No
     assert not torch.equal(before["stages.layer1.0.conv1.weight"], after["stages.layer1.0.conv1.weight"])
     with pytest.raises(RecipeError, match="unknown module 'stages.stam': did you mean 'stages.stem'"):
         finetune(MODEL, photos, tmp_path / "no", freeze=["stages.stam"])
+    with pytest.raises(RecipeError, match="unknown module 'foo'") as caught:
+        finetune(MODEL, photos, tmp_path / "no", freeze=["foo"])
+    assert "''" not in str(caught.value)
     assert not (tmp_path / "no").exists()
 
 
@@ -330,7 +333,7 @@ def test_killed_and_started_again(root: Path, photos: Path, tmp_path: Path) -> N
     process.kill()
     assert process.wait() == -signal.SIGKILL, "it was still under way"
     done = run("finetune", MODEL, *arguments)
-    assert done.exit_code == 0 and "going on from update" in done.stdout, done.output
+    assert done.exit_code == 0 and "resumed at update" in done.stdout, done.output
     whole = finetune(MODEL, photos, tmp_path / "whole", epochs=6, cpu=True)
     expected, found = weights_of(whole), load_file(out / "resnet20_routingcaps.my_photos.safetensors")
     assert all(torch.equal(expected[key], found[key]) for key in expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
+import capszoo
 from capszoo.data import dataset_spec
 from capszoo.recipes import publish as module
 from capszoo.recipes.config import load_recipe
@@ -255,6 +257,9 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
     assert done.code == 1 and "the sha256 of model.safetensors is" in done.error
 
 
+REDIRECTED, MOVED = ("/repos/create", "/preupload/", "/commit/"), {"Location": "/nowhere"}
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -262,6 +267,7 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
         (Fault("POST", "/preupload/", 429, {"RateLimit": '"api";r=0;t=7'}, times=99), "again in 7 s"),
         (Fault("PUT", "/lfs/", drop=True, times=99), "the connection to the Hub broke"),
         (Fault("POST", "/commit/", 500), "the Hub failed (500)"),
+        (Fault("POST", REDIRECTED[0], 302, MOVED, times=99), "the Hub"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -275,15 +281,20 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
                 (Fault("PUT", "/lfs/", 500, times=99), "the Hub failed (500)"),
                 (Fault("POST", "/commit/", 409), "changed by someone else at the same time"),
                 (Fault("POST", "/commit/", drop=True), "the connection to the Hub broke"),
+                (Fault("POST", "/repos/create", hang=8, times=99), "the connection to the Hub broke"),
+                (Fault("POST", "/commit/", hang=8, times=99), "the connection to the Hub broke"),
+                *((Fault("POST", path, 302, MOVED, times=99), "the Hub") for path in REDIRECTED[1:]),
             )
         ),
     ],
-    ids=lambda value: f"{value.path}-{value.status or 'drop'}" if isinstance(value, Fault) else "",
+    ids=lambda value: (
+        f"{value.path}-{value.status or value.hang or 'drop'}" if isinstance(value, Fault) else ""
+    ),
 )
 def test_every_failure_is_one_line_and_a_repeat_finishes(
     hub: Hub, client: Client, tmp_path: Path, fault: Fault, message: str
 ) -> None:
-    name = re.sub(r"\W+", "-", f"{fault.path}{fault.status}").strip("-")
+    name = re.sub(r"\W+", "-", f"{fault.path}{fault.status}{fault.hang:.0f}").strip("-")
     run = write_run(
         tmp_path / "run", seed=zlib.crc32(name.encode())
     )  # weights of its own, which the Hub has not
@@ -292,6 +303,8 @@ def test_every_failure_is_one_line_and_a_repeat_finishes(
     assert done.code == 1 and message in done.error, done.err
     before = hub.repos.get(f"me/{name}")
     assert before is None or not before.files, "nothing half-published"
+    if fault.status == 302:
+        hub.unknown.clear()  # where the redirect led
     hub.faults, arrived = [], {path for call, path in hub.calls if call == "PUT" and path[5:] in hub.lfs}
     hub.calls = []
     done = client.capszoo("publish", run, f"me/{name}")
@@ -328,6 +341,46 @@ def test_what_passes_by_itself_is_waited_for(
     done = client.capszoo("publish", write_run(tmp_path / "run", seed=zlib.crc32(name.encode())), name)
     assert done.code == 0, done.err
     assert waited in [round(seconds) for seconds in done.waited] and set(hub.repos[name].files) == FILES
+
+
+def test_a_configuration_damaged_in_the_cache_is_fetched_anew(
+    hub: Hub, client: Client, tmp_path: Path, home: Path
+) -> None:
+    assert client.capszoo("publish", write_run(tmp_path / "run", seed=8), "me/cached").code == 0
+    code = "import capszoo; capszoo.create_model('hf-hub:me/cached', pretrained=True)"
+    assert client.python(code).code == 0
+    (cached,) = (home / "hub" / "models--me--cached").glob("snapshots/*/config.json")
+    whole = cached.read_bytes()
+    for damaged in (
+        b"",
+        whole[:100],
+        b"[]",
+        b"null",
+        b"\xff" + whole,
+        whole.replace(b'"architecture"', b'"arch"'),
+    ):
+        cached.resolve().write_bytes(damaged)
+        done = client.python(code)
+        assert done.code == 0, (damaged[:20], done.err)
+        assert cached.read_bytes() == whole
+    hub.faults = [Fault("GET", "config.json", 302, {"Location": "file:///etc/passwd"}, times=99)]
+    cached.resolve().write_bytes(b"[]")
+    digit = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
+    done = client.capszoo("predict", "hf-hub:me/cached", digit)
+    assert done.code == 1 and "root:" not in done.err and len(done.error) < 600
+    hub.faults = []
+    assert client.python(code).code == 0
+
+
+@pytest.mark.slow
+def test_a_hub_that_never_answers_a_download_is_given_up(hub: Hub, client: Client, tmp_path: Path) -> None:
+    assert client.capszoo("publish", write_run(tmp_path / "run", seed=9), "me/silent").code == 0
+    hub.faults = [Fault(method, "/silent/resolve/", hang=8, times=99) for method in ("HEAD", "GET")]
+    start = time.monotonic()
+    digit = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
+    done = client.capszoo("predict", "hf-hub:me/silent", digit)
+    assert done.code == 1 and "me/silent" in done.error
+    assert time.monotonic() - start < 120
 
 
 def test_a_damaged_download_does_not_stay(hub: Hub, client: Client, tmp_path: Path, home: Path) -> None:

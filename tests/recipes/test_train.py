@@ -146,6 +146,28 @@ def test_resume_is_bit_exact(
     assert metrics("whole") == metrics("parts") and len(metrics("whole")) == 2
 
 
+def test_a_finished_run_is_not_evaluated_again(
+    tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
+    printed = capsys.readouterr().out
+    assert "epoch 1/" in printed and "training accuracy" in printed and "train_top1" not in printed
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "evaluate", None)
+        again = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
+    said = capsys.readouterr()
+    assert "already finished; choose another --out" in said.err and said.out == ""
+    assert again == first
+    first["weights"].write_bytes(first["weights"].read_bytes()[:-1] + b"x")  # damaged: written again
+    mended = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
+    assert mended["test"] == first["test"] and "resumed at update" in capsys.readouterr().out
+
+
+def test_a_user_s_weights_assert_no_licence(tiny_mnist: Path, tmp_path: Path) -> None:
+    own = train(tiny_recipe(tag="mine", epochs=1), out=tmp_path / "own", data=tiny_mnist)["weights"]
+    assert json.loads(own.with_suffix(".json").read_text())["license"] == "unknown"
+
+
 def test_seed_changes_the_run(tiny_mnist: Path, tmp_path: Path) -> None:
     one, two = (
         load_file(train(tiny_recipe(epochs=1, seed=s), out=tmp_path / str(s), data=tiny_mnist)["weights"])
@@ -165,7 +187,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     capsys.readouterr()
     resumed = train(recipe, out=tmp_path / "run", data=tiny_mnist)
     printed = capsys.readouterr().out
-    assert "skipped the damaged checkpoint step-00000002" in printed and "going on from update 1" in printed
+    assert "skipped the damaged checkpoint step-00000002" in printed and "resumed at update 1" in printed
     expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 

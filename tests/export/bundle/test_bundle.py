@@ -233,10 +233,10 @@ def test_triton_configuration_parses(served: tuple[Path, dict[str, Any]], fixed:
 
 def test_check(served: tuple[Path, dict[str, Any]], fixed: Path) -> None:
     found = check_bundle(served[0])
-    assert found.passed and [step.passed for step in found.steps] == [True] * 4
+    assert found.passed and [step.passed for step in found.steps] == [True] * 5
     other = check_bundle(fixed)
-    assert other.passed and [step.passed for step in other.steps] == [True, True, True, None]
-    assert "not at hand" in other.steps[3].detail
+    assert other.passed and [step.passed for step in other.steps] == [True, True, True, True, None]
+    assert "cannot be created here" in other.steps[4].detail
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -277,6 +277,125 @@ def test_check_sees_another_model(fixed: Path, tmp_path: Path) -> None:
     resigned(folder, "model.onnx")
     found = check_bundle(folder)
     assert {s.name: s.passed for s in found.steps}["parity with the stored answers"] is False
+
+
+def _wrong(folder: Path) -> str:
+    """What `check_bundle` says of a bundle that it must not pass: the failed step's detail, or the error."""
+    try:
+        found = check_bundle(folder)
+    except CapszooError as error:
+        return str(error)
+    failed = [step for step in found.steps if step.passed is False]
+    assert failed and not found.passed, [step.name for step in found.steps]
+    return f"{failed[0].name}: {failed[0].detail}"
+
+
+def test_every_file_that_is_changed_swapped_or_missing_is_named(fixed: Path, tmp_path: Path) -> None:
+    folder = copied(fixed, tmp_path)
+    names = list(json.loads((folder / "manifest.json").read_text())["files"])
+    assert {"model.onnx", "labels.txt", "README.md"} < set(names) and len(names) >= 8
+    contents = {name: (folder / name).read_bytes() for name in names}
+    for number, name in enumerate(names):
+        content = bytearray(contents[name])
+        content[len(content) // 2] ^= 1
+        other = contents[next(n for n in names if contents[n] != contents[name])]
+        for changed in (bytes(content), content[:-1], contents[name] + b"\n", b"", other):
+            (folder / name).write_bytes(changed)
+            assert f"{name} is not the one that was written" in _wrong(folder)
+        (folder / name).unlink()
+        assert f"{name} is missing" in _wrong(folder)
+        (folder / name).write_bytes(contents[name])
+        assert number < len(names)
+    assert check_bundle(folder).passed
+
+
+#: Key of the manifest -> values that no export writes.
+EDITS: dict[str, tuple[Any, ...]] = {
+    "schema": (None, 2, "1", []),
+    "name": (None, 5, []),
+    "model": (None, [], {}, "x"),
+    "model.source": (None, 5),
+    "model.state_sha256": (None, "x", 5),
+    "model.outputs": (None, "scores", [5]),
+    "model.routing_iters_asked": ("3", 2.5),
+    "opset": (None, "20", 13, True),
+    "input": (None, [], {}),
+    "input.channels": (None, 0, -1, 10**9, "1"),
+    "input.size": (None, [], [28], [28, -1], [10**9, 10**9], "28"),
+    "input.dtype": (None, "float64", 5),
+    "outputs": (None, [], {}, [{}], [{"name": "poses"}]),
+    "precision": (None, {}, {"model": "fp8"}),
+    "batch": (None, {}, {"min": 3, "usual": 2, "max": 1}, {"min": 0, "usual": 1, "max": 1}),
+    "labels": (None, "x", [5], ["a"]),
+    "engines": (None, [], {"tensorrt": []}, {"aoti": {"file": "../../x"}}),
+    "tolerance": (None, "x", -1, 0, 1e9, float("nan"), float("inf")),
+    "files": (None, [], {}, {"../x": "0" * 64}, {"/etc/passwd": "0" * 64}, {"model.onnx": "x"}),
+}
+
+
+@pytest.mark.parametrize("key", EDITS)
+def test_an_edited_manifest_is_refused_by_the_key(key: str, fixed: Path, tmp_path: Path) -> None:
+    folder = copied(fixed, tmp_path)
+    whole = json.loads((folder / "manifest.json").read_text())
+    *parents, last = key.split(".")
+    for value in (*EDITS[key], KeyError):
+        manifest = json.loads(json.dumps(whole))
+        node = manifest
+        for parent in parents:
+            node = node[parent]
+        if value is KeyError:
+            del node[last]
+        else:
+            node[last] = value
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        said = _wrong(folder)
+        assert last in said or (key, value) == ("labels", ["a"]) and "labels.txt differs" in said, said
+        assert "\n" not in said and len(said) < 600
+
+
+def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Path) -> None:
+    import onnx
+
+    folder = copied(fixed, tmp_path)
+    whole = (folder / "manifest.json").read_text()
+    graph = onnx.load(folder / "model.onnx")
+    outside = onnx.load(folder / "model.onnx")
+    tensor = next(t for t in outside.graph.initializer if t.raw_data)
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../secret")
+    looped = onnx.load(folder / "model.onnx")
+    looped.graph.node.add(op_type="Loop")
+    headless = onnx.load(folder / "model.onnx")
+    del headless.opset_import[:]
+    spec = json.loads((folder / "preprocess.json").read_text())
+    cases: list[tuple[str, bytes, str]] = [
+        ("model.onnx", b"", "structure: "),
+        ("model.onnx", b"\xff" * 40, "structure: model.onnx holds no graph"),
+        ("model.onnx", outside.SerializeToString(), "refers to data in another file"),
+        ("model.onnx", looped.SerializeToString(), "structure: "),
+        ("model.onnx", headless.SerializeToString(), "structure: "),
+        ("preprocess.json", b"[]", "preprocess.json is no object"),
+        ("preprocess.json", b"{", "cannot be read"),
+        ("preprocess.json", b"{}", "differs from the manifest in channels"),
+        (
+            "preprocess.json",
+            json.dumps({**spec, "mean": [0.9]}).encode(),
+            "differs from the manifest in mean",
+        ),
+        ("labels.txt", b"a\n", "labels.txt differs from the manifest"),
+        ("labels.txt", b"\xff", "cannot be read"),
+        ("reference.npz", b"", "reference.npz"),
+        ("reference.npz", b"PK\x03\x04", "reference.npz"),
+    ]
+    for name, content, said in cases:
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        resigned(folder, name)
+        assert said in _wrong(folder), (name, content[:20])
+        (folder / name).write_bytes(before)
+        (folder / "manifest.json").write_text(whole)
+    assert check_bundle(folder).passed and graph.graph.node
 
 
 def test_no_bundle(tmp_path: Path) -> None:

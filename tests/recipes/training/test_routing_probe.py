@@ -124,6 +124,8 @@ def test_runs_in_one_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [line.get_label() for line in top1.lines] == ["one, training", "three, training"]
     assert loss.get_yscale() == "log" and loss.get_xlabel() == "training images seen"
     draw_runs(find_runs([one, "resnet20_routingcaps.mnist"]), tmp_path / "b.svg")
+    numbers = (tmp_path / "a.csv").read_text().splitlines()
+    assert numbers[0].startswith("run,epoch,images,train_loss") and numbers[1].startswith("one,1,50,3.0,")
     labels = [line.get_label() for line in kept[1].axes[1].lines]
     assert labels == ["one, training", "resnet20_routingcaps.mnist, validation"]
     same = write_run(tmp_path / "other" / "one", 10, [1.0])
@@ -142,7 +144,7 @@ def test_mistakes(tmp_path: Path) -> None:
     assert "does not say how many images" in line
     assert {path.name for path in tmp_path.iterdir()} == {"one", "new"}, "nothing was written"
     text = succeeds("curves", one, *out)
-    assert "one, epoch 2: train_loss 2, train_top1 52" in text and (tmp_path / "x.png").is_file()
+    assert "one, epoch 2: training loss 2, training accuracy 52" in text and (tmp_path / "x.png").is_file()
     with pytest.raises(UsageError):
         draw_runs(find_runs(["resnet20_routingcaps.mnist"]), tmp_path / "y.png", x="images")
 

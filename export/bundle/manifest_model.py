@@ -1,0 +1,123 @@
+"""What a bundle's ``manifest.json`` must hold before anything of the bundle is used; read through pydantic."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from capszoo._checks import MAX_CHANNELS, MAX_INPUT_PIXELS
+from capszoo.errors import CapszooError
+
+__all__ = ["SCHEMA", "check_manifest"]
+
+SCHEMA = 1
+
+#: Files that every bundle has.
+NEEDED = ("model.onnx", "reference.npz", "preprocess.json", "labels.txt", "infer.py")
+
+
+def _inside(name: str) -> str:
+    """A file's name below the bundle's folder."""
+    parts = name.split("/")
+    if not re.fullmatch(r"[\w./ +-]{1,300}", name) or any(part in ("", ".", "..") for part in parts):
+        raise ValueError("must name a file inside the bundle")
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_inside)]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Section(BaseModel):
+    # strict: "1" is no number, and true is no 1; protected_namespaces: `model` is no method of pydantic's
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class _Model(_Section):
+    source: str
+    state_sha256: _Digest
+    outputs: list[str]
+    routing_iters_asked: int | None
+
+
+class _Input(_Section):
+    channels: Annotated[int, Field(ge=1, le=MAX_CHANNELS)]
+    size: Annotated[list[Annotated[int, Field(ge=1, le=MAX_INPUT_PIXELS)]], Field(min_length=2, max_length=2)]
+    dtype: Literal["float32", "uint8"]
+
+    @model_validator(mode="after")
+    def _limited(self) -> _Input:
+        if self.size[0] * self.size[1] > MAX_INPUT_PIXELS:
+            raise ValueError(f"more than {MAX_INPUT_PIXELS} pixels")
+        return self
+
+
+class _Output(_Section):
+    name: str
+
+
+class _Precision(_Section):
+    model: Literal["fp32", "fp16", "bf16", "int8"]
+
+
+class _Batch(_Section):
+    min: Annotated[int, Field(ge=1)]
+    usual: int
+    max: Annotated[int, Field(le=2**20)]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> _Batch:
+        if not self.min <= self.usual <= self.max:
+            raise ValueError("min, usual and max must ascend")
+        return self
+
+
+class _Engine(_Section):
+    file: _Name | None = None
+
+
+class _Manifest(_Section):
+    name: str
+    model: _Model
+    opset: int
+    input: _Input
+    outputs: Annotated[list[_Output], Field(min_length=1)]
+    precision: _Precision
+    batch: _Batch
+    labels: list[str]
+    engines: dict[str, _Engine]
+    tolerance: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+    files: dict[_Name, _Digest]
+
+    @model_validator(mode="after")
+    def _complete(self) -> _Manifest:
+        if missing := [name for name in NEEDED if name not in self.files]:
+            raise ValueError(f"files lacks {missing[0]}")
+        if "scores" not in [output.name for output in self.outputs]:
+            raise ValueError("outputs lacks the scores")
+        return self
+
+
+def check_manifest(values: Any, path: Path) -> dict[str, Any]:
+    """The content of a ``manifest.json``, checked and returned as it was.
+
+    Args:
+        values: what the file's JSON holds.
+        path: of the file, for the message.
+
+    Raises:
+        CapszooError: another schema, a key that is missing, or a value that makes no sense.
+    """
+    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+        raise CapszooError(f"{path}: not a manifest of schema {SCHEMA}", "export again with this version")
+    try:
+        _Manifest.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if part != "[key]") or "the whole"
+        said = str(first["msg"]).removeprefix("Value error, ")
+        raise CapszooError(f"{path}: {key}: {said}", "the file was changed; export again") from None
+    return values

@@ -1,0 +1,117 @@
+"""Pictures of an evaluation: what they show, and the numbers beside them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from capszoo.errors import CapszooError
+from capszoo.explain.convergence import IterationChanges
+from capszoo.explain.routing_stats import AgreementCurve, LayerStats, RoutingStats
+from capszoo.recipes.evaluation import report_plots
+from capszoo.recipes.evaluation.metrics import ClassFigures, EvalResult
+from capszoo.recipes.evaluation.report_plots import draw_confusion, draw_robustness, interval
+from tests.test_cli import fails, succeeds
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved, as they are drawn."""
+    figures: list[Any] = []
+    save = report_plots.save
+    monkeypatch.setattr(report_plots, "save", lambda f, path: (figures.append(f), save(f, path))[1])
+    return figures
+
+
+def _rows(path: Path) -> list[list[str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.reader(file))
+
+
+def _report(name: str, accuracy: float, n: int = 100) -> dict[str, Any]:
+    sweep = {"name": "rotation", "unit": "degrees", "amounts": [-30.0, 30.0], "accuracy": [accuracy, 80.0]}
+    pgd = [{"eps": 2 / 255, "steps": 7, "step_size": 0.1, "accuracy": 40.0}]
+    robustness = {"sweeps": [sweep], "pgd": pgd, "affnist": None}
+    return {
+        "model": name,
+        "dataset": "mnist",
+        "split": "test",
+        "n": n,
+        "top1": 99.0,
+        "robustness": robustness,
+    }
+
+
+def test_wilson_s_interval() -> None:
+    assert interval(90.0, 100) == pytest.approx((82.56, 94.48), abs=0.01)
+    assert interval(100.0, 100)[1] == pytest.approx(100.0) and interval(100.0, 100)[0] < 97
+    assert interval(0.0, 10)[0] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_several_models_in_one_picture(tmp_path: Path, kept: list[Any]) -> None:
+    path = draw_robustness({"a": _report("a", 90.0), "b": _report("b", 50.0, 400)}, tmp_path / "r.svg")
+    rotation, pgd = (axes for axes in kept[0].axes if axes.get_title())
+    assert (rotation.get_title(), pgd.get_title()) == ("rotation", "PGD, 7 steps")
+    assert rotation.get_ylabel() == "accuracy (%)" and pgd.get_xlabel() == "radius, of 255"
+    labels = rotation.get_legend_handles_labels()[1]
+    assert sorted(labels) == ["a, n = 100", "b, n = 400", "unchanged images"]
+    assert len(rotation.containers) == 2, "a line with error bars for each model"
+    rows = _rows(path.with_suffix(".csv"))
+    assert rows[0] == ["model", "change", "unit", "amount", "accuracy %", "low %", "high %", "n"]
+    assert rows[1][:5] == ["a", "rotation", "degrees", "-30.0", "90.0"] and len(rows) == 1 + 2 * 3
+    assert float(rows[1][5]) == pytest.approx(82.56, abs=0.01)
+    with pytest.raises(CapszooError, match="c holds no robustness"):
+        draw_robustness({"c": {**_report("c", 1.0), "robustness": None}}, tmp_path / "x.png")
+
+
+def test_the_command_takes_reports(tmp_path: Path) -> None:
+    import json
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "eval.json").write_text(json.dumps(_report(name, 90.0)))
+    out = tmp_path / "both.png"
+    line = ("curves", "--what", "robustness", "--out", out)
+    assert "both.png" in succeeds(*line, tmp_path / "a", tmp_path / "b" / "eval.json")
+    assert out.is_file() and {row[0] for row in _rows(tmp_path / "both.csv")[1:]} == {"a", "b"}
+    assert "no report of capszoo eval" in fails(1, *line, tmp_path)
+
+
+def test_confusion(tmp_path: Path, kept: list[Any]) -> None:
+    classes = tuple(ClassFigures(label, 10, 50.0, 50.0, 50.0) for label in ("cat", "dog"))
+    table = torch.tensor([[9, 1], [4, 6]])
+    result = EvalResult(
+        n=20, errors=5, top1=75.0, top5=None, exact_set=None, per_class=classes, confusion=table
+    )
+    path = draw_confusion(result, "a model, n = 20", tmp_path / "c.png")
+    matrix, bar = kept[0].axes
+    assert (matrix.get_xlabel(), matrix.get_ylabel()) == ("predicted class", "true class")
+    assert "square-root scale" in bar.get_ylabel() and matrix.get_title() == ""
+    assert {text.get_text() for text in matrix.texts} == {"9", "1", "4", "6"}
+    assert _rows(path.with_suffix(".csv"))[1:] == [["cat", "9", "1"], ["dog", "4", "6"]]
+    draw_confusion(result, "a model", tmp_path / "p.png", percent=True)
+    assert {text.get_text() for text in kept[1].axes[0].texts} == {"90%", "10%", "40%", "60%"}
+
+
+def test_routing_has_titles_labels_and_axes_from_zero(tmp_path: Path, kept: list[Any]) -> None:
+    layer = LayerStats(positions=1, parents=10, children=32, over="parents", entropy=0.93, peak=0.3, dead=1)
+    curve = AgreementCurve(cosine=(-0.5, 0.5), share=(40.0, 60.0), length=(1.0, None), classes=True)
+    stats = RoutingStats(n=5, layers=(layer,), never_predicted=(), curve=curve)
+    changes = (IterationChanges(own=2, logits=(0.23, 0.24, 0.27), couplings=(0.1, 0.1, 0.1)),)
+    path = report_plots._draw_routing(stats, changes, "a model, n = 5", tmp_path / "routing.png")
+    titled = [axes for axes in kept[0].axes if axes.get_title()]
+    assert [axes.get_title() for axes in titled] == [
+        "Couplings",
+        "Agreement of votes with the class's capsule",
+        "Change by iteration",
+    ]
+    assert all(axes.get_xlabel() and axes.get_ylabel() and axes.get_ylim()[0] == 0 for axes in titled)
+    assert titled[2].get_ylim()[1] > 0.27
+    rows = _rows(path.with_suffix(".csv"))
+    assert ["entropy (1: even)", "1", "0.93"] in rows and ["share of dead capsules", "1", "0.1"] in rows
