@@ -466,7 +466,7 @@ def main(argv: list[str] | None = None) -> int:
         write_report(settings)
     open_steps = [step for step in args.steps.split(",") if not state(args.out, step)["finished"]]
     print(
-        f"the same command goes on with {open_steps[0]}"
+        f"the same command resumes with {open_steps[0]}"
         if open_steps
         else f"all is done: {args.out / 'report.md'}"
     )

@@ -38,7 +38,7 @@ def read_npz(path: str | Path, names: Iterable[str], max_bytes: int = MAX_BYTES)
             )
         with np.load(path, allow_pickle=False) as stored:
             if missing := [name for name in names if name not in stored.files]:
-                raise CapszooError(f"{path}: lacks the array '{missing[0]}'", "write it anew, or remove it")
+                raise CapszooError(f"{path}: lacks the array '{missing[0]}'", "write it again, or remove it")
             arrays = {name: np.asarray(stored[name]) for name in names}
     except CapszooError:
         raise
@@ -48,8 +48,8 @@ def read_npz(path: str | Path, names: Iterable[str], max_bytes: int = MAX_BYTES)
         Exception
     ) as e:  # BadZipFile, zlib.error, KeyError, NotImplementedError, ValueError of an object array, …
         reason = " ".join(str(e).split())[:200] or type(e).__name__
-        raise CapszooError(f"{path}: not readable ({reason})", "the file is damaged; write it anew") from e
+        raise CapszooError(f"{path}: not readable ({reason})", "the file is damaged; write it again") from e
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf":
-            raise CapszooError(f"{path}: the array '{name}' holds no numbers", "write it anew, or remove it")
+            raise CapszooError(f"{path}: the array '{name}' holds no numbers", "write it again, or remove it")
     return arrays

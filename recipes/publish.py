@@ -127,7 +127,7 @@ def _check_golden(arrays: dict[str, np.ndarray], info: WeightsInfo, path: Path) 
     if scores.shape != (count, info.num_classes) or scores.dtype.kind != "f" or not np.isfinite(scores).all():
         raise PublishError(
             f"{path}: scores are {scores.dtype} {scores.shape}, not {count} x {info.num_classes} finite numbers",
-            "remove the file: they are computed anew then",
+            "remove the file: they are computed again then",
         )
 
 
@@ -379,7 +379,7 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
         return PublishError("the Hub has had too many calls (429)", f"give the same command again {when}")
     if status is not None and status >= 500:
         return PublishError(
-            f"the Hub failed ({status})", "give the same command again later; it goes on from there"
+            f"the Hub failed ({status})", "give the same command again later; it resumes there"
         )
     said = getattr(error, "server_message", None) or str(error) or type(error).__name__
     reason = " ".join(str(said).split())[:200]
@@ -393,5 +393,5 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
     cause = error.__cause__ or error
     reason = " ".join(str(cause).split())[:200] or type(cause).__name__
     return PublishError(
-        f"the connection to the Hub broke ({reason})", "give the same command again; it goes on from there"
+        f"the connection to the Hub broke ({reason})", "give the same command again; it resumes there"
     )

@@ -434,7 +434,7 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest) -
 def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> None:
     """Go back to the last checkpoint, repeat the updates up to `bad` and watch the last two; raises."""
     log.say(
-        f"the loss is not finite at update {bad}: making updates {state.saved_step + 1} to {bad} anew to see where"
+        f"the loss is not finite at update {bad}: repeating updates {state.saved_step + 1} to {bad} to find the layer"
     )
     checkpoint, _ = latest_checkpoint(run.out)
     place = ""
@@ -503,7 +503,7 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
             save_state(run, state)
         if number:
             raise Stopped(
-                f"stopped at update {state.step} of {run.total}; the same command goes on from there", number
+                f"stopped at update {state.step} of {run.total}; the same command resumes there", number
             )
         if at_limit:
             raise _Pause
@@ -585,7 +585,7 @@ def _train(run: Run) -> dict[str, Any]:
         sync_error(run.accelerator, stopped)
     except KeyboardInterrupt:
         raise TrainingError(
-            f"stopped at once; the same command goes on from update {state.saved_step} of {run.total}"
+            f"stopped at once; the same command resumes at update {state.saved_step} of {run.total}"
         ) from None
     except RuntimeError as error:
         if run.world > 1 and not isinstance(error, CapszooError) and _lost_peer(error):
@@ -764,7 +764,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m capszoo.recipes.train",
-        description="Train a recipe. The same command goes on where an earlier run stopped.",
+        description="Train a recipe. The same command resumes where an earlier run stopped.",
     )
     parser.add_argument("recipe", help="name of a recipe that comes with the package, or a YAML file")
     parser.add_argument("--data", help="folder of the data set; default: CAPSZOO_DATA")
@@ -774,7 +774,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--profile", help="one of the recipe's profiles, such as short")
     parser.add_argument("--no-resume", action="store_true", help="refuse a folder that already holds a run")
-    parser.add_argument("--accept-data", action="store_true", help="go on with images that have changed")
+    parser.add_argument("--accept-data", action="store_true", help="continue although images have changed")
     parser.add_argument("--threads", type=int, help="CPU threads; default: those that the run began with")
     parser.add_argument("--cpu", action="store_true", help="leave an accelerator unused")
     args = parser.parse_args(argv)
@@ -796,7 +796,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:  # before the first update or after the last: there is nothing to save
-        print("error: stopped; the same command goes on", file=sys.stderr)
+        print("error: stopped; the same command resumes", file=sys.stderr)
         return 130
     return 0
 

@@ -309,7 +309,7 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
     weights = finished_run(run)
     _, info = model_from_file(weights)  # checks the pair, and that a net can be made of it
     if "test" not in info.metadata.metrics:
-        raise WeightsError(f"{run} has no figure on a test set: run its recipe to the end first")
+        raise WeightsError(f"{run} has no accuracy on a test set: run its recipe to the end first")
     small, large = (Path(folder), Path(folder)) if folder else weights_folders()
     size = weights.stat().st_size
     target = small

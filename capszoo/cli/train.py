@@ -155,7 +155,7 @@ def train_command(
     device: DeviceOption = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
     accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="Go on with a run although its images have changed.")
+        bool, typer.Option("--accept-data", help="Continue a run although its images have changed.")
     ] = False,
     together: Annotated[
         bool,
@@ -453,7 +453,7 @@ def finetune_command(
     device: DeviceOption = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
     accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="Go on with a run although its images have changed.")
+        bool, typer.Option("--accept-data", help="Continue a run although its images have changed.")
     ] = False,
 ) -> None:
     """Fine-tune a model, or a timm backbone with a capsule head, for classes of your own; resumes an interrupted run.
@@ -522,12 +522,14 @@ def publish_command(
 ) -> None:
     """Publish a checkpoint on the Hugging Face Hub: weights, config, model card.
 
-    `hf auth login` or HF_TOKEN says who you are. The same command goes on after a failure.
+    `hf auth login` or HF_TOKEN says who you are. The same command resumes after a failure.
     """
     if everything is None and (run is None or repo_id is None):
-        raise UsageError("publish takes a RUN and a USER/NAME", "or --all ORG for the whole zoo")
+        raise UsageError(
+            "publish takes a RUN and a USER/NAME", "or --all ORG for every checkpoint of the zoo"
+        )
     if everything is not None and run is not None:
-        raise UsageError(f"--all takes the whole zoo, and {run} was given", "leave one of them out")
+        raise UsageError(f"--all takes every checkpoint, and {run} was given", "leave one of them out")
     require("publishing", ("pydantic", "yaml", "matplotlib"), "train")
     from ..recipes.publish import publish, publish_all
 

@@ -221,7 +221,7 @@ def check_name(name: str) -> str:
     if prefix and len(name) > len(prefix):
         return name
     if prefix:
-        raise DataError(f"'{name}' must go on: {PREFIXES[prefix]}")
+        raise DataError(f"'{name}' must be followed by: {PREFIXES[prefix]}")
     return dataset_spec(name).name
 
 

@@ -58,7 +58,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise CapszooError("figures need matplotlib", "pip install 'capszoo[explain]'") from None
+        raise CapszooError("pictures need matplotlib", "pip install 'capszoo[explain]'") from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -219,7 +219,7 @@ def model_card(
         + (
             ", and what the paper reports:"
             if paper_figures(info)
-            else "; no paper reports a figure for this:"
+            else "; no paper reports a result for this:"
         ),
         "\n".join(figures_table(info)),
         "\n".join(protocol_lines(info)),
@@ -295,5 +295,5 @@ def _limits(info: WeightsInfo, title: str) -> str:
         "- Robustness (to noise, shifts, other cameras) and fairness have not been measured.",
     ]
     if "test" not in info.metadata.metrics:
-        lines.append("- No test set was at hand: there is no figure that says how well it does.")
+        lines.append("- No test set was available: its accuracy is unknown.")
     return "\n".join(lines)

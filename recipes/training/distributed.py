@@ -41,7 +41,7 @@ class PeerLost(TrainingError):
 
     def __init__(self) -> None:
         super().__init__(
-            "another process of this run has ended: its own message says why; the same command goes on "
+            "another process of this run has ended: its own message says why; the same command resumes "
             "from the last checkpoint"
         )
 

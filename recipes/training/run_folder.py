@@ -75,7 +75,7 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
     if key:
         raise TrainingError(
             f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
-            f"or go on with the run's own: {before}"
+            f"or continue with the run's own: {before}"
         )
 
 
@@ -170,7 +170,7 @@ def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False)
     if changed:
         raise TrainingError(
             f"the images of {' and '.join(changed)} are not those that {out} was trained on so far: put them back, "
-            "choose another --out, or go on all the same with --accept-data"
+            "choose another --out, or continue with --accept-data"
         )
 
 

@@ -215,7 +215,7 @@ def test_resized_before_the_crop(tmp_path: Path) -> None:
         ("multi_mnist", "did you mean 'multimnist'"),
         ("small_norb", "did you mean 'smallnorb'"),
         ("CIFAR100", "cifar100"),
-        ("imagefolder:", "must go on: a folder of images"),
+        ("imagefolder:", "must be followed by: a folder of images"),
     ],
 )
 def test_the_nearest_name(name: str, hint: str) -> None:

@@ -92,7 +92,7 @@ def test_augment_keys_are_those_of_the_data_package() -> None:
         ("data.augment.rotaton=5", "did you mean 'rotation'"),
         ("data.augment.scale=[1.2, 0.8]", "the smallest factor comes first"),
         ("data.name=multi_mnist", "did you mean 'multimnist'"),
-        ("data.name='hf:'", "must go on: a repository of the Hub"),
+        ("data.name='hf:'", "must be followed by: a repository of the Hub"),
     ],
 )
 def test_mistakes_name_the_key(tmp_path: Path, change: str, message: str) -> None:

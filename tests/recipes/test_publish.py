@@ -468,7 +468,7 @@ def test_the_whole_zoo(hub: Hub, client: Client) -> None:
     [
         ((), 2, "publish takes a RUN and a USER/NAME"),
         (("run",), 2, "publish takes a RUN and a USER/NAME"),
-        (("idpa_cnn.mnist", "me/x", "--all", "zoo"), 2, "--all takes the whole zoo"),
+        (("idpa_cnn.mnist", "me/x", "--all", "zoo"), 2, "--all takes every checkpoint"),
         (("idpa_cnn.mnist", "no-slash"), 2, "is no name of a repository"),
         (("idpa_cnn.nothing", "me/x"), 1, "neither the folder of a finished run"),
         ((".", "me/x"), 1, "is not a finished run"),

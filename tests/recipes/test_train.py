@@ -295,7 +295,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
         return original(*args)
 
     monkeypatch.setattr(train_module, "_update", interrupted)
-    with pytest.raises(TrainingError, match="stopped at update 4 of 6; the same command goes on") as caught:
+    with pytest.raises(TrainingError, match="stopped at update 4 of 6; the same command resumes") as caught:
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
     assert caught.value.exit_code == 128 + number and signal.getsignal(number) == handler
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
@@ -318,7 +318,7 @@ def test_a_second_interrupt_stops_at_once(
         return original(*args)
 
     monkeypatch.setattr(train_module, "_update", stuck)
-    with pytest.raises(TrainingError, match="stopped at once; the same command goes on from update 3 of 6"):
+    with pytest.raises(TrainingError, match="stopped at once; the same command resumes at update 3 of 6"):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
 
 

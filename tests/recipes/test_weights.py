@@ -196,7 +196,7 @@ def test_an_unfinished_run_is_not_bundled(tmp_path: Path) -> None:
     metadata = json.loads((run / f"{NAME}.json").read_text())
     for metrics, message in (
         ({}, "not a finished run"),
-        ({"validation": {"top1": 1.0, "n": 2}}, "no figure on a test"),
+        ({"validation": {"top1": 1.0, "n": 2}}, "no accuracy on a test"),
     ):
         (run / f"{NAME}.json").write_text(json.dumps({**metadata, "metrics": metrics}))
         with pytest.raises(WeightsError, match=message):

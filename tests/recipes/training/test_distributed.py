@@ -223,7 +223,7 @@ def test_a_signal_to_the_launcher_stops_both_processes_at_the_same_update(
         process.wait(timeout=60)
     lines = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     step = progress(out)
-    assert lines == [f"error: stopped at update {step} of 25000; the same command goes on from there"]
+    assert lines == [f"error: stopped at update {step} of 25000; the same command resumes there"]
 
 
 def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_good_state(

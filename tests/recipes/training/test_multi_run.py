@@ -86,7 +86,7 @@ def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: P
     for tag in ("one", "two"):
         last = (runs / f"idpa_cnn.{tag}.log").read_text().splitlines()[-1]
         step = int(newest(runs / f"idpa_cnn.{tag}").name.split("-")[1])
-        assert last == f"error: stopped at update {step} of 25000; the same command goes on from there"
+        assert last == f"error: stopped at update {step} of 25000; the same command resumes there"
         assert f"idpa_cnn.{tag}: failed (143)" in out
 
 
