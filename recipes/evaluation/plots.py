@@ -108,9 +108,9 @@ def draw_runs(
             axes.set_yscale("log")
     figure.suptitle(" and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs", fontsize=10)
     written = save(figure, path)
-    keys = ["epoch", *(["images"] if x == "images" else []), *NAMES]
-    rows = [[name, *(r.get(key) for key in keys)] for name, records in runs.items() for r in records]
-    write_numbers(written, ["run", *keys], rows)
+    columns = ["epoch", *(["images"] if x == "images" else []), *NAMES]
+    rows = [[name, *(r.get(key) for key in columns)] for name, records in runs.items() for r in records]
+    write_numbers(written, ["run", *columns], rows)
     return written
 
 
