@@ -4,7 +4,8 @@ A ``config.json`` or a checkpoint's ``.json`` describes a model. It never says w
 that name a file, an address, a repository or a device are dropped (:data:`_DESCRIBED` lists what is taken) or refused
 (:data:`_NOT_FOR_STRANGERS`), and a name of an architecture is a registered name alone, never ``hf-hub:`` or
 ``local-dir:``. Sizes have limits, and `capszoo.models._metadata.check_demand` compares them with the tensors of the
-file before a model is built. Nothing here imports torch.
+file before a model is built. Nothing here imports torch, nor pydantic, whose import alone takes as long as the
+whole of ``capszoo list``; what is read less often (manifests, recipes, the typed record of a checkpoint) has pydantic models.
 """
 
 from __future__ import annotations

@@ -257,6 +257,15 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
     assert done.code == 1 and "the sha256 of model.safetensors is" in done.error
 
 
+@pytest.mark.parametrize("stated", ["", "soon", "0", "-1", "nan", "inf"])
+def test_a_time_limit_that_is_none(stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from capszoo.models._pretrained import limit_hub_waits
+
+    monkeypatch.setenv("CAPSZOO_HUB_TIMEOUT", stated)
+    with pytest.raises(capszoo.errors.UsageError, match="CAPSZOO_HUB_TIMEOUT is '"):
+        limit_hub_waits()
+
+
 REDIRECTED, MOVED = ("/repos/create", "/preupload/", "/commit/"), {"Location": "/nowhere"}
 
 
