@@ -9,6 +9,7 @@ import os
 import torch
 from torch import Tensor
 
+from .._precision import working_type
 from .._tracing import is_tracing
 
 __all__ = ["fused", "use_triton", "working_type"]
@@ -34,14 +35,6 @@ def use_triton(on: bool = True) -> None:
     """
     global _enabled
     _enabled = on
-
-
-def working_type(x: Tensor) -> torch.dtype:
-    """The type in which a kernel computes with ``x``: its own, or, under autocast, that of matrix products."""
-    device = x.device.type
-    if x.dtype == torch.float32 and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
 
 
 def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, int, int]:
