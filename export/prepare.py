@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.errors import UsageError
+from capszoo.layers.engine import use_engines
 from capszoo.models._base import NoCapsules
 from capszoo.preprocess import model_input_size, model_transform
 
@@ -66,24 +67,24 @@ class PreparedModel:
         dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
         return torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
 
-    def trace(self, in_parts: bool = False) -> torch.export.ExportedProgram:
+    def trace(self, target: str = "gpu") -> torch.export.ExportedProgram:
         """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
 
         Args:
-            in_parts: let layers that can write their votes out a few at a time. A runtime that takes the graph node by
-                node is faster by it; a compiler, which would take minutes for it, has no use for it.
+            target: what the graph is written for, one of :data:`capszoo.layers.engine.TARGETS`: ``"onnx_cpu"`` is a
+                runtime that takes it node by node, ``"gpu"`` a compiler (of either device).
 
         Raises:
             ExportError: the model cannot be traced.
         """
         for module in self.served.modules():
             if hasattr(module, "in_parts"):
-                module.in_parts = in_parts  # type: ignore[assignment]
+                module.in_parts = target == "onnx_cpu"  # type: ignore[assignment]
         smallest, usual, largest = self.batch
         # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
         count = usual if smallest == largest else 2
         inputs, shapes = (self.example(count),), self.dynamic_shapes()
-        with quiet():
+        with quiet(), use_engines(target=target):
             try:
                 return torch.export.export(self.served, inputs, dynamic_shapes=shapes, strict=False)
             except Exception as e:  # torch raises many kinds here, several without a common base

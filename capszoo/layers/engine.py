@@ -354,21 +354,28 @@ def tuned(**values: int) -> Iterator[None]:
 
 
 def engine_report(
-    model: nn.Module, batch: int = 32, training: bool = False, device: str = "cpu", target: str = ""
+    model: nn.Module,
+    batch: int = 32,
+    training: bool = False,
+    device: str = "cpu",
+    target: str = "",
+    input_size: Optional[Tuple[int, ...]] = None,
 ) -> List[Choice]:
     """The engine of each routing layer of a model and why the others were refused; nothing is computed.
 
     Args:
-        model: whose ``default_cfg`` or ``pretrained_cfg`` has an ``input_size``; left as it is.
+        model: of images; left as it is.
         batch: images.
         training: with gradients, in training mode.
         device: ``"cpu"`` or ``"cuda"``, the one that the model would run on.
         target: as a graph for one of TARGETS.
+        input_size: of an image, without the batch; that of the model's ``pretrained_cfg`` where absent.
     """
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    size = input_size or config.get("input_size", (3, 32, 32))
     state = {k: torch.empty_like(v, device="meta") for k, v in _tensors(model).items()}
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    x = torch.empty(batch, *config.get("input_size", (3, 32, 32)), dtype=like.dtype, device="meta")
+    x = torch.empty(batch, *size, dtype=like.dtype, device="meta")
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     _STATE.device = device

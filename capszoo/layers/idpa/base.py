@@ -1,13 +1,14 @@
 """What the two kinds of IDPA layer share."""
 
 import math
-from typing import List, Optional, Tuple
+from typing import ClassVar, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
 
-from .._precision import upcast_half
-from .engines import Engine, engine_of
+from .._precision import upcast_half, working_type
+from ..engine import Engine, Reference, Routed, RoutingLayer
+from .engines import Blocked, Fused
 from .routing import (
     agreement_of,
     block_mask,
@@ -21,13 +22,14 @@ torch.fx.wrap("upcast_half")
 __all__ = ["IDPALayer"]
 
 
-class IDPALayer(nn.Module):
-    """What convolutional and fully connected layers share: options, norm, passes over votes."""
+class IDPALayer(RoutingLayer):
+    """What convolutional and fully connected layers share: options, norm, iterations over votes."""
+
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Blocked, Reference)
 
     weight: nn.Parameter
     start: Tensor
     mask: Tensor
-    graph_weight: Optional[Tensor]
     kernel_size: int
     stride: int
 
@@ -71,7 +73,7 @@ class IDPALayer(nn.Module):
         self.parent_init = parent_init
         self.layer_norm = layer_norm
         self.activations = activations
-        # with parents at zero and no activations, the first pass is a sum of votes: no vote is formed
+        # with parents at zero and no activations, the first iteration is a sum of votes: no vote is formed
         self.folds = parent_init == "zero" and not activations
         group = group_size(out_caps)
         self.register_buffer("mask", block_mask(self.rows, out_caps, self.cols, group), persistent=False)
@@ -88,7 +90,6 @@ class IDPALayer(nn.Module):
         else:
             self.register_parameter("beta_v", None)
             self.register_parameter("beta_a", None)
-        self.register_buffer("graph_weight", None, persistent=False)
         self.drop = nn.Dropout(drop)
         self.norm = nn.LayerNorm(out_dim, eps=eps) if layer_norm else nn.Identity()
 
@@ -106,7 +107,7 @@ class IDPALayer(nn.Module):
     def _route_blocks(
         self, blocks: Tensor, parents: Tensor, activation: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """One pass of Procedure 1 over votes.
+        """One iteration of Procedure 1 over votes.
 
         Args:
             blocks: votes, ``[n*..., i, w]``.
@@ -164,61 +165,53 @@ class IDPALayer(nn.Module):
         raise NotImplementedError
 
     @torch.jit.unused
-    def _routings(self, children: Tensor) -> int:
-        """Independent routings n."""
-        raise NotImplementedError
-
-    @torch.jit.unused
-    def _passes_by(
-        self, engine: Engine, children: List[Tensor], num_iters: int, want_couplings: bool
-    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
-        """:meth:`_passes` by an engine of its own: no activations."""
-        poses: List[Tensor] = []
-        couplings: Optional[Tensor] = None
-        held: List[Tensor] = []
-        read = -1
-        for s in range(num_iters):  # from 0
-            if s == 0 and self.folds:
-                new = engine.first(children[0])
-            else:
-                wanted = min(max(s - 1, 0), len(children) - 1)
-                if wanted != read:
-                    read, held = wanted, engine.hold(children[wanted])
-                parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
-                new, couplings = engine.route(held, parents, want_couplings and s == num_iters - 1)
-            poses.append(new)
-        return poses, [], couplings if want_couplings else None
-
-    @torch.jit.unused
-    def _positions(self, children: Tensor) -> int:
+    def positions(self, children: Tensor) -> int:
         """Independent routings of an image, a plain integer also where the batch is free."""
         raise NotImplementedError
 
-    def _passes(
-        self, children: List[Tensor], activations: List[Tensor], num_iters: int, want_couplings: bool
-    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
-        """The passes of ``route()``, with rows of independent routings: poses ``[n, j, e]``, activations ``[n, j]``.
+    @torch.jit.unused
+    def routings(self, children: Tensor) -> int:
+        """Independent routings n."""
+        return children.shape[0] * self.positions(children)
 
-        Pass s reads its children's iteration s-1 (Procedure 2, line 8), the first pass iteration 1 (line 6).
+    @torch.jit.unused
+    def weight_type(self) -> torch.dtype:
+        """The type in which matrix products compute with the weights."""
+        return working_type(self.weight)
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        return self.positions(inputs[0]), self.num_children, self.out_caps, self.in_dim, self.out_dim
+
+    @torch.jit.unused
+    def child_iterations(self, inputs: List[Tensor]) -> int:
+        return len(inputs) // 2 if self.activations else len(inputs)
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """The iterations of ``route()`` for n independent routings: poses ``[n, j, e]``, activations ``[n, j]``.
+
+        Iteration s reads its children's iteration s-1 (Procedure 2, line 8), the first reads iteration 1 (line 6).
+
+        Args:
+            inputs: the children's poses after each of their iterations, then (ablation C) their activations.
+            num_iters: iterations.
+            need_couplings: whether to give the last couplings, ``[n, i, j]``.
         """
-        if not torch.jit.is_scripting():
-            engine = engine_of(self, children, num_iters)
-            if engine is not None:
-                return self._passes_by(engine, children, num_iters, want_couplings)
+        given = len(inputs) // 2 if self.activations else len(inputs)
         poses: List[Tensor] = []
         active: List[Tensor] = []
-        blocks = children[0]  # replaced before it is read
+        blocks = inputs[0]  # replaced before it is read
         activation: Optional[Tensor] = None
         couplings: Optional[Tensor] = None
         for s in range(num_iters):  # from 0
             if s == 0 and self.folds:
-                sums = self._sum_of_votes(children[0]) / self.out_caps
+                sums = self._sum_of_votes(inputs[0]) / self.out_caps
             else:
                 read = max(s - 1, 0)
-                if s == 0 or (s == 1 and self.folds) or (s > 1 and read < len(children)):  # new children
-                    blocks = self._votes(children[read])
+                if s == 0 or (s == 1 and self.folds) or (s > 1 and read < given):  # new children
+                    blocks = self._votes(inputs[read])
                     if self.activations:
-                        activation = self._of_each_parent(activations[read])
+                        activation = self._of_each_parent(inputs[given + read])
                 if s == 0:
                     # (the votes of one child have the size of the parents' poses)
                     parents = self.start + torch.zeros_like(
@@ -230,7 +223,7 @@ class IDPALayer(nn.Module):
                 if act is not None:
                     active.append(act)
             poses.append(self._normalise(sums))
-        return poses, active, couplings
+        return Routed(poses, active, couplings if need_couplings else None)
 
     def extra_repr(self) -> str:
         text = f"children={self.num_children}x{self.in_dim}, out_caps={self.out_caps}, out_dim={self.out_dim}"

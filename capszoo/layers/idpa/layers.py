@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._tracing import is_tracing
-from .._transforms import block_diagonal
+from ..engine import Reference
 from .base import IDPALayer
+from .engines import Blocked, Chunked, Fused
 from .routing import normalised
 
 __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
@@ -77,6 +78,8 @@ class ConvIDPA(IDPALayer):
     (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first pass's convolution unfolded.
     """
 
+    engines = (Chunked, Fused, Blocked, Reference)
+
     def __init__(
         self,
         in_caps: int,
@@ -114,7 +117,7 @@ class ConvIDPA(IDPALayer):
         children: List[Tensor],
         activations: List[Tensor],
         num_iters: int,
-        want_couplings: bool = True,
+        need_couplings: bool = True,
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         """All iterations of this layer, given those of its children.
 
@@ -123,7 +126,7 @@ class ConvIDPA(IDPALayer):
                 first pass reads entry 1, and the last entry stands for all that would follow).
             activations: likewise, ``[b, h, w, i]``; empty unless the layer has activations.
             num_iters: passes.
-            want_couplings: False where nobody reads them, which saves their memory.
+            need_couplings: False where nobody reads them, which saves their memory.
 
         Returns:
             Poses ``[b, h', w', j, e]`` after each pass; activations ``[b, h', w', j]``, or an empty list; and the
@@ -132,7 +135,7 @@ class ConvIDPA(IDPALayer):
         """
         height = self.out_size(children[0].shape[1])
         width = self.out_size(children[0].shape[2])
-        rows, active_rows, c = self._passes(children, activations, num_iters, want_couplings)
+        rows, active_rows, c = self.compute(children + activations, num_iters, need_couplings)
         poses: List[Tensor] = []
         for row in rows:
             poses.append(row.reshape(-1, height, width, self.out_caps, self.out_dim))
@@ -174,8 +177,6 @@ class ConvIDPA(IDPALayer):
 
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
-        if self.graph_weight is not None:
-            return self._sum_of_votes_in_planes(children)
         x = rows_first(children, p, q)
         x = x.flatten(0, 1).flatten(3).permute(0, 3, 1, 2)  # [b*p, i*q, h, w], channels last
         x = F.conv2d(
@@ -212,24 +213,8 @@ class ConvIDPA(IDPALayer):
         return F.pad(children, [0, 0, 0, 0, edge, edge, edge, edge]) if edge > 0 else children
 
     @torch.jit.unused
-    def _positions(self, children: Tensor) -> int:
+    def positions(self, children: Tensor) -> int:
         return self.out_size(children.shape[1]) * self.out_size(children.shape[2])
-
-    @torch.jit.unused
-    def _routings(self, children: Tensor) -> int:
-        return children.shape[0] * self._positions(children)
-
-    @torch.jit.unused
-    def prepare_for_export(self) -> None:
-        """Lay out the weights for graphs: the votes of a child, for all parents at once, as one product.
-
-        For matrix poses that takes ``rows`` times the multiply-adds (and ``rows**2`` times the memory) of products as
-        narrow as a pose, and far less time; votes come out with the pose last, and only couplings are transposed.
-        """
-        if self.activations:
-            return
-        weight = self._child_weight().detach().transpose(1, 2)  # [i, j, q, r]
-        self.graph_weight = block_diagonal(weight, self.rows)
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return self._windows(activation).flatten(0, 2)
@@ -289,7 +274,7 @@ class FCIDPA(IDPALayer):
         children: List[Tensor],
         activations: List[Tensor],
         num_iters: int,
-        want_couplings: bool = True,
+        need_couplings: bool = True,
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         """All iterations of this layer, given those of its children (see :meth:`ConvIDPA.route`).
 
@@ -297,13 +282,13 @@ class FCIDPA(IDPALayer):
             children: ``[b, i, d]`` or ``[b, h, w, types, d]``, one entry per iteration.
             activations: ``[b, i]`` or ``[b, h, w, types]``; empty unless the layer has activations.
             num_iters: passes.
-            want_couplings: False where nobody reads them, which saves their memory.
+            need_couplings: False where nobody reads them, which saves their memory.
 
         Returns:
             Poses ``[b, j, e]`` after each pass; activations ``[b, j]``, or an empty list; and the last pass's
             couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not wanted or all are 1/j.
         """
-        poses, active, couplings = self._passes(children, activations, num_iters, want_couplings)
+        poses, active, couplings = self.compute(children + activations, num_iters, need_couplings)
         return poses, active, None if couplings is None else couplings.transpose(1, 2)
 
     def votes(self, children: Tensor) -> Tensor:
@@ -335,12 +320,8 @@ class FCIDPA(IDPALayer):
         return children.reshape(-1, 1, 1, self.in_caps, self.in_dim)
 
     @torch.jit.unused
-    def _positions(self, children: Tensor) -> int:
+    def positions(self, children: Tensor) -> int:
         return 1
-
-    @torch.jit.unused
-    def _routings(self, children: Tensor) -> int:
-        return children.shape[0]
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return activation.reshape(-1, self.in_caps)
