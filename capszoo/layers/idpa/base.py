@@ -9,13 +9,7 @@ from torch import Tensor, nn
 from .._precision import upcast_half, working_type
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import Blocked, Fused
-from .routing import (
-    agreement_of,
-    block_mask,
-    couplings_of,
-    group_size,
-    update_of,
-)
+from .routing import agreement_of, couplings_of, weighted_sum
 
 torch.fx.wrap("upcast_half")
 
@@ -29,7 +23,6 @@ class IDPALayer(RoutingLayer):
 
     weight: nn.Parameter
     start: Tensor
-    mask: Tensor
     kernel_size: int
     stride: int
 
@@ -75,8 +68,6 @@ class IDPALayer(RoutingLayer):
         self.activations = activations
         # with parents at zero and no activations, the first iteration is a sum of votes: no vote is formed
         self.folds = parent_init == "zero" and not activations
-        group = group_size(out_caps)
-        self.register_buffer("mask", block_mask(self.rows, out_caps, self.cols, group), persistent=False)
 
         if parent_init == "learned":
             self.start = nn.Parameter(torch.zeros(out_caps, out_dim))
@@ -98,43 +89,43 @@ class IDPALayer(RoutingLayer):
         std = math.sqrt(self.out_caps / (self.num_children * self.inner))
         return nn.Parameter(torch.empty(shape).normal_(std=std))
 
-    def _to_blocks(self, children: Tensor, weight: Tensor) -> Tensor:
-        """Votes of children ``[n, i, p, q]`` through weights ``[i, q, j*r]``, viewed as ``[n*..., i, w]``."""
-        x = children.transpose(0, 1).reshape(self.num_children, -1, self.inner)  # [i, n*p, q]
-        votes = torch.bmm(x, weight)  # Procedure 1, line 2: [i, n*p, j*r]
-        return votes.reshape(self.num_children, -1, self.mask.shape[0]).transpose(0, 1)
+    def votes(self, children: Tensor) -> Tensor:
+        """Votes of every routing's own children (Procedure 1, line 2), ``[n, j, i, e]``."""
+        x = (
+            self._child_poses(children).transpose(0, 1).reshape(self.num_children, -1, self.inner)
+        )  # [i, n*p, q]
+        votes = torch.bmm(x, self._child_weight().flatten(2))  # [i, n*p, j*r]
+        votes = votes.reshape(self.num_children, -1, self.rows, self.out_caps, self.cols)
+        return votes.permute(1, 3, 0, 2, 4).flatten(3)
 
-    def _route_blocks(
-        self, blocks: Tensor, parents: Tensor, activation: Optional[Tensor]
+    def _iterate(
+        self, votes: Tensor, parents: Tensor, activation: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """One iteration of Procedure 1 over votes.
 
         Args:
-            blocks: votes, ``[n*..., i, w]``.
+            votes: ``[n, j, i, e]``.
             parents: poses of the iteration before, ``[n, j, e]``.
             activation: of the children, ``[n, i]`` (ablation C).
 
         Returns:
-            Sums of votes ``[n, j, e]``, couplings ``[n, i, j]``, activations of the parents ``[n, j]`` or None.
+            Sums of votes ``[n, j, e]``, couplings ``[n, j, i]``, activations of the parents ``[n, j]`` or None.
         """
-        rows, j, cols = self.rows, self.out_caps, self.cols
-        p = (parents * self.scale).reshape(-1, j, rows, cols).transpose(1, 2)
-        agreement = agreement_of(blocks, p, self.mask, rows, j)  # line 3
-        couplings = couplings_of(agreement, blocks.dtype)  # line 4
+        couplings = couplings_of(agreement_of(votes, parents * self.scale), votes.dtype)  # lines 3 and 4
         beta_v, beta_a = self.beta_v, self.beta_a
         if activation is None or beta_v is None or beta_a is None:
-            return update_of(blocks, couplings, self.mask, rows, j, cols), couplings, None  # line 5
+            return weighted_sum(votes, couplings), couplings, None  # line 5
         # Ablation C: the M-step of EM routing with the couplings in the place of its assignments
-        votes, mask = upcast_half(blocks), upcast_half(self.mask)
-        assigned = upcast_half(couplings * activation.unsqueeze(2))  # R_ij, [n, i, j]
-        sums = update_of(votes, assigned, mask, rows, j, cols)
-        squares = update_of(votes * votes, assigned, mask, rows, j, cols)
-        mass = assigned.sum(dim=1)  # [n, j]
+        exact = upcast_half(votes)
+        assigned = upcast_half(couplings * activation.unsqueeze(1))  # R_ij, [n, j, i]
+        sums = weighted_sum(exact, assigned)
+        squares = weighted_sum(exact * exact, assigned)
+        mass = assigned.sum(dim=2)  # [n, j]
         total = mass.clamp(min=1e-6).unsqueeze(2)
         mean = sums / total
         variance = (squares / total - mean * mean).clamp(min=1e-4)
         cost = (beta_v + 0.5 * variance.log().mean(dim=2)) * (mass * (self.out_caps / self.num_children))
-        return sums.to(blocks.dtype), couplings, torch.sigmoid(beta_a - cost).to(blocks.dtype)
+        return sums.to(votes.dtype), couplings, torch.sigmoid(beta_a - cost).to(votes.dtype)
 
     def _normalise(self, sums: Tensor) -> Tensor:
         """Line 6, after the release's dropout: ``[..., e]``."""
@@ -143,10 +134,6 @@ class IDPALayer(RoutingLayer):
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         """Sum of the votes of each parent, ``[n, j, e]``, in one product."""
         raise NotImplementedError
-
-    def _votes(self, children: Tensor) -> Tensor:
-        """Votes in blocks, ``[n*..., i, w]``."""
-        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         """Activations of a layer's children as the parents see them, ``[n, i]``."""
@@ -195,12 +182,12 @@ class IDPALayer(RoutingLayer):
         Args:
             inputs: the children's poses after each of their iterations, then (ablation C) their activations.
             num_iters: iterations.
-            need_couplings: whether to give the last couplings, ``[n, i, j]``.
+            need_couplings: whether to give the last couplings, ``[n, j, i]``.
         """
         given = len(inputs) // 2 if self.activations else len(inputs)
         poses: List[Tensor] = []
         active: List[Tensor] = []
-        blocks = inputs[0]  # replaced before it is read
+        votes = inputs[0]  # replaced before it is read
         activation: Optional[Tensor] = None
         couplings: Optional[Tensor] = None
         for s in range(num_iters):  # from 0
@@ -209,17 +196,14 @@ class IDPALayer(RoutingLayer):
             else:
                 read = max(s - 1, 0)
                 if s == 0 or (s == 1 and self.folds) or (s > 1 and read < given):  # new children
-                    blocks = self._votes(inputs[read])
+                    votes = self.votes(inputs[read])
                     if self.activations:
                         activation = self._of_each_parent(inputs[given + read])
                 if s == 0:
-                    # (the votes of one child have the size of the parents' poses)
-                    parents = self.start + torch.zeros_like(
-                        blocks[:, 0].reshape(-1, self.out_caps, self.out_dim)
-                    )
+                    parents = self.start + torch.zeros_like(votes[:, :, 0])  # as many as there are routings
                 else:
                     parents = poses[s - 1]
-                sums, couplings, act = self._route_blocks(blocks, parents, activation)
+                sums, couplings, act = self._iterate(votes, parents, activation)
                 if act is not None:
                     active.append(act)
             poses.append(self._normalise(sums))

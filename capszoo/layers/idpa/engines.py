@@ -10,7 +10,7 @@ from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
 from ..engine import TUNING, Call, Engine, Routed
 from .blocked import idpa_pass
-from .routing import couplings_of
+from .routing import iteration
 
 __all__ = ["Blocked", "Chunked", "Fused"]
 
@@ -69,7 +69,7 @@ class Iterated(Engine):
             need_couplings: give the couplings too.
 
         Returns:
-            Poses ``[n, j, e]`` and couplings ``[n, i, j]``, which say nothing where they are not asked for.
+            Poses ``[n, j, e]`` and couplings ``[n, j, i]``, which say nothing where they are not asked for.
         """
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class Blocked(Iterated):
         self, given: List[Tensor], parents: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Optional[Tensor]]:
         sums, couplings = idpa_pass(given[0], self.weight, parents * self.layer.scale, need_couplings)
-        return self.layer._normalise(sums), couplings
+        return self.layer._normalise(sums), couplings.transpose(1, 2) if need_couplings else None
 
 
 class Chunked(Iterated):
@@ -153,18 +153,16 @@ class Chunked(Iterated):
         self, given: List[Tensor], parents: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """Couplings sum to 1 over the parents, so chunks of the children are independent."""
-        parents = (parents * self.layer.scale).unsqueeze(3)  # [n, j, e, 1]
         sums: List[Tensor] = []
         couplings: List[Tensor] = []
         for votes in given:
-            agreement = torch.matmul(votes, parents).squeeze(3).transpose(1, 2)  # line 3: [n, i, j]
-            c = couplings_of(agreement, votes.dtype)  # line 4
-            sums.append(torch.matmul(c.transpose(1, 2).unsqueeze(2), votes).squeeze(2))  # line 5: [n, j, e]
+            some, c = iteration(votes, parents, self.layer.scale)
+            sums.append(some)
             couplings.append(c)
         total = sums[0]
         for some in sums[1:]:
             total = total + some
-        return self.layer._normalise(total), torch.cat(couplings, dim=1) if need_couplings else None
+        return self.layer._normalise(total), torch.cat(couplings, dim=2) if need_couplings else None
 
 
 class Fused(Iterated):
@@ -207,7 +205,7 @@ class Fused(Iterated):
         layer = self.layer
         options = (need_couplings, self.keep, layer.scale, layer.kernel_size, layer.stride, False)
         poses, couplings, _ = fused_pass(given[0], self.weight, parents.to(self.dtype), *options, *self.norm)
-        return self._finished(poses), couplings
+        return self._finished(poses), couplings.transpose(1, 2) if need_couplings else None
 
     def _finished(self, poses: Tensor) -> Tensor:
         return self.layer._normalise(poses) if self.norm[0] == "none" else poses

@@ -145,7 +145,7 @@ class ConvIDPA(IDPALayer):
         couplings: Optional[Tensor] = None
         if c is not None:
             shape = [-1, height, width, self.out_caps, self.kernel_size * self.kernel_size, self.in_caps]
-            couplings = c.transpose(1, 2).reshape(shape)
+            couplings = c.reshape(shape)
         return poses, active, couplings
 
     def even_couplings(self, poses: Tensor) -> Tensor:
@@ -289,12 +289,7 @@ class FCIDPA(IDPALayer):
             couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not wanted or all are 1/j.
         """
         poses, active, couplings = self.compute(children + activations, num_iters, need_couplings)
-        return poses, active, None if couplings is None else couplings.transpose(1, 2)
-
-    def votes(self, children: Tensor) -> Tensor:
-        """Children ``[b, i, d]`` or ``[b, h, w, types, d]`` to votes ``[b, j, i, e]``."""
-        votes = torch.einsum("bipq,iqjr->bjipr", self._child_poses(children), self.weight)
-        return votes.flatten(3)
+        return poses, active, couplings
 
     def even_couplings(self, poses: Tensor) -> Tensor:
         """The couplings of a pass that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
