@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from capszoo.layers.engine import TUNING, record_engines, tuned, use_engines
 from capszoo.layers.idpa import blocked
-from capszoo.layers.idpa.layers import rows_first
 from tests.reference import idpa as naive
 
 F64 = torch.float64
@@ -468,21 +467,6 @@ def test_dropout_is_for_training_only() -> None:
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     torch.testing.assert_close(layer(x), layer(x))
-
-
-@pytest.mark.parametrize("offset", [0, 2, 4])
-def test_rows_that_are_copied_as_one_number(offset: int) -> None:
-    poses = torch.randn(2 * 5 * 4 * 3 * 16 + offset)[offset:].view(2, 5, 4, 3, 16)
-    want = rows_first(poses.requires_grad_(), 4, 4)
-    assert want.requires_grad and torch.equal(want[1, 2, 3, 0, 2], poses[1, 3, 0, 2, 8:12])
-    poses = poses.detach()
-    with torch.no_grad():
-        assert torch.equal(rows_first(poses, 4, 4), want)
-        other = poses.transpose(1, 2)  # not in one piece
-        assert torch.equal(rows_first(other, 4, 4), want.transpose(2, 3))
-        assert torch.equal(rows_first(poses.double(), 4, 4), want.double())
-        wide = poses.reshape(2, 5, 4, 3, 2, 8).flatten(4)
-        assert torch.equal(rows_first(wide, 2, 8)[:, 1], wide[..., 8:])
 
 
 def test_capsule_norm() -> None:

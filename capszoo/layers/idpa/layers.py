@@ -6,33 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._tracing import is_tracing
 from ..engine import Reference
 from .base import IDPALayer
 from .engines import Blocked, Chunked, Fused
 from .routing import normalised
 
 __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
-
-
-def rows_first(poses: Tensor, rows: int, columns: int) -> Tensor:
-    """Matrix poses on a grid, their rows in front of it: ``[b, h, w, i, p*q]`` to ``[b, p, h, w, i, q]``.
-
-    A row of four float32 is copied as one number of 16 bytes where nobody takes gradients, in half the time.
-    """
-    if not torch.jit.is_scripting():
-        plain = torch.is_grad_enabled() or is_tracing(poses) or torch.compiler.is_compiling()
-        if (
-            not plain
-            and poses.dtype == torch.float32
-            and columns == 4
-            and poses.is_contiguous()
-            and poses.numel()
-        ):
-            if poses.storage_offset() % columns == 0:
-                whole = poses.view(torch.complex128).permute(0, 4, 1, 2, 3).contiguous()  # [b, p, h, w, i]
-                return whole.view(torch.float32).unflatten(4, [-1, columns])
-    return poses.unflatten(4, [rows, columns]).permute(0, 4, 1, 2, 3, 5)
 
 
 class CapsuleNorm(nn.Module):
@@ -177,7 +156,7 @@ class ConvIDPA(IDPALayer):
 
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
-        x = rows_first(children, p, q)
+        x = children.unflatten(4, [p, q]).permute(0, 4, 1, 2, 3, 5)  # [b, p, h, w, i, q]
         x = x.flatten(0, 1).flatten(3).permute(0, 3, 1, 2)  # [b*p, i*q, h, w], channels last
         x = F.conv2d(
             x, self.weight.flatten(2, 3).flatten(0, 1), None, self.stride, self.padding
