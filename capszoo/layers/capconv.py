@@ -76,38 +76,9 @@ def _trains(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad and x.dtype in (torch.float32, torch.float64)
 
 
-def _infers(x: Tensor) -> bool:
-    """Whether what is made of ``x`` may be overwritten once it is read: eager mode, no gradients.
-
-    New memory and passes over it cost more here than the arithmetic.
-    """
-    if torch.is_grad_enabled() or is_tracing(x) or torch.compiler.is_compiling():
-        return False
-    return x.dtype in (torch.float32, torch.float64)
-
-
-def _squash_factor(s: Tensor) -> Tensor:
-    """By what :func:`squash` multiplies capsules ``[b, g, d, h, w]``, to the last bit: ``[b, g, 1, h, w]``."""
-    # few squares are added one by one, in the order of a sum: without the square of the whole
-    if s.shape[2] <= 4:
-        square = s[:, :, :1] * s[:, :, :1]
-        for d in range(1, s.shape[2]):
-            square += s[:, :, d : d + 1] * s[:, :, d : d + 1]
-    else:
-        square = (s * s).sum(dim=2, keepdim=True)
-    square = square.clamp(1e-12, 1e38)
-    return square.sqrt().div_(square.add_(1.0))
-
-
 def rectified_squash(x: Tensor, groups: int) -> Tensor:
     """ReLU and :func:`squash_groups` of a feature map ``[b, g*d, h, w]`` that nobody else needs: it is overwritten."""
-    x = F.relu(x, inplace=True)
-    if not torch.jit.is_scripting():
-        if _infers(x):
-            s = x.unflatten(1, (groups, -1))
-            s *= _squash_factor(s)
-            return x
-    return squash_groups(x, groups)
+    return squash_groups(F.relu(x, inplace=True), groups)
 
 
 def squash_groups(x: Tensor, groups: int) -> Tensor:
@@ -314,12 +285,6 @@ class MasterAide(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         master, aide = self.branches(x)
         alpha, beta = self.route(master, aide)
-        if not torch.jit.is_scripting():
-            if _infers(master):
-                y = master.unflatten(1, (self.groups, -1))
-                y *= alpha.unsqueeze(2)
-                y.addcmul_(aide.unflatten(1, (self.groups, -1)), beta.unsqueeze(2))
-                return master
         return capconv_combine(master, aide, alpha, beta)
 
     def _coefficients(self, pair: Tensor) -> Tensor:
@@ -386,10 +351,7 @@ class CapConv(nn.Module):
         """Capsules ``[b, in, h, w]`` (and what to add before the norm, ``[b, out, h', w']``) to the same shape."""
         y = self.conv(x)
         if skip is not None:
-            if not torch.jit.is_scripting():
-                y = y.add_(skip) if _infers(x) else y + skip
-            else:
-                y = y + skip
+            y = y + skip
         return rectified_squash(self.bn(y), self.groups)
 
 
