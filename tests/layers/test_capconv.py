@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,25 +176,6 @@ def test_merged_groups_are_the_grouped_convolution(groups, maps, d, together) ->
     assert merged.shape == (groups * maps, together * d, 3, 3)
     got = F.conv2d(x, merged, None, 1, 1, 1, groups // together)
     torch.testing.assert_close(got, F.conv2d(x, weight, None, 1, 1, 1, groups), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "mode, coefficients", [("master", "both"), *(("master_aide", c) for c in ("own", "cross", "both"))]
-)
-def test_without_gradients_the_same_and_what_was_given_stays(mode, coefficients, training) -> None:
-    options = dict(groups=8, mode=mode, coefficients=coefficients)
-    plain = disturbed(EncapModule(8 * 2, 8 * 4, 3, stride=2, **options)).train(training)
-    inference = copy.deepcopy(plain)
-    x = torch.randn(3, 16, 7, 6, dtype=torch.float64)
-    given = x.clone()
-    with torch.no_grad():
-        got = inference(x)
-    assert torch.equal(x, given)
-    torch.testing.assert_close(got, plain(x), rtol=0, atol=1e-12)
-    assert got.is_contiguous()
-    for a, b in zip(inference.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("coefficients", ["own", "both"])
