@@ -87,6 +87,15 @@ def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool,
     assert (report is None) == (couplings and name == "encapnet6")  # the one without couplings
 
 
+def test_engines_of_a_graph() -> None:
+    """Windows are written in chunks, for either target; what is fully connected is the reference."""
+    prepared = prepare(zoo.small("idpa_cnn"))
+    for target in ("onnx_cpu", "gpu"):
+        prepared.trace(target)
+        engines = {name.rpartition(".")[2]: engine for name, engine in prepared.engines.items()}
+        assert engines == {"conv1": "chunked", "conv2": "chunked", "classes": "reference"}
+
+
 @pytest.mark.slow
 def test_runtime(tmp_path: Path) -> None:
     model, file = zoo.small("capsnet_em_norb_small").eval(), tmp_path / "x.onnx"
