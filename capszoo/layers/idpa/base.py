@@ -52,7 +52,7 @@ class IDPALayer(RoutingLayer):
         side = math.isqrt(in_dim)
         if pose == "matrix" and (side * side != in_dim or in_dim != out_dim):
             raise ValueError(
-                f"matrix poses are square and alike in both layers, not of {in_dim} and {out_dim} numbers: "
+                f"matrix poses are square and alike in both layers, not of dimension {in_dim} and {out_dim}: "
                 "use pose='vector'"
             )
         self.num_children = num_children  # of one parent

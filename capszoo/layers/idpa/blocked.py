@@ -73,7 +73,7 @@ def idpa_pass(
         need_couplings: give the couplings too.
 
     Returns:
-        Sums of votes ``[n, j, e]`` and couplings ``[n, i, j]`` (empty where they are not wanted).
+        Sums of votes ``[n, j, e]`` and couplings ``[n, i, j]`` (empty where they are not asked for).
     """
     n, i, rows, _ = children.shape
     j, e = parents.shape[1], parents.shape[2]

@@ -36,13 +36,13 @@ class ConvIDPA(IDPALayer):
     Args:
         in_caps: capsule types of the children.
         out_caps: capsule types of the parents.
-        in_dim: numbers in a child's pose.
-        out_dim: numbers in a parent's pose; the children's where absent.
+        in_dim: pose dimension of the children.
+        out_dim: pose dimension of the parents; the children's where absent.
         kernel_size, stride, padding: of the window of child positions that each parent sees.
-        num_iters: passes of :meth:`forward`; :class:`IDPAStack` counts its own.
+        num_iters: iterations of :meth:`forward`; :class:`IDPAStack` counts its own.
         pose: ``"matrix"`` (vote = pose·W, O(d) weights a pair) or ``"vector"`` (a whole matrix a pair).
         scale_agreement: divide the agreement by sqrt(out_dim).
-        parent_init: parents before the first pass: ``"zero"``, ``"random"`` (drawn at construction, saved with the
+        parent_init: parents before the first iteration: ``"zero"``, ``"random"`` (drawn at construction, saved with the
             weights) or ``"learned"`` (a parameter that starts at zero), footnote 1 of the paper.
         layer_norm: False leaves out the LayerNorm (ablation A).
         activations: capsules have activations as in EM routing (ablation C). The paper only names this; here
@@ -54,7 +54,7 @@ class ConvIDPA(IDPALayer):
         eps: of the LayerNorm.
 
     Shapes: ``[b, in_caps*in_dim, h, w]`` to ``[b, out_caps*out_dim, h', w']``, channel = capsule * dim + dimension
-    (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first pass's convolution unfolded.
+    (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first iteration's convolution unfolded.
     """
 
     engines = (Chunked, Fused, Blocked, Reference)
@@ -82,9 +82,9 @@ class ConvIDPA(IDPALayer):
         return (size + 2 * self.padding - self.kernel_size) // self.stride + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Child map ``[b, i*d, h, w]`` to parent map ``[b, j*e, h', w']``, after ``num_iters`` passes.
+        """Child map ``[b, i*d, h, w]`` to parent map ``[b, j*e, h', w']``, after ``num_iters`` iterations.
 
-        This is the layer alone, without activations: its children do not change between passes.
+        This is the layer alone, without activations: its children do not change between iterations.
         """
         torch._assert(not self.activations, "activations go through route()")
         grid = x.permute(0, 2, 3, 1).unflatten(-1, [self.in_caps, self.in_dim])
@@ -101,16 +101,16 @@ class ConvIDPA(IDPALayer):
         """All iterations of this layer, given those of its children.
 
         Args:
-            children: poses ``[b, h, w, i, d]`` after each of their iterations: pass s reads entry s-1 (1-based; the
-                first pass reads entry 1, and the last entry stands for all that would follow).
+            children: poses ``[b, h, w, i, d]`` after each of their iterations. Iteration s reads entry s-1 (1-based);
+                the first reads entry 1, and the last entry stands for all that would follow.
             activations: likewise, ``[b, h, w, i]``; empty unless the layer has activations.
-            num_iters: passes.
+            num_iters: iterations.
             need_couplings: False where nobody reads them, which saves their memory.
 
         Returns:
-            Poses ``[b, h', w', j, e]`` after each pass; activations ``[b, h', w', j]``, or an empty list; and the
-            last pass's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None where they are not
-            wanted, or the only pass was a sum of votes: all couplings are then 1/j.
+            Poses ``[b, h', w', j, e]`` after each iteration; activations ``[b, h', w', j]``, or an empty list; and the
+            last iteration's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None where they are not
+            asked for, or the only iteration was a sum of votes: all couplings are then 1/j.
         """
         height = self.out_size(children[0].shape[1])
         width = self.out_size(children[0].shape[2])
@@ -128,7 +128,7 @@ class ConvIDPA(IDPALayer):
         return poses, active, couplings
 
     def even_couplings(self, poses: Tensor) -> Tensor:
-        """The couplings of a pass that is a sum of votes, 1/j: ``[b, h', w', j, k*l, i]``, for its poses."""
+        """The couplings of an iteration that is a sum of votes, 1/j: ``[b, h', w', j, k*l, i]``, for its poses."""
         b, h, w = poses.shape[0], poses.shape[1], poses.shape[2]
         even = poses.new_full([1], 1.0 / self.out_caps)
         return even.expand(b, h, w, self.out_caps, self.kernel_size * self.kernel_size, self.in_caps)
@@ -233,7 +233,7 @@ class FCIDPA(IDPALayer):
 
     Shapes: ``[b, in_caps, in_dim]`` to ``[b, out_caps, out_dim]``. A grid ``[b, h, w, i, d]`` is taken position
     by position: child = (row * width + column) * types + type. ``weight`` is ``[i, q, j, r]``, which is the first
-    pass's matrix ``[i*q, j*r]`` and the later passes' batch of matrices without a copy.
+    iteration's matrix ``[i*q, j*r]`` and the later iterations' batch of matrices without a copy.
     """
 
     def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
@@ -243,7 +243,7 @@ class FCIDPA(IDPALayer):
         self.weight = self._new_weight(in_caps, self.inner, out_caps, self.cols)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Children ``[b, i, d]`` to parents ``[b, j, e]``, after ``num_iters`` passes (without activations)."""
+        """Children ``[b, i, d]`` to parents ``[b, j, e]``, after ``num_iters`` iterations (without activations)."""
         torch._assert(not self.activations, "activations go through route()")
         poses, _, _ = self.route([x], [], self.num_iters, False)
         return poses[len(poses) - 1]
@@ -260,18 +260,18 @@ class FCIDPA(IDPALayer):
         Args:
             children: ``[b, i, d]`` or ``[b, h, w, types, d]``, one entry per iteration.
             activations: ``[b, i]`` or ``[b, h, w, types]``; empty unless the layer has activations.
-            num_iters: passes.
+            num_iters: iterations.
             need_couplings: False where nobody reads them, which saves their memory.
 
         Returns:
-            Poses ``[b, j, e]`` after each pass; activations ``[b, j]``, or an empty list; and the last pass's
-            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not wanted or all are 1/j.
+            Poses ``[b, j, e]`` after each iteration; activations ``[b, j]``, or an empty list; and the last iteration's
+            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not asked for or all are 1/j.
         """
         poses, active, couplings = self.compute(children + activations, num_iters, need_couplings)
         return poses, active, couplings
 
     def even_couplings(self, poses: Tensor) -> Tensor:
-        """The couplings of a pass that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
+        """The couplings of an iteration that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
         return poses.new_full([1], 1.0 / self.out_caps).expand(poses.shape[0], self.out_caps, self.in_caps)
 
     def share_among_children(self, share: Tensor, couplings: Tensor) -> Tensor:
