@@ -39,6 +39,7 @@ from capszoo import layers  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
 from capszoo.export import compare, to_onnx, unroll  # noqa: E402
 from capszoo.export.prepare import quiet  # noqa: E402
+from capszoo.layers.engine import use_engines  # noqa: E402
 from tests.support import warm  # noqa: E402
 
 BATCHES = (1, 16)
@@ -148,7 +149,7 @@ def layer_cases() -> dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]]:
 def layer_graph(module: nn.Module, size: tuple[int, ...]) -> bytes:
     """A layer as ONNX at batch 1, prepared for export where it defines that."""
     prepared = unroll.prepare_for_export(module)
-    with tempfile.TemporaryDirectory() as folder, quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet(), use_engines(target="onnx_cpu"):
         file = Path(folder) / "layer.onnx"
         # the older exporter, for the naive graphs: it writes Einsum where torch.einsum stands
         dynamo = not isinstance(module, (plain.EinsumDynamic, plain.EinsumConvIDPA))

@@ -13,6 +13,7 @@ from ._api import ModelInfo, create_model, list_models, model_info
 from ._catalogue import list_rows, weights_entry
 from ._metadata import WeightsInfo
 from .checkpoint import resolve
+from .layers import engine_report
 from .models._papers import PAPERS, PaperFigure
 from .models._pretrained import bundled_tags
 from .preprocess import model_input_size
@@ -20,6 +21,7 @@ from .preprocess import model_input_size
 __all__ = [
     "ModelSummary",
     "count_multiply_adds",
+    "engine_rows",
     "iteration_attributes",
     "list_summaries",
     "routing_iterations",
@@ -139,6 +141,35 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
         routing_iters=tuple(routing_iterations(model)),
         figures=papers,
     )
+
+
+def engine_rows(name: str, batch: int = 32, training: bool = False, **kwargs: Any) -> list[dict[str, Any]]:
+    """The engine of each routing layer of a model, and why the engines before it were refused; nothing is computed.
+
+    Args:
+        name: as for :func:`summarise`.
+        batch: images.
+        training: with gradients, in training mode.
+        **kwargs: as for :func:`capszoo.create_model`.
+
+    Returns:
+        One row per call of a routing layer: ``layer``, ``engine``, ``routings``, ``children``, ``parents``, ``votes``
+        (numbers in them) and ``refused``, engine to reason.
+    """
+    model, _ = _untrained(name, kwargs)
+    choices = engine_report(model, batch, training, input_size=model_input_size(model))
+    return [
+        {
+            "layer": choice.name,
+            "engine": choice.engine.name,
+            "routings": choice.call.routings,
+            "children": choice.call.children,
+            "parents": choice.call.parents,
+            "votes": choice.call.votes,
+            "refused": choice.refused(),
+        }
+        for choice in choices
+    ]
 
 
 def _untrained(name: str, kwargs: dict[str, Any]) -> tuple[nn.Module, tuple[WeightsInfo, ...] | None]:

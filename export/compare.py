@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.errors import CapszooError
+from capszoo.layers.engine import use_engines
 
 __all__ = [
     "Difference",
@@ -58,18 +59,22 @@ class EagerRunner:
     """A PyTorch module, run eagerly without gradients on the device of its parameters.
 
     Floating images are cast to the module's ``input_dtype``, or where it does not say one to its parameters' dtype.
+
+    Args:
+        model: called in eval mode.
+        target: route by the engines of graphs for this target (:data:`capszoo.layers.engine.TARGETS`).
     """
 
     name = "eager"
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model.eval()
+    def __init__(self, model: nn.Module, target: str = "") -> None:
+        self.model, self.target = model.eval(), target
         like = next(iter(model.parameters()), torch.empty(0))
         self.device, self.dtype = like.device, getattr(model, "input_dtype", like.dtype)
 
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
         x = torch.from_numpy(images).to(self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), use_engines(target=self.target):
             outputs = self.model(x.to(self.dtype) if x.is_floating_point() else x)
         flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         return [output.detach().float().cpu().numpy() for output in flat]

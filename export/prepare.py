@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.errors import UsageError
+from capszoo.layers.engine import record_engines, use_engines
 from capszoo.models._base import NoCapsules
 from capszoo.preprocess import model_input_size, model_transform
 
@@ -41,6 +42,7 @@ class PreparedModel:
         routing_iters: distinct iteration counts.
         options: how it was prepared, and how it is to be written.
         samples: some of the real images that the gate was given.
+        engines: the engine of each routing layer in the last trace, by the layer's name.
     """
 
     name: str
@@ -54,6 +56,7 @@ class PreparedModel:
     routing_iters: list[int]
     options: ExportOptions
     samples: np.ndarray | None = None
+    engines: dict[str, str] = field(default_factory=dict)
 
     @property
     def input_dtype(self) -> str:
@@ -66,26 +69,26 @@ class PreparedModel:
         dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
         return torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
 
-    def trace(self, in_parts: bool = False) -> torch.export.ExportedProgram:
+    def trace(self, target: str = "gpu") -> torch.export.ExportedProgram:
         """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
 
         Args:
-            in_parts: let layers that can write their votes out a few at a time. A runtime that takes the graph node by
-                node is faster by it; a compiler, which would take minutes for it, has no use for it.
+            target: what the graph is written for, one of :data:`capszoo.layers.engine.TARGETS`: ``"onnx_cpu"`` is a
+                runtime that takes it node by node, ``"gpu"`` a compiler (of either device).
 
         Raises:
             ExportError: the model cannot be traced.
         """
         for module in self.served.modules():
             if hasattr(module, "in_parts"):
-                module.in_parts = in_parts  # type: ignore[assignment]
+                module.in_parts = target == "onnx_cpu"  # type: ignore[assignment]
         smallest, usual, largest = self.batch
         # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
         count = usual if smallest == largest else 2
         inputs, shapes = (self.example(count),), self.dynamic_shapes()
-        with quiet():
+        with quiet(), use_engines(target=target), record_engines() as choices:
             try:
-                return torch.export.export(self.served, inputs, dynamic_shapes=shapes, strict=False)
+                program = torch.export.export(self.served, inputs, dynamic_shapes=shapes, strict=False)
             except Exception as e:  # torch raises many kinds here, several without a common base
                 if "Constraints violated" in str(e):
                     raise ExportError(
@@ -93,6 +96,9 @@ class PreparedModel:
                         "keep x.shape[0] as it is (no int(), no len())",
                     ) from e
                 raise ExportError(f"{self.name}: torch.export cannot trace it: {first_line(e)}") from e
+        names = {module: name for name, module in self.served.named_modules()}
+        self.engines = {names[choice.layer]: choice.engine.name for choice in choices}
+        return program
 
     def dynamic_shapes(self) -> Any:
         smallest, _, largest = self.batch

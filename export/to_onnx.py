@@ -200,7 +200,7 @@ def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
     with ExitStack() as stack:
         if for_cpu and prepared.precision == "fp32":
             stack.enter_context(convs_to_matmul(prepared.served, prepared.example(1)))
-        exported = prepared.trace(in_parts=for_cpu)
+        exported = prepared.trace("onnx_cpu" if for_cpu else "gpu")
     with quiet():
         try:
             program = torch.onnx.export(

@@ -1,10 +1,10 @@
 """A model made ready for export: a copy in eval mode that computes the same function with less.
 
-The iteration count of every routing is fixed (a Python ``for`` over an int, which tracing unrolls), BatchNorm is folded
-into the convolution before it wherever the traced graph shows that this is safe, layers that define
-``prepare_for_export()`` turn their weights into the layout that the graph uses, and what the asked outputs do not need
-is dropped. :func:`prepare_for_export` leaves the original untouched. :class:`Served` puts around it what the graph has
-beside the model: normalisation, another precision, the outputs that were asked for.
+The iteration count of every routing is fixed (a Python ``for`` over an int, which tracing unrolls). BatchNorm is folded
+into the convolution before it wherever the traced graph shows that this is safe. Weights are laid out as the engines of
+graphs use them (:meth:`.RoutingLayer.freeze`, or a module's own ``prepare_for_export()``). What the asked outputs do
+not need is dropped. :func:`prepare_for_export` leaves the original untouched. :class:`Served` puts around it what the
+graph has beside the model: normalisation, another precision, the outputs that were asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import fx
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from capszoo.errors import UsageError
+from capszoo.layers.engine import RoutingLayer
 from capszoo.summary import iteration_attributes, routing_iterations
 
 __all__ = [
@@ -56,6 +57,9 @@ def prepare_for_export(model: nn.Module, routing_iters: int | None = None, fold:
     if fold:
         fold_batchnorm(prepared)
     _call_hooks(prepared)
+    for module in prepared.modules():
+        if isinstance(module, RoutingLayer):
+            module.freeze()
     return prepared
 
 

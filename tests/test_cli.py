@@ -132,6 +132,17 @@ def test_info() -> None:
     assert smaller["num_classes"] == 3
 
 
+def test_info_engines() -> None:
+    command = ("info", "idpa_resnet", "--engines", "--batch", "32", "--training")
+    rows = json.loads(succeeds(*command, "--json"))
+    assert [row["engine"] for row in rows] == ["reference", "reference", "blocked"]
+    assert rows[2]["refused"] == {"fused": "runs on CUDA alone"} and rows[2]["votes"] == 32 * 800 * 10 * 16
+    text = succeeds(*command)
+    assert "blocked" in text and "fused: " in text and rows[0]["layer"] in text
+    (row,) = json.loads(succeeds("info", "idpa_cnn.mnist", "--engines", "--batch", "1", "--json"))[-1:]
+    assert row["engine"] == "reference" and "TUNING.idpa_blocked_min_votes" in row["refused"]["blocked"]
+
+
 def test_info_of_a_run_and_of_weights(trained: Path) -> None:
     about = json.loads(succeeds("info", trained, "--json"))
     (weights,) = about["weights"]

@@ -94,10 +94,19 @@ def info_command(
         int | None,
         typer.Option("--num-classes", min=0, help="Number of classes, if not the default.", metavar="N"),
     ] = None,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="How each routing layer is computed on this machine, and why.")
+    ] = False,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images at a time, with --engines.")] = 32,
+    training: Annotated[bool, typer.Option("--training", help="With gradients, with --engines.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a model's size, multiply-adds, the papers' results, its weights and licence."""
+    """Show a model's size, multiply-adds, the papers' results, its weights and licence, or its engines."""
     options = given(img_size=parse_size(img_size), routing_iters=routing_iters, num_classes=num_classes)
+    if engines:
+        check_model_argument(model)
+        _print_engines(model, batch, training, as_json, options)
+        return
     about = None if options else describe(model)
     if about is None:
         check_model_argument(model)
@@ -146,3 +155,21 @@ def info_command(
             entry["sha256"][:12],
         )
     out.print(weights)
+
+
+def _print_engines(model: str, batch: int, training: bool, as_json: bool, options: dict[str, Any]) -> None:
+    from ..summary import engine_rows
+
+    rows = engine_rows(model, batch, training, **options)
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        stdout().print("no routing layer with engines")
+        return
+    table = Table("layer", "engine", "routings", "children", "parents", "refused", box=None, pad_edge=False)
+    for row in rows:
+        reasons = "\n".join(f"{name}: {reason}" for name, reason in row["refused"].items())
+        sizes = [f"{row[size]:,}" for size in ("routings", "children", "parents")]
+        table.add_row(row["layer"], row["engine"], *sizes, escape(reasons))
+    stdout().print(table)

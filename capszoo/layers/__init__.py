@@ -19,6 +19,8 @@ from .dynamic import (
     shared_dynamic_routing,
 )
 from .em import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
+from .engine import engine_report, use_engines
+from .engine import read_environment as _read_environment
 from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
@@ -56,6 +58,7 @@ __all__ = [
     "capsules_from_map",
     "dynamic_routing",
     "em_routing",
+    "engine_report",
     "exponential_squash",
     "feature_kl",
     "ground_cost",
@@ -71,5 +74,8 @@ __all__ = [
     "squash",
     "squash_groups",
     "upcast_half",
+    "use_engines",
     "use_triton",
 ]
+
+_read_environment()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["upcast_half"]
+__all__ = ["upcast_half", "working_type"]
 
 
 def upcast_half(x: Tensor) -> Tensor:
@@ -18,3 +18,11 @@ def upcast_half(x: Tensor) -> Tensor:
 
 
 torch.fx.wrap("upcast_half")
+
+
+def working_type(x: Tensor) -> torch.dtype:
+    """The type in which matrix products compute with ``x``: its own, or, under autocast, that of autocast."""
+    device = x.device.type
+    if x.dtype == torch.float32 and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype

@@ -21,7 +21,7 @@ coefficients start near one, so that a layer starts as master + aide.
 """
 
 import math
-from typing import Any, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._tracing import is_tracing
+from .engine import Call, Engine, Reference, Routed, RoutingLayer
 from .squash import squash
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "CapGroupConv2d",
     "EncapModule",
     "MasterAide",
+    "SquashGroups",
     "cap_fc",
     "capconv_combine",
     "grouped_pointwise",
@@ -69,53 +70,60 @@ class _Squash(torch.autograd.Function):
         return (grad * (root / total)).addcmul_(s, along)
 
 
-def _trains(x: Tensor) -> bool:
-    """Whether gradients of ``x`` are taken in eager mode (what is traced or exported stays plain)."""
-    if is_tracing(x) or torch.compiler.is_compiling():
-        return False
-    return torch.is_grad_enabled() and x.requires_grad and x.dtype in (torch.float32, torch.float64)
+class ExplicitGradient(Engine):
+    """In training: squash with its gradient written out, which is also exact for capsules of any size."""
 
+    name = "explicit_gradient"
+    evidence = "capConv: explicit gradient"
+    modes = ("eager",)
+    atol = {torch.float64: 1e-11, torch.float32: 2e-6}
 
-def _infers(x: Tensor) -> bool:
-    """Whether what is made of ``x`` may be overwritten once it is read: eager mode, no gradients.
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        return "" if call.dtype in cls.atol else "half precision is squashed in float32"
 
-    New memory and passes over it cost more here than the arithmetic.
-    """
-    if torch.is_grad_enabled() or is_tracing(x) or torch.compiler.is_compiling():
-        return False
-    return x.dtype in (torch.float32, torch.float64)
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        return "" if call.grad else "no gradients are taken"
 
-
-def _squash_factor(s: Tensor) -> Tensor:
-    """By what :func:`squash` multiplies capsules ``[b, g, d, h, w]``, to the last bit: ``[b, g, 1, h, w]``."""
-    # few squares are added one by one, in the order of a sum: without the square of the whole
-    if s.shape[2] <= 4:
-        square = s[:, :, :1] * s[:, :, :1]
-        for d in range(1, s.shape[2]):
-            square += s[:, :, d : d + 1] * s[:, :, d : d + 1]
-    else:
-        square = (s * s).sum(dim=2, keepdim=True)
-    square = square.clamp(1e-12, 1e38)
-    return square.sqrt().div_(square.add_(1.0))
-
-
-def rectified_squash(x: Tensor, groups: int) -> Tensor:
-    """ReLU and :func:`squash_groups` of a feature map ``[b, g*d, h, w]`` that nobody else needs: it is overwritten."""
-    x = F.relu(x, inplace=True)
-    if not torch.jit.is_scripting():
-        if _infers(x):
-            s = x.unflatten(1, (groups, -1))
-            s *= _squash_factor(s)
-            return x
-    return squash_groups(x, groups)
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        s = inputs[0].unflatten(1, (layer.groups, -1))
+        return Routed([_Squash.apply(s).flatten(1, 2)], [], None)
 
 
 def squash_groups(x: Tensor, groups: int) -> Tensor:
     """Squash every capsule of a feature map ``[b, g*d, h, w]`` (channel = group * d + dimension)."""
-    if not torch.jit.is_scripting():
-        if _trains(x):
-            return _Squash.apply(x.unflatten(1, (groups, -1))).flatten(1, 2)
     return squash(x.unflatten(1, (groups, -1)), 2).flatten(1, 2)
+
+
+class SquashGroups(RoutingLayer):
+    """:func:`squash_groups` as a layer: ``[b, g*d, h, w]`` to the same shape.
+
+    Args:
+        groups: capsule channels g.
+    """
+
+    engines = (ExplicitGradient, Reference)
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        x = inputs[0]
+        dim = x.shape[1] // self.groups
+        return x.shape[2] * x.shape[3], self.groups, self.groups, dim, dim
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        return Routed([squash_groups(inputs[0], self.groups)], [], None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute([x], 1, False).poses[0]
+
+    def extra_repr(self) -> str:
+        return f"groups={self.groups}"
 
 
 def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups: int) -> Tensor:
@@ -283,6 +291,7 @@ class MasterAide(nn.Module):
         wide = kernel_size + 4
         self.aide = XavierConv2d(in_chans, out_chans, wide, stride, wide // 2)
         self.aide_bn = nn.BatchNorm2d(out_chans)
+        self.squash = SquashGroups(groups)
         # "both": (alpha, beta) for every capsule channel, from one convolution that has its weights for each branch
         # from one of these two; else one map per capsule channel and branch
         both = coefficients == "both"
@@ -293,8 +302,8 @@ class MasterAide(nn.Module):
 
     def branches(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Master and aide activations, each ``[b, out, h', w']``, after their BN-ReLU-squash."""
-        master = rectified_squash(self.master_bn(self.master(x)), self.groups)
-        aide = rectified_squash(self.aide_bn(self.aide(x)), self.groups)
+        master = self.squash(F.relu(self.master_bn(self.master(x)), inplace=True))
+        aide = self.squash(F.relu(self.aide_bn(self.aide(x)), inplace=True))
         return master, aide
 
     def route(self, master: Tensor, aide: Tensor) -> Tuple[Tensor, Tensor]:
@@ -314,12 +323,6 @@ class MasterAide(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         master, aide = self.branches(x)
         alpha, beta = self.route(master, aide)
-        if not torch.jit.is_scripting():
-            if _infers(master):
-                y = master.unflatten(1, (self.groups, -1))
-                y *= alpha.unsqueeze(2)
-                y.addcmul_(aide.unflatten(1, (self.groups, -1)), beta.unsqueeze(2))
-                return master
         return capconv_combine(master, aide, alpha, beta)
 
     def _coefficients(self, pair: Tensor) -> Tensor:
@@ -381,16 +384,14 @@ class CapConv(nn.Module):
         else:
             self.conv = MasterAide(in_chans, out_chans, kernel_size, stride, groups, coefficients)
         self.bn = nn.BatchNorm2d(out_chans)
+        self.squash = SquashGroups(groups)
 
     def forward(self, x: Tensor, skip: Optional[Tensor] = None) -> Tensor:
         """Capsules ``[b, in, h, w]`` (and what to add before the norm, ``[b, out, h', w']``) to the same shape."""
         y = self.conv(x)
         if skip is not None:
-            if not torch.jit.is_scripting():
-                y = y.add_(skip) if _infers(x) else y + skip
-            else:
-                y = y + skip
-        return rectified_squash(self.bn(y), self.groups)
+            y = y + skip
+        return self.squash(F.relu(self.bn(y), inplace=True))
 
 
 class EncapModule(nn.Module):

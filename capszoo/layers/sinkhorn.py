@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._precision import upcast_half
-from .capconv import squash_groups
+from .capconv import SquashGroups
 
 __all__ = ["SinkhornUnit", "feature_kl", "ground_cost", "sinkhorn_divergence", "sinkhorn_plan"]
 
@@ -202,7 +202,7 @@ class SinkhornUnit(nn.Module):
         if min(self.stride) < 1:
             raise ValueError(f"stride must be at least 1, not {stride}")
         self.groups = groups if generator == "capsule" else 1
-        self.capsule = generator == "capsule"
+        self.squash = SquashGroups(groups) if generator == "capsule" else nn.Identity()
         self.metric = metric
         self.num_iters = num_iters
         self.epsilon = epsilon
@@ -242,7 +242,7 @@ class SinkhornUnit(nn.Module):
         """Rebuild a lower map ``[b, low_chans, h, w]`` of grid ``size`` from ``high``."""
         x = self.deconv(high, output_size=list(size))
         x = F.relu(self.deconv_bn(x))
-        return squash_groups(x, self.groups) if self.capsule else x
+        return self.squash(x)
 
     def features(self, x: Tensor) -> Tensor:
         """What the divergence compares: the critic's output, or the map itself, as ``[b, l]``."""

@@ -156,7 +156,7 @@ class Gate:
         with self._step(f"{self.prepared.precision} in PyTorch") as detail:
             eager, half = (
                 compare.EagerRunner(self.prepared.original),
-                compare.EagerRunner(self.prepared.served),
+                compare.EagerRunner(self.prepared.served, "gpu"),
             )
             half.name = f"eager {self.prepared.precision}"
             count = _probe_batches(self.report.batch, full=False)[-1]

@@ -87,6 +87,15 @@ def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool,
     assert (report is None) == (couplings and name == "encapnet6")  # the one without couplings
 
 
+def test_engines_of_a_graph() -> None:
+    """Windows are written in chunks, for either target; what is fully connected is the reference."""
+    prepared = prepare(zoo.small("idpa_cnn"))
+    for target in ("onnx_cpu", "gpu"):
+        prepared.trace(target)
+        engines = {name.rpartition(".")[2]: engine for name, engine in prepared.engines.items()}
+        assert engines == {"conv1": "chunked", "conv2": "chunked", "classes": "reference"}
+
+
 @pytest.mark.slow
 def test_runtime(tmp_path: Path) -> None:
     model, file = zoo.small("capsnet_em_norb_small").eval(), tmp_path / "x.onnx"
@@ -95,7 +104,7 @@ def test_runtime(tmp_path: Path) -> None:
     half = export(model, file, check=False, precision="fp16").num_nodes
     assert parts > 1.5 * max(whole, half), "half precision is for GPUs too"
     job = prepare(model)
-    assert len(job.trace(in_parts=True).graph.nodes) > 1.5 * len(job.trace().graph.nodes)
+    assert len(job.trace("onnx_cpu").graph.nodes) > 1.5 * len(job.trace().graph.nodes)
     with pytest.raises(UsageError, match="unknown runtime 'tpu'.*cpu or gpu"):
         export(model, tmp_path / "y.onnx", runtime="tpu")
     assert not (tmp_path / "y.onnx").exists()

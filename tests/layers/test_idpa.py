@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
-from capszoo.layers.idpa import blocked, engines
-from capszoo.layers.idpa.layers import rows_first
-from capszoo.layers.idpa.routing import group_size
+from capszoo.layers.engine import TUNING, record_engines, tuned, use_engines
+from capszoo.layers.idpa import blocked
 from tests.reference import idpa as naive
 
 F64 = torch.float64
@@ -159,7 +158,7 @@ def test_conv_layer(case: int, num_iters: int) -> None:
 
 
 @pytest.mark.parametrize("num_iters", [1, 2, 3])
-@pytest.mark.parametrize("out_caps", [1, 5, 18, 37])  # one block of all parents, two of nine, one of a prime
+@pytest.mark.parametrize("out_caps", [1, 5])
 @pytest.mark.parametrize("pose", ["matrix", "vector"])
 def test_fc_layer(out_caps: int, num_iters: int, pose: str) -> None:
     layer = shaken(FCIDPA(3, out_caps, 4, 4 if pose == "matrix" else 2, num_iters, pose))
@@ -171,13 +170,6 @@ def test_fc_layer(out_caps: int, num_iters: int, pose: str) -> None:
         assert_same(poses[b], naive.stack(expected[0]), [x, layer.weight, layer.norm.weight, layer.norm.bias])
         if num_iters > 1:
             torch.testing.assert_close(given[b], naive.stack(couplings[0]).t())
-
-
-def test_group_size_divides() -> None:
-    for parents in range(1, 1001):
-        group = group_size(parents)
-        assert parents % group == 0 and group <= 64
-    assert [group_size(parents) for parents in (10, 20, 32, 100, 37)] == [10, 10, 16, 10, 37]
 
 
 @pytest.mark.parametrize("num_iters", [1, 2, 3])
@@ -289,18 +281,6 @@ class Elements(TorchDispatchMode):
         return out
 
 
-class Operators(TorchDispatchMode):
-    """Lists the names of all operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_no_vote_outside_of_the_cone() -> None:
     """At two iterations only the class layer forms votes; at one, none does. Sequential routing forms them all."""
     layers = OrderedDict(conv=ConvIDPA(8, 16, 16, kernel_size=3), classes=FCIDPA(4 * 4 * 16, 3, 16))
@@ -321,7 +301,7 @@ def test_no_vote_outside_of_the_cone() -> None:
 def test_votes_are_shared_while_the_children_stay() -> None:
     layer = FCIDPA(6, 3, 4, num_iters=5)
     calls = []
-    layer._votes = lambda children: calls.append(children) or FCIDPA._votes(layer, children)
+    layer.votes = lambda children: calls.append(children) or FCIDPA.votes(layer, children)
     layer(torch.randn(2, 6, 4))
     assert len(calls) == 1
     kids = [torch.randn(2, 6, 4) for _ in range(4)]
@@ -329,99 +309,24 @@ def test_votes_are_shared_while_the_children_stay() -> None:
     assert [next(k for k in range(4) if c is kids[k]) for c in calls[1:]] == [0, 1, 2, 3]
 
 
-# -- in blocks ----------------------------------------------------------------------------------------------------
+# -- in blocks (see test_engines.py) ---------------------------------------------------------------------------------
 
 
-def in_blocks(monkeypatch: pytest.MonkeyPatch, always: bool = True) -> None:
-    """Every pass over votes goes through the operator (or none), in blocks that divide neither axis."""
-    monkeypatch.setattr(engines, "_MANY", 0 if always else 2**60)
-    monkeypatch.setattr(blocked, "_BLOCK", 150)
-
-
-@pytest.mark.parametrize("num_iters", [2, 3, 4])
-@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
-@pytest.mark.parametrize("pose", ["matrix", "vector"])
-@pytest.mark.parametrize("parent_init", ["zero", "learned"])
-def test_blocks_are_procedure_2(
-    num_iters: int, routing: str, pose: str, parent_init: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_blocks(monkeypatch)
-    stack = small_stack(num_iters, routing, pose, parent_init=parent_init)
-    x = primary()
-    expected, couplings, _ = full_reference(stack, x)
-    with Operators() as used:
-        scores = stack(x)
-    passes = [stack.iterations(level) - (parent_init == "zero") for level in range(4)]
-    assert used.calls.count("capszoo::idpa_pass") == sum(passes)
-    assert_same(scores[0], naive.stack(expected[-1]), [x, *parameters_but_starts(stack)])
-    assert_couplings(stack.run_full(x)[2], couplings)
-
-
-@pytest.mark.parametrize("case", range(len(CONVS) + 2))
-def test_blocks_on_batches(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of routings and of children, the last ones smaller; couplings have gradients too."""
-    if case < len(CONVS):
-        layer = shaken(ConvIDPA(**CONVS[case]))
-        x = torch.randn(17, 7, 6, layer.in_caps, layer.in_dim, dtype=F64, requires_grad=True)
-    else:
-        layer = shaken(FCIDPA(7, 37, 4, 4) if case == len(CONVS) else FCIDPA(7, 5, 3, 2, 2, "vector"))
-        x = torch.randn(140, 7, layer.in_dim, dtype=F64, requires_grad=True)
-    given = []
-    for always in (True, False):
-        in_blocks(monkeypatch, always)
-        poses, _, couplings = layer.route([x], [], 3)
-        given.append(torch.cat([poses[-1].flatten(), couplings.flatten()]))
-    assert_same(given[0], given[1], [x, layer.weight, layer.norm.weight, layer.norm.bias])
-
-
-def test_blocks_keep_no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For backward, a pass keeps its children, weights and parents; its largest buffers are those of a block."""
-    monkeypatch.setattr(engines, "_MANY", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    layer = ConvIDPA(8, 16, 16, num_iters=3)
-    x = torch.randn(4, 8 * 16, 8, 8, requires_grad=True)
-    votes = 4 * 36 * 72 * 16 * 16
-    saved: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // 4
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        layer(x)
-    assert sum(saved.values()) < votes / 4
-    room = blocked.Workspace(x, 144, 72, 4, 16, 16)
-    assert room.wide.numel() <= 2 * blocked._BLOCK
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["random", "zero", "huge"])
-def test_blocks_are_finite(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_blocks(monkeypatch)
-    torch.manual_seed(0)
-    stack = IDPAStack(OrderedDict(conv=ConvIDPA(4, 18, 16), classes=FCIDPA(18 * 4, 10, 16)), 3).to(dtype)
-    x = torch.randn(2, 4, 4, 4, 16)
-    x = {"random": x, "zero": 0 * x, "huge": x * (30 if dtype == torch.float16 else 1e6)}[kind]
-    x = x.to(dtype).requires_grad_()
-    poses = stack(x)
-    assert poses.dtype == dtype and torch.isfinite(poses).all()
-    poses.float().square().mean().backward()
-    for tensor in (x, *stack.parameters()):
-        assert tensor.grad is not None and torch.isfinite(tensor.grad).all()
-        assert tensor.grad.dtype == dtype
-
-
-def test_blocks_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_under_autocast() -> None:
     """The operator takes half poses and float32 weights; gradients have the types of what they are for."""
     layer = shaken(ConvIDPA(4, 18, 16)).float()
     x = torch.randn(2, 4, 4, 4, 16, requires_grad=True)
     given = []
     for autocast in (False, True):
-        in_blocks(monkeypatch, autocast)
-        with Operators() as used, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        name = "blocked" if autocast else "reference"
+        with (
+            use_engines(name),
+            record_engines() as choices,
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
             children = x.bfloat16() if autocast else x
             poses = layer.route([children], [], 2)[0][-1]
-        assert used.calls.count("capszoo::idpa_pass") == autocast
+        assert [choice.engine.name for choice in choices] == [name]
         grads = torch.autograd.grad(poses.float().square().sum(), [x, *layer.parameters()])
         assert all(grad.dtype == torch.float32 for grad in grads)
         given.append([poses.float(), *grads])
@@ -429,46 +334,20 @@ def test_blocks_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found - exact).abs().max() <= 0.03 * exact.abs().max()
 
 
-def test_the_operator_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_is_sound() -> None:
     """Schema, fake kernel, autograd registration and AOT tracing, as PyTorch checks them."""
-    in_blocks(monkeypatch)
     for j, want in ((3, True), (5, False)):
         tensors = [
             torch.randn(s, dtype=F64, requires_grad=True) for s in ((4, 6, 2, 2), (6, 2, j, 2), (4, j, 4))
         ]
-        library.opcheck(blocked.idpa_pass, (*tensors, want))
-        torch.autograd.gradcheck(lambda *t, want=want: blocked.idpa_pass(*t, want)[: 1 + want], tensors)
+        with tuned(idpa_block_votes=150):
+            library.opcheck(blocked.idpa_pass, (*tensors, want))
+            torch.autograd.gradcheck(lambda *t, want=want: blocked.idpa_pass(*t, want)[: 1 + want], tensors)
 
 
-def test_blocks_are_for_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is traced, scripted or exported consists of plain operations, whatever the size."""
-    in_blocks(monkeypatch)
-    stack, x = small_stack(3), primary(2).detach()
-    expected = stack(x)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("the operator was used")
-
-    monkeypatch.setattr(engines, "idpa_pass", refuse)
-    with pytest.raises(AssertionError, match="was used"):
-        stack(x)
-    exported = torch.export.export(stack, (x,)).module()
-    for module in (
-        torch.fx.symbolic_trace(stack),
-        exported,
-        torch.jit.script(stack),
-        torch.jit.trace(stack, x, check_trace=False),
-    ):
-        torch.testing.assert_close(module(x), expected)
-
-
-def test_blocks_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph, with the operator in it: fake kernels give the shapes, and gradients pass through."""
-    in_blocks(monkeypatch)
-    stack, x = small_stack(3), primary(2)
-    torch._dynamo.reset()
-    compiled = torch.compile(stack, backend="aot_eager", fullgraph=True)
-    assert_same(compiled(x), stack(x), [x, *stack.parameters()])
+def test_a_block_fits_the_cache() -> None:
+    room = blocked.Workspace(torch.zeros(1), 144, 72, 4, 16, 16)
+    assert room.wide.numel() <= 2 * TUNING.idpa_block_votes * torch.get_num_threads()
 
 
 @pytest.mark.parametrize("num_iters", [1, 2, 3])
@@ -495,27 +374,6 @@ def test_activations(num_iters: int, routing: str, parent_init: str) -> None:
         torch.testing.assert_close(stack.run(moved, a, 4)[0], stack.run(x, a, 4)[0])
     with pytest.raises(AssertionError, match="route"):
         stack.classes(torch.randn(1, 3, 4, dtype=F64))
-
-
-@pytest.mark.parametrize("num_iters", [1, 2, 4])
-@pytest.mark.parametrize("routing", ["concurrent", "sequential"])
-@pytest.mark.parametrize("pose", ["matrix", "vector"])
-@pytest.mark.parametrize("parent_init", ["zero", "learned"])
-def test_prepared_for_export(
-    num_iters: int, routing: str, pose: str, parent_init: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Convolutional layers with their votes in parts: still Procedure 2, couplings too."""
-    monkeypatch.setattr(engines, "_PART", 50)
-    stack = small_stack(num_iters, routing, pose, parent_init=parent_init)
-    x = primary()
-    for layer in stack[:2]:
-        layer.prepare_for_export()
-        monkeypatch.setattr(layer, "_votes", None)  # not in the way of training
-    assert len(engines.Parts(stack.conv1, stack.conv1.graph_weight).hold(x)) > 1
-    expected, couplings, _ = full_reference(stack, x)
-    torch.testing.assert_close(stack(x)[0], naive.stack(expected[-1]), atol=1e-10, rtol=1e-9)
-    assert_couplings(stack.run_full(x)[2], couplings)
-    assert not any("graph_weight" in name for name in stack.state_dict())
 
 
 @pytest.mark.parametrize("num_iters", [1, 3])
@@ -609,21 +467,6 @@ def test_dropout_is_for_training_only() -> None:
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     torch.testing.assert_close(layer(x), layer(x))
-
-
-@pytest.mark.parametrize("offset", [0, 2, 4])
-def test_rows_that_are_copied_as_one_number(offset: int) -> None:
-    poses = torch.randn(2 * 5 * 4 * 3 * 16 + offset)[offset:].view(2, 5, 4, 3, 16)
-    want = rows_first(poses.requires_grad_(), 4, 4)
-    assert want.requires_grad and torch.equal(want[1, 2, 3, 0, 2], poses[1, 3, 0, 2, 8:12])
-    poses = poses.detach()
-    with torch.no_grad():
-        assert torch.equal(rows_first(poses, 4, 4), want)
-        other = poses.transpose(1, 2)  # not in one piece
-        assert torch.equal(rows_first(other, 4, 4), want.transpose(2, 3))
-        assert torch.equal(rows_first(poses.double(), 4, 4), want.double())
-        wide = poses.reshape(2, 5, 4, 3, 2, 8).flatten(4)
-        assert torch.equal(rows_first(wide, 2, 8)[:, 1], wide[..., 8:])
 
 
 def test_capsule_norm() -> None:

@@ -9,9 +9,10 @@ import os
 import torch
 from torch import Tensor
 
+from .._precision import working_type
 from .._tracing import is_tracing
 
-__all__ = ["fused", "use_triton", "working_type"]
+__all__ = ["fused", "not_fused", "use_triton", "working_type"]
 
 _FOUND = importlib.util.find_spec("triton") is not None
 
@@ -36,14 +37,6 @@ def use_triton(on: bool = True) -> None:
     _enabled = on
 
 
-def working_type(x: Tensor) -> torch.dtype:
-    """The type in which a kernel computes with ``x``: its own, or, under autocast, that of matrix products."""
-    device = x.device.type
-    if x.dtype == torch.float32 and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
 def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, int, int]:
     """j, p, q and r as powers of two, a row of parents having 16 numbers at least."""
     p, q, r = (1 << (size - 1).bit_length() for size in (rows, inner, cols))
@@ -51,24 +44,38 @@ def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, in
     return j, p, q, r
 
 
-def fused(x: Tensor, weight: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
-    """Whether the kernels are chosen: on CUDA (compute capability 8 or later), float32 or half types, sizes that fit.
+def not_fused(
+    device: str, dtype: torch.dtype, weight: Tensor, parents: int, rows: int, inner: int, cols: int
+) -> str:
+    """Why the kernels cannot compute votes of these sizes; empty where they can.
 
-    Never where the code is traced, scripted or exported: what leaves Python is the plain form.
+    They need CUDA (compute capability 8 or later), float32 or half types, and sizes that fit a tile.
 
     Args:
-        x: children.
-        weight: of the votes, which the kernels compute in the same type.
+        device: type of the children's device.
+        dtype: in which is computed (:func:`.working_type`).
+        weight: of the votes.
         parents, rows, inner, cols: j, p, q and r.
     """
-    if not _enabled or not _FOUND or is_tracing(x):
-        return False
-    dtype = working_type(x)
-    if dtype != working_type(weight):
-        return False
+    if not _enabled:
+        return "Triton is switched off (use_triton, CAPSZOO_TRITON)"
+    if not _FOUND:
+        return "Triton is not installed"
+    if device != "cuda" and not (_on_cpu and device == "cpu"):
+        return "runs on CUDA alone"
     j, p, q, r = padded(parents, rows, inner, cols)
-    if p > _MAX_DEPTH or q > _MAX_DEPTH or j * r > _MAX_WIDTH.get(dtype, 0):
+    if p > _MAX_DEPTH or q > _MAX_DEPTH:
+        return "poses have more rows or columns than its tiles"
+    if j * r > _MAX_WIDTH.get(dtype, 0):
+        return "the parents' poses in this type are wider than its tiles"
+    if weight.device.type == "cuda":
+        old = torch.version.hip is not None or torch.cuda.get_device_properties(weight.device).major < 8
+        return "needs compute capability 8" if old else ""
+    return ""
+
+
+def fused(x: Tensor, weight: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
+    """Whether the kernels take these children and weights; never where code is traced, scripted or exported."""
+    if is_tracing(x) or working_type(x) != working_type(weight):
         return False
-    if x.device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_properties(x.device).major >= 8
-    return _on_cpu and x.device.type == "cpu"
+    return not not_fused(x.device.type, working_type(x), weight, parents, rows, inner, cols)

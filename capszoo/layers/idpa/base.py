@@ -1,33 +1,28 @@
 """What the two kinds of IDPA layer share."""
 
 import math
-from typing import List, Optional, Tuple
+from typing import ClassVar, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
 
-from .._precision import upcast_half
-from .engines import Engine, engine_of
-from .routing import (
-    agreement_of,
-    block_mask,
-    couplings_of,
-    group_size,
-    update_of,
-)
+from .._precision import upcast_half, working_type
+from ..engine import Engine, Reference, Routed, RoutingLayer
+from .engines import Blocked, Fused
+from .routing import agreement_of, couplings_of, weighted_sum
 
 torch.fx.wrap("upcast_half")
 
 __all__ = ["IDPALayer"]
 
 
-class IDPALayer(nn.Module):
-    """What convolutional and fully connected layers share: options, norm, passes over votes."""
+class IDPALayer(RoutingLayer):
+    """What convolutional and fully connected layers share: options, norm, iterations over votes."""
+
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Blocked, Reference)
 
     weight: nn.Parameter
     start: Tensor
-    mask: Tensor
-    graph_weight: Optional[Tensor]
     kernel_size: int
     stride: int
 
@@ -57,7 +52,7 @@ class IDPALayer(nn.Module):
         side = math.isqrt(in_dim)
         if pose == "matrix" and (side * side != in_dim or in_dim != out_dim):
             raise ValueError(
-                f"matrix poses are square and alike in both layers, not of {in_dim} and {out_dim} numbers: "
+                f"matrix poses are square and alike in both layers, not of dimension {in_dim} and {out_dim}: "
                 "use pose='vector'"
             )
         self.num_children = num_children  # of one parent
@@ -71,10 +66,8 @@ class IDPALayer(nn.Module):
         self.parent_init = parent_init
         self.layer_norm = layer_norm
         self.activations = activations
-        # with parents at zero and no activations, the first pass is a sum of votes: no vote is formed
+        # with parents at zero and no activations, the first iteration is a sum of votes: no vote is formed
         self.folds = parent_init == "zero" and not activations
-        group = group_size(out_caps)
-        self.register_buffer("mask", block_mask(self.rows, out_caps, self.cols, group), persistent=False)
 
         if parent_init == "learned":
             self.start = nn.Parameter(torch.zeros(out_caps, out_dim))
@@ -88,7 +81,6 @@ class IDPALayer(nn.Module):
         else:
             self.register_parameter("beta_v", None)
             self.register_parameter("beta_a", None)
-        self.register_buffer("graph_weight", None, persistent=False)
         self.drop = nn.Dropout(drop)
         self.norm = nn.LayerNorm(out_dim, eps=eps) if layer_norm else nn.Identity()
 
@@ -97,43 +89,43 @@ class IDPALayer(nn.Module):
         std = math.sqrt(self.out_caps / (self.num_children * self.inner))
         return nn.Parameter(torch.empty(shape).normal_(std=std))
 
-    def _to_blocks(self, children: Tensor, weight: Tensor) -> Tensor:
-        """Votes of children ``[n, i, p, q]`` through weights ``[i, q, j*r]``, viewed as ``[n*..., i, w]``."""
-        x = children.transpose(0, 1).reshape(self.num_children, -1, self.inner)  # [i, n*p, q]
-        votes = torch.bmm(x, weight)  # Procedure 1, line 2: [i, n*p, j*r]
-        return votes.reshape(self.num_children, -1, self.mask.shape[0]).transpose(0, 1)
+    def votes(self, children: Tensor) -> Tensor:
+        """Votes of every routing's own children (Procedure 1, line 2), ``[n, j, i, e]``."""
+        x = (
+            self._child_poses(children).transpose(0, 1).reshape(self.num_children, -1, self.inner)
+        )  # [i, n*p, q]
+        votes = torch.bmm(x, self._child_weight().flatten(2))  # [i, n*p, j*r]
+        votes = votes.reshape(self.num_children, -1, self.rows, self.out_caps, self.cols)
+        return votes.permute(1, 3, 0, 2, 4).flatten(3)
 
-    def _route_blocks(
-        self, blocks: Tensor, parents: Tensor, activation: Optional[Tensor]
+    def _iterate(
+        self, votes: Tensor, parents: Tensor, activation: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """One pass of Procedure 1 over votes.
+        """One iteration of Procedure 1 over votes.
 
         Args:
-            blocks: votes, ``[n*..., i, w]``.
+            votes: ``[n, j, i, e]``.
             parents: poses of the iteration before, ``[n, j, e]``.
             activation: of the children, ``[n, i]`` (ablation C).
 
         Returns:
-            Sums of votes ``[n, j, e]``, couplings ``[n, i, j]``, activations of the parents ``[n, j]`` or None.
+            Sums of votes ``[n, j, e]``, couplings ``[n, j, i]``, activations of the parents ``[n, j]`` or None.
         """
-        rows, j, cols = self.rows, self.out_caps, self.cols
-        p = (parents * self.scale).reshape(-1, j, rows, cols).transpose(1, 2)
-        agreement = agreement_of(blocks, p, self.mask, rows, j)  # line 3
-        couplings = couplings_of(agreement, blocks.dtype)  # line 4
+        couplings = couplings_of(agreement_of(votes, parents * self.scale), votes.dtype)  # lines 3 and 4
         beta_v, beta_a = self.beta_v, self.beta_a
         if activation is None or beta_v is None or beta_a is None:
-            return update_of(blocks, couplings, self.mask, rows, j, cols), couplings, None  # line 5
+            return weighted_sum(votes, couplings), couplings, None  # line 5
         # Ablation C: the M-step of EM routing with the couplings in the place of its assignments
-        votes, mask = upcast_half(blocks), upcast_half(self.mask)
-        assigned = upcast_half(couplings * activation.unsqueeze(2))  # R_ij, [n, i, j]
-        sums = update_of(votes, assigned, mask, rows, j, cols)
-        squares = update_of(votes * votes, assigned, mask, rows, j, cols)
-        mass = assigned.sum(dim=1)  # [n, j]
+        exact = upcast_half(votes)
+        assigned = upcast_half(couplings * activation.unsqueeze(1))  # R_ij, [n, j, i]
+        sums = weighted_sum(exact, assigned)
+        squares = weighted_sum(exact * exact, assigned)
+        mass = assigned.sum(dim=2)  # [n, j]
         total = mass.clamp(min=1e-6).unsqueeze(2)
         mean = sums / total
         variance = (squares / total - mean * mean).clamp(min=1e-4)
         cost = (beta_v + 0.5 * variance.log().mean(dim=2)) * (mass * (self.out_caps / self.num_children))
-        return sums.to(blocks.dtype), couplings, torch.sigmoid(beta_a - cost).to(blocks.dtype)
+        return sums.to(votes.dtype), couplings, torch.sigmoid(beta_a - cost).to(votes.dtype)
 
     def _normalise(self, sums: Tensor) -> Tensor:
         """Line 6, after the release's dropout: ``[..., e]``."""
@@ -142,10 +134,6 @@ class IDPALayer(nn.Module):
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         """Sum of the votes of each parent, ``[n, j, e]``, in one product."""
         raise NotImplementedError
-
-    def _votes(self, children: Tensor) -> Tensor:
-        """Votes in blocks, ``[n*..., i, w]``."""
-        return self._to_blocks(self._child_poses(children), self._child_weight().flatten(2))
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         """Activations of a layer's children as the parents see them, ``[n, i]``."""
@@ -164,73 +152,62 @@ class IDPALayer(nn.Module):
         raise NotImplementedError
 
     @torch.jit.unused
-    def _routings(self, children: Tensor) -> int:
-        """Independent routings n."""
-        raise NotImplementedError
-
-    @torch.jit.unused
-    def _passes_by(
-        self, engine: Engine, children: List[Tensor], num_iters: int, want_couplings: bool
-    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
-        """:meth:`_passes` by an engine of its own: no activations."""
-        poses: List[Tensor] = []
-        couplings: Optional[Tensor] = None
-        held: List[Tensor] = []
-        read = -1
-        for s in range(num_iters):  # from 0
-            if s == 0 and self.folds:
-                new = engine.first(children[0])
-            else:
-                wanted = min(max(s - 1, 0), len(children) - 1)
-                if wanted != read:
-                    read, held = wanted, engine.hold(children[wanted])
-                parents = poses[s - 1] if s > 0 else self.start.expand(self._routings(children[0]), -1, -1)
-                new, couplings = engine.route(held, parents, want_couplings and s == num_iters - 1)
-            poses.append(new)
-        return poses, [], couplings if want_couplings else None
-
-    @torch.jit.unused
-    def _positions(self, children: Tensor) -> int:
+    def positions(self, children: Tensor) -> int:
         """Independent routings of an image, a plain integer also where the batch is free."""
         raise NotImplementedError
 
-    def _passes(
-        self, children: List[Tensor], activations: List[Tensor], num_iters: int, want_couplings: bool
-    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
-        """The passes of ``route()``, with rows of independent routings: poses ``[n, j, e]``, activations ``[n, j]``.
+    @torch.jit.unused
+    def routings(self, children: Tensor) -> int:
+        """Independent routings n."""
+        return children.shape[0] * self.positions(children)
 
-        Pass s reads its children's iteration s-1 (Procedure 2, line 8), the first pass iteration 1 (line 6).
+    @torch.jit.unused
+    def weight_type(self) -> torch.dtype:
+        """The type in which matrix products compute with the weights."""
+        return working_type(self.weight)
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        return self.positions(inputs[0]), self.num_children, self.out_caps, self.in_dim, self.out_dim
+
+    @torch.jit.unused
+    def child_iterations(self, inputs: List[Tensor]) -> int:
+        return len(inputs) // 2 if self.activations else len(inputs)
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """The iterations of ``route()`` for n independent routings: poses ``[n, j, e]``, activations ``[n, j]``.
+
+        Iteration s reads its children's iteration s-1 (Procedure 2, line 8), the first reads iteration 1 (line 6).
+
+        Args:
+            inputs: the children's poses after each of their iterations, then (ablation C) their activations.
+            num_iters: iterations.
+            need_couplings: whether to give the last couplings, ``[n, j, i]``.
         """
-        if not torch.jit.is_scripting():
-            engine = engine_of(self, children, num_iters)
-            if engine is not None:
-                return self._passes_by(engine, children, num_iters, want_couplings)
+        given = len(inputs) // 2 if self.activations else len(inputs)
         poses: List[Tensor] = []
         active: List[Tensor] = []
-        blocks = children[0]  # replaced before it is read
+        votes = inputs[0]  # replaced before it is read
         activation: Optional[Tensor] = None
         couplings: Optional[Tensor] = None
         for s in range(num_iters):  # from 0
             if s == 0 and self.folds:
-                sums = self._sum_of_votes(children[0]) / self.out_caps
+                sums = self._sum_of_votes(inputs[0]) / self.out_caps
             else:
                 read = max(s - 1, 0)
-                if s == 0 or (s == 1 and self.folds) or (s > 1 and read < len(children)):  # new children
-                    blocks = self._votes(children[read])
+                if s == 0 or (s == 1 and self.folds) or (s > 1 and read < given):  # new children
+                    votes = self.votes(inputs[read])
                     if self.activations:
-                        activation = self._of_each_parent(activations[read])
+                        activation = self._of_each_parent(inputs[given + read])
                 if s == 0:
-                    # (the votes of one child have the size of the parents' poses)
-                    parents = self.start + torch.zeros_like(
-                        blocks[:, 0].reshape(-1, self.out_caps, self.out_dim)
-                    )
+                    parents = self.start + torch.zeros_like(votes[:, :, 0])  # as many as there are routings
                 else:
                     parents = poses[s - 1]
-                sums, couplings, act = self._route_blocks(blocks, parents, activation)
+                sums, couplings, act = self._iterate(votes, parents, activation)
                 if act is not None:
                     active.append(act)
             poses.append(self._normalise(sums))
-        return poses, active, couplings
+        return Routed(poses, active, couplings if need_couplings else None)
 
     def extra_repr(self) -> str:
         text = f"children={self.num_children}x{self.in_dim}, out_caps={self.out_caps}, out_dim={self.out_dim}"

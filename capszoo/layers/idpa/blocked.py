@@ -1,4 +1,4 @@
-"""The operator ``capszoo::idpa_pass``: one pass of Procedure 1 on a CPU, block by block, keeping no vote."""
+"""The operator ``capszoo::idpa_pass``: one iteration of Procedure 1 on a CPU, block by block, keeping no vote."""
 
 from typing import Any, Optional, Tuple
 
@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, library
 
 from .._precision import upcast_half
+from ..engine import TUNING
 
 __all__ = ["idpa_pass"]
-
-#: Numbers in a block of votes, for each thread (two such buffers fill half of a 2 MiB cache).
-_BLOCK = 2**17
 
 
 class Workspace:
@@ -21,12 +19,14 @@ class Workspace:
 
     Args:
         like: gives dtype and device.
-        n, i, rows, j, e: routings, children, rows of a pose, parents, numbers in a pose.
+        n, i, rows, j, e: routings, children, rows of a pose, parents, pose dimension.
     """
 
     def __init__(self, like: Tensor, n: int, i: int, rows: int, j: int, e: int) -> None:
         self.n_step = min(n, max(1, 128 // rows))
-        self.i_step = min(i, max(1, _BLOCK * torch.get_num_threads() // (self.n_step * e * j)))
+        self.i_step = min(
+            i, max(1, TUNING.idpa_block_votes * torch.get_num_threads() // (self.n_step * e * j))
+        )
         self.e, self.j = e, j
         pairs = self.n_step * self.i_step
         self.wide = like.new_empty(2, pairs * e * j)
@@ -59,9 +59,9 @@ class Workspace:
 
 @library.custom_op("capszoo::idpa_pass", mutates_args=())
 def idpa_pass(
-    children: Tensor, weight: Tensor, parents: Tensor, want_couplings: bool
+    children: Tensor, weight: Tensor, parents: Tensor, need_couplings: bool
 ) -> Tuple[Tensor, Tensor]:
-    """One pass of Procedure 1 in which a vote exists only while its block is worked on.
+    """One iteration of Procedure 1 in which a vote exists only while its block is worked on.
 
     Within a block, votes lie as ``[i, n, e, j]``: every product with the parents' poses or the couplings is a plain
     multiplication of long runs, every sum one over an outer axis.
@@ -70,16 +70,16 @@ def idpa_pass(
         children: ``[n, i, p, q]``.
         weight: ``[i, q, j, r]``.
         parents: ``[n, j, e]``, times the scale of the agreement.
-        want_couplings: give the couplings too.
+        need_couplings: give the couplings too.
 
     Returns:
-        Sums of votes ``[n, j, e]`` and couplings ``[n, i, j]`` (empty where they are not wanted).
+        Sums of votes ``[n, j, e]`` and couplings ``[n, i, j]`` (empty where they are not asked for).
     """
     n, i, rows, _ = children.shape
     j, e = parents.shape[1], parents.shape[2]
     p = upcast_half(parents).transpose(1, 2).contiguous()  # [n, e, j]
     sums = torch.zeros_like(p)
-    couplings = children.new_empty((n, i, j) if want_couplings else (0,))
+    couplings = children.new_empty((n, i, j) if need_couplings else (0,))
     room = Workspace(p, n, i, rows, j, e)
     for first in range(0, i, room.i_step):
         at = slice(first, first + room.i_step)
@@ -90,7 +90,7 @@ def idpa_pass(
             a = room.agreement(votes, p[of], product, 0)
             r = torch.softmax(a, -1, out=room.flat(1, votes))  # line 4
             room.add_sum(votes, r, product, sums[of])
-            if want_couplings:
+            if need_couplings:
                 couplings[of, at] = r.transpose(0, 1)
     return sums.transpose(1, 2).contiguous().to(children.dtype), couplings
 
@@ -99,7 +99,7 @@ def idpa_pass(
 def _idpa_pass_backward(
     children: Tensor, weight: Tensor, parents: Tensor, grad_sums: Tensor, grad_couplings: Optional[Tensor]
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`idpa_pass` for its three tensors; computes the votes and couplings of each block again."""
+    """Gradients of :func:`idpa_pass` for its three tensors; recomputes the votes and couplings of each block."""
     n, i, rows, inner = children.shape
     j, e = parents.shape[1], parents.shape[2]
     p = upcast_half(parents).transpose(1, 2).contiguous()  # [n, e, j]
@@ -136,8 +136,8 @@ def _idpa_pass_backward(
 
 
 @idpa_pass.register_fake
-def _(children: Tensor, weight: Tensor, parents: Tensor, want_couplings: bool) -> Tuple[Tensor, Tensor]:
-    shape = (children.shape[0], children.shape[1], parents.shape[1]) if want_couplings else (0,)
+def _(children: Tensor, weight: Tensor, parents: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor]:
+    shape = (children.shape[0], children.shape[1], parents.shape[1]) if need_couplings else (0,)
     return children.new_empty(parents.shape), children.new_empty(shape)
 
 
@@ -155,14 +155,14 @@ def _(
 def _save_for_backward(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.set_materialize_grads(False)
-    ctx.want_couplings = inputs[3]
+    ctx.need_couplings = inputs[3]
 
 
 def _backward(ctx: Any, grad_sums: Optional[Tensor], grad_couplings: Optional[Tensor]) -> Tuple[Any, ...]:
     children, weight, parents = ctx.saved_tensors
     if grad_sums is None:
         grad_sums = torch.zeros_like(parents)
-    if not ctx.want_couplings:
+    if not ctx.need_couplings:
         grad_couplings = None
     return (*_idpa_pass_backward(children, weight, parents, grad_sums, grad_couplings), None)
 

@@ -1,172 +1,216 @@
-"""How a layer's passes are made where the plain form is not: blocked on a CPU, fused on a GPU, in parts in a graph."""
+"""Engines of IDPA beside the reference: in blocks on a CPU, fused on a GPU, in chunks in an exported graph."""
 
-from typing import TYPE_CHECKING, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from .._tracing import is_tracing
-from .._triton import fused, working_type
+from .._transforms import block_diagonal
+from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
+from ..engine import TUNING, Call, Engine, Routed
 from .blocked import idpa_pass
-from .routing import couplings_of
+from .routing import iteration
 
-if TYPE_CHECKING:
-    from .base import IDPALayer
-
-__all__ = ["Blocked", "Engine", "Fused", "Parts", "engine_of"]
-
-#: Numbers in a part of the votes of an image in an exported graph, which has no loop over images or windows.
-_PART = 2**20
-
-#: From so many votes on (numbers in them) a layer works in blocks; fewer fit the caches as they are.
-_MANY = 2**20
+__all__ = ["Blocked", "Chunked", "Fused"]
 
 
-class Engine:
-    """How a layer makes its passes where it does not keep all votes in blocks; see :meth:`.IDPALayer._passes_by`."""
+class Iterated(Engine):
+    """An engine that computes one iteration after the other; an instance holds what a call's iterations share.
 
-    def __init__(self, layer: "IDPALayer") -> None:
+    ``layer`` is an :class:`.IDPALayer`: an engine knows what its layers have, which :class:`.RoutingLayer` has not.
+    """
+
+    keeps_votes = False
+
+    def __init__(self, layer: Any, call: Call) -> None:
         self.layer = layer
 
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        return "its capsules have no activations (ablation C has)" if layer.activations else ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        """The iterations of Procedure 2 in one layer: iteration s reads its children's iteration s-1."""
+        work = cls(layer, call)
+        poses: List[Tensor] = []
+        couplings: Optional[Tensor] = None
+        given: List[Tensor] = []
+        read = -1
+        for s in range(call.num_iters):  # from 0
+            if s == 0 and layer.folds:
+                new = work.first(inputs[0])
+            else:
+                wanted = min(max(s - 1, 0), len(inputs) - 1)
+                if wanted != read:
+                    read, given = wanted, work.read(inputs[wanted])
+                parents = poses[s - 1] if s > 0 else layer.start.expand(layer.routings(inputs[0]), -1, -1)
+                new, couplings = work.iterate(given, parents, call.couplings and s == call.num_iters - 1)
+            poses.append(new)
+        return Routed(poses, [], couplings if call.couplings else None)
+
     def first(self, children: Tensor) -> Tensor:
-        """Poses ``[n, j, e]`` after a pass in which all parents are zero: no vote is formed."""
+        """Poses ``[n, j, e]`` after an iteration in which all parents are zero: no vote is formed."""
         return self.layer._normalise(self.layer._sum_of_votes(children) / self.layer.out_caps)
 
-    def hold(self, children: Tensor) -> List[Tensor]:
-        """What passes over the same children share."""
+    def read(self, children: Tensor) -> List[Tensor]:
+        """What iterations over the same children share."""
         raise NotImplementedError
 
-    def route(
-        self, held: List[Tensor], parents: Tensor, want_couplings: bool
+    def iterate(
+        self, given: List[Tensor], parents: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        """One pass of Procedure 1.
+        """One iteration of Procedure 1.
 
         Args:
-            held: from :meth:`hold`.
+            given: from :meth:`read`.
             parents: poses of the iteration before, ``[n, j, e]``.
-            want_couplings: give the couplings too.
+            need_couplings: give the couplings too.
 
         Returns:
-            Poses ``[n, j, e]`` and couplings ``[n, i, j]``, which say nothing where they are not wanted.
+            Poses ``[n, j, e]`` and couplings ``[n, j, i]``, which say nothing where they are not asked for.
         """
         raise NotImplementedError
 
 
-class Blocked(Engine):
-    """Passes through :func:`idpa_pass`, no votes being kept."""
+class Blocked(Iterated):
+    """On a CPU: iterations by ``capszoo::idpa_pass``, which keeps no votes."""
 
-    def __init__(self, layer: "IDPALayer") -> None:
-        super().__init__(layer)
+    name = "blocked"
+    evidence = "IDPA: blocked"
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if not _same_type(layer, call):
+            return "children and weights have different types"
+        return super().unsupported(layer, call)
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        iterations = call.num_iters - 1 if layer.folds else call.num_iters
+        if iterations == 0:
+            return "the only iteration is a sum of votes"
+        if iterations > 1 and call.child_iters == 1 and layer.inner > TUNING.idpa_blocked_max_inner:
+            return "votes would be recomputed from poses of more columns than TUNING.idpa_blocked_max_inner"
+        if call.votes < TUNING.idpa_blocked_min_votes:
+            return "fewer numbers in its votes than TUNING.idpa_blocked_min_votes"
+        return ""
+
+    def __init__(self, layer: Any, call: Call) -> None:
+        super().__init__(layer, call)
         self.weight = layer._child_weight()
 
-    def hold(self, children: Tensor) -> List[Tensor]:
+    def read(self, children: Tensor) -> List[Tensor]:
         return [self.layer._child_poses(children)]
 
-    def route(
-        self, held: List[Tensor], parents: Tensor, want_couplings: bool
+    def iterate(
+        self, given: List[Tensor], parents: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        sums, couplings = idpa_pass(held[0], self.weight, parents * self.layer.scale, want_couplings)
-        return self.layer._normalise(sums), couplings
+        sums, couplings = idpa_pass(given[0], self.weight, parents * self.layer.scale, need_couplings)
+        return self.layer._normalise(sums), couplings.transpose(1, 2) if need_couplings else None
 
 
-class Parts(Engine):
-    """Passes of an exported graph, plain products through the weights of :meth:`ConvIDPA.prepare_for_export`."""
+class Chunked(Iterated):
+    """In a graph, which has no loop over blocks: votes of some children at a time, by block-diagonal weights.
 
-    def __init__(self, layer: "IDPALayer", wide: Tensor) -> None:
-        super().__init__(layer)
-        self.wide = wide
+    For matrix poses such weights take ``rows`` times the multiply-adds (and ``rows**2`` times the memory) of products
+    as narrow as a pose, and far less time; votes come out with the pose last, and only couplings are transposed.
+    """
 
-    def hold(self, children: Tensor) -> List[Tensor]:
-        """All votes, ``[n, j, i, e]`` for some children at a time: made and moved while they are in the cache."""
+    name = "chunked"
+    evidence = "IDPA: chunked"
+    keeps_votes = True
+    modes = ("eager", "compiled", "graph")
+    targets = ("onnx_cpu", "gpu")
+
+    @classmethod
+    def prepare(cls, layer: Any) -> Dict[str, Tensor]:
+        if layer.activations:
+            return {}
+        weight = layer._child_weight().transpose(1, 2)  # [i, j, q, r]
+        return {"weight": block_diagonal(weight, layer.rows)}
+
+    def __init__(self, layer: Any, call: Call) -> None:
+        super().__init__(layer, call)
+        self.weight = layer.weights(Chunked)["weight"]
+
+    def first(self, children: Tensor) -> Tensor:
+        return self.layer._normalise(self.layer._sum_of_votes_in_planes(children) / self.layer.out_caps)
+
+    def read(self, children: Tensor) -> List[Tensor]:
+        """All votes, ``[n, j, i, e]`` of some children at a time: computed and moved while they are in the cache."""
         layer = self.layer
         poses = layer._child_poses(children).flatten(2).transpose(0, 1)  # [i, n, d]
         shape = (layer.out_caps, layer.out_dim)
-        votes = layer._positions(children) * layer.num_children * layer.out_caps * layer.out_dim
-        count = -(-votes // _PART)
-        parts = zip(poses.chunk(count), self.wide.chunk(count), strict=True)
-        return [torch.bmm(x, w).unflatten(2, shape).permute(1, 2, 0, 3) for x, w in parts]
+        votes = layer.positions(children) * layer.num_children * layer.out_caps * layer.out_dim
+        count = -(-votes // TUNING.idpa_chunk_votes)
+        chunks = zip(poses.chunk(count), self.weight.chunk(count), strict=True)
+        return [torch.bmm(x, w).unflatten(2, shape).permute(1, 2, 0, 3) for x, w in chunks]
 
-    def route(
-        self, held: List[Tensor], parents: Tensor, want_couplings: bool
+    def iterate(
+        self, given: List[Tensor], parents: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        """Couplings sum to 1 over the parents, so parts of the children are independent."""
-        parents = (parents * self.layer.scale).unsqueeze(3)  # [n, j, e, 1]
+        """Couplings sum to 1 over the parents, so chunks of the children are independent."""
         sums: List[Tensor] = []
         couplings: List[Tensor] = []
-        for part in held:
-            agreement = torch.matmul(part, parents).squeeze(3).transpose(1, 2)  # line 3: [n, i, j]
-            c = couplings_of(agreement, part.dtype)  # line 4
-            sums.append(torch.matmul(c.transpose(1, 2).unsqueeze(2), part).squeeze(2))  # line 5: [n, j, e]
+        for votes in given:
+            some, c = iteration(votes, parents, self.layer.scale)
+            sums.append(some)
             couplings.append(c)
         total = sums[0]
         for some in sums[1:]:
             total = total + some
-        return self.layer._normalise(total), torch.cat(couplings, dim=1) if want_couplings else None
+        return self.layer._normalise(total), torch.cat(couplings, dim=2) if need_couplings else None
 
 
-class Fused(Engine):
-    """Passes on a GPU, no vote leaving the registers; poses in the type the kernels compute with."""
+class Fused(Iterated):
+    """On a GPU: one ``capszoo::fused_pass`` an iteration, no vote leaving the registers."""
 
-    def __init__(self, layer: "IDPALayer", like: Tensor) -> None:
-        super().__init__(layer)
-        self.dtype = working_type(like)
-        self.weight = layer._child_weight().to(self.dtype).contiguous()  # here, and not again in each pass
+    name = "fused"
+    evidence = "IDPA: fused"
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if not _same_type(layer, call):
+            return "children and weights have different types"
+        sizes = (layer.out_caps, layer.rows, layer.inner, layer.cols)
+        return super().unsupported(layer, call) or not_fused(call.device, call.dtype, layer.weight, *sizes)
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        return "the only iteration is a sum of votes" if call.num_iters == int(layer.folds) else ""
+
+    def __init__(self, layer: Any, call: Call) -> None:
+        super().__init__(layer, call)
+        self.dtype = call.dtype
+        self.weight = layer._child_weight().to(self.dtype).contiguous()  # once, not in each iteration
         self.norm: Tuple[str, Optional[Tensor], Optional[Tensor], float] = ("none", None, None, 0.0)
         dropped = layer.training and layer.drop.p > 0  # between sums and norm
         if isinstance(layer.norm, nn.LayerNorm) and not dropped:
             self.norm = ("layer", layer.norm.weight, layer.norm.bias, layer.norm.eps)
-        self.keep = torch.is_grad_enabled()
+        self.keep = call.grad
 
     def first(self, children: Tensor) -> Tensor:
         layer = self.layer
         return self._finished(fused_norm(layer._sum_of_votes(children), 1.0 / layer.out_caps, *self.norm))
 
-    def hold(self, children: Tensor) -> List[Tensor]:
+    def read(self, children: Tensor) -> List[Tensor]:
         return [self.layer._child_grid(children).to(self.dtype).contiguous()]
 
-    def route(
-        self, held: List[Tensor], parents: Tensor, want_couplings: bool
+    def iterate(
+        self, given: List[Tensor], parents: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Optional[Tensor]]:
         layer = self.layer
-        options = (want_couplings, self.keep, layer.scale, layer.kernel_size, layer.stride, False)
-        poses, couplings, _ = fused_pass(held[0], self.weight, parents.to(self.dtype), *options, *self.norm)
-        return self._finished(poses), couplings
+        options = (need_couplings, self.keep, layer.scale, layer.kernel_size, layer.stride, False)
+        poses, couplings, _ = fused_pass(given[0], self.weight, parents.to(self.dtype), *options, *self.norm)
+        return self._finished(poses), couplings.transpose(1, 2) if need_couplings else None
 
     def _finished(self, poses: Tensor) -> Tensor:
         return self.layer._normalise(poses) if self.norm[0] == "none" else poses
 
 
-def engine_of(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> Optional[Engine]:
-    """What makes a layer's passes; None for the plain form.
-
-    Args:
-        layer: with its weights, prepared for export or not.
-        children: poses, one entry per iteration.
-        num_iters: passes.
-    """
-    if layer.graph_weight is not None:
-        return Parts(layer, layer.graph_weight)
-    if _is_fused(layer, children, num_iters):
-        return Fused(layer, children[0])
-    return Blocked(layer) if _many_votes(layer, children, num_iters) else None
-
-
-def _is_fused(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> bool:
-    """Whether the passes go through :func:`.fused_pass`: on CUDA, in eager mode or compiled."""
-    if layer.activations or num_iters == int(layer.folds):
-        return False
-    return fused(children[0], layer.weight, layer.out_caps, layer.rows, layer.inner, layer.cols)
-
-
-def _many_votes(layer: "IDPALayer", children: List[Tensor], num_iters: int) -> bool:
-    """Whether the passes go through :func:`.idpa_pass`: on a CPU, in eager mode or compiled, with many votes."""
-    first = children[0]
-    if is_tracing(first) or layer.activations or first.device.type != "cpu":
-        return False
-    if first.dtype != layer.weight.dtype and not torch.is_autocast_enabled("cpu"):
-        return False  # the plain form says what is wrong
-    passes = num_iters - 1 if layer.folds else num_iters
-    if passes == 0 or (passes > 1 and len(children) == 1 and layer.inner > 16):
-        return False  # no votes; or votes that cost more to compute for each pass than to keep
-    return layer._routings(first) * layer.num_children * layer.out_caps * layer.out_dim >= _MANY
+def _same_type(layer: Any, call: Call) -> bool:
+    """Whether children and weights have one type, or autocast gives them one."""
+    return call.dtype == layer.weight_type()

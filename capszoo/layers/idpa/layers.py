@@ -6,32 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._tracing import is_tracing
-from .._transforms import block_diagonal
+from ..engine import Reference
 from .base import IDPALayer
+from .engines import Blocked, Chunked, Fused
 from .routing import normalised
 
 __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
-
-
-def rows_first(poses: Tensor, rows: int, columns: int) -> Tensor:
-    """Matrix poses on a grid, their rows in front of it: ``[b, h, w, i, p*q]`` to ``[b, p, h, w, i, q]``.
-
-    A row of four float32 is copied as one number of 16 bytes where nobody takes gradients, in half the time.
-    """
-    if not torch.jit.is_scripting():
-        plain = torch.is_grad_enabled() or is_tracing(poses) or torch.compiler.is_compiling()
-        if (
-            not plain
-            and poses.dtype == torch.float32
-            and columns == 4
-            and poses.is_contiguous()
-            and poses.numel()
-        ):
-            if poses.storage_offset() % columns == 0:
-                whole = poses.view(torch.complex128).permute(0, 4, 1, 2, 3).contiguous()  # [b, p, h, w, i]
-                return whole.view(torch.float32).unflatten(4, [-1, columns])
-    return poses.unflatten(4, [rows, columns]).permute(0, 4, 1, 2, 3, 5)
 
 
 class CapsuleNorm(nn.Module):
@@ -56,13 +36,13 @@ class ConvIDPA(IDPALayer):
     Args:
         in_caps: capsule types of the children.
         out_caps: capsule types of the parents.
-        in_dim: numbers in a child's pose.
-        out_dim: numbers in a parent's pose; the children's where absent.
+        in_dim: pose dimension of the children.
+        out_dim: pose dimension of the parents; the children's where absent.
         kernel_size, stride, padding: of the window of child positions that each parent sees.
-        num_iters: passes of :meth:`forward`; :class:`IDPAStack` counts its own.
+        num_iters: iterations of :meth:`forward`; :class:`IDPAStack` counts its own.
         pose: ``"matrix"`` (vote = pose·W, O(d) weights a pair) or ``"vector"`` (a whole matrix a pair).
         scale_agreement: divide the agreement by sqrt(out_dim).
-        parent_init: parents before the first pass: ``"zero"``, ``"random"`` (drawn at construction, saved with the
+        parent_init: parents before the first iteration: ``"zero"``, ``"random"`` (drawn at construction, saved with the
             weights) or ``"learned"`` (a parameter that starts at zero), footnote 1 of the paper.
         layer_norm: False leaves out the LayerNorm (ablation A).
         activations: capsules have activations as in EM routing (ablation C). The paper only names this; here
@@ -74,8 +54,10 @@ class ConvIDPA(IDPALayer):
         eps: of the LayerNorm.
 
     Shapes: ``[b, in_caps*in_dim, h, w]`` to ``[b, out_caps*out_dim, h', w']``, channel = capsule * dim + dimension
-    (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first pass's convolution unfolded.
+    (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first iteration's convolution unfolded.
     """
+
+    engines = (Chunked, Fused, Blocked, Reference)
 
     def __init__(
         self,
@@ -100,9 +82,9 @@ class ConvIDPA(IDPALayer):
         return (size + 2 * self.padding - self.kernel_size) // self.stride + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Child map ``[b, i*d, h, w]`` to parent map ``[b, j*e, h', w']``, after ``num_iters`` passes.
+        """Child map ``[b, i*d, h, w]`` to parent map ``[b, j*e, h', w']``, after ``num_iters`` iterations.
 
-        This is the layer alone, without activations: its children do not change between passes.
+        This is the layer alone, without activations: its children do not change between iterations.
         """
         torch._assert(not self.activations, "activations go through route()")
         grid = x.permute(0, 2, 3, 1).unflatten(-1, [self.in_caps, self.in_dim])
@@ -114,25 +96,25 @@ class ConvIDPA(IDPALayer):
         children: List[Tensor],
         activations: List[Tensor],
         num_iters: int,
-        want_couplings: bool = True,
+        need_couplings: bool = True,
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         """All iterations of this layer, given those of its children.
 
         Args:
-            children: poses ``[b, h, w, i, d]`` after each of their iterations: pass s reads entry s-1 (1-based; the
-                first pass reads entry 1, and the last entry stands for all that would follow).
+            children: poses ``[b, h, w, i, d]`` after each of their iterations. Iteration s reads entry s-1 (1-based);
+                the first reads entry 1, and the last entry stands for all that would follow.
             activations: likewise, ``[b, h, w, i]``; empty unless the layer has activations.
-            num_iters: passes.
-            want_couplings: False where nobody reads them, which saves their memory.
+            num_iters: iterations.
+            need_couplings: False where nobody reads them, which saves their memory.
 
         Returns:
-            Poses ``[b, h', w', j, e]`` after each pass; activations ``[b, h', w', j]``, or an empty list; and the
-            last pass's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None where they are not
-            wanted, or the only pass was a sum of votes: all couplings are then 1/j.
+            Poses ``[b, h', w', j, e]`` after each iteration; activations ``[b, h', w', j]``, or an empty list; and the
+            last iteration's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None where they are not
+            asked for, or the only iteration was a sum of votes: all couplings are then 1/j.
         """
         height = self.out_size(children[0].shape[1])
         width = self.out_size(children[0].shape[2])
-        rows, active_rows, c = self._passes(children, activations, num_iters, want_couplings)
+        rows, active_rows, c = self.compute(children + activations, num_iters, need_couplings)
         poses: List[Tensor] = []
         for row in rows:
             poses.append(row.reshape(-1, height, width, self.out_caps, self.out_dim))
@@ -142,11 +124,11 @@ class ConvIDPA(IDPALayer):
         couplings: Optional[Tensor] = None
         if c is not None:
             shape = [-1, height, width, self.out_caps, self.kernel_size * self.kernel_size, self.in_caps]
-            couplings = c.transpose(1, 2).reshape(shape)
+            couplings = c.reshape(shape)
         return poses, active, couplings
 
     def even_couplings(self, poses: Tensor) -> Tensor:
-        """The couplings of a pass that is a sum of votes, 1/j: ``[b, h', w', j, k*l, i]``, for its poses."""
+        """The couplings of an iteration that is a sum of votes, 1/j: ``[b, h', w', j, k*l, i]``, for its poses."""
         b, h, w = poses.shape[0], poses.shape[1], poses.shape[2]
         even = poses.new_full([1], 1.0 / self.out_caps)
         return even.expand(b, h, w, self.out_caps, self.kernel_size * self.kernel_size, self.in_caps)
@@ -174,9 +156,7 @@ class ConvIDPA(IDPALayer):
 
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
-        if self.graph_weight is not None:
-            return self._sum_of_votes_in_planes(children)
-        x = rows_first(children, p, q)
+        x = children.unflatten(4, [p, q]).permute(0, 4, 1, 2, 3, 5)  # [b, p, h, w, i, q]
         x = x.flatten(0, 1).flatten(3).permute(0, 3, 1, 2)  # [b*p, i*q, h, w], channels last
         x = F.conv2d(
             x, self.weight.flatten(2, 3).flatten(0, 1), None, self.stride, self.padding
@@ -212,24 +192,8 @@ class ConvIDPA(IDPALayer):
         return F.pad(children, [0, 0, 0, 0, edge, edge, edge, edge]) if edge > 0 else children
 
     @torch.jit.unused
-    def _positions(self, children: Tensor) -> int:
+    def positions(self, children: Tensor) -> int:
         return self.out_size(children.shape[1]) * self.out_size(children.shape[2])
-
-    @torch.jit.unused
-    def _routings(self, children: Tensor) -> int:
-        return children.shape[0] * self._positions(children)
-
-    @torch.jit.unused
-    def prepare_for_export(self) -> None:
-        """Lay out the weights for graphs: the votes of a child, for all parents at once, as one product.
-
-        For matrix poses that takes ``rows`` times the multiply-adds (and ``rows**2`` times the memory) of products as
-        narrow as a pose, and far less time; votes come out with the pose last, and only couplings are transposed.
-        """
-        if self.activations:
-            return
-        weight = self._child_weight().detach().transpose(1, 2)  # [i, j, q, r]
-        self.graph_weight = block_diagonal(weight, self.rows)
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return self._windows(activation).flatten(0, 2)
@@ -269,7 +233,7 @@ class FCIDPA(IDPALayer):
 
     Shapes: ``[b, in_caps, in_dim]`` to ``[b, out_caps, out_dim]``. A grid ``[b, h, w, i, d]`` is taken position
     by position: child = (row * width + column) * types + type. ``weight`` is ``[i, q, j, r]``, which is the first
-    pass's matrix ``[i*q, j*r]`` and the later passes' batch of matrices without a copy.
+    iteration's matrix ``[i*q, j*r]`` and the later iterations' batch of matrices without a copy.
     """
 
     def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
@@ -279,7 +243,7 @@ class FCIDPA(IDPALayer):
         self.weight = self._new_weight(in_caps, self.inner, out_caps, self.cols)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Children ``[b, i, d]`` to parents ``[b, j, e]``, after ``num_iters`` passes (without activations)."""
+        """Children ``[b, i, d]`` to parents ``[b, j, e]``, after ``num_iters`` iterations (without activations)."""
         torch._assert(not self.activations, "activations go through route()")
         poses, _, _ = self.route([x], [], self.num_iters, False)
         return poses[len(poses) - 1]
@@ -289,30 +253,25 @@ class FCIDPA(IDPALayer):
         children: List[Tensor],
         activations: List[Tensor],
         num_iters: int,
-        want_couplings: bool = True,
+        need_couplings: bool = True,
     ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         """All iterations of this layer, given those of its children (see :meth:`ConvIDPA.route`).
 
         Args:
             children: ``[b, i, d]`` or ``[b, h, w, types, d]``, one entry per iteration.
             activations: ``[b, i]`` or ``[b, h, w, types]``; empty unless the layer has activations.
-            num_iters: passes.
-            want_couplings: False where nobody reads them, which saves their memory.
+            num_iters: iterations.
+            need_couplings: False where nobody reads them, which saves their memory.
 
         Returns:
-            Poses ``[b, j, e]`` after each pass; activations ``[b, j]``, or an empty list; and the last pass's
-            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not wanted or all are 1/j.
+            Poses ``[b, j, e]`` after each iteration; activations ``[b, j]``, or an empty list; and the last iteration's
+            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not asked for or all are 1/j.
         """
-        poses, active, couplings = self._passes(children, activations, num_iters, want_couplings)
-        return poses, active, None if couplings is None else couplings.transpose(1, 2)
-
-    def votes(self, children: Tensor) -> Tensor:
-        """Children ``[b, i, d]`` or ``[b, h, w, types, d]`` to votes ``[b, j, i, e]``."""
-        votes = torch.einsum("bipq,iqjr->bjipr", self._child_poses(children), self.weight)
-        return votes.flatten(3)
+        poses, active, couplings = self.compute(children + activations, num_iters, need_couplings)
+        return poses, active, couplings
 
     def even_couplings(self, poses: Tensor) -> Tensor:
-        """The couplings of a pass that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
+        """The couplings of an iteration that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
         return poses.new_full([1], 1.0 / self.out_caps).expand(poses.shape[0], self.out_caps, self.in_caps)
 
     def share_among_children(self, share: Tensor, couplings: Tensor) -> Tensor:
@@ -335,12 +294,8 @@ class FCIDPA(IDPALayer):
         return children.reshape(-1, 1, 1, self.in_caps, self.in_dim)
 
     @torch.jit.unused
-    def _positions(self, children: Tensor) -> int:
+    def positions(self, children: Tensor) -> int:
         return 1
-
-    @torch.jit.unused
-    def _routings(self, children: Tensor) -> int:
-        return children.shape[0]
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
         return activation.reshape(-1, self.in_caps)

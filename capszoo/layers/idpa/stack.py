@@ -20,8 +20,8 @@ class IDPAStack(nn.Sequential):
     Args:
         layers: :class:`ConvIDPA` layers, then :class:`FCIDPA` ones, by name, from the primary capsules' parents up.
         num_iters: routing iterations t.
-        routing: ``"concurrent"`` (Procedure 2), or ``"sequential"``: each layer makes all its passes before the next
-            starts (ablation B).
+        routing: ``"concurrent"`` (Procedure 2), or ``"sequential"``: each layer makes all its iterations before
+            the next starts (ablation B).
         depth: layers of the whole network, from which the iterations of every layer follow; those given where
             absent. (A class layer may be missing now and added later, as a child module.)
     """
@@ -88,7 +88,7 @@ class IDPAStack(nn.Sequential):
 
         Returns:
             Poses, activations (empty without activations) and couplings of each layer, as of its ``route()``;
-            even couplings for a layer whose only pass was a sum of votes.
+            even couplings for a layer whose only iteration was a sum of votes.
         """
         children, activations = [x], [] if activation is None else [activation]
         poses: List[Tensor] = []
@@ -107,7 +107,7 @@ class IDPAStack(nn.Sequential):
         """Share of each primary capsule in each of the last layer's: ``[b, n, h, w, i]``, summing to 1 over h, w, i.
 
         A parent's share is divided among its children in proportion to their couplings with it, from the last layer
-        down. The couplings are those that reach the last layer: where its dependency cone holds but one pass of
+        down. The couplings are those that reach the last layer: where its dependency cone holds but one iteration of
         a layer, that layer divides evenly.
 
         Args:

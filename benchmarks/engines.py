@@ -1,0 +1,159 @@
+"""What each engine gains in a model: time with it against time without it, in turns in one process.
+
+    python benchmarks/engines.py idpa_resnet:routing_iters=2 --engine blocked --batch 1 8 32 --train
+
+"Without" is the choice that the model makes when the engine is refused everywhere; ``--without NAME`` forces another.
+A ratio below 1 is a gain. The interval is that of the median (a sign test's, at 95%). ``--memory`` adds the largest
+memory above start-up of a training step, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+import torch  # noqa: E402
+
+from benchmarks.models import Form, _peak_mib, forward_of, timed, train_step_of  # noqa: E402
+from capszoo.errors import CapszooError  # noqa: E402
+from capszoo.layers.engine import Call, Engine, RoutingLayer, record_engines, use_engines  # noqa: E402
+
+
+def engines_called(name: str) -> list[type[Engine]]:
+    """Classes of this name."""
+    found, classes = [], [Engine]
+    while classes:
+        engine = classes.pop()
+        classes += engine.__subclasses__()
+        if vars(engine).get("name") == name:
+            found.append(engine)
+    if not found:
+        raise CapszooError(f"there is no engine {name!r}")
+    return found
+
+
+def _refuse(layer: RoutingLayer, call: Call) -> str:
+    return "refused by the benchmark"
+
+
+@contextmanager
+def refused(name: str) -> Iterator[None]:
+    """Inside, engines of this name are never chosen."""
+    engines = engines_called(name)
+    before = [vars(engine).get("unsupported") for engine in engines]
+    try:
+        for engine in engines:
+            setattr(engine, "unsupported", staticmethod(_refuse))  # noqa: B010
+        yield
+    finally:
+        for engine, method in zip(engines, before, strict=True):
+            if method is None:
+                delattr(engine, "unsupported")
+            else:
+                setattr(engine, "unsupported", method)  # noqa: B010
+
+
+def median_interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Median, and the order statistics between which it lies in 95% of samples."""
+    ordered = sorted(ratios)
+    n = len(ordered)
+    inside, k, term = 0.0, 0, 0.5**n
+    while inside + 2 * term <= 0.05 and k < n // 2:  # cut k+1 values at each end
+        inside += 2 * term
+        k += 1
+        term *= (n - k + 1) / k
+    middle = ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2
+    return middle, ordered[max(k - 1, 0)], ordered[min(n - k, n - 1)]
+
+
+def measure(spec: str, batch: int, train: bool, args: argparse.Namespace) -> str:
+    form = Form(torch.device(args.device))
+    build = train_step_of if train else forward_of
+    run = build(spec, batch, form)
+
+    def without() -> None:
+        with use_engines(args.without) if args.without else refused(args.engine):
+            run()
+
+    with record_engines() as choices:
+        run()
+    used = [c for c in choices if c.engine.name == args.engine]
+    what = "training step" if train else "forward"
+    if not used:
+        return f"| {spec} | {batch} | {what} | not chosen | | |"
+    for _ in range(args.warmup):
+        without()
+        run()
+    own, ratios = [], []
+    for _ in range(args.iters):
+        slow, fast = timed(without, form.device), timed(run, form.device)
+        own.append(fast)
+        ratios.append(fast / slow)
+    middle, low, high = median_interval(ratios)
+    ms = sorted(own)[len(own) // 2] * 1000
+    layers = f"{len(used)} of {len(choices)}"
+    return f"| {spec} | {batch} | {what} | {layers} | {ms:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |"
+
+
+def peak_mib(spec: str, batch: int, args: argparse.Namespace, with_engine: bool) -> int:
+    """Above start-up, of two training steps in a fresh process."""
+    command = [sys.executable, __file__, spec, "--engine", args.engine, "--batch", str(batch), "--peak"]
+    command += ["with" if with_engine else "without", "--without", args.without]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def print_peak(spec: str, batch: int, args: argparse.Namespace) -> None:
+    before = _peak_mib()
+    step = train_step_of(spec, batch, Form(torch.device("cpu")))
+    for _ in range(2):
+        if args.peak == "with":
+            step()
+        else:
+            with use_engines(args.without) if args.without else refused(args.engine):
+                step()
+    print(round(_peak_mib() - before))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", help="specifications as benchmarks/models.py takes them")
+    parser.add_argument("--engine", required=True)
+    parser.add_argument("--without", default="", help="engine that is forced in its place")
+    parser.add_argument("--batch", type=int, nargs="+", default=[32])
+    parser.add_argument("--train", action="store_true", help="training steps too")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--iters", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--peak", choices=("with", "without"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peak:
+        print_peak(args.models[0], args.batch[0], args)
+        return
+    print(
+        "| model | batch | | layers with it | ms with it | with / without |\n|---|---:|---|---:|---:|---:|",
+        flush=True,
+    )
+    for spec in args.models:
+        for batch in args.batch:
+            for train in (False, True) if args.train else (False,):
+                print(measure(spec, batch, train, args), flush=True)
+            if args.memory:
+                with_it, without_it = (peak_mib(spec, batch, args, flag) for flag in (True, False))
+                print(
+                    f"| {spec} | {batch} | training, MiB above start-up | | | {with_it} / {without_it} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

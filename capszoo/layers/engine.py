@@ -1,0 +1,421 @@
+"""How a routing is computed: a readable reference and a declared list of engines.
+
+A routing layer owns its parameters and :meth:`RoutingLayer.reference`, the paper's procedure line by line. Every other
+way to compute the same result (in blocks, without votes, in one kernel, in chunks for a graph) is an :class:`Engine`
+in the layer's ``engines``. :func:`choose` takes the first that can and pays; the last is :class:`Reference`, which
+refuses nothing. Choice, reasons, forcing (:func:`use_engines`), reports (:func:`engine_report`), tests
+(``tests/layers/test_engines.py``) and export read the same list.
+
+Where code is scripted, only the reference is seen: :meth:`RoutingLayer.compute` holds the one guard. Where it is
+traced by FX or ``torch.jit.trace``, the reference is taken and no size is read. ``torch.export`` and ``torch.compile``
+trace through the choice, which therefore compares plain values and formats no strings.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar, Dict, List, NamedTuple, Optional, Tuple, Type
+
+import torch
+from torch import Tensor, nn
+
+from ._precision import working_type
+from ._tracing import is_tracing
+
+__all__ = [
+    "TARGETS",
+    "TUNING",
+    "Call",
+    "Choice",
+    "Engine",
+    "Reference",
+    "Routed",
+    "RoutingLayer",
+    "Tuning",
+    "choose",
+    "engine_report",
+    "record_engines",
+    "tuned",
+    "use_engines",
+]
+
+#: What a graph may be written for: ONNX Runtime on a CPU, which takes it node by node, or a compiler.
+TARGETS = ("onnx_cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Every measured threshold of the engines. docs/dev/performance.md states the command and machine of each."""
+
+    # IDPA
+    #: votes (numbers in them) of a layer from which it works in blocks; fewer fit the caches as they are
+    idpa_blocked_min_votes: int = 1 << 20
+    #: columns of a child's pose up to which votes cost less to recompute in each iteration than to keep
+    idpa_blocked_max_inner: int = 16
+    #: votes (numbers) of a block, for each thread; two such buffers fill half of a 2 MiB cache
+    idpa_block_votes: int = 1 << 17
+    #: votes (numbers) of an image in one chunk of an exported graph
+    idpa_chunk_votes: int = 1 << 20
+
+
+#: The thresholds in force; :func:`tuned` changes them for a while.
+TUNING = Tuning()
+
+
+class Call(NamedTuple):
+    """All that a choice may depend on, as plain values: torch.compile traces the choice and guards on them.
+
+    In mode ``"graph"`` (torch.export) the sizes are those of one image: a symbolic batch is never compared.
+    """
+
+    mode: str  # "eager", "compiled" or "graph"
+    target: str  # "" or one of TARGETS: what a graph is written for
+    device: str
+    dtype: torch.dtype  # that of matrix products: the type of autocast where it is on
+    grad: bool
+    couplings: bool
+    routings: int  # independent routings: images, or windows of all images
+    children: int  # of one routing
+    parents: int
+    child_dim: int
+    parent_dim: int
+    num_iters: int
+    child_iters: int  # iterations of the children that are given (concurrent routing), else 1
+
+    @property
+    def votes(self) -> int:
+        """Numbers in all votes."""
+        return self.routings * self.children * self.parents * self.parent_dim
+
+
+class Routed(NamedTuple):
+    """What a routing gives. A list is empty without activations, and short where iterations are not kept."""
+
+    poses: List[Tensor]  # after each iteration, or after the last alone
+    activations: List[Tensor]  # likewise
+    couplings: Optional[Tensor]  # of the last iteration, where they are asked for
+
+
+class Engine:
+    """One way to compute a routing. Subclasses are used as they are and never instantiated."""
+
+    name: ClassVar[str]
+    #: heading of its table in docs/dev/performance.md
+    evidence: ClassVar[str] = ""
+    #: whether all votes of a call exist at one time
+    keeps_votes: ClassVar[bool] = True
+    #: modes and devices (none: all) in which it can run
+    modes: ClassVar[Tuple[str, ...]] = ("eager", "compiled")
+    devices: ClassVar[Tuple[str, ...]] = ()
+    #: it writes graphs for these, and pays nowhere else
+    targets: ClassVar[Tuple[str, ...]] = ()
+    #: largest deviation from the reference, as a share of the largest value
+    atol: ClassVar[Dict[torch.dtype, float]] = {
+        torch.float64: 1e-11,
+        torch.float32: 2e-6,
+        torch.bfloat16: 1e-2,
+        torch.float16: 2e-3,
+    }
+
+    @classmethod
+    def unsupported(cls, layer: "RoutingLayer", call: Call) -> str:
+        """Why it cannot compute this call: a sentence without numbers, empty where it can."""
+        return ""
+
+    @classmethod
+    def unprofitable(cls, layer: "RoutingLayer", call: Call) -> str:
+        """Why it does not pay here, naming the threshold as ``TUNING.<name>``; empty where it does."""
+        return ""
+
+    @classmethod
+    def prepare(cls, layer: "RoutingLayer") -> Dict[str, Tensor]:
+        """The layer's weights in its layout: constants of an exported graph (:meth:`RoutingLayer.freeze`)."""
+        return {}
+
+    @classmethod
+    def route(cls, layer: "RoutingLayer", inputs: List[Tensor], call: Call) -> Routed:
+        """Compute the routing. ``inputs`` are those of :meth:`RoutingLayer.reference`."""
+        raise NotImplementedError
+
+    @classmethod
+    def cannot(cls, layer: "RoutingLayer", call: Call) -> str:
+        """Why it cannot be used: mode, device, :meth:`unsupported`."""
+        if call.mode not in cls.modes:
+            return "does not run in this mode (eager, compiled, graph)"
+        if cls.devices and call.device not in cls.devices:
+            return "does not run on this device"
+        return cls.unsupported(layer, call)
+
+    @classmethod
+    def does_not_pay(cls, layer: "RoutingLayer", call: Call) -> str:
+        """Why it is not chosen: target, :meth:`unprofitable`."""
+        if call.target not in cls.targets and (cls.targets or call.target):
+            return "is for other graphs" if cls.targets else "writes no graph for this target"
+        return cls.unprofitable(layer, call)
+
+
+class Reference(Engine):
+    """The paper's procedure as the layer states it; refuses nothing."""
+
+    name = "reference"
+    evidence = "Reference"
+    modes = ("eager", "compiled", "graph")
+
+    @classmethod
+    def does_not_pay(cls, layer: "RoutingLayer", call: Call) -> str:
+        return ""
+
+    @classmethod
+    def route(cls, layer: "RoutingLayer", inputs: List[Tensor], call: Call) -> Routed:
+        return layer.reference(inputs, call.num_iters, call.couplings)
+
+
+class _State:
+    """What :func:`use_engines` and :func:`record_engines` set, for the whole process."""
+
+    def __init__(self) -> None:
+        self.names: Tuple[str, ...] = ()
+        self.target = ""
+        self.records: Optional[List["Choice"]] = None
+        self.device = ""  # of a report, whose tensors are on the meta device
+
+
+_STATE = _State()
+
+
+class RoutingLayer(nn.Module):
+    """A layer whose routing has engines.
+
+    A subclass sets ``engines``, writes :meth:`reference` and :meth:`sizes`, and calls :meth:`compute`. The reference
+    must be TorchScript; the rest of the protocol is Python.
+    """
+
+    #: in order of preference; Reference is the last
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Reference,)
+
+    def compute(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """:meth:`reference` by the engine that is chosen; the reference itself in TorchScript."""
+        if not torch.jit.is_scripting():
+            return self._by_engine(inputs, num_iters, need_couplings)
+        return self.reference(inputs, num_iters, need_couplings)
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """The procedure, step by step, in plain operations.
+
+        Args:
+            inputs: the layer's own list, such as poses, then activations; the first has the batch as its first axis.
+            num_iters: iterations.
+            need_couplings: whether to give the couplings of the last iteration.
+        """
+        raise NotImplementedError
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        """Routings of one image, children, parents, child and parent pose dimension."""
+        raise NotImplementedError
+
+    @torch.jit.unused
+    def describe(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Call:
+        """The call that a choice is made for."""
+        x = inputs[0]
+        mode = "graph" if is_tracing(x) else "compiled" if torch.compiler.is_compiling() else "eager"
+        routings, children, parents, child_dim, parent_dim = self.sizes(inputs)
+        return Call(
+            mode,
+            _STATE.target,
+            _STATE.device or x.device.type,
+            working_type(x),
+            torch.is_grad_enabled(),
+            need_couplings,
+            routings if mode == "graph" else routings * x.shape[0],
+            children,
+            parents,
+            child_dim,
+            parent_dim,
+            num_iters,
+            self.child_iterations(inputs),
+        )
+
+    @torch.jit.unused
+    def child_iterations(self, inputs: List[Tensor]) -> int:
+        """Iterations of the children in ``inputs``."""
+        return 1
+
+    @torch.jit.unused
+    def weights(self, engine: Type[Engine]) -> Dict[str, Tensor]:
+        """The layer's weights in the engine's layout, frozen or computed here."""
+        prefix = f"_{engine.name}_"
+        frozen = {
+            k[len(prefix) :]: v for k, v in self._buffers.items() if k.startswith(prefix) and v is not None
+        }
+        return frozen or engine.prepare(self)
+
+    @torch.jit.unused
+    def freeze(self, target: str = "") -> None:
+        """Keep the weights of engines that write graphs (for one target, or for all) as constants: for inference."""
+        for engine in self.engines:
+            if target in engine.targets or (engine.targets and not target):
+                for key, value in engine.prepare(self).items():
+                    self.register_buffer(f"_{engine.name}_{key}", value.detach(), persistent=False)
+
+    @torch.jit.unused
+    def _by_engine(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        if isinstance(inputs[0], torch.fx.Proxy) or torch.jit.is_tracing():
+            return self.reference(inputs, num_iters, need_couplings)
+        call = self.describe(inputs, num_iters, need_couplings)
+        engine = choose(self, call)
+        if _STATE.records is not None:
+            _STATE.records.append(Choice("", self, call, engine))
+            if _STATE.device:  # on the meta device any engine will do
+                engine = Reference
+        return engine.route(self, inputs, call)
+
+
+def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
+    """The first engine that is forced and can, else the first that can and pays."""
+    for name in _STATE.names:
+        for engine in layer.engines:
+            if engine.name == name and not engine.cannot(layer, call):
+                return engine
+    for engine in layer.engines:
+        if not engine.cannot(layer, call) and not engine.does_not_pay(layer, call):
+            return engine
+    return Reference
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice: the layer (by its name in the model, where known), the call, and the engine that was taken."""
+
+    name: str
+    layer: RoutingLayer
+    call: Call
+    engine: Type[Engine]
+
+    def refused(self) -> Dict[str, str]:
+        """Each engine that stands before the chosen one, with its reason; thresholds with their values."""
+        reasons: Dict[str, str] = {}
+        for engine in self.layer.engines:
+            if engine is self.engine:
+                break
+            reason = engine.cannot(self.layer, self.call) or engine.does_not_pay(self.layer, self.call)
+            for field, value in vars(TUNING).items():
+                reason = reason.replace(f"TUNING.{field}", f"TUNING.{field} ({value:,})")
+            reasons[engine.name] = reason or "another was forced"
+        return reasons
+
+
+@contextmanager
+def record_engines() -> Iterator[List[Choice]]:
+    """Inside, every choice is added to the list that this gives."""
+    before, _STATE.records = _STATE.records, []
+    try:
+        yield _STATE.records
+    finally:
+        _STATE.records = before
+
+
+@contextmanager
+def use_engines(*names: str, target: str = "") -> Iterator[None]:
+    """Inside, engines of these names are taken wherever they can, whether they pay or not; in the whole process.
+
+    Layers that have none of them, or where none can, choose as always. The environment variable ``CAPSZOO_ENGINES``
+    (names with commas between) does the same from the start. What was compiled before is compiled anew.
+
+    Args:
+        names: such as ``"reference"``, in order of preference; none keeps those in force.
+        target: what a graph is written for, one of TARGETS.
+
+    Raises:
+        ValueError: an engine or a target that does not exist.
+    """
+    _check_names(names)
+    if target and target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {target!r}")
+    before = _STATE.names, _STATE.target
+    _STATE.names, _STATE.target = names or _STATE.names, target or _STATE.target
+    try:
+        yield
+    finally:
+        _STATE.names, _STATE.target = before
+
+
+@contextmanager
+def tuned(**values: int) -> Iterator[None]:
+    """Inside, these thresholds of :data:`TUNING` have other values: for tests and benchmarks."""
+    changed, before = vars(replace(TUNING, **values)).copy(), vars(TUNING).copy()
+    try:
+        vars(TUNING).update(changed)
+        yield
+    finally:
+        vars(TUNING).update(before)
+
+
+def engine_report(
+    model: nn.Module,
+    batch: int = 32,
+    training: bool = False,
+    device: str = "cpu",
+    target: str = "",
+    input_size: Optional[Tuple[int, ...]] = None,
+) -> List[Choice]:
+    """The engine of each routing layer of a model and why the others were refused; nothing is computed.
+
+    Args:
+        model: of images; left as it is.
+        batch: images.
+        training: with gradients, in training mode.
+        device: ``"cpu"`` or ``"cuda"``, the one that the model would run on.
+        target: as a graph for one of TARGETS.
+        input_size: of an image, without the batch; that of the model's ``pretrained_cfg`` where absent.
+    """
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    size = input_size or config.get("input_size", (3, 32, 32))
+    state = {k: torch.empty_like(v, device="meta") for k, v in _tensors(model).items()}
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    x = torch.empty(batch, *size, dtype=like.dtype, device="meta")
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    _STATE.device = device
+    try:
+        with torch.set_grad_enabled(training), use_engines(target=target), record_engines() as choices:
+            torch.func.functional_call(model, state, (x,))
+    finally:
+        _STATE.device = ""
+        for module, mode in modes:
+            module.training = mode
+    names = {module: name for name, module in model.named_modules()}
+    return [replace(choice, name=names.get(choice.layer, "")) for choice in choices]
+
+
+def _tensors(model: nn.Module) -> Dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _known() -> List[str]:
+    names: List[str] = []
+    classes: List[Type[Engine]] = [Engine]
+    while classes:
+        engine = classes.pop()
+        classes += engine.__subclasses__()
+        if "name" in vars(engine):
+            names.append(engine.name)
+    return sorted(set(names))
+
+
+def _check_names(names: Tuple[str, ...]) -> None:
+    known = _known()
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the engines are {', '.join(known)}"
+            raise ValueError(f"there is no engine {name!r}: {hint}")
+
+
+def read_environment() -> None:
+    """Take ``CAPSZOO_ENGINES`` into force; called once all engines are known."""
+    names = tuple(name.strip() for name in os.environ.get("CAPSZOO_ENGINES", "").split(",") if name.strip())
+    _check_names(names)
+    _STATE.names = names
