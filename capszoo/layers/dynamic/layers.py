@@ -30,9 +30,8 @@ How it is computed, without changing the result:
 * Where transforms are shared over the grid (:class:`SharedDynamicRouting`), ``sum_p c W u_p = W sum_p c u_p`` and
   ``<W u_p, v> = <u_p, Wᵀ v>``: the votes, ``e`` times as many numbers as there are couplings, are never made.
 * On a CPU, so many votes that no cache holds them are not made at all where children's poses are short
-  (:mod:`capszoo.layers.dynamic.vote_free`). Else they are made and routed for some images (or windows) at a time, and
-  recomputed in the backward pass in training instead of being kept, unless poses are large
-  (:mod:`capszoo.layers._blockwise`).
+  (:mod:`capszoo.layers.dynamic.vote_free`); where poses are long, they are routed for some images (or windows) at a
+  time.
 * On CUDA, a round of :class:`DynamicRouting` after the first is one ``capszoo::fused_pass``
   (:mod:`capszoo.layers._triton`), with votes in registers, squash and the sum of the poses so far; where the softmax
   runs over the children, or the first logits are not zero, the plain form remains.
@@ -47,7 +46,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._blockwise import BLOCK, blockwise
 from .._precision import upcast_half
 from .._tracing import is_tracing
 from .._triton import fused, working_type
@@ -67,12 +65,11 @@ torch.fx.wrap("upcast_half")
 
 #: Votes of one block (numbers in them; 8 MiB in float32), and from how many on blocks are made. Smaller blocks pay more
 #: for each call than they save; more votes at once are memory that the system takes back and gives anew in every pass
-#: of a network. Short poses, whose votes cost less to make: from half as many on, and blocks half as large without a
-#: gradient.
-_BLOCK = 4 * BLOCK
+#: of a network.
+_BLOCK = 1 << 21
 _MANY = 4 * _BLOCK
 
-#: Numbers in a child's pose from which on votes cost more to make again in the backward pass than to keep.
+#: Numbers in a child's pose from which on votes are formed in blocks, and kept for the backward pass.
 _DEEP = 16
 
 
@@ -252,8 +249,7 @@ class DynamicRouting(_Routing):
             return True
         votes = self.in_caps * self.weight.shape[2]  # of an image
         # blocks of one or two images would read all weights, which are then many, for each
-        many = _MANY if self.in_dim > _DEEP else _MANY // 2
-        return x.shape[0] * votes >= many and votes <= _BLOCK // 4
+        return self.in_dim >= _DEEP and x.shape[0] * votes >= _MANY and votes <= _BLOCK // 4
 
     @torch.jit.unused
     def _rounds_on_cpu(self, x: Tensor, in_blocks: bool) -> Tensor:
@@ -263,35 +259,26 @@ class DynamicRouting(_Routing):
         same, and where blocks of them are kept for a backward pass, left so.
         """
         dtype = working_type(x)
-        deep = self.in_dim > _DEEP
+        deep = self.in_dim >= _DEEP
         votes_dtype = torch.float32 if self._is_half_on_cpu(x) and not deep else dtype
         size = self.in_caps * self.weight.shape[2]  # of an image's votes
 
-        def routed(votes: Tensor, start: Optional[Tensor]) -> Tensor:
-            return dynamic_routing(votes, self.num_iters, self.softmax_over, start)[0]
+        def routed(votes: Tensor) -> Tensor:
+            return dynamic_routing(votes, self.num_iters, self.softmax_over, self.start)[0]
 
-        def rounds(x: Tensor, weight: Tensor, start: Optional[Tensor]) -> Tuple[Tensor]:
-            return (routed(upcast_half(self._votes_through(x, weight)), start),)
-
-        # in the working type already, and no autocast, so that a backward pass in blocks computes the same once more
         with torch.autocast("cpu", enabled=False):
             x, weight = x.to(votes_dtype), self.weight.to(votes_dtype)
-            start = self.start
             if not in_blocks:
-                poses = rounds(x, weight, start)[0]
+                poses = routed(upcast_half(self._votes_through(x, weight)))
             elif self._gains_without_votes(x):
-                start = None if start is None else start.to(votes_dtype)
+                start = None if self.start is None else self.start.to(votes_dtype)
                 poses = vote_free_routing(x, weight, start, self.out_caps, self.num_iters, self.softmax_over)
-            elif deep and torch.is_grad_enabled():
+            elif torch.is_grad_enabled():
                 parts = self._votes_through(x, weight).split(max(1, _BLOCK // size))
-                poses = torch.cat([routed(votes, start) for votes in parts])
-            else:  # a block is BLOCK numbers of `work`
-                block = _BLOCK if deep or torch.is_grad_enabled() else _BLOCK // 2
-                work = size * BLOCK // block
-                if start is None:
-                    poses = blockwise(lambda x, w: rounds(x, w, None), (x, weight), (0, None), (0,), work)[0]
-                else:
-                    poses = blockwise(rounds, (x, weight, start), (0, None, None), (0,), work)[0]
+                poses = torch.cat([routed(votes) for votes in parts])
+            else:
+                parts = x.split(max(1, _BLOCK // size))
+                poses = torch.cat([routed(upcast_half(self._votes_through(part, weight))) for part in parts])
         return poses.to(dtype)
 
     def _single_sum(self, x: Tensor) -> Tensor:
