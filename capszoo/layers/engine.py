@@ -59,6 +59,26 @@ class Tuning:
     #: votes (numbers) of an image in one chunk of an exported graph
     idpa_chunk_votes: int = 1 << 20
 
+    # Dynamic routing
+    #: images (or windows) from which it goes without votes: the rows of its products, and of a block of them
+    dynamic_vote_free_min_routings: int = 16
+    #: child pose dimension up to which keys, which have as many numbers as that, cost less than votes
+    dynamic_vote_free_max_child_dim: int = 15
+    #: numbers in the keys of all images from which it goes without votes
+    dynamic_vote_free_min_keys: int = 1 << 17
+    #: numbers in the keys of one image up to which it does, so that no block takes much memory
+    dynamic_vote_free_max_keys: int = 1 << 20
+    #: numbers in the keys of a block (8 MiB in float32); the backward pass has four times as many at a time
+    dynamic_vote_free_block_keys: int = 1 << 21
+    #: child pose dimension from which votes are formed for some images at a time
+    dynamic_blocked_min_child_dim: int = 16
+    #: votes (numbers in them) from which they are; fewer at once are memory that a process reuses as it is
+    dynamic_blocked_min_votes: int = 1 << 23
+    #: votes (numbers) of an image up to which they are: blocks of few images read all weights for each block
+    dynamic_blocked_max_image_votes: int = 1 << 19
+    #: votes (numbers) of a block; smaller ones pay more for each call than they save
+    dynamic_block_votes: int = 1 << 21
+
 
 #: The thresholds in force; :func:`tuned` changes them for a while.
 TUNING = Tuning()
