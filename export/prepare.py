@@ -79,9 +79,6 @@ class PreparedModel:
         Raises:
             ExportError: the model cannot be traced.
         """
-        for module in self.served.modules():
-            if hasattr(module, "in_parts"):
-                module.in_parts = target == "onnx_cpu"  # type: ignore[assignment]
         smallest, usual, largest = self.batch
         # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
         count = usual if smallest == largest else 2

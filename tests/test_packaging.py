@@ -401,9 +401,6 @@ LONG_FUNCTIONS = {
     "cli/train.py: train_command": "a list of data: one parameter for each option of the command",
     "cli/train.py: finetune_command": "a list of data: one parameter for each option of the command",
     "recipes/finetune.py: finetune_recipe": "a list of data: the keys of the recipe that it writes",
-    "layers/dynamic/layers.py: shared_dynamic_routing": "until the engines replace it",
-    "layers/em/chunked.py: route_in_parts": "until the engines replace it",
-    "layers/em/shared.py: shared_em_routing": "until the engines replace it",
 }
 
 

@@ -1,11 +1,8 @@
-"""Work in blocks that stay in the cache, and compute again in the backward pass what would have to be stored.
+"""A function in blocks that stay in the cache, recomputed in the backward pass: for engines of eager mode on a CPU.
 
-A layer whose items (windows, images, parents) are independent of each other runs one block of them after the other:
-no temporary is larger than a block's, however large the batch and the image, and none leaves the cache. In training a
-block is computed again in the backward pass; only the layer's inputs are kept.
-
-This is for eager PyTorch on the CPU. TorchScript, torch.jit.trace, torch.export and torch.compile are given the plain
-operations, and so are other devices, which like large ones better.
+A step whose items (parents, groups of children) are independent of each other computes one block of them after the
+other: no temporary is larger than a block's, and none leaves the cache. Only the inputs are kept for the backward pass.
+Larger temporaries are also given back to the system when they are freed, and new ones cost page faults.
 """
 
 from __future__ import annotations
@@ -19,10 +16,6 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["blockwise"]
 
-#: Numbers in the largest temporary of a block: 2 MiB in float32, what a core's own cache holds. Larger ones are also
-#: given back to the system when they are freed, and every new one costs page faults.
-BLOCK = 1 << 19
-
 Function = Callable[..., Sequence[Tensor]]
 
 
@@ -31,9 +24,9 @@ def blockwise(
     tensors: Sequence[Tensor],
     in_dims: Sequence[int | None],
     out_dims: Sequence[int],
-    work: int,
+    items: int,
 ) -> Any:
-    """``function(*tensors)``, block by block where that is of use.
+    """``function(*tensors)``, block by block.
 
     Args:
         function: of as many tensors, to as many results as ``out_dims``; differentiable, without random numbers. A
@@ -41,15 +34,13 @@ def blockwise(
         tensors: its inputs.
         in_dims: the axis of each input that is cut into blocks; None for an input that every block needs whole.
         out_dims: the axis of each result along which blocks are put together.
-        work: numbers in the largest temporary, per item.
+        items: in a block, at most; at least 1 is taken.
 
     Returns:
-        The results, a tuple. Where blocks were made, they can be differentiated once.
+        The results, a tuple. Where there is more than one block, they can be differentiated once.
     """
-    if tensors[0].device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return function(*tensors)
     size = next(t.shape[d] for t, d in zip(tensors, in_dims, strict=True) if d is not None)
-    block = max(1, min(size, BLOCK // max(work, 1)))
+    block = max(1, min(size, items))
     block = -(-size // -(-size // block)) if size else 1  # even blocks
     if block >= size:
         return function(*tensors)

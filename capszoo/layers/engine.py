@@ -59,6 +59,35 @@ class Tuning:
     #: votes (numbers) of an image in one chunk of an exported graph
     idpa_chunk_votes: int = 1 << 20
 
+    # Dynamic routing
+    #: images (or windows) from which it goes without votes: the rows of its products, and of a block of them
+    dynamic_vote_free_min_routings: int = 16
+    #: child pose dimension up to which keys, which have as many numbers as that, cost less than votes
+    dynamic_vote_free_max_child_dim: int = 15
+    #: numbers in the keys of all images from which it goes without votes
+    dynamic_vote_free_min_keys: int = 1 << 17
+    #: numbers in the keys of one image up to which it does, so that no block takes much memory
+    dynamic_vote_free_max_keys: int = 1 << 20
+    #: numbers in the keys of a block (8 MiB in float32); the backward pass has four times as many at a time
+    dynamic_vote_free_block_keys: int = 1 << 21
+    #: child pose dimension from which votes are formed for some images at a time
+    dynamic_blocked_min_child_dim: int = 16
+    #: votes (numbers in them) from which they are; fewer at once are memory that a process reuses as it is
+    dynamic_blocked_min_votes: int = 1 << 23
+    #: votes (numbers) of an image up to which they are: blocks of few images read all weights for each block
+    dynamic_blocked_max_image_votes: int = 1 << 19
+    #: votes (numbers) of a block; smaller ones pay more for each call than they save
+    dynamic_block_votes: int = 1 << 21
+
+    # EM routing
+    #: votes (numbers) of a block of windows, and from which there are blocks (8 MiB in float32): each block reads the
+    #: transforms and takes a hundred small steps, of which fewer and larger blocks save both
+    em_block_votes: int = 1 << 21
+    #: votes (numbers) of an image in one chunk of an exported graph
+    em_chunk_votes: int = 1 << 17
+    #: numbers in the largest temporary of a step in blocks (2 MiB in float32, what a core's own cache holds)
+    em_shared_block_numbers: int = 1 << 19
+
 
 #: The thresholds in force; :func:`tuned` changes them for a while.
 TUNING = Tuning()
@@ -194,6 +223,8 @@ class RoutingLayer(nn.Module):
 
     #: in order of preference; Reference is the last
     engines: ClassVar[Tuple[Type[Engine], ...]] = (Reference,)
+    #: whether autocast reaches inside :meth:`compute`
+    autocasts: ClassVar[bool] = True
 
     def compute(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         """:meth:`reference` by the engine that is chosen; the reference itself in TorchScript."""
@@ -262,7 +293,12 @@ class RoutingLayer(nn.Module):
 
     @torch.jit.unused
     def _by_engine(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
-        if isinstance(inputs[0], torch.fx.Proxy) or torch.jit.is_tracing():
+        if isinstance(inputs[0], torch.fx.Proxy):
+            return self.reference(inputs, num_iters, need_couplings)
+        if not self.autocasts and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            with torch.autocast(inputs[0].device.type, enabled=False):
+                return self._by_engine(inputs, num_iters, need_couplings)
+        if torch.jit.is_tracing():
             return self.reference(inputs, num_iters, need_couplings)
         call = self.describe(inputs, num_iters, need_couplings)
         engine = choose(self, call)

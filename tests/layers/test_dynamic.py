@@ -15,11 +15,9 @@ from capszoo.layers import (
     DynamicRouting,
     SharedDynamicRouting,
     dynamic_routing,
-    shared_dynamic_routing,
     squash,
 )
-from capszoo.layers.dynamic import layers as dynamic_layers
-from capszoo.layers.dynamic import vote_free
+from capszoo.layers.engine import choose, record_engines, tuned, use_engines
 from tests.reference import dynamic as naive
 
 F64 = torch.float64
@@ -104,7 +102,7 @@ def test_couplings_sum_to_one_over_the_stated_axis_only(softmax_over: str, num_i
 
 
 @pytest.mark.parametrize("softmax_over", AXES)
-def test_first_round_is_a_scaled_sum(softmax_over: str) -> None:
+def test_first_iteration_is_a_scaled_sum(softmax_over: str) -> None:
     votes = torch.randn(2, 5, 9, 4, dtype=F64)
     poses, _ = dynamic_routing(votes, 1, softmax_over)
     torch.testing.assert_close(poses, squash(votes.sum(2) / (5 if softmax_over == "parents" else 9)))
@@ -122,7 +120,7 @@ def test_permuting_children_changes_nothing(softmax_over: str) -> None:
 
 @pytest.mark.parametrize("softmax_over", AXES)
 def test_agreement_is_rewarded(softmax_over: str) -> None:
-    """Children that agree about a parent are coupled to it more strongly with every round."""
+    """Children that agree about a parent are coupled to it more strongly with every iteration."""
     votes = 0.3 * torch.randn(1, 3, 12, 4, dtype=F64)
     votes[0, 1, :6] = torch.tensor([2.0, 0.0, 0.0, 0.0], dtype=F64)  # six of them agree about parent 1
     shares = [dynamic_routing(votes, t, softmax_over)[1][0, 1, :6].mean() for t in (1, 2, 3, 4)]
@@ -155,12 +153,13 @@ def test_layer_equals_naive(batch: int, num_iters: int, softmax_over: str, init:
     torch.testing.assert_close(couplings, expected_couplings.transpose(1, 2), atol=1e-11, rtol=1e-10)
 
 
-def test_one_round_makes_no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_iteration_forms_no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = DynamicRouting(64, 4, 10, 8, num_iters=1)
     monkeypatch.setattr(layer, "votes", None)
     x = torch.randn(32, 64, 4)
     with LargestTensor() as made:
         layer(x)
+        layer.route(x)
     assert made.numel <= layer.weight.numel() < 32 * 64 * 10 * 8
 
 
@@ -172,153 +171,57 @@ def test_weights_are_not_expanded_over_the_batch() -> None:
     assert made.numel == max(16 * 64 * 10 * 4, layer.weight.numel())  # the votes, not d times as many
 
 
-def in_blocks_of(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few votes there are, let the layer work in blocks of so many images."""
-    monkeypatch.setattr(dynamic_layers, "_BLOCK", images * layer.in_caps * layer.weight.shape[2])
-    monkeypatch.setattr(dynamic_layers, "_MANY", 0)
+def test_blocks_hold_memory_down() -> None:
+    """Without a gradient no more votes are formed than those of a block."""
+    layer, x = DynamicRouting(64, 4, 10, 16), torch.randn(9, 64, 4)
+    with tuned(dynamic_block_votes=2 * 64 * 10 * 16), use_engines("blocked"), torch.no_grad():
+        with LargestTensor() as made:
+            layer(x)
+    assert made.numel == 2 * 64 * 10 * 16
 
 
-@pytest.mark.parametrize("init", INITS)
-@pytest.mark.parametrize("softmax_over", AXES)
-@pytest.mark.parametrize("images", [4, 6])
-@pytest.mark.parametrize("deep", [False, True])
-def test_blocks_of_images_equal_naive(
-    deep: bool, images: int, softmax_over: str, init: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = DynamicRouting(7, 3, 4, 5, 3, softmax_over, init, weight_std=0.5).double()
-    start = start_of(layer)
-    in_blocks_of(layer, images, monkeypatch)
-    monkeypatch.setattr(
-        dynamic_layers, "_DEEP", 2 if deep else 3
-    )  # whether votes are kept for the backward pass
-    x = torch.randn(9, 7, 3, dtype=F64, requires_grad=True)
-    expected, _ = naive.route(naive.dense_votes(x, dense_transforms(layer)), 3, softmax_over, start)
-    with LargestTensor() as made:
-        poses = layer(x)
-    assert deep or made.numel <= max(images * 7 * 4 * 5, layer.weight.numel(), x.numel())
-    assert_same(poses, expected, [x, *layer.parameters()])
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), expected, atol=1e-11, rtol=1e-10)
-
-
-def test_blocks_of_images_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = DynamicRouting(40, 8, 10, 16)
-    x = torch.randn(6, 40, 8, requires_grad=True)
-
-    def grads() -> list[Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            poses = layer(x)
-        return [poses.detach().float(), *torch.autograd.grad(poses.float().square().sum(), [x, layer.weight])]
-
-    whole = grads()
-    in_blocks_of(layer, 4, monkeypatch)
-    for found, expected in zip(grads(), whole, strict=True):
-        assert found.dtype == expected.dtype
-        assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
-
-
-@pytest.mark.parametrize("deep", [False, True])
-def test_rounds_of_half_types_are_float32(deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, whose products of half types copy their votes; poses keep the type, and gradients theirs."""
-    monkeypatch.setattr(dynamic_layers, "_DEEP", 7 if deep else 8)
-    types: list[torch.dtype] = []
-
-    def routing(votes: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        types.append(votes.dtype)
-        return dynamic_routing(votes, *rest)
-
-    layer, x = DynamicRouting(40, 8, 10, 16), torch.randn(6, 40, 8, requires_grad=True)
-    inputs = [x, layer.weight]
-    expected = layer(x)
-    expected_grads = torch.autograd.grad(expected.square().sum(), inputs)
-    monkeypatch.setattr(dynamic_layers, "dynamic_routing", routing)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        poses = layer(x)
-    assert types == [torch.float32] and poses.dtype == torch.bfloat16
-    grads = torch.autograd.grad(poses.float().square().sum(), inputs)
-    for found, right in zip((poses.float(), *grads), (expected, *expected_grads), strict=True):
-        assert (found - right).abs().max() <= 0.02 * right.abs().max()
-    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16 and types[1:] == [torch.float32]
-
-
-def test_no_blocks_of_few_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3)
-    monkeypatch.setattr(layer, "_rounds_on_cpu", lambda x, in_blocks: None)
-    in_blocks_of(layer, 4, monkeypatch)
-    assert layer(x) is None
-    in_blocks_of(layer, 3, monkeypatch)
-    assert layer(x) is not None
-
-
-def without_votes(layer: DynamicRouting, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few votes there are, let the layer do without, in blocks of at most so many images."""
-    monkeypatch.setattr(vote_free, "_MIN_KEYS", 0)
-    monkeypatch.setattr(vote_free, "_MIN_IMAGES", images)
-    monkeypatch.setattr(vote_free, "_BLOCK_NUMBERS", 0)
-    monkeypatch.setattr(layer, "_votes_through", None)
-
-
-@pytest.mark.parametrize("init", INITS)
-@pytest.mark.parametrize("softmax_over", AXES)
-@pytest.mark.parametrize("num_iters", [2, 3, 4])
-@pytest.mark.parametrize("images", [4, 9])
-def test_without_votes_equals_naive(
-    images: int, num_iters: int, softmax_over: str, init: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = DynamicRouting(7, 3, 4, 5, num_iters, softmax_over, init, weight_std=0.5).double()
-    start = start_of(layer)
-    without_votes(layer, images, monkeypatch)
-    x = torch.randn(9, 7, 3, dtype=F64, requires_grad=True)
-    expected, _ = naive.route(naive.dense_votes(x, dense_transforms(layer)), num_iters, softmax_over, start)
-    assert_same(layer(x), expected, [x, *layer.parameters()])
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), expected, atol=1e-11, rtol=1e-10)
-
-
-def test_without_votes_when_children_need_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_votes_when_children_need_no_gradient() -> None:
     layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3)
     expected = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
-    without_votes(layer, 4, monkeypatch)
-    torch.testing.assert_close(torch.autograd.grad(layer(x).square().sum(), [layer.weight]), expected)
+    with tuned(dynamic_vote_free_min_routings=4), use_engines("vote_free"):
+        found = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
+    torch.testing.assert_close(found, expected)
 
 
-def test_without_votes_no_tensor_is_as_large_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = DynamicRouting(64, 4, 10, 16), torch.randn(40, 64, 4, requires_grad=True)
-    without_votes(layer, 20, monkeypatch)
-    with LargestTensor() as made:
-        layer(x).sum().backward()
-    assert made.numel == max(2 * 20 * 64 * 4 * 10, layer.weight.numel()) < 40 * 64 * 10 * 16
-
-
+@pytest.mark.parametrize(
+    ("engine", "in_dim"), [("float32", 8), ("float32", 16), ("vote_free", 8), ("blocked", 16)]
+)
 @pytest.mark.parametrize("init", ["zero", "learned"])
-def test_without_votes_in_half_types(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = DynamicRouting(40, 8, 10, 16, init=init), torch.randn(20, 40, 8, requires_grad=True)
+def test_autocast(init: str, engine: str, in_dim: int) -> None:
+    """Iterations in float32, whose products copy no votes; poses have the type of autocast, gradients their own."""
+    layer, x = DynamicRouting(40, in_dim, 10, 16, init=init), torch.randn(20, 40, in_dim, requires_grad=True)
     start_of(layer)
     inputs = [x, *layer.parameters()]
     expected = layer(x)
     expected_grads = torch.autograd.grad(expected.square().sum(), inputs)
-    without_votes(layer, 16, monkeypatch)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16), use_engines(engine), record_engines() as choices:
         poses = layer(x)
-    assert poses.dtype == torch.bfloat16
+    assert [choice.engine.name for choice in choices] == [engine] and poses.dtype == torch.bfloat16
     grads = torch.autograd.grad(poses.float().square().sum(), inputs)
     for found, right in zip((poses.float(), *grads), (expected, *expected_grads), strict=True):
         assert found.dtype == right.dtype
-        assert (found - right).abs().max() <= 0.02 * right.abs().max()
-    half = layer.bfloat16()(x.bfloat16())
-    half.float().square().sum().backward()
-    assert half.dtype == torch.bfloat16 and (half.float() - expected).abs().max() <= 0.02
+        assert (found - right).abs().max() <= 0.03 * right.abs().max()
 
 
-def test_votes_are_made_for_few_images_and_long_poses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def doing_without(images: int, in_dim: int, out_caps: int = 10) -> bool:
-        layer, x = DynamicRouting(1152, in_dim, out_caps, 16), torch.zeros(images, 1152, in_dim)
-        return layer._has_many_votes(x) and layer._gains_without_votes(x)
+def chosen(images: int, in_dim: int, out_caps: int = 10, dtype: torch.dtype = torch.float32) -> str:
+    with torch.device("meta"):
+        layer, x = DynamicRouting(1152, in_dim, out_caps, 16), torch.empty(images, 1152, in_dim, dtype=dtype)
+    return choose(layer, layer.describe([x], 3, False)._replace(device="cpu")).name
 
-    assert doing_without(16, 8) and doing_without(32, 8, out_caps=100) and doing_without(32, 4, out_caps=1)
-    assert not doing_without(16, 4, out_caps=1)  # 73,728 numbers in the keys
-    assert not doing_without(15, 8, out_caps=100) and not doing_without(32, 16)
-    assert not doing_without(32, 8, out_caps=120)  # the keys of so many parents are too large
+
+def test_choice() -> None:
+    assert chosen(16, 8) == chosen(32, 8, out_caps=100) == chosen(32, 4, out_caps=1) == "vote_free"
+    assert chosen(16, 8, dtype=torch.bfloat16) == "vote_free"
+    assert chosen(16, 4, out_caps=1) == "reference"  # 73,728 numbers in the keys
+    assert chosen(15, 8) == "reference" and chosen(15, 8, dtype=torch.bfloat16) == "float32"
+    assert chosen(32, 16) == "reference" and chosen(46, 16) == "blocked"  # 8.5 million numbers in the votes
+    assert chosen(32, 8, out_caps=120) == "reference"  # the keys of so many parents are too large
+    assert chosen(46, 16, out_caps=30) == "reference"  # and their votes, of an image
 
 
 def test_batch_equals_one_by_one() -> None:
@@ -372,7 +275,7 @@ def test_conv_equals_naive(
     torch.testing.assert_close(over, torch.ones_like(over))
 
 
-def test_one_round_of_the_conv_layer_is_a_convolution() -> None:
+def test_one_iteration_of_the_conv_layer_is_a_convolution() -> None:
     layer = ConvDynamicRouting(4, 3, 5, 2, num_iters=1)
     x = torch.randn(2, 12, 6, 7)
     kernel = (
@@ -433,25 +336,20 @@ def test_shared_layer_never_makes_votes() -> None:
     assert made.numel <= max(couplings, parameters) < couplings * 16  # which the votes would be
 
 
-def test_shared_layer_routes_half_types_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_layer_routes_half_types_in_float32() -> None:
     """On a CPU, without a gradient; the poses keep the type."""
-    types: list[torch.dtype] = []
-
-    def routing(x: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        types.append(x.dtype)
-        return shared_dynamic_routing(x, *rest, **options)
-
     layer, x = SharedDynamicRouting(3, 8, 10, 16), torch.randn(2, 3, 8, 25)
     expected = layer(x)
-    monkeypatch.setattr(dynamic_layers, "shared_dynamic_routing", routing)
-    with torch.no_grad():
+    with torch.no_grad(), record_engines() as choices:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             poses = layer(x)
         half = layer.bfloat16()(x.bfloat16())
-    assert types == [torch.float32, torch.float32] and poses.dtype == half.dtype == torch.bfloat16
+    assert poses.dtype == half.dtype == torch.bfloat16
     for found in (poses, half):
         assert (found.float() - expected).abs().max() <= 0.02 * expected.abs().max()
-    assert layer(x.bfloat16()).dtype == torch.bfloat16 and types[2:] == [torch.bfloat16]
+    with record_engines() as more:
+        layer(x.bfloat16())
+    assert [choice.engine.name for choice in choices + more] == ["float32", "float32", "reference"]
 
 
 def test_shared_layer_takes_any_grid() -> None:

@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from capszoo.layers import FCIDPA, ConvIDPA, EncapModule, IDPAStack
+from capszoo.layers import (
+    FCIDPA,
+    ClassEM,
+    ConvDynamicRouting,
+    ConvEM,
+    ConvIDPA,
+    DynamicRouting,
+    EncapModule,
+    IDPAStack,
+    SharedDynamicRouting,
+    SharedEM,
+)
 from capszoo.layers.engine import (
     TARGETS,
     TUNING,
@@ -83,6 +94,46 @@ def idpa_stack(num_iters: int, routing: str, pose: str = "matrix", **options: An
     return IDPAStack(OrderedDict(layers), num_iters, routing)
 
 
+class Packed(nn.Module):
+    """A layer of EM routing on children whose activations, the last channels, are made positive."""
+
+    def __init__(self, layer: nn.Module, channels: int) -> None:
+        super().__init__()
+        self.layer, self.channels = layer, channels
+
+    def _children(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, : self.channels], x[:, self.channels :].sigmoid()], dim=1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(self._children(x))
+
+    def route(self, x: Tensor) -> Any:
+        return self.layer.route(self._children(x))
+
+
+class PackedShared(Packed):
+    """The same for :class:`SharedEM`, whose activations are an input of their own."""
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        groups = self.layer.groups
+        return x[:, : self.channels].unflatten(1, [groups, -1]), x[:, self.channels :].sigmoid()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(*self._split(x))
+
+    def route(self, x: Tensor) -> Any:
+        return self.layer.route(*self._split(x))
+
+
+EM = {"em_block_votes": 5 * 8 * 3 * 4, "em_chunk_votes": 4 * 8 * 3 * 4, "em_shared_block_numbers": 200}
+
+#: blocks of three images, or of one
+DYNAMIC = {
+    "dynamic_vote_free_min_routings": 3,
+    "dynamic_vote_free_block_keys": 0,
+    "dynamic_block_votes": 3 * 7 * 4 * 5,
+}
+
 IDPA = {"idpa_block_votes": 150, "idpa_chunk_votes": 300}
 
 CASES = [
@@ -118,6 +169,35 @@ CASES = [
         lambda stack, x: stack.run_full(x),
     ),
     Case("capconv", lambda: EncapModule(4, 8, 2, 2, groups=4), (4, 5, 5), route=lambda module, x: module(x)),
+    Case("dynamic", lambda: DynamicRouting(7, 3, 4, 5, 3, weight_std=0.5), (7, 3), DYNAMIC),
+    Case(
+        "dynamic, over children, learned",
+        lambda: DynamicRouting(7, 3, 4, 8, 3, "children", "learned", 0.5),
+        (7, 3),
+        DYNAMIC,
+    ),
+    Case(
+        "dynamic, random start",
+        lambda: DynamicRouting(7, 3, 4, 5, 2, init="random", weight_std=0.5),
+        (7, 3),
+        DYNAMIC,
+    ),
+    Case(
+        "dynamic conv",
+        lambda: ConvDynamicRouting(2, 3, 4, 6, stride=2, padding=1, weight_std=0.5),
+        (6, 5, 4),
+        DYNAMIC,
+    ),
+    Case("dynamic, shared", lambda: SharedDynamicRouting(3, 4, 5, 2, init="learned", positions=6), (3, 4, 6)),
+    Case("em conv", lambda: Packed(ConvEM(2, 3, 2, 2, 1, 3), 8), (10, 4, 4), EM),
+    Case(
+        "em conv, normalised",
+        lambda: Packed(ConvEM(2, 3, 2, 2, 1, 2, normalize_cost=True), 8),
+        (10, 4, 4),
+        EM,
+    ),
+    Case("em class", lambda: Packed(ClassEM(2, 3, 2, 3), 8), (10, 3, 2), EM),
+    Case("em, shared", lambda: PackedShared(SharedEM(3, 2, 7, 4), 6), (9, 5), EM),
 ]
 
 
@@ -135,7 +215,7 @@ PAIRS = [
     pytest.param(case, e, id=f"{case.name}: {name}") for case in CASES for name, e in engines_of(case).items()
 ]
 #: compiled in the quick tests
-QUICK = ("idpa stack: blocked",)
+QUICK = ("idpa stack: blocked", "em conv: blocked")
 
 
 def flat(values: Any) -> list[Tensor]:
@@ -273,7 +353,7 @@ def test_leaves_python(case: Case, engine: type[Engine]) -> None:
     module, x = case.module(), [t.detach() for t in case.inputs(2)]
     with use_engines("reference"):
         expected = flat(module(*x))
-    with tuned(idpa_blocked_min_votes=0), use_engines(engine.name):
+    with tuned(idpa_blocked_min_votes=0, em_block_votes=0), use_engines(engine.name):
         variants = [torch.jit.script(module), torch.fx.symbolic_trace(module)]
         if not engine.targets:
             variants.append(torch.export.export(module, tuple(x)).module())

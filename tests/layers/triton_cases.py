@@ -24,7 +24,7 @@ from capszoo import layers
 from capszoo.layers import _triton, squash
 from capszoo.layers._triton import launch, ops
 from capszoo.layers._triton.ops import fused_norm, fused_norm_backward, fused_pass, fused_pass_backward
-from capszoo.layers.dynamic import layers as dynamic_layers
+from capszoo.layers.dynamic import engines as dynamic_engines
 from capszoo.layers.idpa import engines
 from tests.reference import dynamic as naive_dynamic
 from tests.reference import idpa as naive_idpa
@@ -316,7 +316,7 @@ def use_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return fused_pass(*arguments)
 
     monkeypatch.setattr(engines, "fused_pass", counted)
-    monkeypatch.setattr(dynamic_layers, "fused_pass", counted)
+    monkeypatch.setattr(dynamic_engines, "fused_pass", counted)
     return used
 
 

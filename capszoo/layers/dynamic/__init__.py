@@ -1,15 +1,33 @@
-"""Routing by agreement (Sabour et al. 2017): fully connected, in convolutions, and with shared transforms.
+"""Dynamic routing: routing by agreement between vector capsules.
 
-Files: ``layers`` has the procedures and the modules, ``vote_free`` the routing that never forms votes.
+Paper: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017), Procedure 1 and Eq. 1-3. The variants (which
+axis the softmax runs over, how the logits start, transforms shared over the grid) are those of Li et al., "Neural
+Network Encapsulation" (2018), appendix A and Table 5.
+
+============ =====================================
+symbol       here
+============ =====================================
+u_i          ``x``, the children
+û_ij = W u_i ``votes``
+b_ij         ``logits``
+c_ij         ``couplings``
+s_j          ``total``, the weighted sum of votes
+v_j          ``poses``
+r            ``num_iters``
+============ =====================================
+
+Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` parent pose, ``g`` groups (capsule types
+that share a transform), ``p`` grid positions, ``h w`` grid, ``k l`` kernel.
+
+Files: ``routing`` has the procedures, step by step; ``layers`` the parameters and shapes; ``engines`` the other ways
+to compute them, of which ``vote_free`` is the longest.
+
+Deviations: logits and softmax are float32 for half-precision votes. On a CPU, in eager mode or compiled, so are all
+iterations, except those with transforms shared over the grid in training, and of long poses in blocks in training.
 """
 
-from .layers import (
-    ConvDynamicRouting,
-    DynamicRouting,
-    SharedDynamicRouting,
-    dynamic_routing,
-    shared_dynamic_routing,
-)
+from .layers import ConvDynamicRouting, DynamicRouting, SharedDynamicRouting
+from .routing import dynamic_routing, shared_dynamic_routing
 
 __all__ = [
     "ConvDynamicRouting",

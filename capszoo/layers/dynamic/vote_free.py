@@ -7,10 +7,10 @@ need no votes:
   other, with all transforms to that parent;
 * ``<W_ij u_i, v_j> = <u_i, W_ijᵀ v_j>``, where ``W_ijᵀ v_j`` of all children (the *keys*) is one product as well.
 
-The weighted children and the keys have the children's pose size, not the parents', and the products have as many rows
-as there are images: for many images they are wide where products with votes are a vector by a matrix. Some images are
-worked on at a time; in training a pass makes keys and weighted children again in the backward pass, whose products go
-through the transforms once for both. What is kept is the couplings and the sums.
+The weighted children and the keys have the children's pose dimension, not the parents', and the products have as many
+rows as there are images: for many images they are wide where products with votes are a vector by a matrix. Some images
+are routed at a time. The backward pass recomputes keys and weighted children, by one product with the transforms for
+both; couplings and sums are kept.
 
 Letters: ``b`` batch, ``i`` children, ``d`` their pose, ``j`` parents, ``e`` theirs. The children are the last axis of
 whatever has ``d`` numbers for each, so that a sum over ``d`` runs along memory.
@@ -24,62 +24,49 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..engine import TUNING
 from ..squash import squash
 
-__all__ = ["pays_without_votes", "vote_free_routing"]
-
-#: Images of a block at least, which are the rows of its products.
-_MIN_IMAGES = 16
-
-#: Numbers in the keys of a block (8 MiB in float32) where that many images have fewer; the backward pass has four
-#: times as many at a time.
-_BLOCK_NUMBERS = 1 << 21
-
-#: Numbers in the keys of all images at least, and in those of one at most, so that no block takes much memory.
-_MIN_KEYS = 1 << 17
-_MAX_KEYS_PER_IMAGE = 1 << 20
-
-#: Numbers in a child's pose from which on keys, as many numbers as that, cost more than votes do.
-_MAX_CHILD_DIM = 16
-
-
-def pays_without_votes(images: int, in_caps: int, in_dim: int, out_caps: int) -> bool:
-    """Whether :func:`vote_free_routing` is faster on a CPU than votes are (measured: docs/performance.md)."""
-    keys = in_caps * in_dim * out_caps
-    return (
-        images >= _MIN_IMAGES
-        and in_dim < _MAX_CHILD_DIM
-        and keys <= _MAX_KEYS_PER_IMAGE
-        and images * keys >= _MIN_KEYS
-    )
+__all__ = ["vote_free_routing"]
 
 
 def vote_free_routing(
-    x: Tensor, weight: Tensor, start: Tensor | None, out_caps: int, num_iters: int, softmax_over: str
-) -> Tensor:
-    """The poses of ``dynamic_routing`` for the votes of ``x`` through ``weight``.
+    x: Tensor,
+    weight: Tensor,
+    start: Tensor | None,
+    out_caps: int,
+    num_iters: int,
+    softmax_over: str,
+    need_couplings: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`.routing.dynamic_routing` of the votes of ``x`` through ``weight``.
 
     Args:
         x: children ``[b, i, d]``, float32 or float64, at least one image.
         weight: ``[i, d, j * e]``, of the same type.
-        start: ``[j, i]``, the logits of the first round; zero where absent.
+        start: ``[j, i]``, the logits of the first iteration; zero where absent.
         out_caps: ``j``.
-        num_iters: rounds of routing, at least 2.
+        num_iters: iterations, at least 2.
         softmax_over: ``"parents"`` or ``"children"``.
+        need_couplings: whether to return the couplings.
 
     Returns:
-        poses ``[b, j, e]``, squashed. They can be differentiated once.
+        poses ``[b, j, e]``, squashed, and the couplings ``[b, j, i]`` of the last iteration, or None. They can be
+        differentiated once.
     """
     axis = 0 if softmax_over == "parents" else 2
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, start)):
-        return _VoteFree.apply(x, weight, start, out_caps, num_iters, axis)
-    return _route(_Routing(x, weight, start, out_caps, num_iters, axis))[0]
+        poses, couplings = _VoteFree.apply(x, weight, start, need_couplings, out_caps, num_iters, axis)
+        return poses, couplings
+    poses, _, every = _route(_Routing(x, weight, start, out_caps, num_iters, axis), keep=need_couplings)
+    return poses, None if every is None else every[-1].transpose(0, 1)
 
 
 def _blocks(children: Tensor, out_caps: int) -> list[tuple[int, int]]:
     """First image and number of images of every block; even blocks."""
     images = children.shape[0]
-    most = max(_MIN_IMAGES, _BLOCK_NUMBERS // (children[0].numel() * out_caps))
+    keys = children[0].numel() * out_caps
+    most = max(TUNING.dynamic_vote_free_min_routings, TUNING.dynamic_vote_free_block_keys // keys)
     count = -(-images // most)
     edges = [images * k // count for k in range(count + 1)]
     return [(first, last - first) for first, last in itertools.pairwise(edges)]
@@ -103,32 +90,39 @@ def _route(routing: "_Routing", keep: bool = False) -> tuple[Tensor, Tensor | No
 
 class _VoteFree(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, start: Tensor | None, *plan: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, start: Tensor | None, need_couplings: bool, *plan: int
+    ) -> tuple[Tensor, Tensor | None]:
         poses, totals, couplings = _route(_Routing(x, weight, start, *plan), keep=True)
+        assert couplings is not None
         ctx.save_for_backward(x, weight, start, totals, couplings)
+        ctx.set_materialize_grads(False)
         ctx.plan = plan
-        return poses
+        return poses, couplings[-1].transpose(0, 1).clone() if need_couplings else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, start, totals, couplings = ctx.saved_tensors
         routing = _Routing(x, weight, start, *ctx.plan)
         routing.begin_backward()
+        d_poses = torch.zeros_like(totals[-1]) if given[0] is None else given[0]
         for begin, length in _blocks(routing.children, routing.out_caps):
+            d_couplings = None if given[1] is None else given[1].narrow(0, begin, length).transpose(0, 1)
             routing.backward(
                 begin,
-                given.narrow(0, begin, length),
+                d_poses.narrow(0, begin, length),
+                d_couplings,
                 totals.narrow(1, begin, length),
                 couplings.narrow(2, begin, length),
             )
-        return (*routing.gradients(), None, None, None)
+        return (*routing.gradients(), None, None, None, None)
 
 
-class _Found(NamedTuple):
-    totals: list[Tensor]  # of each round, [b, j, e]
+class _Forward(NamedTuple):
+    totals: list[Tensor]  # of each iteration, [b, j, e]
     poses: list[Tensor]  # [b, j, e]
-    couplings: list[Tensor]  # of each round after the first, [j, b, i]
+    couplings: list[Tensor]  # of each iteration after the first, [j, b, i]
 
 
 class _Routing:
@@ -151,28 +145,28 @@ class _Routing:
         """Weighted children ``[j, b, d*i]``, transformed and added up: ``[b, j, e]``."""
         return torch.bmm(weighted, self.transforms.transpose(1, 2)).transpose(0, 1)
 
-    def forward(self, begin: int, length: int) -> _Found:
+    def forward(self, begin: int, length: int) -> _Forward:
         u = self.children.narrow(0, begin, length)
-        room = u.new_empty(self.out_caps, length, u[0].numel())  # keys, then weighted children
-        seen = room.view(self.out_caps, length, *self.pose)
+        workspace = u.new_empty(self.out_caps, length, u[0].numel())  # keys, then weighted children
+        view = workspace.view(self.out_caps, length, *self.pose)
         if self.first is None:
             total = torch.mm(u.flatten(1), self.transforms.flatten(0, 1).t()).mul_(self.even)
             totals = [total.view(length, self.out_caps, -1)]
         else:
-            torch.mul(self.first.unsqueeze(2), u, out=seen)
-            totals = [self._sum(room)]
+            torch.mul(self.first.unsqueeze(2), u, out=view)
+            totals = [self._sum(workspace)]
         poses, couplings = [squash(totals[0])], []
         for _ in range(1, self.num_iters):
             pose_sum = poses[0] if len(poses) == 1 else torch.stack(poses).sum(dim=0)
-            torch.bmm(pose_sum.transpose(0, 1), self.transforms, out=room)
-            logits = seen.mul_(u).sum(dim=2)  # [j, b, i]
+            torch.bmm(pose_sum.transpose(0, 1), self.transforms, out=workspace)
+            logits = view.mul_(u).sum(dim=2)  # [j, b, i]
             if self.start is not None:
                 logits += self.start
             couplings.append(torch.softmax(logits, dim=self.axis))
-            torch.mul(couplings[-1].unsqueeze(2), u, out=seen)
-            totals.append(self._sum(room))
+            torch.mul(couplings[-1].unsqueeze(2), u, out=view)
+            totals.append(self._sum(workspace))
             poses.append(squash(totals[-1]))
-        return _Found(totals, poses, couplings)
+        return _Forward(totals, poses, couplings)
 
     def begin_backward(self) -> None:
         self.d_children = torch.zeros_like(self.children)
@@ -181,8 +175,10 @@ class _Routing:
         if self.start is not None:
             self.d_start, self.d_first = torch.zeros_like(self.start), torch.zeros_like(self.start)
 
-    def backward(self, begin: int, given: Tensor, totals: Tensor, couplings: Tensor) -> None:
-        """Add what a block's images give to the gradients."""
+    def backward(
+        self, begin: int, given: Tensor, d_couplings: Tensor | None, totals: Tensor, couplings: Tensor
+    ) -> None:
+        """Add what a block's images give to the gradients: from those of poses and (``[j, b, i]``) of couplings."""
         length = given.shape[0]
         u = self.children.narrow(0, begin, length)
         d_u = self.d_children.narrow(0, begin, length)
@@ -200,6 +196,8 @@ class _Routing:
             torch.bmm(rows, self.transforms, out=keys)
             c = couplings[t - 1]  # [j, b, i]
             d_c = torch.mul(of_sum, u, out=made_of_logits).sum(dim=2)
+            if d_couplings is not None and t == self.num_iters - 1:
+                d_c += d_couplings
             d_logits = d_c.sub_((d_c * c).sum(dim=self.axis, keepdim=True)).mul_(c)
             torch.mul(d_logits.unsqueeze(2), u, out=made_of_logits)
             torch.mul(c.unsqueeze(2), u, out=made_of_sum)
@@ -210,21 +208,21 @@ class _Routing:
             d_poses[:t] += self._sum(made.narrow(1, 0, length))
             if self.d_start is not None:
                 self.d_start += d_logits.sum(dim=1, keepdim=True)
-        self._first_round(u, d_u, back[0](d_poses[0]))
+        self._first_iteration(u, d_u, back[0](d_poses[0]))
 
-    def _first_round(self, u: Tensor, d_u: Tensor, d_total: Tensor) -> None:
+    def _first_iteration(self, u: Tensor, d_u: Tensor, d_total: Tensor) -> None:
         if self.first is None or self.d_first is None:
             flat = d_total.flatten(1).mul(self.even)  # [b, j*e]
             d_u += torch.mm(flat, self.transforms.flatten(0, 1)).view_as(d_u)
             self.d_transforms.flatten(0, 1).addmm_(flat.t(), u.flatten(1))
             return
         rows = d_total.transpose(0, 1)  # [j, b, e]
-        room = torch.bmm(rows, self.transforms)
-        keys = room.view(self.out_caps, -1, *self.pose)
+        workspace = torch.bmm(rows, self.transforms)
+        keys = workspace.view(self.out_caps, -1, *self.pose)
         self.d_first += (keys * u).sum(dim=(1, 2)).unsqueeze(1)
         d_u += keys.mul_(self.first.unsqueeze(2)).sum(dim=0)
         torch.mul(self.first.unsqueeze(2), u, out=keys)
-        self.d_transforms.baddbmm_(rows.transpose(1, 2), room)
+        self.d_transforms.baddbmm_(rows.transpose(1, 2), workspace)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of ``x``, ``weight`` and ``start``."""

@@ -37,17 +37,15 @@ Activations are returned before their sigmoid, which keeps their order where the
 
 How it is computed: squares are taken about the mean of the first iteration, where they do not cancel; means,
 variances and log-likelihoods are then matrix-vector products of the votes and of these squares, the only two
-tensors of that size. In eager PyTorch on the CPU they are made for a block of windows at a time, and again in the
-backward pass. Half types are computed in float32, under autocast too.
+tensors of that size. Half types are computed in float32, under autocast too.
 
-Files: ``routing`` has the routing of votes as a pure function, ``blocked`` that of windows, in blocks,
-``vote_buffer`` the products of votes in a buffer; ``base`` and ``layers`` are the layers of matrix capsules;
-``shared`` the routing whose transforms are shared over a grid, with its layer; ``chunked`` the form that is written
-into graphs for a CPU; ``steps`` what all of them take.
+Files: ``routing`` has the procedure for votes and for windows, step by step, and ``shared`` that for transforms shared
+over a grid, which forms no votes; ``steps`` what both take; ``base`` and ``layers`` the parameters and shapes;
+``engines`` the other ways to compute them: ``blocked`` (windows, in blocks) and ``chunked`` (graphs for a CPU).
 """
 
-from .layers import ClassEM, ConvEM
+from .layers import ClassEM, ConvEM, SharedEM
 from .routing import em_routing
-from .shared import SharedEM, shared_em_routing
+from .shared import shared_em_routing
 
 __all__ = ["ClassEM", "ConvEM", "SharedEM", "em_routing", "shared_em_routing"]

@@ -1,12 +1,13 @@
 """What the two layers of matrix capsules share, and what describes and starts every EM layer."""
 
-from typing import Optional
+from typing import ClassVar, List
 
 import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
 from .._transforms import block_diagonal
+from ..engine import Routed, RoutingLayer
 from .steps import Settings, check_iterations
 
 __all__ = ["EMLayer", "MatrixEM"]
@@ -21,8 +22,13 @@ def _init_transforms(weight: Tensor, noise: float) -> None:
         weight += torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
 
 
-class EMLayer(nn.Module):
-    """A layer with EM routing: it holds what :class:`Settings` has, as attributes that may be set."""
+class EMLayer(RoutingLayer):
+    """A layer with EM routing: it holds what :class:`Settings` has, as attributes that may be set.
+
+    It computes at least in float32, under autocast too: half types do not hold its variances.
+    """
+
+    autocasts: ClassVar[bool] = False
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -34,9 +40,9 @@ class EMLayer(nn.Module):
         self.eps = settings.eps
         self.normalize_cost = settings.normalize_cost
 
-    def _settings(self) -> Settings:
+    def settings(self, num_iters: int) -> Settings:
         return Settings(
-            self.num_iters, self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost
+            num_iters, self.lam_start, self.lam_step, self.var_floor, self.eps, self.normalize_cost
         )
 
     def extra_repr(self) -> str:
@@ -51,8 +57,6 @@ class MatrixEM(EMLayer):
     A map of matrix capsules is ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p +
     column, then the activations, one channel a capsule.
     """
-
-    graph_weight: Optional[Tensor]
 
     def __init__(
         self,
@@ -80,7 +84,6 @@ class MatrixEM(EMLayer):
         self._channels_message = (
             f"a map of {in_caps} matrix capsules has {channels} channels: poses, then activations"
         )
-        self.register_buffer("graph_weight", None, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -88,23 +91,20 @@ class MatrixEM(EMLayer):
         nn.init.constant_(self.beta_v, self.init_beta_v)
         nn.init.zeros_(self.beta_a)
 
-    @torch.jit.ignore
-    def prepare_for_export(self) -> None:
-        """Keep the block-diagonal weights as a constant: nothing is computed from ``weight`` any more."""
-        self.graph_weight = block_diagonal(self.weight.detach(), self.pose_size)
-
-    def _wide_weight(self) -> Tensor:
-        graph_weight = self.graph_weight
-        if graph_weight is not None:
-            return upcast_half(graph_weight)
+    def wide_weight(self) -> Tensor:
+        """The transforms as matrices on flattened poses, ``[i, d, j * e]``."""
         return block_diagonal(upcast_half(self.weight), self.pose_size)
 
-    def _weight(self) -> Tensor:
-        """``[i, q, j, r]``."""
-        graph_weight, p = self.graph_weight, self.pose_size
-        if graph_weight is not None:  # [i, p, q, j, p, r]
-            return upcast_half(graph_weight.reshape(-1, p, p, self.out_caps, p, p)[:, 0, :, :, 0])
-        return upcast_half(self.weight).transpose(1, 2)
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """Votes, then :func:`em_routing`."""
+        weight = upcast_half(self.weight).transpose(1, 2).contiguous()
+        return self.route_through(inputs, weight, self.wide_weight(), num_iters, need_couplings)
+
+    def route_through(
+        self, inputs: List[Tensor], weight: Tensor, wide: Tensor, num_iters: int, need_couplings: bool
+    ) -> Routed:
+        """:meth:`reference` by transforms ``[i, q, j, r]``, and as matrices on flattened poses ``[i, d, j * e]``."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"{self.in_caps}, {self.out_caps}, pose_size={self.pose_size}, " + super().extra_repr()

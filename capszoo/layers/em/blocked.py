@@ -1,4 +1,4 @@
-"""EM routing in windows that share transforms, on the CPU in blocks of windows.
+"""EM routing in windows that share transforms, a block of windows at a time: an operator, eager and compiled.
 
 Letters as in :mod:`capszoo.layers.em`.
 """
@@ -10,82 +10,62 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from .._tracing import is_tracing
-from .routing import em_routing, route_moments
-from .steps import Settings, first_weights
-from .vote_buffer import VoteBuffer
+from ..engine import TUNING
+from .routing import first_mean, route_moments
+from .steps import Settings
 
-__all__ = ["window_routing"]
-
-
-def _first_mean(poses: Tensor, activations: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Mean vote at even couplings, ``[n, j, e]``: children summed and transformed by one product."""
-    children, pose_size, parents = weight.shape[0], weight.shape[1], weight.shape[2]
-    weights = first_weights(activations, parents, eps)[0].unsqueeze(2)
-    rows = (poses * weights).reshape(-1, children, pose_size, pose_size).transpose(1, 2)  # [n, p, i, q]
-    mean = torch.matmul(rows.flatten(2), weight.flatten(2).flatten(0, 1))  # [n, p, j*r]
-    return mean.reshape(-1, pose_size, parents, pose_size).transpose(1, 2).flatten(2)
+__all__ = ["em_windows"]
 
 
-def _window_routing(
-    poses: Tensor,
-    activations: Tensor,
-    weight: Tensor,
-    wide: Tensor,
-    beta_v: Tensor,
-    beta_a: Tensor,
-    settings: Settings,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """:func:`em_routing` of the votes ``poses @ wide``."""
-    parents = beta_v.shape[0]
-    mean = _first_mean(poses, activations, weight, settings.eps)
-    votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, n, j, e]
-    return em_routing(votes.permute(1, 2, 0, 3), activations, beta_v, beta_a, *settings, mean)
+class VoteBuffer:
+    """Votes (or their squares) in a buffer, and their gradient as the outer products that it is the sum of.
 
+    ``torch.bmm`` takes it in the place of a tensor.
 
-def window_routing(
-    poses: Tensor,
-    activations: Tensor,
-    weight: Tensor,
-    wide: Tensor,
-    beta_v: Tensor,
-    beta_a: Tensor,
-    settings: Settings,
-    need_couplings: bool,
-) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """EM routing in windows that share transforms; on the CPU a few windows at a time, whose votes stay in the cache.
-
-    Args:
-        poses: ``[n, i, d]`` of n windows.
-        activations: ``[n, i]``.
-        weight: the transforms, ``[i, q, j, r]``.
-        wide: the same as matrices on flattened poses, ``[i, d, j * e]``, see :func:`block_diagonal`.
-        beta_v, beta_a, settings: see :func:`em_routing`.
-        need_couplings: whether to return the couplings.
-
-    Returns:
-        poses ``[n, j, e]``, logits ``[n, j]``, and couplings ``[n, j, i]`` or None.
+    ``values`` is ``[bj, i, e]``; a pair in ``terms`` stands for the gradient ``pair[0] * pair[1]``, of ``[bj, i, 1]``
+    and ``[bj, 1, e]``.
     """
-    if torch.jit.is_scripting():
-        mu, logits, couplings = _window_routing(poses, activations, weight, wide, beta_v, beta_a, settings)
-        if need_couplings:
-            return mu, logits, couplings
-        return mu, logits, None
-    else:  # noqa: RET505 (as in ConvEM)
-        tensors = (poses, activations, weight, wide, beta_v, beta_a)
-        plain = poses.device.type != "cpu" or is_tracing(poses)
-        if plain or poses.shape[0] * wide.shape[0] * wide.shape[2] <= _BLOCK_VOTES:
-            given = _window_routing(*tensors, settings)
-        elif not torch.compiler.is_compiling():
-            given = _Windows.apply(settings, need_couplings, *tensors)
-        else:
-            given = em_windows(*tensors, *settings, need_couplings)
-        return given[0], given[1], given[2] if need_couplings else None
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.terms: List[Tuple[Tensor, Tensor]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.bmm or kwargs:
+            return NotImplemented
+        left, right = args
+        return _Project.apply(left, right) if isinstance(left, cls) else _WeightedSum.apply(left, right)
 
 
-#: Votes of a block (8 MiB in float32): the transforms are read for each block, and each takes a hundred small steps, of
-#: both of which fewer and larger blocks save.
-_BLOCK_VOTES = 1 << 21
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, votes: VoteBuffer) -> Tensor:
+        ctx.save_for_backward(weights)
+        ctx.votes = votes
+        return torch.bmm(weights, votes.values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        ctx.votes.terms.append((weights.transpose(1, 2), grad))
+        return torch.bmm(ctx.votes.values, grad.transpose(1, 2)).transpose(1, 2), None
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, votes: VoteBuffer, directions: Tensor) -> Tensor:
+        ctx.save_for_backward(directions)
+        ctx.votes = votes
+        return torch.bmm(votes.values, directions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tuple[None, Tensor]:
+        (directions,) = ctx.saved_tensors
+        ctx.votes.terms.append((grad, directions.transpose(1, 2)))
+        return None, torch.bmm(grad.transpose(1, 2), ctx.votes.values).transpose(1, 2)
 
 
 def _in_blocks(
@@ -98,7 +78,7 @@ def _in_blocks(
     settings: Settings,
     need_couplings: bool,
 ) -> Tuple[Tensor, ...]:
-    """:func:`_window_routing`, a block of windows at a time; couplings where they are asked for."""
+    """:func:`.window_routing`, a block of windows at a time; couplings where they are asked for."""
     parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
     outputs = [poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents)]
     if need_couplings:
@@ -106,7 +86,7 @@ def _in_blocks(
     block, buffers = _buffers(wide, count, 2)
     for start in range(0, count, block):
         part = slice(start, start + block)
-        mean = _first_mean(poses[part], activations[part], weight, settings.eps)
+        mean = first_mean(poses[part], activations[part], weight, settings.eps)
         votes, squares = _votes_about(poses[part], wide, mean, buffers)
         zero = torch.zeros_like(mean)
         results = route_moments(votes, squares, mean, zero, activations[part], beta_v, beta_a, settings)
@@ -118,7 +98,7 @@ def _in_blocks(
 def _buffers(wide: Tensor, count: int, number: int) -> Tuple[int, List[Tensor]]:
     """Windows of a block, and so many buffers for their votes."""
     per_window = wide.shape[0] * wide.shape[2]
-    block = max(1, min(count, _BLOCK_VOTES // per_window))
+    block = max(1, min(count, TUNING.em_block_votes // per_window))
     return block, [wide.new_empty(block * per_window) for _ in range(number)]
 
 
@@ -148,7 +128,7 @@ def em_windows(
     normalize_cost: bool,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """:func:`window_routing` in blocks for compiled models; couplings are empty if not wanted."""
+    """:func:`window_routing` a block of windows at a time; couplings are empty if not asked for."""
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     found = _in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
     return found[0], found[1], found[2] if need_couplings else poses.new_empty(0)
@@ -210,40 +190,14 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
 em_windows.register_autograd(_backward, setup_context=_keep)
 
 
-class _Windows(torch.autograd.Function):
-    """:func:`_window_routing`, a block of windows at a time, whose votes are made again in the backward pass.
+def _gradients(
+    tensors: Tuple[Tensor, ...], settings: Settings, given: Tuple[Optional[Tensor], ...]
+) -> Tuple[Tensor, ...]:
+    """Those of the tensors of :func:`_in_blocks`, from those of its results; recomputes the votes of each block.
 
     The buffers for votes, squares and gradients are allocated once: memory fresh from the system costs more than the
     arithmetic does.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        settings: Settings,
-        need_couplings: bool,
-        poses: Tensor,
-        activations: Tensor,
-        weight: Tensor,
-        wide: Tensor,
-        beta_v: Tensor,
-        beta_a: Tensor,
-    ) -> Tuple[Tensor, ...]:
-        ctx.save_for_backward(poses, activations, weight, wide, beta_v, beta_a)
-        ctx.set_materialize_grads(False)
-        ctx.settings, ctx.need_couplings = settings, need_couplings
-        return _in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        return None, None, *_gradients(ctx.saved_tensors, ctx.settings, given)
-
-
-def _gradients(
-    tensors: Tuple[Tensor, ...], settings: Settings, given: Tuple[Optional[Tensor], ...]
-) -> Tuple[Tensor, ...]:
-    """Those of the tensors of :func:`_in_blocks`, from those of its results; makes the votes of each block again."""
     poses, activations, weight, wide, beta_v, beta_a = tensors
     grads = [torch.empty_like(poses), torch.empty_like(activations)]
     shared = [torch.zeros_like(t) for t in (weight, beta_v, beta_a)]
@@ -255,7 +209,7 @@ def _gradients(
             # every input as if a gradient of it were asked for: the terms come from those of the weights
             inputs = [t.detach().requires_grad_() for t in (poses[part], activations[part], weight)]
             betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
-            mean = _first_mean(inputs[0], inputs[1], inputs[2], settings.eps)
+            mean = first_mean(inputs[0], inputs[1], inputs[2], settings.eps)
             about = mean.detach().requires_grad_()
             with torch.no_grad():
                 votes, squares = _votes_about(poses[part], wide, mean, buffers)
@@ -299,5 +253,5 @@ def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = F
             torch.mul(left, right, out=out)
         else:
             out.addcmul_(left, right)
-    # a term leads to its graph, and the graph to the votes that hold the terms: a circle that Python does not see
+    # break the cycle term -> autograd graph -> VoteBuffer -> term, which the garbage collector cannot see
     terms.clear()

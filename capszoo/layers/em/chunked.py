@@ -1,27 +1,24 @@
-"""EM routing in windows, written for graphs that run on a CPU: see :func:`route_in_parts`.
+"""EM routing in windows, written for graphs that run on a CPU: see :func:`chunked_routing`.
 
-A graph has no loop over blocks of images, as the eager form has. What is written out here instead is a loop over the
-output positions, a few at a time: all that has the size of votes is made and used up for these alone, whatever the
-batch, and stays in the cache at the batches that a CPU is given.
+A graph has no loop over blocks of windows, as the blocked engine has. It has one over the output positions instead, a
+few at a time, written out: all that has the size of votes is formed and used up for these alone, and stays in the
+cache at the batches that a CPU is given. With ONNX Runtime at batch 16, chunks twice as large took half as long again.
 
 Letters as in :mod:`capszoo.layers.em`; m pairs of a row's numbers.
 """
 
-from typing import Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from ..engine import TUNING
 from .steps import MIN_SHARE, VAR_SHARE, Settings, first_weights, log_weight, parent_logits
 
-__all__ = ["route_in_parts"]
-
-#: Votes (numbers of them) of an image that are made at a time. Measured with ONNX Runtime at batch 16, where twice as
-#: many took half as long again.
-_PART = 1 << 17
+__all__ = ["chunked_routing"]
 
 
-def route_in_parts(
+def chunked_routing(
     poses: Tensor,
     activations: Tensor,
     weight: Tensor,
@@ -31,9 +28,9 @@ def route_in_parts(
     settings: Settings,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """:func:`.windows.window_routing` of the windows of images.
+    """:func:`.routing.window_routing` of the windows of images.
 
-    The first iteration makes no votes: with even couplings their moments are linear and quadratic in the rows of the
+    The first iteration forms no votes: with even couplings their moments are linear and quadratic in the rows of the
     children's poses, and two wide products give them. That variance is a difference of moments about 0, of which the
     votes' mean over their deviation, squared, times the rounding of the type is lost; the later ones are taken about
     the first mean.
@@ -43,15 +40,15 @@ def route_in_parts(
         activations: ``[b, s, i]``.
         weight, wide: the transforms, ``[i, q, j, r]`` and ``[i, d, j * e]``.
         beta_v, beta_a: ``[j]``.
-        settings: see :func:`.procedure.em_routing`.
+        settings: see :func:`.routing.em_routing`.
         need_couplings: whether to return the couplings.
 
     Returns:
         poses ``[bs, j, e]``, logits ``[bs, j]``, and couplings ``[bs, j, i]`` or None.
     """
     num_iters, lam_start, lam_step, var_floor, eps, normalize = settings
-    positions, children = poses.shape[1], poses.shape[2]
     parents, pose_dim = beta_v.shape[0], wide.shape[2] // beta_v.shape[0]
+    cut = _Chunks(poses.shape[1], max(1, TUNING.em_chunk_votes // (poses.shape[2] * parents * pose_dim)))
     even, mass = first_weights(activations.flatten(0, 1), parents, eps)  # [bs, i], [bs, 1]
     mean, second = _even_moments(poses.flatten(0, 1), even, weight)
     variance = (second - mean * mean).clamp_min(var_floor)  # [bs, j, e]
@@ -59,49 +56,25 @@ def route_in_parts(
     logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize, 0.0)
     shift = torch.zeros_like(mean)
     coupling: Optional[Tensor] = None
-
-    step = max(1, _PART // (children * parents * pose_dim))
-
-    def parts(x: Tensor) -> Tuple[Tensor, ...]:
-        """``[bs, ...]`` as ``[b*, ...]`` for some positions at a time."""
-        return tuple(p.flatten(0, 1) for p in x.unflatten(0, [-1, positions]).split(step, dim=1))
-
-    def whole(pieces: list[Tensor]) -> Tensor:
-        sizes = [min(step, positions - k) for k in range(0, positions, step)]
-        split = [p.unflatten(0, [-1, size]) for p, size in zip(pieces, sizes, strict=True)]
-        return torch.cat(split, dim=1).flatten(0, 1)
-
-    present = parts(activations.flatten(0, 1))
-    votes, squares = [], []
-    if num_iters > 1:
-        for x, m in zip(parts(poses.flatten(0, 1)), parts(mean), strict=True):
-            v = torch.bmm(x.transpose(0, 1), wide) - m.flatten(1)  # [i, n, j*e]
-            # only products with these two follow, which read them in this layout: no vote is moved
-            votes.append(v.reshape(children, -1, pose_dim).transpose(0, 1))  # [nj, i, e]
-            squares.append((v * v).reshape(children, -1, pose_dim).transpose(0, 1))
+    votes, squares = _votes_about(cut, poses, wide, mean) if num_iters > 1 else ([], [])
     for t in range(1, num_iters):
         # the E-step's terms of a child: sum_h p_h (V - mu)_h^2 with p = 1 / 2 sigma^2, expanded about the first mean
         precision = 0.5 / variance
         pull = 2.0 * precision * shift  # 0 in the first
         level = log_weight(logits, log_sigma) - (0.5 * pull * shift).sum(dim=2)  # [bs, j]
         sums, couplings = [], []
-        inputs = zip(votes, squares, present, parts(precision), parts(pull), parts(level), strict=True)
-        for v, sq, a, p, d, high in inputs:
+        per_window = (activations.flatten(0, 1), precision, pull, level)
+        for v, sq, a, p, d, high in zip(votes, squares, *map(cut.split, per_window), strict=True):
             distance = torch.matmul(sq, p.reshape(-1, pose_dim, 1))  # [nj, i, 1]
             if t > 1:
                 distance = distance - torch.matmul(v, d.reshape(-1, pose_dim, 1))
-            c = torch.softmax(high.unsqueeze(2) - distance.reshape(-1, parents, children), dim=1)  # [n, j, i]
-            r = c * a.unsqueeze(1) + eps / parents
-            total = r.sum(dim=2, keepdim=True)  # [n, j, 1]
-            r = (r / total).reshape(-1, 1, children)
-            moments = [total.reshape(-1, 1, 1), torch.matmul(r, v), torch.matmul(r, sq)]
-            # one result of a part, so that a runtime that walks back from the results finishes a part before the next
-            sums.append(torch.cat(moments, dim=2).reshape(-1, parents, 2 * pose_dim + 1))
+            c = torch.softmax(high.unsqueeze(2) - distance.reshape(*high.shape, -1), dim=1)  # [n, j, i]
+            sums.append(_moments(c * a.unsqueeze(1) + eps / parents, v, sq))
             couplings.append(c)
-        mass, shift, second = whole(sums).split([1, pose_dim, pose_dim], dim=2)
+        mass, shift, second = cut.join(sums).split([1, pose_dim, pose_dim], dim=2)
         variance = torch.maximum(second - shift * shift, least)
         if need_couplings and t == num_iters - 1:
-            coupling = whole(couplings)
+            coupling = cut.join(couplings)
         lam = lam_start + lam_step * t
         logits, log_sigma = parent_logits(
             mass.squeeze(2), variance, beta_v, beta_a, lam, normalize, MIN_SHARE
@@ -109,6 +82,49 @@ def route_in_parts(
     if need_couplings and coupling is None:
         coupling = torch.full_like(even, 1.0).unsqueeze(1).expand(-1, parents, -1) / parents
     return mean + shift, logits, coupling
+
+
+class _Chunks(NamedTuple):
+    """How windows are cut: ``size`` of the ``positions`` of every image at a time."""
+
+    positions: int
+    size: int
+
+    def split(self, x: Tensor) -> List[Tensor]:
+        """``[bs, ...]`` as ``[n, ...]`` of each chunk."""
+        parts = x.unflatten(0, [-1, self.positions]).split(self.size, dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+    def join(self, chunks: List[Tensor]) -> Tensor:
+        """What :meth:`split` has cut."""
+        sizes = [min(self.size, self.positions - k) for k in range(0, self.positions, self.size)]
+        parts = [c.unflatten(0, [-1, size]) for c, size in zip(chunks, sizes, strict=True)]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+def _votes_about(
+    cut: _Chunks, poses: Tensor, wide: Tensor, mean: Tensor
+) -> Tuple[List[Tensor], List[Tensor]]:
+    """Votes about ``mean`` ``[bs, j, e]`` and their squares, ``[nj, i, e]`` of each chunk."""
+    votes, squares = [], []
+    for x, m in zip(cut.split(poses.flatten(0, 1)), cut.split(mean), strict=True):
+        v = torch.bmm(x.transpose(0, 1), wide) - m.flatten(1)  # [i, n, j*e]
+        # only products with these two follow, which read them in this layout: no vote is moved
+        votes.append(v.reshape(wide.shape[0], -1, mean.shape[2]).transpose(0, 1))
+        squares.append((v * v).reshape(wide.shape[0], -1, mean.shape[2]).transpose(0, 1))
+    return votes, squares
+
+
+def _moments(weights: Tensor, votes: Tensor, squares: Tensor) -> Tensor:
+    """Mass, mean and mean square under weights ``[n, j, i]``, as one ``[n, j, 1 + 2e]``.
+
+    One result of a chunk, so that a runtime that walks back from the results finishes a chunk before the next.
+    """
+    parents, children = weights.shape[1], weights.shape[2]
+    total = weights.sum(dim=2, keepdim=True)  # [n, j, 1]
+    share = (weights / total).reshape(-1, 1, children)
+    moments = [total.reshape(-1, 1, 1), torch.matmul(share, votes), torch.matmul(share, squares)]
+    return torch.cat(moments, dim=2).reshape(-1, parents, 2 * votes.shape[2] + 1)
 
 
 def _even_moments(poses: Tensor, even: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:

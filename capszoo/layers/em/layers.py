@@ -1,21 +1,24 @@
-"""EM routing of matrix capsules: in windows, and to classes. Letters as in :mod:`capszoo.layers.em`."""
+"""Layers with EM routing: in windows, to classes, and with transforms shared over the grid.
 
-from typing import Optional, Tuple
+Letters as in :mod:`capszoo.layers.em`.
+"""
+
+from typing import ClassVar, List, Optional, Tuple, Type
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._precision import upcast_half
-from .base import MatrixEM
-from .blocked import window_routing
-from .chunked import route_in_parts
-from .routing import em_routing
+from ..engine import Engine, Reference, Routed
+from .base import EMLayer, MatrixEM
+from .engines import Blocked, Chunked, Frozen, SharedBlocked
+from .routing import em_routing, window_routing
+from .shared import SharedSteps
 from .steps import EPS, INIT_NOISE, LAM_START, LAM_STEP, VAR_FLOOR, Settings
 
-__all__ = ["ClassEM", "ConvEM"]
+__all__ = ["ClassEM", "ConvEM", "SharedEM"]
 
 torch.fx.wrap("upcast_half")
-torch.fx.wrap("window_routing")
 
 
 class ConvEM(MatrixEM):
@@ -37,6 +40,8 @@ class ConvEM(MatrixEM):
     vote is ``pose @ weight``, so that a transform has as many numbers as a pose. ``beta_v`` and ``beta_a`` are
     ``[out_caps]``.
     """
+
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Chunked, Frozen, Blocked, Reference)
 
     def __init__(
         self,
@@ -65,8 +70,6 @@ class ConvEM(MatrixEM):
         )
         self.kernel_size = kernel_size
         self.stride = stride
-        #: set by what writes a graph for a runtime that takes it node by node, as ONNX Runtime does
-        self.in_parts = False
 
     def grid_size(self, height: int, width: int) -> Tuple[int, int]:
         """Output rows and columns for an input of this size."""
@@ -92,54 +95,39 @@ class ConvEM(MatrixEM):
         return poses, logits, couplings
 
     def _route(self, x: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        if torch.jit.is_scripting():
-            return self._route_full(x, need_couplings)
-        else:  # noqa: RET505 (TorchScript compiles no more than the branch it needs of an if with else)
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                with torch.autocast(x.device.type, enabled=False):
-                    return self._route_full(x, need_couplings)
-            return self._route_full(x, need_couplings)
-
-    def _route_full(self, x: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """In float32 or float64."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
         x = self._windows(upcast_half(x).permute(0, 2, 3, 1))  # [b, h', w', k, l, channels]
         b, h, w = x.shape[0], x.shape[1], x.shape[2]
         children, parents = self.weight.shape[0], self.out_caps
         split = self.in_caps * self.pose_dim
-        mu, logits, couplings = self._route_windows(
-            x[..., :split].reshape(-1, h * w, children, self.pose_dim),  # [b, hw, i, d]
-            x[..., split:].reshape(-1, h * w, children),  # [b, hw, i]
-            self._weight().contiguous(),  # [i, q, j, r]
-            self._wide_weight(),  # [i, d, j*e]
-            need_couplings,
-        )
-        if need_couplings:
-            assert couplings is not None
+        poses = x[..., :split].reshape(-1, h * w, children, self.pose_dim)  # [b, hw, i, d]
+        activations = x[..., split:].reshape(-1, h * w, children)  # [b, hw, i]
+        routed = self.compute([poses, activations], self.num_iters, need_couplings)
+        couplings = routed.couplings
+        if couplings is not None:
             couplings = couplings.reshape(b, h, w, parents, children)
+        mu, logits = routed.poses[0], routed.activations[0]
         return mu.reshape(b, h, w, parents, self.pose_dim), logits.reshape(b, h, w, parents), couplings
 
-    def _route_windows(
-        self, poses: Tensor, activations: Tensor, weight: Tensor, wide: Tensor, need_couplings: bool
-    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Windows ``[b, hw, i, d]``, ``[b, hw, i]``, for the rest as :func:`window_routing`, which it calls."""
-        beta_v, beta_a = upcast_half(self.beta_v), upcast_half(self.beta_a)
-        settings = self._settings()
-        if not torch.jit.is_scripting():
-            if self.in_parts:
-                return route_in_parts(
-                    poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings
-                )
-        return window_routing(
-            poses.flatten(0, 1),
-            activations.flatten(0, 1),
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        return inputs[0].shape[1], inputs[0].shape[2], self.out_caps, self.pose_dim, self.pose_dim
+
+    def route_through(
+        self, inputs: List[Tensor], weight: Tensor, wide: Tensor, num_iters: int, need_couplings: bool
+    ) -> Routed:
+        """Windows ``[b, hw, i, d]`` and ``[b, hw, i]`` to poses ``[bhw, j, e]``, logits and couplings."""
+        mu, logits, couplings = window_routing(
+            inputs[0].flatten(0, 1),
+            inputs[1].flatten(0, 1),
             weight,
             wide,
-            beta_v,
-            beta_a,
-            settings,
-            need_couplings,
+            upcast_half(self.beta_v),
+            upcast_half(self.beta_a),
+            self.settings(num_iters),
         )
+        return Routed([mu], [logits], couplings if need_couplings else None)
 
     def _windows(self, x: Tensor) -> Tensor:
         """``[b, h, w, c]`` to ``[b, h', w', k, l, c]``, by slices."""
@@ -171,6 +159,8 @@ class ClassEM(MatrixEM):
     ``weight`` is ``[in_caps, num_classes, p, p]``; ``beta_v``, ``beta_a`` are ``[num_classes]``.
     """
 
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Frozen, Reference)
+
     def __init__(
         self,
         in_caps: int,
@@ -197,48 +187,55 @@ class ClassEM(MatrixEM):
 
     def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Map ``[b, in_caps * (p*p + 1), h, w]`` to poses ``[b, n, p*p]`` and activation logits ``[b, n]``."""
-        poses, logits, _ = self.route(x)
-        return poses.to(x.dtype), logits.to(x.dtype)
+        routed = self._route(x, False)
+        return routed.poses[0].to(x.dtype), routed.activations[0].to(x.dtype)
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Map to poses ``[b, n, p*p]``, activation logits ``[b, n]`` and couplings ``[b, n, h, w, in_caps]``.
 
         All of them at least in float32.
         """
-        if torch.jit.is_scripting():
-            return self._route(x)
-        else:  # noqa: RET505 (as in ConvEM)
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                with torch.autocast(x.device.type, enabled=False):
-                    return self._route(x)
-            return self._route(x)
+        routed = self._route(x, True)
+        couplings = routed.couplings
+        assert couplings is not None
+        couplings = couplings.reshape(-1, self.out_caps, x.shape[2], x.shape[3], self.in_caps)
+        return routed.poses[0], routed.activations[0], couplings
+
+    def _route(self, x: Tensor, need_couplings: bool) -> Routed:
+        torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
+        return self.compute([upcast_half(x)], self.num_iters, need_couplings)
 
     def votes(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Map to votes ``[b, n, h*w*in_caps, p*p]``, places added, and activations ``[b, h*w*in_caps]``."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
+        return self._votes_through(upcast_half(x), self.wide_weight())
+
+    def _votes_through(self, x: Tensor, wide: Tensor) -> Tuple[Tensor, Tensor]:
         h, w = x.shape[2], x.shape[3]
-        x = upcast_half(x).flatten(2).transpose(1, 2)  # [b, hw, channels]
+        x = x.flatten(2).transpose(1, 2)  # [b, hw, channels]
         split = self.in_caps * self.pose_dim
         poses = x[:, :, :split].reshape(-1, self.in_caps, self.pose_dim)  # [bhw, caps, d]
         activations = x[:, :, split:].flatten(1)  # [b, hw*caps]
-        votes = torch.bmm(poses.transpose(0, 1), self._wide_weight())  # [caps, bhw, n*e]
+        votes = torch.bmm(poses.transpose(0, 1), wide)  # [caps, bhw, n*e]
         votes = votes.reshape(self.in_caps, -1, h * w, self.out_caps, self.pose_dim)
-        votes = votes.permute(1, 3, 2, 0, 4) + grid_coordinates(
-            x, h, w, self.pose_size
-        )  # [b, n, hw, caps, e]
+        places = grid_coordinates(x, h, w, self.pose_size)
+        votes = votes.permute(1, 3, 2, 0, 4) + places  # [b, n, hw, caps, e]
         return votes.flatten(2, 3), activations
 
-    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-        h, w = x.shape[2], x.shape[3]
-        votes, activations = self.votes(x)
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        children = inputs[0].shape[2] * inputs[0].shape[3] * self.in_caps
+        return 1, children, self.out_caps, self.pose_dim, self.pose_dim
+
+    def route_through(
+        self, inputs: List[Tensor], weight: Tensor, wide: Tensor, num_iters: int, need_couplings: bool
+    ) -> Routed:
+        """A map ``[b, channels, h, w]`` to poses ``[b, n, p*p]``, logits and couplings ``[b, n, h*w*in_caps]``."""
+        votes, activations = self._votes_through(inputs[0], wide)
         mu, logits, couplings = em_routing(
-            votes,
-            activations,
-            upcast_half(self.beta_v),
-            upcast_half(self.beta_a),
-            *self._settings(),
+            votes, activations, upcast_half(self.beta_v), upcast_half(self.beta_a), *self.settings(num_iters)
         )
-        return mu, logits, couplings.reshape(-1, self.out_caps, h, w, self.in_caps)
+        return Routed([mu], [logits], couplings if need_couplings else None)
 
 
 def grid_coordinates(like: Tensor, height: int, width: int, pose_size: int) -> Tensor:
@@ -252,3 +249,88 @@ def grid_coordinates(like: Tensor, height: int, width: int, pose_size: int) -> T
 
 
 torch.fx.wrap("grid_coordinates")  # a leaf for FX, which cannot make tensors of a traced size
+
+
+class SharedEM(SharedSteps, EMLayer):
+    """EM routing of vector capsules whose transforms are shared over the grid (Li et al. 2018, Fig. 1b, appendix A.i).
+
+    Every capsule type ("group") has one biased transform to each parent, the same at all its places: votes as by a
+    biased 1x1 convolution with as many groups as capsule types. :func:`shared_em_routing` says how they are avoided.
+
+    Args:
+        groups, in_dim: child types, and their pose dimension.
+        out_caps, out_dim: parents, and their pose dimension.
+        num_iters: iterations.
+        lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        init_beta_v: first ``beta_v``. Well below minus the log of sigma, the parents that take more votes start as the
+            more active ones; above, as the less active, and such a net hardly learns. Not for costs as they are, which
+            it would send to the end of the sigmoid.
+
+    ``weight`` is ``[j, g, d, e]``, normal of standard deviation 1 (our choice: a parent is the mean of many votes, and
+    smaller ones would put the next layer's variances near their floor); ``bias`` is ``[j, g, e]``, initially 0;
+    ``beta_v`` and ``beta_a`` are ``[j]``.
+    """
+
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (SharedBlocked, Reference)
+
+    def __init__(
+        self,
+        groups: int,
+        in_dim: int,
+        out_caps: int,
+        out_dim: int,
+        num_iters: int = 3,
+        lam_start: float = LAM_START,
+        lam_step: float = LAM_STEP,
+        var_floor: float = VAR_FLOOR,
+        eps: float = EPS,
+        normalize_cost: bool = True,
+        init_beta_v: float = -5.0,
+    ) -> None:
+        super().__init__(Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost))
+        self.groups, self.in_dim, self.out_caps, self.out_dim = groups, in_dim, out_caps, out_dim
+        self.init_beta_v = init_beta_v
+        self.weight = nn.Parameter(torch.empty(out_caps, groups, in_dim, out_dim))
+        self.bias = nn.Parameter(torch.empty(out_caps, groups, out_dim))
+        self.beta_v = nn.Parameter(torch.empty(out_caps))
+        self.beta_a = nn.Parameter(torch.empty(out_caps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        nn.init.zeros_(self.bias)
+        nn.init.constant_(self.beta_v, self.init_beta_v)
+        nn.init.zeros_(self.beta_a)
+
+    def votes(self, x: Tensor) -> Tensor:
+        """Children ``[b, g, d, s]`` to votes ``[b, j, g * s, e]``, which the routing itself never forms."""
+        votes = torch.einsum("bgds,jgde->bjgse", upcast_half(x), upcast_half(self.weight))
+        return (votes + upcast_half(self.bias).unsqueeze(2)).flatten(2, 3)
+
+    def shared_tensors(self) -> List[Tensor]:
+        """Parameters in float32 at least, as :meth:`route_shared` takes them."""
+        return [upcast_half(t) for t in (self.weight, self.bias, self.beta_v, self.beta_a)]
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        return 1, self.groups * inputs[0].shape[3], self.out_caps, self.in_dim, self.out_dim
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """:func:`shared_em_routing`."""
+        return self.route_shared(inputs, self.shared_tensors(), self.settings(num_iters), need_couplings)
+
+    def forward(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor]:
+        """Children ``[b, g, d, s]``, activations ``[b, g, s]`` to poses ``[b, j, e]``, activation logits ``[b, j]``."""
+        routed = self.compute([upcast_half(x), upcast_half(activations)], self.num_iters, False)
+        return routed.poses[0].to(x.dtype), routed.activations[0].to(x.dtype)
+
+    def route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """As :func:`shared_em_routing` returns them, at least in float32: couplings are ``[b, j, g, s]``."""
+        routed = self.compute([upcast_half(x), upcast_half(activations)], self.num_iters, True)
+        couplings = routed.couplings
+        assert couplings is not None
+        return routed.poses[0], routed.activations[0], couplings
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.groups} groups of {self.in_dim} -> {self.out_caps}x{self.out_dim}, "
+        return sizes + super().extra_repr()

@@ -1,4 +1,4 @@
-"""EM routing of votes, as a pure function; letters as in :mod:`capszoo.layers.em`."""
+"""EM routing of votes, and of windows that share transforms, step by step; letters as in :mod:`capszoo.layers.em`."""
 
 from typing import Optional, Tuple
 
@@ -19,9 +19,8 @@ from .steps import (
     log_weight,
     parent_logits,
 )
-from .vote_buffer import project, weighted_sum
 
-__all__ = ["em_routing", "route_moments"]
+__all__ = ["em_routing", "first_mean", "route_moments", "window_routing"]
 
 
 def em_routing(
@@ -85,7 +84,7 @@ def route_moments(
     var_share: float = VAR_SHARE,
     min_share: float = MIN_SHARE,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """:func:`em_routing` by moments of the votes: all that it does with tensors of their size are matrix products.
+    """:func:`em_routing` by moments of the votes: all that it does with tensors of their size is ``torch.bmm``.
 
     Args:
         votes: ``[bj, i, e]``.
@@ -102,7 +101,7 @@ def route_moments(
     # t = 0: every parent takes the same share of every child, so the weights do not depend on j
     even, mass = first_weights(activations, parents, eps)  # [b, i], [b, 1]
     variance = (
-        weighted_sum(even_weights(even, parents), squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)
+        torch.bmm(even_weights(even, parents), squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)
     )
     least = (var_share * variance).clamp_min(var_floor)  # [b, j, e]
     logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize_cost, 0.0)
@@ -111,11 +110,11 @@ def route_moments(
     for t in range(1, num_iters):
         # E-step: distance = sum_h (V - mu)^2 / 2 sigma^2, expanded about the first mean
         precision = 0.5 / variance  # [b, j, e]
-        distance = project(squares, precision.reshape(-1, pose_dim, 1))  # [bj, i, 1]
+        distance = torch.bmm(squares, precision.reshape(-1, pose_dim, 1))  # [bj, i, 1]
         height = log_weight(logits, log_sigma)  # [b, j]
         if t > 1:  # else mu is the first mean itself
             pull = 2.0 * precision * shift
-            distance = distance - project(votes, pull.reshape(-1, pose_dim, 1))
+            distance = distance - torch.bmm(votes, pull.reshape(-1, pose_dim, 1))
             height = height - (pull * (origin + 0.5 * shift)).sum(dim=-1)
         distance = distance.reshape(-1, parents, children)
         coupling = torch.softmax(height.unsqueeze(2) - distance, dim=1)  # [b, j, i]
@@ -123,8 +122,8 @@ def route_moments(
         weights = coupling * activations.unsqueeze(1) + eps / parents  # [b, j, i]
         mass = weights.sum(dim=2)  # [b, j]
         weights = (weights / mass.unsqueeze(2)).flatten(0, 1).unsqueeze(1)  # [bj, 1, i]
-        shift = weighted_sum(weights, votes).reshape(-1, parents, pose_dim) - origin
-        second = weighted_sum(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
+        shift = torch.bmm(weights, votes).reshape(-1, parents, pose_dim) - origin
+        second = torch.bmm(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
         variance = torch.maximum(second - shift * shift, least)
         lam = lam_start + lam_step * t
         logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, min_share)
@@ -134,3 +133,39 @@ def route_moments(
 def even_weights(weights: Tensor, parents: int) -> Tensor:
     """Weights ``[b, i]`` of every parent, ``[bj, 1, i]``."""
     return weights.unsqueeze(1).expand(-1, parents, -1).flatten(0, 1).unsqueeze(1)
+
+
+def first_mean(poses: Tensor, activations: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Mean vote at even couplings, ``[n, j, e]``: children summed and transformed by one product."""
+    children, pose_size, parents = weight.shape[0], weight.shape[1], weight.shape[2]
+    weights = first_weights(activations, parents, eps)[0].unsqueeze(2)
+    rows = (poses * weights).reshape(-1, children, pose_size, pose_size).transpose(1, 2)  # [n, p, i, q]
+    mean = torch.matmul(rows.flatten(2), weight.flatten(2).flatten(0, 1))  # [n, p, j*r]
+    return mean.reshape(-1, pose_size, parents, pose_size).transpose(1, 2).flatten(2)
+
+
+def window_routing(
+    poses: Tensor,
+    activations: Tensor,
+    weight: Tensor,
+    wide: Tensor,
+    beta_v: Tensor,
+    beta_a: Tensor,
+    settings: Settings,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """EM routing of n windows that share transforms: :func:`em_routing` of the votes ``poses @ wide``.
+
+    Args:
+        poses: ``[n, i, d]``.
+        activations: ``[n, i]``.
+        weight: the transforms, ``[i, q, j, r]``.
+        wide: the same as matrices on flattened poses, ``[i, d, j * e]``, see :func:`block_diagonal`.
+        beta_v, beta_a, settings: see :func:`em_routing`.
+
+    Returns:
+        poses ``[n, j, e]``, logits ``[n, j]``, couplings ``[n, j, i]``.
+    """
+    parents = beta_v.shape[0]
+    mean = first_mean(poses, activations, weight, settings.eps)
+    votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, n, j, e]
+    return em_routing(votes.permute(1, 2, 0, 3), activations, beta_v, beta_a, *settings, mean)

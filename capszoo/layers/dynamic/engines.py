@@ -1,0 +1,204 @@
+"""Engines of dynamic routing beside the reference: fused on a GPU; on a CPU without votes, in blocks, in float32.
+
+Letters as in :mod:`capszoo.layers.dynamic`. ``layer`` is a layer of that package: an engine knows what its layers have,
+which :class:`.RoutingLayer` has not.
+"""
+
+from typing import Any, List, Optional
+
+import torch
+from torch import Tensor
+
+from .._precision import upcast_half, working_type
+from .._triton import not_fused
+from .._triton.ops import fused_norm, fused_pass
+from ..engine import TUNING, Call, Engine, Routed
+from .routing import dynamic_routing, shared_dynamic_routing
+from .vote_free import vote_free_routing
+
+__all__ = ["Blocked", "Float32", "Fused", "SharedFloat32", "VoteFree"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_NO_VOTES = "a single iteration forms no votes"
+
+
+def _routed(poses: Tensor, couplings: Optional[Tensor], call: Call) -> Routed:
+    """Poses and couplings in the type of the call; couplings where they are asked for."""
+    if couplings is None or not call.couplings:
+        return Routed([poses.to(call.dtype)], [], None)
+    return Routed([poses.to(call.dtype)], [], couplings.to(call.dtype))
+
+
+class Fused(Engine):
+    """On a GPU: an iteration after the first is one ``capszoo::fused_pass``, squash and the sum of poses included."""
+
+    name = "fused"
+    evidence = "Dynamic routing: fused"
+    keeps_votes = False
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if layer.softmax_over != "parents":
+            return "its softmax runs over the parents"
+        if layer.start is not None:
+            return "its first logits are zero"
+        if call.dtype != working_type(layer.weight):
+            return "children and weights have different types"
+        return not_fused(
+            call.device, call.dtype, layer.weight, call.parents, 1, call.child_dim, call.parent_dim
+        )
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        return _NO_VOTES if call.num_iters == 1 else ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        x = inputs[0]
+        squashed = ("squash", None, None, 0.0)
+        poses = fused_norm(layer.sum_of_votes(x), 1.0, *squashed).to(call.dtype)
+        couplings = layer.first_couplings(x).transpose(1, 2)
+        children = x.reshape(-1, 1, 1, call.children, call.child_dim).to(call.dtype)
+        weight = layer.weight.reshape(call.children, call.child_dim, call.parents, call.parent_dim)
+        weight = weight.to(call.dtype)
+        for t in range(1, call.num_iters):
+            last = t == call.num_iters - 1
+            # before the last iteration, the poses of all iterations so far, added up
+            poses, couplings, _ = fused_pass(
+                children, weight, poses, call.couplings and last, call.grad, 1.0, 1, 1, not last, *squashed
+            )
+        return Routed([poses], [], couplings.transpose(1, 2) if call.couplings else None)
+
+
+class VoteFree(Engine):
+    """On a CPU: children weighted and summed before they are transformed, see :mod:`.vote_free`; float32 at least."""
+
+    name = "vote_free"
+    evidence = "Dynamic routing: vote_free"
+    keeps_votes = False
+    modes = ("eager",)
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if call.num_iters == 1:
+            return _NO_VOTES
+        return "" if call.routings > 0 else "there are no images"
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        keys = call.children * call.child_dim * call.parents
+        if call.routings < TUNING.dynamic_vote_free_min_routings:
+            return "fewer images (or windows) than TUNING.dynamic_vote_free_min_routings"
+        if call.child_dim > TUNING.dynamic_vote_free_max_child_dim:
+            return "a child pose dimension above TUNING.dynamic_vote_free_max_child_dim"
+        if keys > TUNING.dynamic_vote_free_max_keys:
+            return "more numbers in the keys of an image than TUNING.dynamic_vote_free_max_keys"
+        if call.routings * keys < TUNING.dynamic_vote_free_min_keys:
+            return "fewer numbers in all keys than TUNING.dynamic_vote_free_min_keys"
+        return ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        dtype = torch.float32 if call.dtype in _HALF else call.dtype
+        start = None if layer.start is None else layer.start.to(dtype)
+        with torch.autocast("cpu", enabled=False):
+            x, weight = inputs[0].to(dtype), layer.weight.to(dtype)
+            options = (call.parents, call.num_iters, layer.softmax_over, call.couplings)
+            poses, couplings = vote_free_routing(x, weight, start, *options)
+        return _routed(poses, couplings, call)
+
+
+class Blocked(Engine):
+    """On a CPU: the votes of long poses routed for some images after the other.
+
+    With gradients they are formed once, and kept: forming them costs more than keeping them.
+    """
+
+    name = "blocked"
+    evidence = "Dynamic routing: blocked"
+    modes = ("eager",)
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if call.num_iters == 1:
+            return _NO_VOTES
+        return "" if call.routings > 0 else "there are no images"
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if call.child_dim < TUNING.dynamic_blocked_min_child_dim:
+            return "a child pose dimension below TUNING.dynamic_blocked_min_child_dim"
+        if call.votes < TUNING.dynamic_blocked_min_votes:
+            return "fewer numbers in its votes than TUNING.dynamic_blocked_min_votes"
+        if call.votes > call.routings * TUNING.dynamic_blocked_max_image_votes:
+            return "more numbers in the votes of an image than TUNING.dynamic_blocked_max_image_votes"
+        return ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        images = max(1, TUNING.dynamic_block_votes * call.routings // call.votes)
+        poses, couplings = [], []
+        with torch.autocast("cpu", enabled=False):
+            x, weight = inputs[0].to(call.dtype), layer.weight.to(call.dtype)
+            if call.grad:
+                blocks = iter(layer.votes_through(x, weight).split(images))
+            else:
+                blocks = (upcast_half(layer.votes_through(part, weight)) for part in x.split(images))
+            for votes in blocks:
+                pose, coupling = dynamic_routing(votes, call.num_iters, layer.softmax_over, layer.start)
+                poses.append(pose)
+                if call.couplings:
+                    couplings.append(coupling)
+        return _routed(torch.cat(poses), torch.cat(couplings) if couplings else None, call)
+
+
+class Float32(Engine):
+    """On a CPU, for half precision: iterations in float32, because its products copy half types into another order.
+
+    So are votes of short poses; forming long ones costs more than that copy.
+    """
+
+    name = "float32"
+    evidence = "Dynamic routing: float32"
+    devices = ("cpu",)
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if call.dtype not in _HALF:
+            return "the children are not in half precision"
+        return _NO_VOTES if call.num_iters == 1 else ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        short = call.child_dim < TUNING.dynamic_blocked_min_child_dim and call.dtype in _HALF
+        dtype = torch.float32 if short else call.dtype
+        with torch.autocast("cpu", enabled=False):
+            x, weight = inputs[0].to(dtype), layer.weight.to(dtype)
+            votes = upcast_half(layer.votes_through(x, weight))
+            poses, couplings = dynamic_routing(votes, call.num_iters, layer.softmax_over, layer.start)
+        return _routed(poses, couplings, call)
+
+
+class SharedFloat32(Engine):
+    """:class:`Float32` where transforms are shared over the grid."""
+
+    name = "float32"
+    evidence = "Dynamic routing: float32"
+    keeps_votes = False
+    devices = ("cpu",)
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if call.dtype not in _HALF:
+            return "the children are not in half precision"
+        return "in training, half the memory is worth more" if call.grad else ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        with torch.autocast("cpu", enabled=False):
+            tensors = [upcast_half(t) for t in (inputs[0], layer.weight, layer.bias)]
+            options = (call.num_iters, layer.softmax_over, layer.start, call.couplings)
+            poses, couplings = shared_dynamic_routing(tensors[0], tensors[1], tensors[2], *options)
+        return _routed(poses, couplings, call)

@@ -1,0 +1,113 @@
+"""Engines of EM routing beside the reference: in blocks on a CPU; in an exported graph frozen, or in chunks.
+
+Letters as in :mod:`capszoo.layers.em`. ``layer`` is a layer of that package: an engine knows what its layers have,
+which :class:`.RoutingLayer` has not.
+"""
+
+from typing import Any, Dict, List
+
+from torch import Tensor
+
+from .._precision import upcast_half
+from ..engine import TUNING, Call, Engine, Routed
+from .blocked import em_windows
+from .chunked import chunked_routing
+from .shared import StepsInBlocks
+
+__all__ = ["Blocked", "Chunked", "Frozen", "SharedBlocked"]
+
+
+class Frozen(Engine):
+    """In a graph: the reference through block-diagonal transforms that are constants."""
+
+    name = "frozen"
+    evidence = "EM: frozen"
+    modes = ("eager", "compiled", "graph")
+    targets = ("gpu", "onnx_cpu")
+
+    @classmethod
+    def prepare(cls, layer: Any) -> Dict[str, Tensor]:
+        return {"wide": layer.wide_weight()}
+
+    @classmethod
+    def transforms(cls, layer: Any) -> List[Tensor]:
+        """``[i, q, j, r]`` and ``[i, d, j * e]``, both from the constant alone."""
+        wide, p = upcast_half(layer.weights(Frozen)["wide"]), layer.pose_size
+        weight = wide.reshape(-1, p, p, layer.out_caps, p, p)[:, 0, :, :, 0]  # of [i, p, q, j, p, r]
+        return [weight.contiguous(), wide]
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        weight, wide = cls.transforms(layer)
+        return layer.route_through(inputs, weight, wide, call.num_iters, call.couplings)
+
+
+class Chunked(Engine):
+    """In a graph that a CPU takes node by node: a few output positions at a time, see :mod:`.chunked`."""
+
+    name = "chunked"
+    evidence = "EM: chunked"
+    modes = ("eager", "compiled", "graph")
+    targets = ("onnx_cpu",)
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        weight, wide = Frozen.transforms(layer)
+        betas = (upcast_half(layer.beta_v), upcast_half(layer.beta_a))
+        settings = layer.settings(call.num_iters)
+        mu, logits, couplings = chunked_routing(
+            inputs[0], inputs[1], weight, wide, *betas, settings, call.couplings
+        )
+        return Routed([mu], [logits], couplings)
+
+
+class Blocked(Engine):
+    """On a CPU: ``capszoo::em_windows``, some windows at a time; the backward pass recomputes their votes."""
+
+    name = "blocked"
+    evidence = "EM: blocked"
+    keeps_votes = False
+    devices = ("cpu",)
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if call.votes <= TUNING.em_block_votes:
+            return "no more numbers in its votes than TUNING.em_block_votes"
+        return ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        mu, logits, couplings = em_windows(
+            inputs[0].flatten(0, 1),
+            inputs[1].flatten(0, 1),
+            upcast_half(layer.weight).transpose(1, 2).contiguous(),
+            layer.wide_weight(),
+            upcast_half(layer.beta_v),
+            upcast_half(layer.beta_a),
+            *layer.settings(call.num_iters),
+            call.couplings,
+        )
+        return Routed([mu], [logits], couplings if call.couplings else None)
+
+
+class SharedBlocked(Engine):
+    """On a CPU, transforms shared over the grid: steps for some parents, or some groups of children, at a time."""
+
+    name = "blocked"
+    evidence = "EM: blocked"
+    keeps_votes = False
+    modes = ("eager",)
+    devices = ("cpu",)
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        products = layer.groups * call.child_dim * (call.child_dim + 1) // 2 * call.parent_dim * call.parents
+        couplings = call.routings * call.children * call.parents
+        if max(products, couplings) <= TUNING.em_shared_block_numbers:
+            return "no temporary has more numbers than TUNING.em_shared_block_numbers"
+        return ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        settings = layer.settings(call.num_iters)
+        return StepsInBlocks().route_shared(inputs, layer.shared_tensors(), settings, call.couplings)
