@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .app import app_command
 from .curves import curves_command
 from .eval import eval_command
 from .explain import explain_command
@@ -63,6 +64,7 @@ app.add_typer(state_app, name="state")
 app.command("curves")(curves_command)
 app.command("finetune")(finetune_command)
 app.command("publish")(publish_command)
+app.command("app")(app_command)
 
 
 def main() -> None:
