@@ -35,6 +35,11 @@ OPTIONAL = (
     "datasets",
     "pyarrow",
     "tensorboard",
+    "gradio",
+    "fastapi",
+    "uvicorn",
+    "ray",
+    "webdataset",
 )
 
 
@@ -300,7 +305,8 @@ ALLOWED = {
     "recipes": {"layers", "models", "data", "shared"},
     "export": {"layers", "models", "data", "shared"},
     "facade": {"models", "shared", "export"},
-    "cli": {"layers", "models", "data", "shared", "recipes", "export", "facade"},
+    "app": {"models", "shared", "export"},
+    "cli": {"layers", "models", "data", "shared", "recipes", "export", "facade", "app"},
 }
 
 

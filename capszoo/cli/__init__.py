@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
+from .app import app_command
 from .benchmark import benchmark_command, compare_command
 from .curves import curves_command
 from .data import data_app
@@ -66,6 +67,7 @@ _PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "info": info_command,
         "predict": predict_command,
         "explain": explain_app,
+        "app": app_command,
         "eval": eval_command,
         "compare": compare_command,
     },

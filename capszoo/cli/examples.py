@@ -27,6 +27,10 @@ EXAMPLES: dict[str, str] = {
         capszoo explain reconstruct capsnet_dynamic.mnist --data FOLDER
         capszoo explain multi resnet20_routingcaps.multimnist --data FOLDER
         """,
+    "app": """
+        capszoo app
+        capszoo app capsnet_dynamic.mnist resnet20_routingcaps.mnist --browser
+        """,
     "eval": """
         capszoo eval resnet20_routingcaps.mnist --data FOLDER
         capszoo eval runs/photos --data photos --split val
@@ -73,6 +77,7 @@ EXAMPLES: dict[str, str] = {
     "publish": """
         capszoo publish runs/photos USER/photos --dry-run
         capszoo publish runs/photos USER/photos --private
+        capszoo publish capsnet_dynamic.mnist USER/digits --space --dry-run
         """,
     "data": """
         capszoo data list

@@ -518,6 +518,12 @@ def publish_command(
         str | None,
         typer.Option("--all", metavar="ORG", help="Publish every checkpoint of the zoo as ORG/name.tag."),
     ] = None,
+    space: Annotated[
+        bool,
+        typer.Option(
+            "--space", help="Publish a Space with `capszoo app`; RUN is one name.tag, or several with commas."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Publish a checkpoint on the Hugging Face Hub: weights, config, model card.
@@ -530,6 +536,11 @@ def publish_command(
         )
     if everything is not None and run is not None:
         raise UsageError(f"--all takes every checkpoint, and {run} was given", "leave one of them out")
+    if space:
+        if run is None or repo_id is None:
+            raise UsageError("--space takes no --all", "give the names of models, and USER/NAME")
+        _publish_space(run.split(","), repo_id, private, dry_run, out, as_json)
+        return
     require("publishing", ("pydantic", "yaml", "matplotlib"), "train")
     from ..recipes.publish import publish, publish_all
 
@@ -556,6 +567,28 @@ def publish_command(
             state = "published" if result["changed"] else "nothing had changed"
             said = f"{result['url']}: {state}, commit {result['commit'][:12]}"
         console.print(escape(said), soft_wrap=True)
+
+
+def _publish_space(
+    names: list[str], repo_id: str, private: bool, dry_run: bool, out: Path | None, as_json: bool
+) -> None:
+    """Write a Space and, without `dry_run`, send it."""
+    import tempfile
+
+    from ..app.space import upload_space, write_space
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = out or Path(temporary) / "space"
+        files = write_space(names, folder, repo_id.rpartition("/")[2])
+        result: dict[str, Any] = {"repo_id": repo_id, "files": [file.as_posix() for file in files]}
+        if not dry_run:
+            result |= upload_space(folder, repo_id, private)
+    if as_json:
+        print_json(result)
+        return
+    said = f"{result['url']}: published" if "url" in result else f"{repo_id}: written; nothing was sent"
+    kept = f"; kept in {out}" if out else ""
+    stdout().print(escape(f"{said}, {len(files)} files{kept}"), soft_wrap=True)
 
 
 def _print_run(result: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from ..models._base import CouplingLayout
 from ..summary import iteration_attributes
 from .routing_stats import canonical
 
-__all__ = ["IterationChanges", "iteration_changes"]
+__all__ = ["IterationChanges", "all_iterations", "iteration_changes"]
 
 ITERATIONS = 5
 """Iterations that are looked at, or the network's own number where that is larger."""
@@ -77,6 +77,18 @@ def _iterations(router: nn.Module, count: int) -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+
+
+@contextmanager
+def all_iterations(model: nn.Module, count: int) -> Iterator[None]:
+    """Every routing layer of a model with another number of iterations while the block lasts.
+
+    Args:
+        model: a network of the zoo.
+        count: iterations, 1 or more.
+    """
+    with _iterations(model, count):
+        yield
 
 
 class _Layer:

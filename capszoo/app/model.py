@@ -1,0 +1,260 @@
+"""What the page shows of a model: its answer, couplings, reconstructions, and couplings by iteration.
+
+Scores and class capsules come from the model's exported ONNX file, run by ONNX Runtime; that file passed the export's
+gate before it was loaded. Couplings come from `capszoo.explain`, reconstructions from the network's decoder.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..errors import CapszooError, UsageError, require
+from ..explain import Explanation, explain
+from ..explain.convergence import all_iterations
+from ..images import open_image
+from ..inference import label_names, load_model
+from ..preprocess import model_transform
+from ..scores import probabilities, score_kind
+from ..summary import routing_iterations
+
+__all__ = ["MAX_FILE_MB", "MAX_PIXELS", "MAX_ITERATIONS", "Answer", "AppModel", "read_drawing", "read_upload"]
+
+#: Pixels of the largest image that the page reads.
+MAX_PIXELS = 16_000_000
+
+#: Size of the largest file that the page takes, in MB.
+MAX_FILE_MB = 10
+
+#: Length of the largest drawing that the page sends, in characters.
+MAX_DRAWING = 2**20
+
+#: Largest number of routing iterations that the page offers.
+MAX_ITERATIONS = 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model says of an image.
+
+    Attributes:
+        labels: names of the classes.
+        probabilities: of the classes ``[n]``, as `capszoo.scores` defines them.
+        scores: of the classes ``[n]``, as the exported file gives them.
+        poses: class capsules ``[n, e]``; None for a network without class capsules.
+        predicted: class with the highest score.
+        explanation: couplings of the predicted class; None where the network routes nothing.
+        seen: the normalised input ``[c, h, w]``.
+        view: what the model sees, as a picture.
+        notes: how the image was read.
+        milliseconds: from the picture to this answer.
+    """
+
+    labels: tuple[str, ...]
+    probabilities: np.ndarray
+    scores: np.ndarray
+    poses: np.ndarray | None
+    predicted: int
+    explanation: Explanation | None
+    seen: torch.Tensor
+    view: Image.Image
+    notes: tuple[str, ...]
+    milliseconds: float
+
+    @property
+    def label(self) -> str:
+        """Name of the predicted class."""
+        return self.labels[self.predicted]
+
+    def top(self, count: int = 5) -> dict[str, float]:
+        """The classes with the highest scores and their probabilities."""
+        order = np.argsort(-self.scores)[:count]
+        return {self.labels[i]: float(self.probabilities[i]) for i in order}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a file."""
+        found: dict[str, Any] = {
+            "predicted": self.label,
+            "labels": list(self.labels),
+            "probabilities": self.probabilities.tolist(),
+            "scores": self.scores.tolist(),
+        }
+        if self.explanation is not None:
+            found["couplings_relative_to_even"] = self.explanation.relative.nan_to_num(0).tolist()
+        return found
+
+
+class AppModel:
+    """A model for the page. Making one exports it, which takes some seconds.
+
+    Args:
+        name: as ``capszoo predict`` takes it.
+        folder: where the exported file is written; it is read into memory and deleted.
+
+    Attributes:
+        name: as given.
+        net: the network, in eval mode on the CPU.
+        labels: names of the classes.
+        dims: dimensions of a class capsule that a decoder reads; 0 without a decoder.
+        iterations: the network's own number of routing iterations; 0 where it has none.
+
+    Raises:
+        CapszooError: no such model, or its export failed.
+    """
+
+    def __init__(self, name: str, folder: str | Path) -> None:
+        require("the app", ["onnx", "onnxscript", "onnxruntime"], "app")
+        self.name = name
+        self.net = load_model(name, device="cpu")
+        self.labels = tuple(label_names(self.net))
+        if not self.labels:
+            raise UsageError(
+                f"{name} has no classes", "choose a model with weights: `capszoo list --pretrained`"
+            )
+        self.transform = model_transform(self.net)
+        self.drawing_transform = model_transform(self.net, fit=True)
+        self.has_decoder = getattr(self.net, "decoder", None) is not None
+        counts = routing_iterations(self.net)
+        self.iterations = max(counts) if counts else 0
+        self._lock = threading.Lock()  # `settle` changes the network for a while
+        self._session, self.outputs = self._export(Path(folder))
+        self.dims = self._pose_dims() if self.has_decoder else 0
+        self.answer(Image.new("L", self.transform.size[::-1]))  # the first call of a session is slow
+
+    def _export(self, folder: Path) -> tuple[Any, tuple[str, ...]]:
+        import onnxruntime
+
+        from ..export import to_onnx
+
+        outputs = ("scores", "poses") if self.has_decoder else ("scores",)
+        path = folder / f"{abs(hash(self.name)):x}.onnx"
+        to_onnx.export(self.net, path, name=Path(self.name).name, outputs=outputs, batch=1, gate="quick")
+        try:
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3
+            session = onnxruntime.InferenceSession(
+                path.read_bytes(), options, providers=["CPUExecutionProvider"]
+            )
+        finally:
+            path.unlink()
+        return session, outputs
+
+    def _pose_dims(self) -> int:
+        shape = self._run(torch.zeros(self.transform.channels, *self.transform.size))["poses"].shape
+        return int(shape[-1])
+
+    def _run(self, seen: torch.Tensor) -> dict[str, np.ndarray]:
+        """The outputs of the exported file for a normalised image, without the batch axis."""
+        feed = {self._session.get_inputs()[0].name: seen[None].numpy()}
+        return {name: out[0] for name, out in zip(self.outputs, self._session.run(None, feed), strict=True)}
+
+    def answer(self, image: Image.Image, drawn: bool = False) -> Answer:
+        """Classify an image and explain the answer.
+
+        Args:
+            image: of any mode and size.
+            drawn: centre and scale it as MNIST's digits were.
+        """
+        start = time.perf_counter()
+        transform = self.drawing_transform if drawn else self.transform
+        view, notes = transform.read(image)
+        seen = transform.normalise(view)
+        found = self._run(seen)
+        scores = found["scores"]
+        shares = probabilities(torch.from_numpy(scores), score_kind(self.net)).numpy()
+        predicted = int(scores.argmax())
+        return Answer(
+            labels=self.labels,
+            probabilities=shares,
+            scores=scores,
+            poses=found.get("poses"),
+            predicted=predicted,
+            explanation=self._explain(seen, predicted, None),
+            seen=seen,
+            view=view,
+            notes=notes,
+            milliseconds=1000 * (time.perf_counter() - start),
+        )
+
+    def _explain(self, seen: torch.Tensor, target: int, iterations: int | None) -> Explanation | None:
+        with self._lock, all_iterations(self.net, iterations) if iterations else nullcontext():
+            try:
+                return explain(self.net, seen, target, name=self.name)
+            except CapszooError:  # a network without routing has no couplings
+                return None
+
+    def reconstruct(self, answer: Answer, offsets: Sequence[float] = ()) -> Image.Image:
+        """What the decoder draws of the predicted class's capsule.
+
+        Args:
+            answer: of this model.
+            offsets: added to the capsule's dimensions, from the first on.
+
+        Raises:
+            CapszooError: the model has no decoder.
+        """
+        if answer.poses is None:
+            raise CapszooError(
+                f"{self.name} has no decoder", "choose a model with one, such as capsnet_dynamic"
+            )
+        pose = torch.from_numpy(answer.poses.copy())
+        shift = torch.tensor(list(offsets)[: self.dims], dtype=pose.dtype)
+        pose[answer.predicted, : len(shift)] += shift
+        with torch.inference_mode():
+            drawn = self.net.reconstruct(pose[None], torch.tensor([answer.predicted]))[0]  # type: ignore[operator]
+        pixels = (drawn.clamp(0, 1).permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
+        return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+
+    def settle(self, answer: Answer, iterations: int) -> Explanation | None:
+        """The couplings of the predicted class after another number of routing iterations.
+
+        Raises:
+            UsageError: fewer than 1 iteration, or more than `MAX_ITERATIONS`.
+        """
+        if not 1 <= iterations <= MAX_ITERATIONS:
+            raise UsageError(f"{iterations} routing iterations", f"give 1 to {MAX_ITERATIONS}")
+        if not self.iterations:
+            return answer.explanation
+        return self._explain(answer.seen, answer.predicted, iterations)
+
+
+def read_drawing(url: str | None) -> Image.Image | None:
+    """The drawing of a canvas, white on black; None where nothing was drawn.
+
+    Args:
+        url: a PNG file as a ``data:`` URL.
+
+    Raises:
+        CapszooError: something else, or more than the page sends.
+    """
+    if not url:
+        return None
+    head, _, body = str(url)[:MAX_DRAWING].partition(",")
+    if head != "data:image/png;base64" or len(url) > MAX_DRAWING:
+        raise CapszooError("this is no drawing of the page", "draw on its canvas")
+    try:
+        data = base64.b64decode(body, validate=True)
+    except ValueError:
+        raise CapszooError("this is no drawing of the page", "draw on its canvas") from None
+    image = open_image(data, 1, name="the drawing", max_pixels=2**20)
+    return image if image.getextrema() != (0, 0) else None
+
+
+def read_upload(path: str | Path) -> Image.Image:
+    """Open an uploaded file.
+
+    Raises:
+        CapszooError: no image, a damaged one, or one of more than `MAX_PIXELS` pixels. The message does not name the
+            folder in which the server keeps the file.
+    """
+    return open_image(path, name=Path(path).name, max_pixels=MAX_PIXELS)

@@ -1,0 +1,64 @@
+"""Pictures of the page, drawn with numpy: they are made anew with every stroke."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from ..errors import require
+from ..explain.heat_map import COLOURS, LEAST, MOST
+
+if TYPE_CHECKING:
+    from ..explain import Explanation
+
+__all__ = ["SIDE", "couplings_picture", "enlarged", "overlay_picture", "scale_html"]
+
+#: Side of a picture on the page, in pixels.
+SIDE = 280
+
+
+def enlarged(image: Image.Image, side: int = SIDE) -> Image.Image:
+    """An image in RGB at ``side`` pixels, each pixel a square."""
+    return image.convert("RGB").resize(
+        (side, round(side * image.height / image.width)), Image.Resampling.NEAREST
+    )
+
+
+def _colours(relative: np.ndarray) -> np.ndarray:
+    """Multiples of an even share to RGB in 0..255, on the scale of `capszoo.explain`."""
+    require("the app", ["matplotlib"], "app")
+    from matplotlib import colormaps
+
+    share = ((relative - LEAST) / (MOST - LEAST)).clip(0, 1)
+    return np.asarray(colormaps[COLOURS](share))[..., :3] * 255
+
+
+def couplings_picture(found: Explanation, side: int = SIDE) -> Image.Image:
+    """The grid of couplings: white is an even share, blue less, red more; grey where no window looks."""
+    grid = _colours(found.relative.nan_to_num(1.0).numpy())
+    grid[~found.covered.numpy()] = 160
+    return enlarged(Image.fromarray(grid.round().astype(np.uint8)), side)
+
+
+def overlay_picture(found: Explanation, view: Image.Image, side: int = SIDE) -> Image.Image:
+    """The image under its couplings; a colour is stronger the further a share is from even."""
+    base = np.asarray(enlarged(view, side), dtype=np.float64)
+    heat = found.heat_at(*base.shape[:2]).numpy()
+    strength = 0.8 * np.abs(heat - 1).clip(0, 1)[..., None]
+    return Image.fromarray((base * (1 - strength) + _colours(heat) * strength).round().astype(np.uint8))
+
+
+def scale_html() -> str:
+    """The colour scale of the couplings as HTML."""
+    stops = ", ".join(
+        f"rgb({r:.0f},{g:.0f},{b:.0f}) {100 * at:.0f}%"
+        for at in np.linspace(0, 1, 9)
+        for r, g, b in [_colours(np.array([LEAST + at * (MOST - LEAST)]))[0]]
+    )
+    return (
+        f'<div class="capszoo-scale"><div style="height:10px;background:linear-gradient(90deg,{stops})"></div>'
+        '<div style="display:flex;justify-content:space-between;font-size:12px">'
+        "<span>0</span><span>1: even share</span><span>2 and more</span></div></div>"
+    )

@@ -1,0 +1,167 @@
+"""A Hub Space with the app: ``capszoo publish --space``.
+
+A Space is a folder: ``app.py``, a README with a header for the Hub, ``requirements.txt``, the package itself (it is
+published on no index) and the weights of the chosen models. It needs nothing but what it holds and its requirements.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import capszoo
+
+from ..checkpoint import resolve
+from ..errors import CapszooError, UsageError
+
+__all__ = ["REQUIREMENTS", "upload_space", "write_space"]
+
+#: What the Space installs: the dependencies of the package and of the extra ``app``, as pyproject.toml has them.
+REQUIREMENTS = (
+    "torch>=2.11",
+    "torchvision",
+    "timm>=1.0.26",
+    "huggingface-hub>=0.30",
+    "safetensors>=0.4.3",
+    "numpy>=1.26",
+    "pillow>=10.1",
+    "pydantic>=2.7",
+    "typer>=0.12",
+    "rich>=13",
+    "matplotlib>=3.8",
+    "onnx>=1.18",
+    "onnxscript>=0.5",
+    "onnxruntime>=1.20",
+    "gradio>=6.0",
+)
+
+#: The version that the Hub installs: the one that the app was tested with.
+GRADIO = "6.31.0"
+
+APP = '''"""The app of this Space: a capsule network to draw for."""
+
+from capszoo.app.page import run
+
+run({names!r}, host="0.0.0.0", port=7860)
+'''
+
+README = """---
+title: {title}
+emoji: ✏️
+colorFrom: blue
+colorTo: red
+sdk: gradio
+sdk_version: {gradio}
+app_file: app.py
+pinned: false
+license: apache-2.0
+---
+
+# {title}
+
+Draw a digit and see what a capsule network makes of it: classes, couplings relative to an even share, and what its
+decoder draws from the winning capsule. Models: {models}.
+
+To run it elsewhere: `pip install -r requirements.txt && python app.py`.
+"""
+
+#: Parts of the package that the app does not use.
+LEFT_OUT = ("recipes", "cli", "weights")
+
+
+def write_space(names: Sequence[str], folder: str | Path, title: str = "Capsule networks") -> list[Path]:
+    """Write a Space into a folder.
+
+    Args:
+        names: checkpoints of the zoo, as ``name`` or ``name.tag``; the first one is shown first.
+        folder: new, or empty.
+        title: of the Space.
+
+    Returns:
+        The files, relative to the folder.
+
+    Raises:
+        UsageError: no model, or a folder with something in it.
+        CapszooError: a model that is no checkpoint of the zoo.
+    """
+    folder = Path(folder)
+    if not names:
+        raise UsageError("a Space needs a model", "name a checkpoint: `capszoo list --pretrained`")
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty", "name another folder")
+    weights = [file for name in names for file in _weights_of(name)]
+    tags = [file.name.removesuffix(".safetensors") for file in weights if file.suffix == ".safetensors"]
+    package = folder / "capszoo"
+    _copy_package(package)
+    (package / "weights").mkdir()
+    for file in weights:
+        shutil.copyfile(file, package / "weights" / file.name)
+    (folder / "app.py").write_text(APP.format(names=tuple(tags)), encoding="utf-8")
+    (folder / "requirements.txt").write_text("\n".join(REQUIREMENTS) + "\n", encoding="utf-8")
+    listed = ", ".join(f"`{tag}`" for tag in tags)
+    readme = README.format(title=title, gradio=GRADIO, models=listed)
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def upload_space(folder: str | Path, repo_id: str, private: bool = False) -> dict[str, Any]:
+    """Send a folder of :func:`write_space` to the Hub, as one commit.
+
+    Args:
+        folder: with the Space.
+        repo_id: ``user/name``; made where it does not exist.
+        private: for a Space that is new.
+
+    Returns:
+        ``url`` and ``commit``.
+
+    Raises:
+        CapszooError: the Hub did not take it; the same command can be given again.
+    """
+    from huggingface_hub import HfApi
+
+    from ..models._pretrained import is_hub_error
+
+    api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
+    where: dict[str, Any] = {"repo_id": repo_id, "repo_type": "space"}
+    try:
+        api.create_repo(**where, space_sdk="gradio", private=private or None, exist_ok=True)
+        commit = api.upload_folder(**where, folder_path=str(folder), commit_message="capszoo app")
+    except Exception as error:
+        if not is_hub_error(error) and not isinstance(error, ValueError):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CapszooError(
+            f"the Hub did not take {repo_id} ({reason})",
+            "look at `hf auth login`, then give the command again",
+        ) from error
+    return {"url": f"{api.endpoint}/spaces/{repo_id}", "commit": commit.oid}
+
+
+def _weights_of(name: str) -> list[Path]:
+    """The files of a checkpoint of the zoo."""
+    found = resolve(name)
+    if found.kind != "name" or found.info is None:
+        raise CapszooError(f"{name} is no checkpoint of the zoo", "choose one of `capszoo list --pretrained`")
+    file = found.weights()
+    stem = file.name.removesuffix(".safetensors")
+    return [path for path in sorted(file.parent.glob(f"{stem}.*")) if path.name.startswith(f"{stem}.")]
+
+
+def _copy_package(package: Path) -> None:
+    """Copy what is installed as ``capszoo``, from an installation or a checkout, without `LEFT_OUT`."""
+    from .. import export
+
+    junk = shutil.ignore_patterns("__pycache__", "*.pyc")
+    here = Path(capszoo.__file__).parent
+    skip = {here / part for part in LEFT_OUT}
+
+    def ignored(folder: str, entries: list[str]) -> set[str]:
+        left_out = {entry for entry in entries if Path(folder, entry) in skip}
+        return left_out | set(junk(folder, entries))
+
+    shutil.copytree(here, package, ignore=ignored)
+    if not (package / "export").is_dir():  # a checkout has it beside the package
+        shutil.copytree(Path(export.__file__).parent, package / "export", ignore=junk)

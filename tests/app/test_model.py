@@ -1,0 +1,141 @@
+"""The app without its page: drawings, uploads, answers, the files of a Space."""
+
+from __future__ import annotations
+
+import base64
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import capszoo
+from capszoo.app.model import AppModel, read_drawing, read_upload
+from capszoo.app.pictures import couplings_picture, overlay_picture
+from capszoo.app.space import REQUIREMENTS, write_space
+from capszoo.errors import CapszooError, UsageError
+
+ASSETS = Path(capszoo.__file__).parent / "assets"
+
+
+def _url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def test_a_drawing_is_read_and_an_empty_one_is_none() -> None:
+    drawn = Image.new("RGBA", (28, 28), (0, 0, 0, 255))
+    assert read_drawing(_url(drawn)) is None
+    assert read_drawing("") is None
+    drawn.putpixel((3, 4), (255, 255, 255, 255))
+    found = read_drawing(_url(drawn))
+    assert found is not None and found.mode == "L" and found.getpixel((3, 4)) == 255
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://example.org/a.png",
+        "data:image/png;base64,@@@",
+        "data:image/png;base64,AAAA",
+        "data:image/png;base64," + "A" * 2**21,
+        _url(Image.new("L", (2000, 2000))),
+    ],
+    ids=["address", "no base64", "no image", "long", "large"],
+)
+def test_what_is_no_drawing_is_refused_in_one_line(url: str) -> None:
+    with pytest.raises(CapszooError) as caught:
+        read_drawing(url)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_bad_upload_is_refused_without_the_server_folder(tmp_path: Path) -> None:
+    file = tmp_path / "notes.png"
+    file.write_bytes(b"no image")
+    with pytest.raises(CapszooError, match="notes.png: not an image") as caught:
+        read_upload(file)
+    assert str(tmp_path) not in str(caught.value)
+    Image.new("L", (5000, 4000)).save(file)
+    with pytest.raises(CapszooError, match="more than 16,000,000 pixels"):
+        read_upload(file)
+
+
+def test_a_space_holds_its_package_and_the_chosen_weights_alone(root: Path, tmp_path: Path) -> None:
+    files = {f.as_posix() for f in write_space(["resnet20_routingcaps"], tmp_path / "space")}
+    assert {
+        "app.py",
+        "README.md",
+        "requirements.txt",
+        "capszoo/export/to_onnx.py",
+        "capszoo/app/draw.js",
+    } <= files
+    weights = {name for name in files if name.endswith(".safetensors")}
+    assert weights == {"capszoo/weights/resnet20_routingcaps.mnist.safetensors"}
+    assert not any("__pycache__" in name or name.startswith("capszoo/recipes") for name in files)
+    readme = (tmp_path / "space" / "README.md").read_text(encoding="utf-8")
+    assert readme.startswith("---\n") and "sdk: gradio\n" in readme and "app_file: app.py\n" in readme
+    with pytest.raises(UsageError, match="not empty"):
+        write_space(["resnet20_routingcaps"], tmp_path / "space")
+    with pytest.raises(CapszooError, match="no checkpoint of the zoo"):
+        write_space(["cnn6"], tmp_path / "other")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_a_space_installs_what_the_project_needs(root: Path) -> None:
+    import tomllib
+
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    app = [one for one in extras["app"] if not one.startswith("capszoo[")]
+    assert set(REQUIREMENTS) == {*project["dependencies"], *extras["explain"], *extras["export"], *app}
+
+
+def test_the_commands_are_listed(root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "capszoo", "--help"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert " app " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["capsnet_dynamic.mnist", "resnet20_routingcaps.mnist", "idpa_cnn.mnist"])
+def test_the_exported_file_answers_as_the_network_does(name: str, tmp_path: Path) -> None:
+    model, direct = AppModel(name, tmp_path), capszoo.load(name)
+    assert not list(tmp_path.iterdir()), "the export was not deleted"
+    for digit in range(10):
+        answer = model.answer(Image.open(ASSETS / f"digit_{digit}.png"))
+        expected = direct.predict(ASSETS / f"digit_{digit}.png", topk=10)
+        assert answer.label == expected.label
+        for one in expected.top:
+            assert answer.probabilities[one.index] == pytest.approx(one.probability, abs=1e-3)
+        heat = direct.explain(ASSETS / f"digit_{digit}.png")
+        assert answer.explanation is not None
+        assert np.allclose(answer.explanation.heat, heat.heat, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_capsule_dimensions_and_iterations_change_the_pictures(tmp_path: Path) -> None:
+    model = AppModel("capsnet_dynamic.mnist", tmp_path)
+    answer = model.answer(Image.open(ASSETS / "digit_3.png"))
+    assert model.dims == 16 and model.iterations == 3
+    assert answer.explanation is not None and answer.explanation.reconstruction is not None
+    plain = np.asarray(model.reconstruct(answer), dtype=np.float64)
+    expected = answer.explanation.reconstruction[0].numpy() * 255
+    assert np.abs(plain - expected).max() < 1.0
+    changed = np.asarray(model.reconstruct(answer, [0.4]), dtype=np.float64)
+    assert np.abs(changed - plain).max() > 20
+    first, own = model.settle(answer, 1), model.settle(answer, model.iterations)
+    assert first is not None and own is not None
+    assert np.allclose(own.heat, answer.explanation.heat, atol=1e-6)
+    assert not np.allclose(first.heat, own.heat, atol=1e-4)
+    assert couplings_picture(own).size == overlay_picture(own, answer.view).size == (280, 280)
+
+
+@pytest.mark.slow
+def test_a_network_without_routing_says_so(tmp_path: Path) -> None:
+    answer = AppModel("cnn_routingpool.fashion_mnist_avg", tmp_path).answer(Image.new("L", (28, 28), 200))
+    assert answer.explanation is None and answer.top(3)
