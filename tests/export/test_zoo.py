@@ -88,12 +88,17 @@ def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool,
 
 
 def test_engines_of_a_graph() -> None:
-    """Windows are written in chunks, for either target; what is fully connected is the reference."""
+    """IDPA's windows are written in chunks, for either target; what is fully connected is the reference."""
     prepared = prepare(zoo.small("idpa_cnn"))
     for target in ("onnx_cpu", "gpu"):
         prepared.trace(target)
         engines = {name.rpartition(".")[2]: engine for name, engine in prepared.engines.items()}
         assert engines == {"conv1": "chunked", "conv2": "chunked", "classes": "reference"}
+    prepared = prepare(zoo.small("capsnet_em_norb_small"))
+    for target, windows in (("onnx_cpu", "chunked"), ("gpu", "frozen")):  # EM's, for a CPU alone
+        prepared.trace(target)
+        engines = {name.rpartition(".")[2]: engine for name, engine in prepared.engines.items()}
+        assert engines == {"caps1": windows, "caps2": windows, "class_caps": "frozen"}
 
 
 @pytest.mark.slow
