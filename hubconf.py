@@ -7,15 +7,16 @@ Written by ``scripts/generate.py`` (``make docs``) from the registry; a test com
 
 from typing import Any as _Any  # torch.hub lists every callable without an underscore
 
+import timm
 import torch
 
-from capszoo import create_model as _create_model
+import capszoo.models  # noqa: F401  (registers the models with timm)
 
 dependencies = ["torch", "timm", "safetensors", "huggingface_hub"]
 
 
 def _create(name: str, pretrained: bool, tag: str, kwargs: dict[str, _Any]) -> torch.nn.Module:
-    return _create_model(f"{name}.{tag}" if tag else name, pretrained=pretrained or bool(tag), **kwargs)
+    return timm.create_model(f"{name}.{tag}" if tag else name, pretrained=pretrained or bool(tag), **kwargs)
 
 
 def caps_head(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
