@@ -5,8 +5,8 @@ that name a file, an address, a repository or a device are dropped (:data:`_DESC
 (:data:`_NOT_FOR_STRANGERS`), and a name of an architecture is a registered name alone, never ``hf-hub:`` or
 ``local-dir:``. Sizes have limits, and `capszoo.models._metadata.check_demand` compares them with the tensors of the
 file before a model is built. Nothing here imports torch, nor pydantic, whose import alone takes as long as the
-whole of ``capszoo list``; what is read less often (manifests, recipes, the typed record of a checkpoint) has
-pydantic models.
+whole of ``capszoo list``. What is read less often has pydantic models: manifests of bundles, recipes, the typed record
+of a checkpoint.
 """
 
 from __future__ import annotations
