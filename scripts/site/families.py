@@ -14,6 +14,7 @@ from torch import nn
 
 import capszoo
 from capszoo.models import MODULES
+from capszoo.models._base import NoCapsules
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.preprocess import model_input_size
 from capszoo.recipes.release.model_card import paper_link
@@ -128,7 +129,23 @@ def shapes(net: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
         for hook in hooks:
             hook.remove()
     start = ("input", "images", (channels, height, width))
-    return [start, *found, ("scores", "classes", tuple(scores.shape[1:]))]
+    return [
+        start,
+        *found,
+        *_routed(net, torch.zeros(1, channels, height, width)),
+        ("scores", "classes", tuple(scores.shape[1:])),
+    ]
+
+
+def _routed(net: nn.Module, images: torch.Tensor) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Shapes of the couplings of each routing and of the class capsules; none for a network without them."""
+    try:
+        with torch.no_grad():
+            output = net.forward_capsules(images)  # type: ignore[operator]
+    except (NotImplementedError, NoCapsules):
+        return []
+    rows = [(f"routing {k}", "couplings", tuple(c.shape[1:])) for k, c in enumerate(output.couplings, 1)]
+    return [*rows, ("class capsules", "poses", tuple(output.poses.shape[1:]))]
 
 
 def diagram(rows: list[tuple[str, str, tuple[int, ...]]]) -> str:
@@ -176,7 +193,9 @@ def _page(folder: Path, module: str, family: Family, names: list[str]) -> str:
     (folder / f"{module}.svg").write_text(diagram(shapes(net)), encoding="utf-8")
     parts = [f"# {family.title}", docstring(file)]
     drawing = f"![Layers of {family.example} with the shapes of their outputs]({module}.svg)"
-    shaped = "Each row is a module of the network, with the shape of its output for one image."
+    shaped = (
+        "A row for each module, with the shape of its output for one image; below them, what routing gives."
+    )
     parts += ["## Layers", f"`{family.example}` at its default size. {shaped}", drawing]
     if family.routing:
         parts += ["## Routing", f"```text\n{family.routing}\n```"]
