@@ -23,12 +23,16 @@ def app_command(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help="Port (default: the first free one from 7860 on).", show_default=False
+            metavar="N",
+            min=1,
+            max=65535,
+            help="Port (default: the first free one from 7860 on).",
+            show_default=False,
         ),
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
@@ -45,11 +49,12 @@ def app_command(
 def serve_command(
     model: ModelArgument,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8000,
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port.")] = 8000,
     queue: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait; further ones are refused with 503.")
+        int,
+        typer.Option(metavar="N", min=1, help="Requests that may wait; further ones are refused with 503."),
     ] = 64,
 ) -> None:
     """Serve a model's exported file over HTTP, to try it out. For load, use Triton: `capszoo export --triton`."""
