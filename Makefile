@@ -7,11 +7,13 @@ PY := $(VENV)/bin/python
 # NVIDIA's TensorRT-RTX, for test-trt-rtx alone: a folder of its own, never in $(VENV).
 RTX ?= .trt-rtx
 STAMP := $(VENV)/.installed
+# The environment of the site and the app: their libraries alone, $(VENV)'s packages behind them.
+DOCS ?= .venv-docs
 
 # One thread a process: two pytest workers with two threads each are slower than two with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu
+.PHONY: help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site
 
 help:
 	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
@@ -19,6 +21,8 @@ help:
 	@echo "make test-slow     the exhaustive sweeps"
 	@echo "make test-timm     timm's own model tests, unmodified, on our models"
 	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"
+	@echo "make site          the documentation site, in build/site (needs npm)"
+	@echo "make test-site     tests of site, notebooks and app, in Chromium (part of test-slow)"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"
@@ -44,8 +48,18 @@ format: $(STAMP)
 test: lint
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) test-site
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 3600
+
+$(DOCS)/.installed: scripts/setup_docs.sh $(STAMP)
+	@sh scripts/setup_docs.sh "$(PY)" "$(DOCS)"
+	@touch $@
+
+site: $(DOCS)/.installed
+	PYTHONPATH=$(CURDIR) $(DOCS)/bin/python -m scripts.site
+
+test-site: $(DOCS)/.installed site
+	PYTHONPATH=$(CURDIR) $(TEST_ENV) $(DOCS)/bin/python -m pytest tests/app tests/site -m slow -n $(JOBS) --timeout 3600
 
 test-timm: $(STAMP)
 	$(TEST_ENV) $(PY) scripts/test_timm.py -n $(JOBS)

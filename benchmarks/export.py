@@ -2,7 +2,7 @@
 
     python benchmarks/export.py --models 'idpa_*' capsnet_dynamic
     python benchmarks/export.py --prepare --out benchmarks/results/export.json    # export and check only, time nothing
-    python benchmarks/export.py --compile --out benchmarks/results/export.json    # docs/export.md's table: make docs
+    python benchmarks/export.py --compile --out benchmarks/results/export.json    # the table: make docs
     python benchmarks/export.py --layers            # routing layers against naive einsum graphs of the same function
     python benchmarks/export.py --profile idpa_resnet                             # where ONNX Runtime spends its time
 

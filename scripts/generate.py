@@ -1,6 +1,6 @@
 """Writes what is derived (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
-docs/models.md, recipes/README.md and docs/export.md, docs/cli.md, docs/results.md with its curves and pictures, the
-example in docs/publish.md.
+docs/models.md, recipes/README.md and docs/export-benchmarks.md, docs/cli.md, docs/results.md with its curves and
+pictures, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
 heads, the metadata beside the weights, and what benchmarks/export.py and ``make test-trt-rtx`` left in
@@ -273,7 +273,7 @@ def outputs() -> dict[Path, str]:
     recipes = ROOT / "recipes" / "README.md"
     recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
     publish = ROOT / "docs" / "publish.md"
-    export = ROOT / "docs" / "export.md"
+    export = ROOT / "docs" / "export-benchmarks.md"
     return {
         CATALOGUE: catalogue(),
         ROOT / "hubconf.py": hubconf(),

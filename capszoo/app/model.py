@@ -113,7 +113,7 @@ class AppModel:
     """
 
     def __init__(self, name: str, folder: str | Path) -> None:
-        require("the app", ["onnx", "onnxscript", "onnxruntime"], "app")
+        require("running an exported model", ["onnx", "onnxscript", "onnxruntime"], "export")
         self.name = name
         self.net = load_model(name, device="cpu")
         self.labels = tuple(label_names(self.net))
@@ -158,12 +158,13 @@ class AppModel:
         feed = {self._session.get_inputs()[0].name: seen[None].numpy()}
         return {name: out[0] for name, out in zip(self.outputs, self._session.run(None, feed), strict=True)}
 
-    def answer(self, image: Image.Image, drawn: bool = False) -> Answer:
+    def answer(self, image: Image.Image, drawn: bool = False, explained: bool = True) -> Answer:
         """Classify an image and explain the answer.
 
         Args:
             image: of any mode and size.
             drawn: centre and scale it as MNIST's digits were.
+            explained: compute the couplings as well.
         """
         start = time.perf_counter()
         transform = self.drawing_transform if drawn else self.transform
@@ -179,7 +180,7 @@ class AppModel:
             scores=scores,
             poses=found.get("poses"),
             predicted=predicted,
-            explanation=self._explain(seen, predicted, None),
+            explanation=self._explain(seen, predicted, None) if explained else None,
             seen=seen,
             view=view,
             notes=notes,

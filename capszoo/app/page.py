@@ -154,9 +154,9 @@ def _column(gr: Any, number: int, names: list[str], chosen: str) -> _Column:
             label=label, elem_id=f"{id}-{number}", height=SIDE, interactive=False, buttons=[], type="pil"
         )
 
-    with gr.Column(min_width=320):
+    with gr.Column(min_width=300):
         model = gr.Dropdown(names, value=chosen, label=f"Model {number}", elem_id=f"model-{number}")
-        with gr.Column(visible=chosen != NO_MODEL, min_width=320) as body:
+        with gr.Column(visible=chosen != NO_MODEL, min_width=280) as body:
             status = gr.Markdown("Draw a digit, or drop an image.", elem_id=f"status-{number}")
             label = gr.Label(num_top_classes=5, label="Classes", elem_id=f"classes-{number}")
             with gr.Row():
@@ -167,7 +167,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str) -> _Column:
             gr.HTML(scale_html())
             with gr.Row():
                 seen, reconstruction = picture("Input", "seen"), picture("Reconstruction", "reconstruction")
-            with gr.Accordion("Dimensions of the winning capsule", open=True):
+            with gr.Accordion("Dimensions of the winning capsule", open=True), gr.Row():
                 sliders = [
                     gr.Slider(
                         -MOST_OFFSET,
@@ -176,6 +176,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str) -> _Column:
                         step=0.01,
                         label=f"dimension {i}",
                         visible=False,
+                        min_width=130,
                         elem_id=f"dim-{number}-{i}",
                     )
                     for i in range(MAX_DIMS)

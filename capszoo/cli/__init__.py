@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from .app import app_command
+from .app import app_command, serve_command
 from .benchmark import benchmark_command, compare_command
 from .curves import curves_command
 from .data import data_app
@@ -71,7 +71,12 @@ _PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "eval": eval_command,
         "compare": compare_command,
     },
-    "Deploy": {"export": export_command, "check": check_command, "benchmark": benchmark_command},
+    "Deploy": {
+        "export": export_command,
+        "check": check_command,
+        "benchmark": benchmark_command,
+        "serve": serve_command,
+    },
     "Train": {
         "finetune": finetune_command,
         "train": train_command,

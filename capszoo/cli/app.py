@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from ..errors import require
-from .common import complete_model, stderr
+from .common import ModelArgument, complete_model, stderr
 
-__all__ = ["app_command"]
+__all__ = ["app_command", "serve_command"]
 
 
 def app_command(
@@ -23,12 +23,16 @@ def app_command(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help="Port (default: the first free one from 7860 on).", show_default=False
+            metavar="N",
+            min=1,
+            max=65535,
+            help="Port (default: the first free one from 7860 on).",
+            show_default=False,
         ),
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
@@ -40,3 +44,22 @@ def app_command(
     if host not in ("127.0.0.1", "localhost", "::1"):
         stderr().print(f"note: every machine that reaches {host} can use the page")
     run(models or (), host, port, browser)
+
+
+def serve_command(
+    model: ModelArgument,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port.")] = 8000,
+    queue: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Requests that may wait; further ones are refused with 503."),
+    ] = 64,
+) -> None:
+    """Serve a model's exported file over HTTP, to try it out. For load, use Triton: `capszoo export --triton`."""
+    require("serving", ["fastapi", "uvicorn", "onnx", "onnxscript", "onnxruntime"], "serve")
+    from ..app.server import serve
+
+    stderr().print("note: one process, to try a model out; for load use Triton (`capszoo export --triton`)")
+    serve(model, host, port, queue)

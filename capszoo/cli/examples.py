@@ -31,6 +31,10 @@ EXAMPLES: dict[str, str] = {
         capszoo app
         capszoo app capsnet_dynamic.mnist resnet20_routingcaps.mnist --browser
         """,
+    "serve": """
+        capszoo serve resnet20_routingcaps.mnist
+        capszoo serve runs/photos --port 8080 --queue 16
+        """,
     "eval": """
         capszoo eval resnet20_routingcaps.mnist --data FOLDER
         capszoo eval runs/photos --data photos --split val

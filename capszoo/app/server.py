@@ -1,0 +1,160 @@
+"""An HTTP endpoint on a model's exported file, to try it out: ``capszoo serve`` (extra ``serve``).
+
+- ``POST /predict?topk=5`` with an image file as the body: classes, scores, probabilities as JSON.
+- ``GET /health``: 200 once the model answers.
+- ``GET /metrics``: counts and times in Prometheus' text format.
+
+One process, one request at a time; what is more waits in a bounded queue, and beyond that is refused with 503.
+"""
+
+# No `from __future__ import annotations` here: FastAPI looks annotations up in the module, where its classes are not.
+import tempfile
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from ..errors import CapszooError, require
+from ..images import open_image
+from .model import MAX_FILE_MB, MAX_PIXELS, AppModel
+
+__all__ = ["Metrics", "create_app", "serve"]
+
+#: Upper ends of the histogram's buckets, in seconds.
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """Counts of answers by status, and a histogram of the time that predictions took."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.answers: Counter[int] = Counter()
+        self.buckets = [0] * len(BUCKETS)
+        self.seconds, self.count = 0.0, 0
+
+    def add(self, status: int, seconds: float) -> None:
+        """Note an answer; only answers with status 200 enter the histogram."""
+        with self._lock:
+            self.answers[status] += 1
+            if status == 200:
+                self.seconds += seconds
+                self.count += 1
+                for i, end in enumerate(BUCKETS):
+                    self.buckets[i] += seconds <= end
+
+    def text(self) -> str:
+        """In Prometheus' text format."""
+        with self._lock:
+            lines = ["# TYPE capszoo_requests_total counter"]
+            lines += [
+                f'capszoo_requests_total{{status="{code}"}} {n}' for code, n in sorted(self.answers.items())
+            ]
+            lines.append("# TYPE capszoo_predict_seconds histogram")
+            for end, n in zip(BUCKETS, self.buckets, strict=True):
+                lines.append(f'capszoo_predict_seconds_bucket{{le="{end}"}} {n}')
+            lines.append(f'capszoo_predict_seconds_bucket{{le="+Inf"}} {self.count}')
+            lines.append(f"capszoo_predict_seconds_sum {self.seconds:.6f}")
+            lines.append(f"capszoo_predict_seconds_count {self.count}")
+        return "\n".join(lines) + "\n"
+
+
+def create_app(model: AppModel, queue: int = 64) -> Any:
+    """The endpoint as an ASGI application.
+
+    Args:
+        model: exported.
+        queue: requests that may be under way or wait; further ones get 503.
+    """
+    from fastapi import FastAPI, HTTPException, Query, Request, Response
+    from starlette.concurrency import run_in_threadpool
+
+    app = FastAPI(title="capszoo", docs_url=None, redoc_url=None, openapi_url=None)
+    metrics, turn = Metrics(), threading.Lock()
+    waiting = 0
+    limit = MAX_FILE_MB * 1_000_000
+
+    async def body_of(request: Request) -> bytes:
+        """The body, read no further than the limit."""
+        stated = request.headers.get("content-length", "0")
+        if stated.isdecimal() and int(stated) > limit:
+            raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
+        parts = bytearray()
+        async for part in request.stream():
+            parts += part
+            if len(parts) > limit:
+                raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
+        if not parts:
+            raise HTTPException(400, "the body is empty: send an image file as it is")
+        return bytes(parts)
+
+    def classify(data: bytes, topk: int) -> dict[str, Any]:
+        image = open_image(data, name="the body", max_pixels=MAX_PIXELS)
+        with turn:
+            answer = model.answer(image, explained=False)
+        top = answer.scores.argsort()[::-1][:topk].tolist()
+        return {
+            "model": model.name,
+            "predictions": [
+                {
+                    "index": i,
+                    "label": answer.labels[i],
+                    "score": float(answer.scores[i]),
+                    "probability": float(answer.probabilities[i]),
+                }
+                for i in top
+            ],
+        }
+
+    @app.post("/predict")
+    async def predict(request: Request, response: Response, topk: int = Query(5, ge=1, le=1000)) -> Any:
+        nonlocal waiting
+        start, status = time.perf_counter(), 500
+        try:
+            if waiting >= queue:
+                status = 503
+                raise HTTPException(503, "too many requests wait: try again", {"Retry-After": "1"})
+            waiting += 1
+            try:
+                found = await run_in_threadpool(classify, await body_of(request), topk)
+            finally:
+                waiting -= 1
+            status = 200
+            return found
+        except CapszooError as error:
+            status = 422
+            raise HTTPException(422, " ".join(str(error).split())[:500]) from None
+        except HTTPException as error:
+            status = error.status_code
+            raise
+        finally:
+            metrics.add(status, time.perf_counter() - start)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ready", "model": model.name}
+
+    @app.get("/metrics")
+    async def show_metrics() -> Any:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64) -> None:
+    """Serve a model until the process is stopped.
+
+    Args:
+        name: as ``capszoo predict`` takes it.
+        host, port: to listen on.
+        queue: requests that may wait.
+
+    Raises:
+        CapszooError: an extra is missing, or the model cannot be used.
+    """
+    require("serving", ["fastapi", "uvicorn"], "serve")
+    import uvicorn
+
+    with tempfile.TemporaryDirectory(prefix="capszoo-serve-") as folder:
+        model = AppModel(name, folder)
+    uvicorn.run(create_app(model, queue), host=host, port=port, workers=1, log_level="warning")

@@ -1,0 +1,109 @@
+"""``capszoo serve``: answers, refusals, metrics, and a bounded load test."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import capszoo
+from capszoo.app.server import BUCKETS, Metrics
+
+from .browser import free_port, served
+
+MODEL = "resnet20_routingcaps.mnist"
+DIGITS = Path(capszoo.__file__).parent / "assets"
+
+
+def test_metrics_count_and_add_up() -> None:
+    metrics = Metrics()
+    for status, seconds in ((200, 0.003), (200, 0.2), (422, 9.0)):
+        metrics.add(status, seconds)
+    text = metrics.text()
+    assert 'capszoo_requests_total{status="200"} 2' in text
+    assert 'capszoo_requests_total{status="422"} 1' in text
+    assert f'capszoo_predict_seconds_bucket{{le="{BUCKETS[0]}"}} 1' in text
+    assert 'capszoo_predict_seconds_bucket{le="0.25"} 2' in text
+    assert "capszoo_predict_seconds_sum 0.203000" in text
+
+
+@pytest.fixture(scope="module")
+def address(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
+    port = free_port()
+    command = [sys.executable, "-m", "capszoo", "serve", MODEL, "--port", str(port), "--queue", "16"]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with served(command, port, root, {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}, log) as url:
+        yield url
+
+
+def _post(address: str, data: bytes, query: str = "") -> tuple[int, dict]:
+    request = urllib.request.Request(f"{address}predict{query}", data=data, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.slow
+def test_digits_are_answered_as_predict_does(address: str) -> None:
+    model = capszoo.load(MODEL)
+    for k in range(10):
+        status, found = _post(address, (DIGITS / f"digit_{k}.png").read_bytes(), "?topk=3")
+        expected = model.predict(DIGITS / f"digit_{k}.png", topk=3)
+        assert status == 200 and [one["label"] for one in found["predictions"]] == [
+            one.label for one in expected.top
+        ]
+        assert found["predictions"][0]["score"] == pytest.approx(expected.top[0].score, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_bad_bodies_are_refused(address: str) -> None:
+    for data, query, expected in (
+        (b"", "", 400),
+        (b"no image", "", 422),
+        ((DIGITS / "digit_1.png").read_bytes()[:60], "", 422),
+        (b"0" * 10_000_001, "", 413),
+        ((DIGITS / "digit_1.png").read_bytes(), "?topk=0", 422),
+    ):
+        status, said = _post(address, data, query)
+        assert status == expected and said["detail"], (status, said)
+    with urllib.request.urlopen(f"{address}health", timeout=10) as answer:
+        assert json.load(answer) == {"status": "ready", "model": MODEL}
+
+
+@pytest.mark.slow
+def test_a_bounded_load_is_answered(address: str) -> None:
+    """400 requests of 8 clients: each is answered, or refused with 503, and the metrics count them."""
+    body = (DIGITS / "digit_7.png").read_bytes()
+    before = _counted(address)
+
+    def one(_: int) -> tuple[int, float]:
+        start = time.perf_counter()
+        return _post(address, body)[0], time.perf_counter() - start
+
+    with ThreadPoolExecutor(8) as clients:
+        found = list(clients.map(one, range(400)))
+    statuses = [status for status, _ in found]
+    times = sorted(seconds for status, seconds in found if status == 200)
+    cuts = statistics.quantiles(times, n=100)
+    print(f"{len(times)} of 400 answered; p50 {1000 * cuts[49]:.0f} ms, p99 {1000 * cuts[98]:.0f} ms")
+    assert set(statuses) <= {200, 503} and len(times) == 400, "a queue of 16 holds 8 clients"
+    assert _counted(address) - before == 400
+
+
+def _counted(address: str) -> int:
+    with urllib.request.urlopen(f"{address}metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = re.search(r'capszoo_requests_total\{status="200"\} (\d+)', text)
+    return int(found[1]) if found else 0
