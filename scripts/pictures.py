@@ -96,10 +96,10 @@ def _states(path: Path, source: str) -> bool:
 
 
 def write_picture(path: Path) -> None:
-    """Draw one of :func:`stale_pictures`; remove that of a checkpoint that is gone."""
+    """Draw one of :func:`stale_pictures`; remove one that is no longer drawn, or of a checkpoint that is gone."""
     name, _, kind = path.stem.rpartition(".")
     info = bundled_tags().get(name)
-    if info is None:
+    if info is None or kind not in kinds_of(info):
         path.unlink()
         return
     images = packed(ROOT, _data_name(info))

@@ -23,12 +23,16 @@ def app_command(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.", metavar="NAME")
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help="Port (default: the first free one from 7860 on).", show_default=False
+            min=1,
+            max=65535,
+            help="Port (default: the first free one from 7860 on).",
+            show_default=False,
+            metavar="N",
         ),
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
