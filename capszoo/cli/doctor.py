@@ -26,6 +26,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         "train, finetune, eval, recipes, curves, publish, state",
     ),
     "export": (("onnx", "onnxscript", "onnxruntime"), "export, check, benchmark, predict --runtime onnx"),
+    "app": (("gradio", "matplotlib", "onnxruntime"), "app, publish --space"),
     "tensorrt": (("tensorrt",), "export --format tensorrt"),
     "torch-tensorrt": (("torch_tensorrt",), "capszoo.export.to_torch_tensorrt"),
 }

@@ -12,7 +12,14 @@ from rich.table import Table
 from ..errors import CapszooError, require
 from .common import JsonOption, print_json, stdout
 from .help import HelpCommand, HelpGroup
-from .train import ProfileOption, RecipeArgument, SetOption, check_recipe_argument, recipe_names
+from .train import (
+    ProfileOption,
+    RecipeArgument,
+    SetOption,
+    check_recipe_argument,
+    recipe_names,
+    resolved_yaml,
+)
 
 __all__ = ["recipes_app"]
 
@@ -68,14 +75,6 @@ def show_command(recipe: RecipeArgument, profile: ProfileOption = None, override
         typer.echo(find_recipe(recipe).read_text(encoding="utf-8").rstrip())
         return
     typer.echo(resolved_yaml(load_recipe(recipe, overrides, profile)))
-
-
-def resolved_yaml(recipe: Any) -> str:
-    """Every setting of a recipe, as YAML."""
-    import yaml
-
-    tree = recipe.model_dump(mode="json", exclude_none=True)
-    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)).rstrip()
 
 
 def copy_command(

@@ -255,12 +255,19 @@ def train_command(
     _print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
 
 
+def resolved_yaml(recipe: Any) -> str:
+    """Every setting of a recipe, as YAML."""
+    import yaml
+
+    tree = recipe.model_dump(mode="json", exclude_none=True)
+    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)).rstrip()
+
+
 def _dry_run(recipes: list[str], overrides: list[str], profile: str | None, cpu: bool) -> None:
     """Print each recipe as it would be trained, and how long that takes here."""
     from ..data import DataError
     from ..recipes.config import load_recipe
     from ..recipes.training.estimate import estimate
-    from .recipes import resolved_yaml
 
     for name in recipes:
         recipe = load_recipe(name, overrides, profile)

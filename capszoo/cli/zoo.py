@@ -97,7 +97,9 @@ def info_command(
     engines: Annotated[
         bool, typer.Option("--engines", help="How each routing layer is computed on this machine, and why.")
     ] = False,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Images at a time, with --engines.")] = 32,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, help="Images at a time, with --engines.", metavar="N")
+    ] = 32,
     training: Annotated[bool, typer.Option("--training", help="With gradients, with --engines.")] = False,
     as_json: JsonOption = False,
 ) -> None:

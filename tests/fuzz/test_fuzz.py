@@ -176,11 +176,25 @@ class Inputs:
             buffer, pixels=np.zeros((2, 1, 28, 28), np.uint8), scores=np.zeros((2, 3), np.float32)
         )
         self.npz = buffer.getvalue()
+        needed = ("model.onnx", "reference.npz", "preprocess.json", "labels.txt", "infer.py")
         self.manifest = {
             "schema": 1,
-            "files": {"model.onnx": "0" * 64},
+            "name": "toy",
+            "model": {
+                "source": "",
+                "state_sha256": "0" * 64,
+                "outputs": ["scores"],
+                "routing_iters_asked": None,
+            },
+            "opset": 20,
+            "input": {"channels": 1, "size": [28, 28], "dtype": "float32"},
+            "outputs": [{"name": "scores"}],
+            "precision": {"model": "fp32"},
+            "labels": ["a", "b"],
+            "engines": {},
+            "files": {name: "0" * 64 for name in needed},
             "tolerance": 1e-4,
-            "batch": {"min": 1},
+            "batch": {"min": 1, "usual": 8, "max": 32},
         }
         self.parquet, self.mat = _table(self.images[0]), _mat()
         run = folder / "run"

@@ -76,7 +76,7 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
     )
     card = model_card(info, "me/pets", private=True)
     assert card.data.eval_results is None and card.data.datasets is None
-    assert "no paper reports a result for this" in card.text and "there is no figure" in card.text
+    assert "no paper reports a result for this" in card.text and "its accuracy is unknown" in card.text
     assert "and 10 more" in card.text and "breed 29" not in card.text and "hf auth login" in card.text
     info.raw["metrics"] = {"test": {"top1": 50.0, "n": 40}, "validation": {"top1": 40.0, "n": 10}}
     (result,) = model_card(info, "me/pets").data.eval_results
