@@ -46,7 +46,8 @@ def test_eval_json_and_files(tiny_mnist: Path, tmp_path: Path) -> None:
     assert rounds["own"] == 3 and len(rounds["logits"]) == len(rounds["couplings"]) == 5
     assert min(rounds["logits"]) > 0 and found["routing"]["rounds_n"] == 20
     names = {Path(file).name for file in found["files"]}
-    assert names == {"eval.json", "confusion.png", "robustness.png", "routing.png"}
+    drawn = {f"{name}.{kind}" for name in ("confusion", "robustness", "routing") for kind in ("png", "csv")}
+    assert names == drawn | {"eval.json"}
     assert {file.name for file in out.iterdir()} == names, "nothing else is left"
     kept = json.loads((out / "eval.json").read_text())
     assert kept == {key: value for key, value in found.items() if key != "files"}

@@ -78,8 +78,10 @@ def through_the_gate(
 
 @pytest.mark.parametrize(
     ("precision", "batch", "couplings"),
-    [("fp32", "dynamic", True), ("fp16", "batch1", False)],
-    ids=["fp32-dynamic-couplings", "fp16-batch1"],
+    [
+        pytest.param("fp32", "dynamic", True, id="fp32-dynamic-couplings"),
+        pytest.param("fp16", "batch1", False, id="fp16-batch1", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", PER_ROUTING)
 def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool, tmp_path: Path) -> None:

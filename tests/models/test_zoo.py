@@ -343,7 +343,9 @@ HUGE = ("1e4", "1e6")
 
 
 @each_family()
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(
+    "train", [pytest.param(False, id="eval", marks=pytest.mark.slow), pytest.param(True, id="train")]
+)
 def test_finite_float32(name: str, train: bool) -> None:
     model = small(name)
     for kind in ("random", "zero", "constant", *HUGE):
@@ -700,7 +702,7 @@ def _check_export(model: CapsuleNet, path: Path) -> None:
 
 
 #: Those whose graphs `tests/export/test_zoo.py` does not write in the quick suite.
-_NOWHERE_ELSE = ("caps_head", "capsnet6_dynamic", "efficient_capsnet", "resnet20_selfrouting")
+_NOWHERE_ELSE = ("capsnet6_dynamic", "resnet20_selfrouting")
 
 
 @pytest.mark.parametrize(

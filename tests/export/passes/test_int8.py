@@ -223,7 +223,7 @@ def test_images_of_folders_and_data_sets(root: Path, tmp_path: Path, monkeypatch
     assert open_images(model, str(mixed), uint8_input=True).images.dtype == torch.uint8
 
     monkeypatch.setattr(
-        "capszoo.export.verify.images.load_dataset", lambda name, split, data: packed(root, name)
+        "capszoo.export.verify.images.load_dataset", lambda name, split, data, skipped: packed(root, name)
     )
     named = open_images(model, "mnist", limit=10)
     assert len(named) == 10 and torch.equal(named.labels, packed(root, "mnist").labels[::100])
@@ -237,6 +237,6 @@ def test_images_of_folders_and_data_sets(root: Path, tmp_path: Path, monkeypatch
         multi = "diverse_multimnist"
         monkeypatch.setattr(
             "capszoo.export.verify.images.load_dataset",
-            lambda name, split, data: type("Set", (), {"spec": capszoo.data.dataset_spec(multi)})(),
+            lambda name, split, data, skipped: type("Set", (), {"spec": capszoo.data.dataset_spec(multi)})(),
         )
         open_images(model, multi)
