@@ -28,6 +28,9 @@ FAMILIES = (
     "encapnet6",
 )
 
+#: of layers that others of the list have: in the slow suite
+_REPEATED = ("capsnet_dynamic_multimnist", "capsnet6_em", "idpa_cnn_cifar100")
+
 
 def test_entropy_of_even_and_of_single_couplings() -> None:
     assert coupling_entropy(torch.full((2, 5, 3), 1 / 5), 1) == pytest.approx(torch.ones(2, 3))
@@ -96,7 +99,10 @@ def test_votes_are_sorted_by_their_cosine_with_the_own_class() -> None:
     assert curve.length[1] is None and curve.cosine[-1] == pytest.approx(0.95)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in _REPEATED else name for name in FAMILIES],
+)
 def test_every_family(name: str) -> None:
     model = small(name).eval()
     calibrate(model)

@@ -145,6 +145,7 @@ def test_float16_of_bundled_weights_keeps_its_answers(name: str, tmp_path: Path)
     assert {v.type.tensor_type.elem_type for v in (*proto.graph.input, *proto.graph.output)} == {1}  # float32
 
 
+@pytest.mark.slow
 def test_bfloat16(tmp_path: Path) -> None:
     report = export(ToyCaps(), tmp_path / "bf16.onnx", precision="bf16", gate="quick", batch=(1, 2, 4))
     assert report.passed and report.opset == 22

@@ -151,7 +151,14 @@ def test_lam_reaches_the_routing() -> None:
     assert peaks[0] < peaks[1] < peaks[2]
 
 
-@pytest.mark.parametrize("name", ["cnn_routingpool", "resnet20_routingpool", "resnet20_routingcaps"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("cnn_routingpool", marks=pytest.mark.slow),
+        "resnet20_routingpool",
+        pytest.param("resnet20_routingcaps", marks=pytest.mark.slow),
+    ],
+)
 def test_trains_in_bfloat16_and_channels_last(name: str) -> None:
     """The way it is trained on a CPU: a few steps reduce the loss on one batch."""
     model = capszoo.create_model(name, num_classes=3, in_chans=1, img_size=16).train()

@@ -259,10 +259,7 @@ KEEPERS = ("capsnet_dynamic", "capsnet_em_norb_small", "cnn_routingpool", "encap
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("capsnet_em_norb_small", "idpa_cnn") else pytest.param(name, marks=pytest.mark.slow)
-        for name in KEEPERS
-    ],
+    [name if name == "idpa_cnn" else pytest.param(name, marks=pytest.mark.slow) for name in KEEPERS],
 )
 def test_training_keeps_nothing(name: str) -> None:
     assert training_growth(name) < 24

@@ -317,6 +317,7 @@ def test_resume_is_bit_exact(photos: Path, tmp_path: Path) -> None:
     assert again["step"] == parts["step"] and weights_of(again).keys() == expected.keys(), "it stays finished"
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(root: Path, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["--data", str(photos), "--out", str(out), "--epochs", "6", "--cpu"]

@@ -187,6 +187,7 @@ def write_photos(root: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_fine_tuned_from_the_hub_and_published_again(
     hub: Hub, client: Client, root: Path, tmp_path: Path
 ) -> None:

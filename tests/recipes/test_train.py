@@ -116,8 +116,8 @@ def test_the_loss_falls(tiny_mnist: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stop_after", "changes"),
     [
-        (1, {}),
-        (3, {"precision": "bf16"}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(3, {"precision": "bf16"}, marks=pytest.mark.slow),
         (4, {"ema_decay": 0.9, "accumulate": 2, "optimizer": {"name": "sgd", "lr": 0.05}}),
         (2, {"model_args": {"drop_rate": 0.2}, "arch": "test_resnet", "loss": {"name": "cross_entropy"}}),
     ],

@@ -193,7 +193,7 @@ def test_two_processes_train_as_one(
     [
         ("nan:1", "the loss is not finite at update 3 (epoch 1), first in the output of the loss"),
         pytest.param("full-disk:20000", "cannot write a checkpoint to", marks=pytest.mark.slow),
-        ("crash:1", "another process of this run has ended"),
+        pytest.param("crash:1", "another process of this run has ended", marks=pytest.mark.slow),
     ],
 )
 def test_what_fails_on_one_process_ends_both_with_one_line(
@@ -226,6 +226,7 @@ def test_a_signal_to_the_launcher_stops_both_processes_at_the_same_update(
     assert lines == [f"error: stopped at update {step} of 25000; the same command resumes there"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_good_state(
     root: Path, tmp_path: Path, data: Path
 ) -> None:

@@ -63,6 +63,7 @@ def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: Path) -> None:
     recipes = write_recipes(tmp_path, data, "one", "two", epochs=5000, checkpoint_every=2)
     runs = tmp_path / "runs"

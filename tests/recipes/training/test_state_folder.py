@@ -21,6 +21,7 @@ from .test_queue import write_queue
 NAMES = ("idpa_cnn.one", "idpa_cnn.two")
 
 
+@pytest.mark.slow
 def test_a_queue_goes_on_elsewhere(tmp_path: Path, data: Path) -> None:
     """One run is stopped in its middle, one waits; both are finished from files, side by side, in another folder."""
     recipes = write_recipes(tmp_path, data, "one", "two", epochs=2)
