@@ -32,6 +32,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
 
 
+def _exports_folder() -> Path:
+    """Where this version keeps exported files."""
+    return cache_folder() / "onnx" / capszoo.__version__
+
+
 def weights_file(model: str) -> Path | None:
     """The weights file of a MODEL argument on this machine; None for what must be fetched or has none."""
     name = model
@@ -63,7 +68,7 @@ def _place(model: str, img_size: tuple[int, int] | None, routing_iters: int | No
         name += f"-{img_size[0]}x{img_size[1]}"
     if routing_iters is not None:
         name += f"-iters{routing_iters}"
-    return cache_folder() / "onnx" / capszoo.__version__ / name
+    return _exports_folder() / name
 
 
 def find_cached(
@@ -76,7 +81,8 @@ def find_cached(
         img_size: height and width, if not the model's own.
         routing_iters: routing iterations, if not the model's own.
     """
-    if importlib.util.find_spec("onnxruntime") is None:
+    # where nothing was ever exported, the weights need not be read for their sha256
+    if importlib.util.find_spec("onnxruntime") is None or not _exports_folder().is_dir():
         return None
     place = _place(model, img_size, routing_iters)
     try:

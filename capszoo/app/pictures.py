@@ -1,4 +1,4 @@
-"""Pictures of the page, drawn with numpy: they are made anew with every stroke."""
+"""Pictures of the page, drawn with numpy because every stroke redraws them."""
 
 from __future__ import annotations
 

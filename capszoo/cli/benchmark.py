@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -26,6 +26,9 @@ from .common import (
     stdout,
 )
 
+if TYPE_CHECKING:
+    from torch import nn
+
 BatchOption = Annotated[
     str, typer.Option("--batch-size", "--batch", metavar="N,N,…", help="Batch sizes to time.")
 ]
@@ -41,6 +44,16 @@ def _sizes(text: str) -> list[int]:
 
 def _is_bundle(name: str) -> bool:
     return (Path(name) / "manifest.json").is_file()
+
+
+def _load(name: str, device: str | None, **options: Any) -> nn.Module:
+    """A model to time, with its weights or without: how fast it is does not depend on them."""
+    from ..inference import NoWeights, load_model
+
+    try:
+        return load_model(name, device=device, **options)
+    except NoWeights:
+        return load_model(name, pretrained=False, device=device, **options)
 
 
 def benchmark_command(
@@ -95,12 +108,8 @@ def benchmark_command(
     options: dict[str, Any] = given(img_size=parse_size(img_size), routing_iters=routing_iters)
     from ..export.benchmark import RUNTIMES, benchmark
     from ..export.cached import find_cached
-    from ..inference import NoWeights, load_model
 
-    try:
-        net = load_model(model, device=device, **options)
-    except NoWeights:  # how fast it is does not depend on its weights
-        net = load_model(model, pretrained=False, device=device, **options)
+    net = _load(model, device, **options)
     kinds = [word.strip() for word in runtimes.split(",")] if runtimes else list(RUNTIMES)
     cached = find_cached(model, **options) if max(sizes) <= 32 else None
     with stderr().status("timing") as status:
@@ -299,13 +308,7 @@ def _print_agreement(names: list[str], found: dict[str, Any]) -> None:
 
 def _time(names: list[str], sizes: list[int], repeats: int, device: str | None) -> list[dict[str, Any]]:
     from ..export.benchmark import time_models
-    from ..inference import NoWeights, load_model
 
-    nets = {}
-    for name in names:
-        try:
-            nets[name] = load_model(name, device=device)
-        except NoWeights:
-            nets[name] = load_model(name, pretrained=False, device=device)
+    nets = {name: _load(name, device) for name in names}
     with stderr().status("timing"):
         return time_models(nets, sizes, repeats)

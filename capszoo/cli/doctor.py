@@ -34,12 +34,13 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 def doctor_command(as_json: JsonOption = False) -> None:
     """Show versions, devices, extras and data folders: what to state in a bug report."""
+    missing = {name: _missing(modules) for name, (modules, _) in EXTRAS.items()}
     about = {
         "capszoo": __version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
         "libraries": {name: _version(name) for name in LIBRARIES},
         "devices": _devices(),
-        "extras": {name: _missing(modules) for name, (modules, _) in EXTRAS.items()},
+        "extras": missing,
         "data": _data_folders(),
         "cache": str(_cache()),
     }
@@ -58,9 +59,8 @@ def doctor_command(as_json: JsonOption = False) -> None:
     out.print(facts)
     out.print()
     extras = Table("extra", "state", "needed by", box=None, pad_edge=False)
-    for name, (modules, commands) in EXTRAS.items():
-        missing = _missing(modules)
-        state = f"[yellow]missing: {', '.join(missing)}[/]" if missing else "[green]installed[/]"
+    for name, (_, commands) in EXTRAS.items():
+        state = f"[yellow]missing: {', '.join(missing[name])}[/]" if missing[name] else "[green]installed[/]"
         extras.add_row(name, state, commands)
     out.print(extras)
     out.print()

@@ -23,7 +23,7 @@ loss ``W = sum(P * C)``; with the bias fix (Eq. 11) ``2 W(x, y) - W(x, x) - W(y,
 flows through the plan.
 
 Deviations: each row of the cost is lowered by its minimum before the exponential, which leaves every plan as it
-is (``a`` takes the factor up) and keeps the kernel from vanishing; divisors are held above 1e-30; half types are
+is (``a`` takes the factor up) and keeps the kernel from vanishing; divisors are held above 1e-30; half precision is
 computed in float32. Where the paper does not say (our choices): the KL alternative compares, sample by sample, the
 softmax over the critic's features, ``KL(y || g(z))``; a mini-batch of one sample gives zero.
 """

@@ -29,8 +29,6 @@ __all__ = [
     "sync_error",
 ]
 
-_ENDS_AT_EXIT = False
-
 
 class TrainingError(CapszooError, RuntimeError):
     """Training cannot start or go on; the message is one line that says why and what to do."""
@@ -61,10 +59,8 @@ def destroy_group_at_exit(accelerator: Accelerator) -> None:
     (SIGABRT, "terminate called without an active exception"), and the launcher calls a finished run failed. The group
     outlives a run: later runs of the process use it again.
     """
-    global _ENDS_AT_EXIT
-    if accelerator.num_processes > 1 and not _ENDS_AT_EXIT:
-        atexit.register(accelerator.state.destroy_process_group)
-        _ENDS_AT_EXIT = True
+    if accelerator.num_processes > 1:
+        atexit.register(accelerator.state.destroy_process_group)  # does nothing a second time
 
 
 def sync_error(accelerator: Accelerator, failure: Exception | None) -> None:

@@ -13,7 +13,7 @@ from capszoo.explain.routing_stats import BINS, coupling_entropy, routing_stats
 from capszoo.layers.squash import squash
 from capszoo.models import CapsuleOutput
 from capszoo.models._base import CouplingLayout, Votes
-from tests.models.zoo_cases import calibrate, has_capsules, images, names, small
+from tests.models.zoo_cases import calibrate, has_capsules, images, names, slow_unless, small
 
 FAMILIES = (
     "capsnet_dynamic",
@@ -99,10 +99,7 @@ def test_votes_are_sorted_by_their_cosine_with_the_own_class() -> None:
     assert curve.length[1] is None and curve.cosine[-1] == pytest.approx(0.95)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in _REPEATED else name for name in FAMILIES],
-)
+@pytest.mark.parametrize("name", slow_unless(set(FAMILIES) - set(_REPEATED), FAMILIES))
 def test_every_family(name: str) -> None:
     model = small(name).eval()
     calibrate(model)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import capszoo
 from capszoo.layers import RoutingCaps, RoutingPool2d
+from tests.models.zoo_cases import slow_unless
 from tests.reference import routing_pool as reference
 
 COUNTS = [
@@ -153,11 +154,9 @@ def test_lam_reaches_the_routing() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param("cnn_routingpool", marks=pytest.mark.slow),
-        "resnet20_routingpool",
-        pytest.param("resnet20_routingcaps", marks=pytest.mark.slow),
-    ],
+    slow_unless(
+        ("resnet20_routingpool",), ("cnn_routingpool", "resnet20_routingpool", "resnet20_routingcaps")
+    ),
 )
 def test_trains_in_bfloat16_and_channels_last(name: str) -> None:
     """The way it is trained on a CPU: a few steps reduce the loss on one batch."""

@@ -35,6 +35,7 @@ from tests.models.zoo_cases import (
     native,
     relative_difference,
     signature,
+    slow_unless,
     small,
     small_arguments,
 )
@@ -257,10 +258,7 @@ def training_growth(name: str, batch: int = 4, steps: int = 8) -> float:
 KEEPERS = ("capsnet_dynamic", "capsnet_em_norb_small", "cnn_routingpool", "encapnet6_master", "idpa_cnn")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "idpa_cnn" else pytest.param(name, marks=pytest.mark.slow) for name in KEEPERS],
-)
+@pytest.mark.parametrize("name", slow_unless(("idpa_cnn",), KEEPERS))
 def test_training_keeps_nothing(name: str) -> None:
     assert training_growth(name) < 24
 
@@ -702,9 +700,7 @@ def _check_export(model: CapsuleNet, path: Path) -> None:
 _NOWHERE_ELSE = ("capsnet6_dynamic", "resnet20_selfrouting")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in _NOWHERE_ELSE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
-)
+@pytest.mark.parametrize("name", slow_unless(_NOWHERE_ELSE, NAMES))
 def test_onnx(name: str, tmp_path: Path) -> None:
     _check_export(small(name), tmp_path / "model.onnx")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -72,13 +73,15 @@ def names() -> list[str]:
     return capszoo.list_models()
 
 
+def slow_unless(quick: Collection[str], values: Iterable[str]) -> list[Any]:
+    """`values` for a parametrisation; those that are not in `quick` are left to `make test-slow`."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def each_family(*others: str) -> pytest.MarkDecorator:
     """Every registered model as ``name``; those that are no representative and not in ``others`` run in
     `make test-slow`."""
-    quick = {*REPRESENTATIVES, *others}
-    return pytest.mark.parametrize(
-        "name", [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names()]
-    )
+    return pytest.mark.parametrize("name", slow_unless({*REPRESENTATIVES, *others}, names()))
 
 
 @cache

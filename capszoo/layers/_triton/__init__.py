@@ -49,7 +49,7 @@ def not_fused(
 ) -> str:
     """Why the kernels cannot compute votes of these sizes; empty where they can.
 
-    They need CUDA (compute capability 8 or later), float32 or half types, and sizes that fit a tile.
+    They need CUDA (compute capability 8 or later), float32 or half precision, and sizes that fit a tile.
 
     Args:
         device: type of the children's device.

@@ -70,12 +70,9 @@ class Fused(Engine):
         return Routed([poses], [], couplings.transpose(1, 2) if call.couplings else None)
 
 
-class VoteFree(Engine):
-    """On a CPU: children weighted and summed before they are transformed, see :mod:`.vote_free`; float32 at least."""
+class _Eager(Engine):
+    """What engines for more than one iteration on a CPU share, outside of compiled graphs."""
 
-    name = "vote_free"
-    evidence = "Dynamic routing: vote_free"
-    keeps_votes = False
     modes = ("eager",)
     devices = ("cpu",)
 
@@ -85,6 +82,14 @@ class VoteFree(Engine):
             return _NO_VOTES
         return "" if call.routings > 0 else "there are no images"
 
+
+class VoteFree(_Eager):
+    """On a CPU: children weighted and summed before they are transformed, see :mod:`.vote_free`; float32 at least."""
+
+    name = "vote_free"
+    evidence = "Dynamic routing: vote_free"
+    keeps_votes = False
+
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         keys = call.children * call.child_dim * call.parents
@@ -93,9 +98,9 @@ class VoteFree(Engine):
         if call.child_dim > TUNING.dynamic_vote_free_max_child_dim:
             return "a child pose dimension above TUNING.dynamic_vote_free_max_child_dim"
         if keys > TUNING.dynamic_vote_free_max_keys:
-            return "more numbers in the keys of an image than TUNING.dynamic_vote_free_max_keys"
+            return "the keys of an image have more elements than TUNING.dynamic_vote_free_max_keys"
         if call.routings * keys < TUNING.dynamic_vote_free_min_keys:
-            return "fewer numbers in all keys than TUNING.dynamic_vote_free_min_keys"
+            return "all keys together have fewer elements than TUNING.dynamic_vote_free_min_keys"
         return ""
 
     @classmethod
@@ -109,7 +114,7 @@ class VoteFree(Engine):
         return _routed(poses, couplings, call)
 
 
-class Blocked(Engine):
+class Blocked(_Eager):
     """On a CPU: the votes of long poses routed for some images after the other.
 
     With gradients they are formed once, and kept: forming them costs more than keeping them.
@@ -117,23 +122,15 @@ class Blocked(Engine):
 
     name = "blocked"
     evidence = "Dynamic routing: blocked"
-    modes = ("eager",)
-    devices = ("cpu",)
-
-    @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        if call.num_iters == 1:
-            return _NO_VOTES
-        return "" if call.routings > 0 else "there are no images"
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.child_dim < TUNING.dynamic_blocked_min_child_dim:
             return "a child pose dimension below TUNING.dynamic_blocked_min_child_dim"
         if call.votes < TUNING.dynamic_blocked_min_votes:
-            return "fewer numbers in its votes than TUNING.dynamic_blocked_min_votes"
+            return "its votes have fewer elements than TUNING.dynamic_blocked_min_votes"
         if call.votes > call.routings * TUNING.dynamic_blocked_max_image_votes:
-            return "more numbers in the votes of an image than TUNING.dynamic_blocked_max_image_votes"
+            return "the votes of an image have more elements than TUNING.dynamic_blocked_max_image_votes"
         return ""
 
     @classmethod
@@ -155,9 +152,9 @@ class Blocked(Engine):
 
 
 class Float32(Engine):
-    """On a CPU, for half precision: iterations in float32, because its products copy half types into another order.
+    """On a CPU, for half precision: iterations in float32, since half-precision matmuls first repack their inputs.
 
-    So are votes of short poses; forming long ones costs more than that copy.
+    Votes of short poses are formed in float32 too; forming those of long poses costs more than repacking.
     """
 
     name = "float32"

@@ -25,7 +25,7 @@ def _init_transforms(weight: Tensor, noise: float) -> None:
 class EMLayer(RoutingLayer):
     """A layer with EM routing: it holds what :class:`Settings` has, as attributes that may be set.
 
-    It computes at least in float32, under autocast too: half types do not hold its variances.
+    It computes at least in float32, under autocast too: half precision cannot represent its variances.
     """
 
     autocasts: ClassVar[bool] = False

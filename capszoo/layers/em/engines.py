@@ -72,7 +72,7 @@ class Blocked(Engine):
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.votes <= TUNING.em_block_votes:
-            return "no more numbers in its votes than TUNING.em_block_votes"
+            return "its votes have no more elements than TUNING.em_block_votes"
         return ""
 
     @classmethod
@@ -104,7 +104,7 @@ class SharedBlocked(Engine):
         products = layer.groups * call.child_dim * (call.child_dim + 1) // 2 * call.parent_dim * call.parents
         couplings = call.routings * call.children * call.parents
         if max(products, couplings) <= TUNING.em_shared_block_numbers:
-            return "no temporary has more numbers than TUNING.em_shared_block_numbers"
+            return "no temporary has more elements than TUNING.em_shared_block_numbers"
         return ""
 
     @classmethod

@@ -95,7 +95,7 @@ class Blocked(Iterated):
         if iterations > 1 and call.child_iters == 1 and layer.inner > TUNING.idpa_blocked_max_inner:
             return "votes would be recomputed from poses of more columns than TUNING.idpa_blocked_max_inner"
         if call.votes < TUNING.idpa_blocked_min_votes:
-            return "fewer numbers in its votes than TUNING.idpa_blocked_min_votes"
+            return "its votes have fewer elements than TUNING.idpa_blocked_min_votes"
         return ""
 
     def __init__(self, layer: Any, call: Call) -> None:
