@@ -148,6 +148,7 @@ class CachedModel:
         self,
         files: Sequence[Path],
         topk: int,
+        batch_size: int | None = None,
         advance: Callable[[int], None] | None = None,
         **reading: Any,
     ) -> list[ImagePrediction]:
@@ -156,6 +157,7 @@ class CachedModel:
         Args:
             files: of images.
             topk: classes per image.
+            batch_size: images per pass; None, or more than the file takes, is as many as it takes.
             advance: called with the number of images done after each batch.
             **reading: ``background``, ``invert``, ``fit``, as for `capszoo.preprocess.model_transform`.
         """
@@ -165,8 +167,9 @@ class CachedModel:
         if background is not None and background not in BACKGROUNDS:
             raise UsageError(f"no background '{background}'", f"use {' or '.join(BACKGROUNDS)}")
         results: list[ImagePrediction] = []
-        for start in range(0, len(files), self._classifier.largest):
-            chunk = files[start : start + self._classifier.largest]
+        step = min(batch_size or self._classifier.largest, self._classifier.largest)
+        for start in range(0, len(files), step):
+            chunk = files[start : start + step]
             results.extend(self._predict_chunk(chunk, topk, reading))
             if advance:
                 advance(len(chunk))

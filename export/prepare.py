@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from capszoo._verbosity import is_verbose
 from capszoo.errors import UsageError
 from capszoo.layers.engine import record_engines, use_engines
 from capszoo.models._base import NoCapsules
@@ -207,7 +208,10 @@ def check_dtype(images: torch.Tensor, prepared: PreparedModel) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The exporter's chatter (deprecations, one log line per step) is of no use to whoever exports a model."""
+    """Silence the exporter's messages (deprecations, a line per step), but with `--verbose`."""
+    if is_verbose():
+        yield
+        return
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:

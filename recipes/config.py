@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -23,10 +23,14 @@ from pydantic import (
 
 from capszoo._checks import check_model_args
 from capszoo._suggest import unknown_name
-from capszoo.data import Augment, DataError, check_name
+from capszoo.data.errors import DataError
+from capszoo.data.specs import check_name
 from capszoo.errors import UsageError, WeightsError
 
 from .yaml_tree import YamlError, read_yaml
+
+if TYPE_CHECKING:
+    from capszoo.data.augment import Augment
 
 __all__ = [
     "AugmentConfig",
@@ -120,6 +124,8 @@ class AugmentConfig(_Section):
         return scale
 
     def build(self) -> Augment:
+        from capszoo.data.augment import Augment  # torch: not needed to read a recipe
+
         return Augment(**self.model_dump(exclude={"cutout_off_epochs"}))
 
 

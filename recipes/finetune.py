@@ -21,8 +21,9 @@ from timm.models import parse_model_name
 
 from capszoo._api import default_device
 from capszoo.checkpoint import resolve
-from capszoo.data import DATASETS, PREFIXES, DataError, split_validation
+from capszoo.data import DATASETS, DataError, split_validation
 from capszoo.data.folders import find_splits
+from capszoo.data.specs import source_name
 from capszoo.errors import UsageError
 from capszoo.metadata import Metadata
 from capszoo.models._backbones import create_backbone_cfg
@@ -154,19 +155,6 @@ def _usual_loss(architecture: str) -> dict[str, Any]:
     return {"name": "cross_entropy"}
 
 
-def _data_name(data: str | Path) -> str:
-    """A data set's name, prefixed name, or a folder of images."""
-    text = str(data)
-    if text in DATASETS or text.startswith(tuple(PREFIXES)):
-        return text
-    if not Path(text).expanduser().is_dir():
-        known = (
-            "no such folder; --data takes a folder with a sub-folder of images per class, or hf:OWNER/NAME"
-        )
-        raise DataError(f"{text}: {known}")
-    return f"imagefolder:{text}"
-
-
 def _tag(name: str) -> str:
     """`imagefolder:/home/me/My Pets` → `my_pets`."""
     last = name.rstrip("/").rsplit(":", 1)[-1].rsplit("/", 1)[-1]
@@ -196,7 +184,7 @@ def finetune_recipe(
     """
     if (model is None) == (backbone is None):
         raise UsageError("fine-tuning starts from a MODEL or from a --backbone", "give one of them")
-    name = _data_name(data)
+    name = source_name(data)
     if backbone is None:
         model = str(model)
         source = find_source(model, weights=not from_scratch)

@@ -57,7 +57,7 @@ from .training.distributed import (
     sync_error,
 )
 from .training.early_stop import BestEpoch
-from .training.log import RunLog, epoch_line
+from .training.log import RunLog, accuracy_line, epoch_line, weights_line
 from .training.routing_probe import RoutingProbe
 from .training.run_folder import (
     RunLock,
@@ -610,6 +610,10 @@ def _finished(run: Run) -> dict[str, Any] | None:
     if sha256_of(weights) != metadata["sha256"]:
         return None
     print(f"{run.recipe.name}: already finished; choose another --out to train again", file=sys.stderr)
+    print(weights_line(weights))
+    for split in ("validation", "test"):
+        if split in measured:
+            print(accuracy_line(split, run.data.training.spec.accuracy, measured[split]))
     epoch = step // run.steps
     return {"out": run.out, "finished": True, "step": step, "epoch": epoch, "weights": weights, **measured}
 
@@ -646,12 +650,14 @@ def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
                 )
 
             result["weights"] = write()
-            log.say(f"weights in {result['weights']}")
+            log.result(weights_line(result["weights"]))
             if run.data.test is not None:
                 figures = evaluate(result["weights"], run.data.test, device=run.device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
                 write()
-                log.say(f"test: {spec.accuracy} {figures['top1']:.2f}% of {figures['n']} images")
+                log.result(accuracy_line("test", spec.accuracy, figures))
+            elif "validation" in details["metrics"]:
+                log.result(accuracy_line("validation", spec.accuracy, details["metrics"]["validation"]))
             result |= details["metrics"]
     return result
 

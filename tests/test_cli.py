@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import importlib.util
 import json
@@ -213,6 +214,42 @@ def test_predict_json_is_pure_and_right(trained: Path, pictures: Path) -> None:
         ]
 
 
+def test_predict_writes_a_table(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "answers.csv"
+    few = succeeds("predict", trained, pictures, "-k", 2, "--out", out, "--batch-size", 1)
+    assert few.strip() == f"written: {out}, 2 images"
+    with out.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    answers = json.loads(succeeds("predict", trained, pictures, "-k", 2, "--json"))["results"]
+    assert [row["image"] for row in rows] == [one["image"] for one in answers for _ in range(2)]
+    assert [row["rank"] for row in rows] == ["1", "2", "1", "2"]
+    best = [one["predictions"][0] for one in answers]
+    assert [row["class"] for row in rows[::2]] == [one["label"] for one in best]
+    shares = [float(row["probability"]) for row in rows[::2]]
+    assert shares == pytest.approx([one["probability"] for one in best], abs=1e-5)
+
+    (pictures / "bad.png").write_bytes(b"no picture")
+    try:
+        result = run("predict", trained, pictures, "--out", out)
+    finally:
+        (pictures / "bad.png").unlink()
+    assert result.exit_code == 1 and "bad.png" in out.read_text(encoding="utf-8")
+    assert "is no .csv file" in fails(2, "predict", trained, pictures, "--out", tmp_path / "a.txt")
+    (tmp_path / "file").touch()
+    assert "cannot be written" in fails(1, "predict", trained, pictures, "--out", tmp_path / "file" / "a.csv")
+
+
+def test_quiet_and_verbose(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    """Taken anywhere on the line; results and errors stay."""
+    plain = run("predict", trained, pictures)
+    quiet = run("predict", "--quiet", trained, pictures)
+    assert plain.stderr.startswith("note: ") and quiet.stderr == ""
+    assert quiet.stdout == plain.stdout
+    assert "no such file" in fails(1, "predict", trained, tmp_path / "absent.png", "-q")
+    assert "done in " in run("predict", trained, pictures, "--verbose").stderr
+    assert run("predict", trained, pictures).stderr == plain.stderr, "of one call only"
+
+
 def test_predict_from_a_weights_file(trained: Path, pictures: Path) -> None:
     (weights,) = trained.glob("*.safetensors")
     by_file = succeeds("predict", weights, pictures / "a.png", "--json", "--device", "cpu")
@@ -270,6 +307,30 @@ def test_explain(trained: Path, pictures: Path, tmp_path: Path) -> None:
     succeeds(
         "explain", "heatmap", trained, pictures / "a.png", "--out", out, "--class", "bee", "--device", "cpu"
     )
+
+
+def test_kinds_and_styles_of_pictures(
+    trained: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capszoo.cli.common import STYLES
+    from capszoo.explain import plotting
+
+    assert tuple(plotting.STYLES) == STYLES
+    monkeypatch.chdir(tmp_path)
+    image = min(pictures.iterdir())
+    succeeds("explain", "heatmap", trained, image, "--format", "pdf")
+    assert Path("heatmap.pdf").read_bytes().startswith(b"%PDF") and Path("heatmap.csv").is_file()
+    sizes = {}
+    for style in STYLES:
+        succeeds("explain", "heatmap", trained, image, "--style", style, "--out", f"{style}.png")
+        sizes[style] = Image.open(f"{style}.png").size
+    assert sizes["paper"] == tuple(2 * side for side in sizes["screen"]), "300 dots per inch instead of 150"
+    assert sizes["talk"] == sizes["screen"]
+    assert Path("talk.png").read_bytes() != Path("screen.png").read_bytes(), "larger text"
+    assert "unknown style 'poster'" in fails(2, "explain", "heatmap", trained, image, "--style", "poster")
+    assert "unknown format 'gif'" in fails(2, "explain", "heatmap", trained, image, "--format", "gif")
+    wrong = fails(2, "explain", "heatmap", trained, image, "--format", "svg", "--out", "a.png")
+    assert "a.png is no .svg file" in wrong
 
 
 def test_explain_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:

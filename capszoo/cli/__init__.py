@@ -53,8 +53,15 @@ def _root(
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print results and errors only: no notes, no progress.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the libraries' messages and the time taken, too.")
+    ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks (works anywhere on the line).")
+        bool,
+        typer.Option("--debug", help="Show tracebacks. This and the two above work anywhere on the line."),
     ] = False,
 ) -> None:
     pass

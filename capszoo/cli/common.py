@@ -14,31 +14,44 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .._catalogue import architectures, checkpoints
+from .._suggest import unknown_name
+from .._verbosity import is_quiet
 from ..errors import CapszooError, UsageError
 
 __all__ = [
+    "PICTURES",
+    "STYLES",
     "BackgroundOption",
     "DeviceOption",
     "DpiOption",
     "FitOption",
+    "FormatOption",
     "ImagesArgument",
     "InvertOption",
     "ItersOption",
     "JsonOption",
     "ModelArgument",
     "SizeOption",
+    "StyleOption",
     "check_paths",
+    "check_picture_options",
     "given",
     "parse_size",
+    "picture_path",
+    "print_error",
     "print_json",
     "progress_bar",
     "stderr",
     "stdout",
 ]
 
+
+#: Kinds of pictures, and their styles (`capszoo.explain.plotting.STYLES`, which needs torch).
+PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
 
 #: Seconds after which work shows its progress.
 PROGRESS_AFTER = 2.0
@@ -87,7 +100,28 @@ FitOption = Annotated[
     bool, typer.Option("--fit", help="Centre and scale a drawing as MNIST's digits were (white on black).")
 ]
 DpiOption = Annotated[
-    int, typer.Option("--dpi", min=20, max=1200, metavar="N", help="Dots per inch of a .png.")
+    int | None,
+    typer.Option(
+        "--dpi",
+        min=20,
+        max=1200,
+        metavar="N",
+        help="Dots per inch of a .png (default: 150; 300 for --style paper).",
+    ),
+]
+FormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--format", metavar="|".join(PICTURES), help="Kind of picture (default: that of --out, else png)."
+    ),
+]
+StyleOption = Annotated[
+    str,
+    typer.Option(
+        "--style",
+        metavar="|".join(STYLES),
+        help="Size of text and lines: for a web page, a printed column, or slides.",
+    ),
 ]
 SizeOption = Annotated[
     str | None, typer.Option("--img-size", metavar="N or HxW", help="Input size, if not the model's own.")
@@ -111,8 +145,41 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """Where errors, notes and progress go."""
-    return Console(width=_width(sys.stderr), highlight=False, stderr=True)
+    """Where notes and progress go; prints nothing with ``--quiet``."""
+    return Console(width=_width(sys.stderr), highlight=False, stderr=True, quiet=is_quiet())
+
+
+def print_error(line: str) -> None:
+    """Print an error, in one line, to stderr; ``--quiet`` does not hide it."""
+    console = Console(width=_width(sys.stderr), highlight=False, stderr=True)
+    console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+
+
+def check_picture_options(format: str | None, style: str = "screen") -> None:
+    """Raise `UsageError` for a ``--format`` or a ``--style`` that does not exist, before anything is loaded."""
+    if format is not None and format not in PICTURES:
+        raise UsageError(unknown_name("format", format, PICTURES))
+    if style not in STYLES:
+        raise UsageError(unknown_name("style", style, STYLES))
+
+
+def picture_path(out: Path | None, format: str | None, name: str) -> Path:
+    """The file that a picture goes to.
+
+    Args:
+        out: ``--out``.
+        format: ``--format``.
+        name: of the file, without a suffix, where ``--out`` was not given.
+
+    Raises:
+        UsageError: an unknown format, or one that is not that of ``out``.
+    """
+    check_picture_options(format)
+    if out is None:
+        return Path(f"{name}.{format or 'png'}")
+    if format is not None and out.suffix != f".{format}":
+        raise UsageError(f"--out {out} is no .{format} file", "leave --format out, or change the suffix")
+    return out
 
 
 def _width(stream: Any) -> int | None:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import CapszooError, UsageError
-from .common import DpiOption, stdout
+from .common import DpiOption, FormatOption, StyleOption, check_picture_options, picture_path, stdout
 
 KINDS, AXES = ("training", "routing", "robustness"), ("epoch", "images")
 
@@ -44,12 +44,16 @@ def curves_command(
             metavar="PATH",
         ),
     ] = None,
-    dpi: DpiOption = 150,
+    format: FormatOption = None,
+    style: StyleOption = "screen",
+    dpi: DpiOption = None,
 ) -> None:
     """Draw several training runs, or the robustness of several models, in one picture."""
     from .._suggest import unknown_name
-    from ..explain.plotting import require_matplotlib, style
+    from ..explain.plotting import require_matplotlib
+    from ..explain.plotting import style as drawn_in
 
+    check_picture_options(format, style)
     for kind, value, known in (("picture", what, KINDS), ("axis", x, AXES)):
         if value not in known:
             raise UsageError(unknown_name(kind, value, known))
@@ -58,14 +62,14 @@ def curves_command(
     from ..recipes.evaluation.report_plots import draw_robustness
     from ..recipes.training.history import find_runs
 
-    path = out or Path(f"{what}.png")
+    path = picture_path(out, format, what)
     if what == "robustness":
-        with style(dpi):
+        with drawn_in(dpi, style):
             written = draw_robustness(_reports(runs), path)
         stdout().print(escape(f"written: {written}"), soft_wrap=True)
         return
     found = find_runs(runs)
-    with style(dpi):
+    with drawn_in(dpi, style):
         written = draw_dynamics(found, path) if what == "routing" else draw_runs(found, path, x, log)
     for name, records in found.items():
         last = records[-1]

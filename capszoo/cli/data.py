@@ -24,7 +24,7 @@ NameArgument = Annotated[
 
 def list_sets_command(as_json: JsonOption = False) -> None:
     """List the data sets that have a name, and the prefixes of those that a path names."""
-    from ..data.commands import list_sets
+    from ..data.specs import list_sets
 
     rows = list_sets()
     if as_json:

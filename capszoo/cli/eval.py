@@ -10,9 +10,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
-from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError
-from .common import DeviceOption, DpiOption, JsonOption, ModelArgument, print_json, progress_bar, stdout
+from .common import (
+    DeviceOption,
+    DpiOption,
+    FormatOption,
+    JsonOption,
+    ModelArgument,
+    StyleOption,
+    check_picture_options,
+    print_json,
+    progress_bar,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from ..explain.routing_stats import RoutingStats
@@ -21,9 +31,6 @@ if TYPE_CHECKING:
 
 MOST_CLASSES = 20
 """Rows of the per-class table; of more classes those least often recognised are shown."""
-
-
-PICTURES = ("png", "pdf", "svg")
 
 
 def eval_command(
@@ -124,23 +131,25 @@ def eval_command(
             metavar="PATH",
         ),
     ] = None,
-    format: Annotated[
-        str, typer.Option("--format", metavar="png|pdf|svg", help="Kind of the pictures of --out.")
-    ] = "png",
-    dpi: DpiOption = 150,
+    format: FormatOption = None,
+    style: StyleOption = "screen",
+    dpi: DpiOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
     check_model_argument(model)
-    from ..explain.plotting import style
+    check_picture_options(format, style)
+    if dataset is not None:
+        from ..data.specs import check_name
+
+        check_name(dataset)
+    from ..explain.plotting import style as drawn_in
     from ..recipes.evaluation.metrics import reproduced
     from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import prepare
 
-    if format not in PICTURES:
-        raise UsageError(unknown_name("format", format, PICTURES))
     _check_options(eps, robustness, routing, crops, out)
     target = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
     report = measure(
@@ -155,8 +164,8 @@ def eval_command(
         seed=seed,
         progress=progress_bar,
     )
-    with style(dpi):
-        files = write(report, out, format) if out is not None else []
+    with drawn_in(dpi, style):
+        files = write(report, out, format or "png") if out is not None else []
     if as_json:
         print_json(report.to_dict() | {"files": [str(file) for file in files]})
     else:

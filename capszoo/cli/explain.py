@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +19,13 @@ from .common import (
     DeviceOption,
     DpiOption,
     FitOption,
+    FormatOption,
     InvertOption,
     ModelArgument,
+    StyleOption,
     check_paths,
+    check_picture_options,
+    picture_path,
     stderr,
     stdout,
 )
@@ -29,6 +35,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["explain_app"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The file that is drawn, and how: ``--out``, ``--dpi``, ``--style``."""
+
+    path: Path
+    dpi: int | None = None
+    look: str = "screen"
+
+    def __post_init__(self) -> None:
+        check_picture_options(None, self.look)
+
+    def style(self) -> AbstractContextManager[None]:
+        from ..explain.plotting import style
+
+        return style(self.dpi, self.look)
+
 
 KINDS = ("heat", "perturb", "reconstruct", "multi")
 
@@ -97,12 +121,15 @@ def heatmap_command(
     invert: InvertOption = False,
     fit: FitOption = False,
     background: BackgroundOption = None,
-    dpi: DpiOption = 150,
+    format: FormatOption = None,
+    style: StyleOption = "screen",
+    dpi: DpiOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Draw which positions of an image were routed to a class capsule, and how strongly."""
     reading = {"background": background, "invert": invert, "fit": fit}
-    _draw_image("heat", model, image, target, device, out or Path("heatmap.png"), reading, dpi)
+    picture = Picture(picture_path(out, format, "heatmap"), dpi, style)
+    _draw_image("heat", model, image, target, device, picture, reading)
 
 
 def perturb_command(
@@ -120,14 +147,16 @@ def perturb_command(
     invert: InvertOption = False,
     fit: FitOption = False,
     background: BackgroundOption = None,
-    dpi: DpiOption = 150,
+    format: FormatOption = None,
+    style: StyleOption = "screen",
+    dpi: DpiOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Change one dimension of the class capsule at a time and decode it (models with a decoder)."""
     reading = {"background": background, "invert": invert, "fit": fit}
     numbers = _numbers(dims)
-    path = out or Path("perturb.png")
-    _draw_image("perturb", model, image, target, device, path, reading, dpi, numbers, span)
+    picture = Picture(picture_path(out, format, "perturb"), dpi, style)
+    _draw_image("perturb", model, image, target, device, picture, reading, numbers, span)
 
 
 def reconstruct_command(
@@ -136,11 +165,14 @@ def reconstruct_command(
     dataset: DatasetOption = None,
     count: CountOption = 4,
     out: OutOption = None,
-    dpi: DpiOption = 150,
+    format: FormatOption = None,
+    style: StyleOption = "screen",
+    dpi: DpiOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Reconstruct test images from their class capsules, recognised ones and others (models with a decoder)."""
-    _draw_data("reconstruct", model, dataset, data, count, device, out or Path("reconstruct.png"), dpi)
+    picture = Picture(picture_path(out, format, "reconstruct"), dpi, style)
+    _draw_data("reconstruct", model, dataset, data, count, device, picture)
 
 
 def multi_command(
@@ -149,11 +181,14 @@ def multi_command(
     dataset: DatasetOption = None,
     count: CountOption = 4,
     out: OutOption = None,
-    dpi: DpiOption = 150,
+    format: FormatOption = None,
+    style: StyleOption = "screen",
+    dpi: DpiOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Separate overlapping digits: each reconstruction in its own colour (MultiMNIST's models)."""
-    _draw_data("multi", model, dataset, data, count, device, out or Path("multi.png"), dpi)
+    picture = Picture(picture_path(out, format, "multi"), dpi, style)
+    _draw_data("multi", model, dataset, data, count, device, picture)
 
 
 def _old_command(
@@ -181,10 +216,10 @@ def _old_command(
         raise UsageError("Missing argument 'IMAGE'", "give an image file")
     path = out or Path(f"{what}.png")
     if of_data:
-        _draw_data(what, model, dataset, data, count, device, path, 150)
+        _draw_data(what, model, dataset, data, count, device, Picture(path))
     elif image is not None:
         reading = {"background": background, "invert": invert, "fit": fit}
-        _draw_image(what, model, image, target, device, path, reading, 150)
+        _draw_image(what, model, image, target, device, Picture(path), reading)
     new = "heatmap" if what == "heat" else what
     stderr().print(f"note: `capszoo explain {new}` is the new spelling; the old one goes with version 0.2")
 
@@ -212,15 +247,14 @@ def _draw_image(
     image: Path,
     target: str | None,
     device: str | None,
-    path: Path,
+    drawn: Picture,
     reading: dict[str, Any],
-    dpi: int,
     dims: list[int] | None = None,
     span: float = 0.25,
 ) -> None:
     check_model_argument(name)
     check_paths([image])
-    from ..explain.plotting import require_matplotlib, style
+    from ..explain.plotting import require_matplotlib
 
     require_matplotlib("explain")  # said before the model is loaded and run
     from ..explain import explain, save_figure
@@ -238,13 +272,13 @@ def _draw_image(
         from ..explain.reconstructions import offsets_to, perturb, save_perturbation
 
         changed = perturb(model, seen, target, offsets_to(span), dims)
-        with style(dpi):
-            written = save_perturbation(changed, path, f"{Path(name).name}, {image.name}")
+        with drawn.style():
+            written = save_perturbation(changed, drawn.path, f"{Path(name).name}, {image.name}")
         line = f"capsule of {changed.label}, {changed.images.shape[0]} dimensions"
     else:
         explanation = explain(model, seen, target, name=Path(name).name)
-        with style(dpi):
-            written = save_figure(explanation, path)
+        with drawn.style():
+            written = save_figure(explanation, drawn.path)
         share = float(explanation.probabilities[explanation.predicted])
         line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
         if explanation.is_even:
@@ -259,11 +293,10 @@ def _draw_data(
     data: str | None,
     count: int,
     device: str | None,
-    path: Path,
-    dpi: int,
+    picture: Picture,
 ) -> None:
     check_model_argument(name)
-    from ..explain.plotting import require_matplotlib, style
+    from ..explain.plotting import require_matplotlib
 
     require_matplotlib("explain")
     from ..explain.reconstructions import answers, overlaps, save_answers, save_overlaps
@@ -275,14 +308,14 @@ def _draw_data(
         for batch in target.batches(100):
             yield batch.images, batch.labels
 
-    with style(dpi):
+    with picture.style():
         if what == "multi":
             pairs = overlaps(target.net, batches(), count, count)
-            right, written = sum(one.right for one in pairs), save_overlaps(pairs, path)
+            right, written = sum(one.right for one in pairs), save_overlaps(pairs, picture.path)
             drawn = len(pairs)
         else:
             found = answers(target.net, batches(), count, count)
-            right, written = sum(one.right for one in found), save_answers(found, path)
+            right, written = sum(one.right for one in found), save_answers(found, picture.path)
             drawn = len(found)
     stdout().print(
         f"{escape(target.images.spec.name)}: {right} recognised, {drawn - right} not; "

@@ -352,10 +352,15 @@ def _print_report(report: ExportReport) -> None:
 
 def _print_gate(steps: Sequence[tuple[str, bool | None, str]]) -> None:
     gate = Table("gate", "", "", box=None, pad_edge=False)
-    words = {True: "[green]passed[/]", False: "[red]failed[/]", None: "[yellow]not run[/]"}
     for name, passed, detail in steps:
-        gate.add_row(name, words[passed], escape(detail.removeprefix("not run: ")))
+        if passed is not None:
+            gate.add_row(name, "[green]passed[/]" if passed else "[red]failed[/]", escape(detail))
     stdout().print(gate)
+    left = [
+        f"{name} ({detail.removeprefix('not run: ')})" for name, passed, detail in steps if passed is None
+    ]
+    if left:
+        stdout().print(f"[yellow]not run:[/] {escape('; '.join(left))}", soft_wrap=True)
 
 
 def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.markup import escape
-
+from .._verbosity import Verbosity, is_verbose, set_verbosity
 from ..errors import CapszooError, UnknownArgument, UnknownModel, WeightsError
-from .common import stderr
+from .common import print_error, stderr
 from .examples import EXAMPLES
 from .help import HelpGroup
 
 __all__ = ["OneLineErrors"]
+
+
+#: Options of the whole command line.
+_FLAGS = {
+    "--debug": "debug",
+    "--quiet": "quiet",
+    "-q": "quiet",
+    "--verbose": "verbose",
+    "-v": "verbose",
+}
 
 
 class OneLineErrors(HelpGroup):
@@ -27,16 +38,30 @@ class OneLineErrors(HelpGroup):
     def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         given = list(sys.argv[1:] if args is None else args)
         end = given.index("--") if "--" in given else len(given)
-        debug = "--debug" in given[:end]  # taken anywhere on the line, as users put it last
-        given = [arg for i, arg in enumerate(given) if arg != "--debug" or i > end]
+        # taken anywhere on the line, as users put them last
+        said = {_FLAGS[arg] for arg in given[:end] if arg in _FLAGS}
+        given = [arg for i, arg in enumerate(given) if arg not in _FLAGS or i > end]
+        debug = "debug" in said
+        set_verbosity(
+            Verbosity.QUIET
+            if "quiet" in said
+            else Verbosity.VERBOSE
+            if "verbose" in said
+            else Verbosity.NORMAL
+        )
+        if is_verbose():
+            logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
+        began = time.monotonic()
         try:
             code = super().main(args=given, standalone_mode=False, **extra)
+            if is_verbose():
+                stderr().print(f"done in {time.monotonic() - began:.1f} s")
         except Exception as error:
             if debug:
                 raise
             line, code = _one_line(error)
             if line:
-                stderr().print(f"[bold red]error:[/] {escape(_printable(line))}", soft_wrap=True)
+                print_error(_printable(line))
         except KeyboardInterrupt:
             code = 130
         sys.exit(code if isinstance(code, int) else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
+from .._csv import write_csv
 from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import (
@@ -26,6 +27,7 @@ from .common import (
     check_paths,
     given,
     parse_size,
+    print_error,
     print_json,
     progress_bar,
     stderr,
@@ -59,9 +61,24 @@ def predict_command(
     invert: InvertOption = False,
     fit: FitOption = False,
     background: BackgroundOption = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, metavar="N", help="Images per forward pass.")
+    ] = 32,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Write a table to a .csv file, a row per image and class.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Classify images."""
+    if out is not None and out.suffix != ".csv":
+        raise UsageError(f"--out {out} is no .csv file", "for JSON use --json")
     check_model_argument(model)
     check_paths(images)
     from ..images import find_images
@@ -71,15 +88,19 @@ def predict_command(
     reading: dict[str, Any] = {"background": background, "invert": invert, "fit": fit}
     cached = _cached(model, runtime, device, options)
     if cached is None:
-        results, kind, size, canvas = _by_torch(model, files, topk, device, options, reading)
+        results, kind, size, canvas = _by_torch(model, files, topk, batch_size, device, options, reading)
     else:
-        results, kind, size, canvas = _by_onnx(cached, files, topk, reading)
+        results, kind, size, canvas = _by_onnx(cached, files, topk, batch_size, reading)
     if as_json:
         found = [result.to_dict() for result in results]
         used = "torch" if cached is None else "onnx"
         print_json({"model": model, "runtime": used, "score_kind": kind, "results": found})
-    else:
+    elif out is None:
         _print_table(results, kind)
+    if out is not None:
+        write_csv(out, _COLUMNS, _rows(results))
+        if not as_json:
+            stdout().print(escape(f"written: {out}, {len(results)} images"), soft_wrap=True)
     height, width = size
     resized = sum(not one.error and one.size not in ((width, height), canvas[::-1]) for one in results)
     if fit:
@@ -89,7 +110,7 @@ def predict_command(
     _print_notes(results)
     failed = [result for result in results if result.error]
     for result in failed:
-        stderr().print(f"[bold red]error:[/] {escape(result.error)}", soft_wrap=True)
+        print_error(result.error)
     if failed:
         raise typer.Exit(1)
 
@@ -121,6 +142,7 @@ def _by_torch(
     model: str,
     files: list[Path],
     topk: int,
+    batch_size: int,
     device: str | None,
     options: dict[str, Any],
     reading: dict[str, Any],
@@ -132,19 +154,31 @@ def _by_torch(
     net = load_model(model, device=device, **options)
     transform = model_transform(net, **reading)
     with progress_bar("predicting", len(files)) as advance:
-        results = predict(net, files, topk, advance=advance, transform=transform)
+        results = predict(net, files, topk, batch_size, advance, transform)
     return results, score_kind(net), transform.object_size or transform.size, transform.size
 
 
-def _by_onnx(folder: Path, files: list[Path], topk: int, reading: dict[str, Any]) -> _Answer:
+def _by_onnx(folder: Path, files: list[Path], topk: int, batch_size: int, reading: dict[str, Any]) -> _Answer:
     from ..export.cached import CachedModel
 
     model = CachedModel(folder)
     with progress_bar("predicting", len(files)) as advance:
-        results = model.predict(files, topk, advance, **reading)
+        results = model.predict(files, topk, batch_size, advance, **reading)
     canvas = model.spec["size"][0], model.spec["size"][1]
     size = model.spec.get("object_size") or canvas
     return results, model.score_kind, (size[0], size[1]), canvas
+
+
+_COLUMNS = ("image", "rank", "index", "class", "probability", "score", "error")
+
+
+def _rows(results: Sequence[ImagePrediction]) -> Iterator[tuple[Any, ...]]:
+    """The rows of the table of ``--out``; an image that could not be read has one, with its error."""
+    for result in results:
+        for rank, one in enumerate(result.top, start=1):
+            yield result.image, rank, one.index, one.label, f"{one.probability:.6g}", f"{one.score:.6g}", None
+        if result.error:
+            yield result.image, None, None, None, None, None, result.error
 
 
 def _print_table(results: Sequence[ImagePrediction], kind: str) -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from .._catalogue import check_model_argument
 from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import DeviceOption, JsonOption, print_json, stderr, stdout
@@ -59,11 +60,13 @@ def _settings(overrides: list[str] | None, **options: Any) -> list[str]:
 
 def _use_cpu(device: str | None, cpu: bool) -> bool:
     """Whether training leaves an accelerator unused; `UsageError` where the device asked for is not there."""
-    from .._api import resolve_device
-
     if cpu and device not in (None, "auto", "cpu"):
         raise UsageError(f"--cpu and --device {device} exclude each other", "give one of them")
-    return cpu or (device is not None and device != "auto" and resolve_device(device).type == "cpu")
+    if cpu or device in (None, "auto", "cpu"):
+        return cpu or device == "cpu"
+    from .._api import resolve_device
+
+    return resolve_device(str(device)).type == "cpu"
 
 
 def recipe_names() -> list[str]:
@@ -249,6 +252,9 @@ def train_command(
         return
     if len(recipes) > 1:
         raise UsageError(f"{len(recipes)} recipes were given", "--together trains them side by side")
+    from ..recipes.config import load_recipe
+
+    load_recipe(recipes[0], overrides, profile)  # what is wrong with it is said before torch is loaded
     from ..recipes.train import train
 
     given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
@@ -468,6 +474,11 @@ def finetune_command(
     A fifth of each class is held out for early stopping, unless the folder has train/ and val/; test/ is measured once.
     """
     _check_training()
+    from ..data.specs import source_name
+
+    source_name(data)  # what is wrong with the line is said before torch is loaded
+    if model is not None:
+        check_model_argument(model)
     from ..recipes.finetune import finetune
 
     result = finetune(
@@ -599,12 +610,8 @@ def _publish_space(
 
 
 def _print_run(result: dict[str, Any]) -> None:
-    """Figures and files of a finished run."""
+    """Files that fine-tuning writes beside the weights; the run's log has printed weights and accuracy."""
     console = stdout()
-    for split in ("test",) if "test" in result else ("validation",):
-        if split in result:
-            figures = ", ".join(f"{key} {value}" for key, value in result[split].items())
-            console.print(f"{split}: {escape(figures)}", soft_wrap=True)
-    for file in ("weights", "labels", "confusion", "card"):
+    for file in ("labels", "confusion", "card"):
         if file in result:
             console.print(f"{file}: {escape(str(result[file]))}", soft_wrap=True)

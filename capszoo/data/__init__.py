@@ -1,11 +1,21 @@
-"""Data sets by name, in memory or streamed, with batched augmentation. Nothing is downloaded without a folder."""
+"""Data sets by name, in memory or streamed, with batched augmentation. Nothing is downloaded without a folder.
 
-from .augment import Augment, normalize
-from .batches import Batch, Batches
-from .errors import DataError
-from .sets import DatasetSpec, ImageSet, StreamedSet, keyed_generator, split_validation
-from .sources import TEST_SEEDS, load_dataset
-from .specs import DATASETS, PREFIXES, check_name, dataset_spec
+Public names are resolved on first access (PEP 562): what only names data sets starts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+if _TYPE_CHECKING:
+    from .augment import Augment, normalize
+    from .batches import Batch, Batches
+    from .errors import DataError
+    from .sets import ImageSet, StreamedSet, keyed_generator, split_validation
+    from .sources import TEST_SEEDS, load_dataset
+    from .specs import DATASETS, PREFIXES, DatasetSpec, check_name, dataset_spec
 
 __all__ = [
     "DATASETS",
@@ -25,3 +35,31 @@ __all__ = [
     "normalize",
     "split_validation",
 ]
+
+#: Public name -> the module that defines it.
+_DEFINED_IN = {
+    "DATASETS": "specs",
+    "PREFIXES": "specs",
+    "TEST_SEEDS": "sources",
+    "Augment": "augment",
+    "Batch": "batches",
+    "Batches": "batches",
+    "DataError": "errors",
+    "DatasetSpec": "specs",
+    "ImageSet": "sets",
+    "StreamedSet": "sets",
+    "check_name": "specs",
+    "dataset_spec": "specs",
+    "keyed_generator": "sets",
+    "load_dataset": "sources",
+    "normalize": "augment",
+    "split_validation": "sets",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_importlib.import_module(f".{_DEFINED_IN[name]}", __name__), name)
+    globals()[name] = value  # found without this function from now on
+    return value

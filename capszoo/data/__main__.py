@@ -7,7 +7,8 @@ import sys
 
 from capszoo.errors import CapszooError
 
-from .commands import build_h_imagenet, check_set, fetch_set, list_sets
+from .commands import build_h_imagenet, check_set, fetch_set
+from .specs import list_sets
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,27 +6,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import DATASETS, PREFIXES, DataError, dataset_spec, load_dataset
 from .download import fetch, remote_files
+from .errors import DataError
+from .sources import load_dataset
+from .specs import DATASETS, dataset_spec
 
-__all__ = ["build_h_imagenet", "check_set", "fetch_set", "list_sets"]
-
-
-def list_sets() -> list[dict[str, str]]:
-    """Every data set by name, and the prefixes of those that a path or a repository names."""
-    named = [
-        {
-            "name": name,
-            "input": "x".join(map(str, spec.input_size)),
-            "splits": ", ".join(f"{split} {count:,}" for split, count in spec.counts.items()),
-            "title": spec.title,
-        }
-        for name, spec in DATASETS.items()
-    ]
-    prefixed = [
-        {"name": f"{prefix}…", "input": "", "splits": "", "title": what} for prefix, what in PREFIXES.items()
-    ]
-    return named + prefixed
+__all__ = ["build_h_imagenet", "check_set", "fetch_set"]
 
 
 def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:

@@ -29,7 +29,8 @@ from .readers import (
     read_idx_pair,
     read_parquet,
 )
-from .sets import DatasetSpec, Decoder, ImageSet, StreamedSet, sized
+from .sets import Decoder, ImageSet, StreamedSet, sized
+from .specs import DatasetSpec
 
 __all__ = [
     "MEMORY_LIMIT",

@@ -29,7 +29,8 @@ from capszoo.errors import CapszooError
 from .batches import Batches
 from .errors import DataError
 from .folders import FileDecoder, available_workers
-from .sets import DatasetSpec, StreamedSet
+from .sets import StreamedSet
+from .specs import DatasetSpec
 
 __all__ = ["PAPER_COUNTS", "build", "class_accuracies", "hardest", "load_judge"]
 

@@ -1,4 +1,4 @@
-"""What a data set is, and its two forms: held in memory as one tensor, or read from files by workers."""
+"""The two forms of a data set: held in memory as one tensor, or read from files by workers."""
 
 from __future__ import annotations
 
@@ -13,46 +13,9 @@ from torch import Tensor
 from .augment import resize
 from .errors import DataError
 from .generate import ByClass, Composer
+from .specs import DatasetSpec
 
-__all__ = ["DatasetSpec", "Decoder", "ImageSet", "StreamedSet", "keyed_generator", "split_validation"]
-
-
-@dataclass(frozen=True)
-class DatasetSpec:
-    """What a named data set is; `mean` and `std` are for images scaled to [0, 1]."""
-
-    name: str
-    title: str
-    label_names: tuple[str, ...]
-    input_size: tuple[int, int, int]
-    """What the model sees; stored images may be larger and are then cropped to it."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    counts: dict[str, int]
-    """Images of each split; 0 where they depend on the copy."""
-    folders: tuple[str, ...]
-    """Sub-folders in which known copies lie; "" is the folder itself."""
-    source: str
-    remedy: str
-    base: str = ""
-    """Name of the set whose images this one is composed from."""
-    labels_per_image: int | None = 1
-    """1: labels are classes [n]. Otherwise zeros and ones [n, classes]: so many of them ones, None where it varies."""
-    side: int | None = None
-    """Side of the stored images where it differs from `input_size`."""
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.label_names)
-
-    @property
-    def multi_label(self) -> bool:
-        return self.labels_per_image != 1
-
-    @property
-    def accuracy(self) -> str:
-        """What an accuracy on it counts: "top-1", or, of images with several labels, the "exact set"."""
-        return "exact set" if self.multi_label else "top-1"
+__all__ = ["Decoder", "ImageSet", "StreamedSet", "keyed_generator", "split_validation"]
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:

@@ -23,8 +23,8 @@ from .download import fetch, remote_files
 from .errors import DataError
 from .generate import Composer, Distort, Overlay, Scatter
 from .readers import idx_pair, read_cifar_binary, read_idx_pair, read_norb_matrix, read_parquet, read_svhn_mat
-from .sets import DatasetSpec, ImageSet, StreamedSet, sized
-from .specs import PREFIXES, dataset_spec
+from .sets import ImageSet, StreamedSet, sized
+from .specs import PREFIXES, DatasetSpec, dataset_spec
 
 __all__ = ["TEST_SEEDS", "load_dataset"]
 

@@ -1,15 +1,54 @@
-"""The data sets that have a name, and the prefixes of those that a path or a repository names."""
+"""What a data set is, those that have a name, and the prefixes of those that a path or a repository names."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from capszoo._suggest import unknown_name
 
 from .errors import DataError
-from .sets import DatasetSpec
 
-__all__ = ["DATASETS", "PREFIXES", "check_name", "dataset_spec"]
+__all__ = ["DATASETS", "PREFIXES", "DatasetSpec", "check_name", "dataset_spec", "list_sets", "source_name"]
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """What a named data set is; `mean` and `std` are for images scaled to [0, 1]."""
+
+    name: str
+    title: str
+    label_names: tuple[str, ...]
+    input_size: tuple[int, int, int]
+    """What the model sees; stored images may be larger and are then cropped to it."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    counts: dict[str, int]
+    """Images of each split; 0 where they depend on the copy."""
+    folders: tuple[str, ...]
+    """Sub-folders in which known copies lie; "" is the folder itself."""
+    source: str
+    remedy: str
+    base: str = ""
+    """Name of the set whose images this one is composed from."""
+    labels_per_image: int | None = 1
+    """1: labels are classes [n]. Otherwise zeros and ones [n, classes]: so many of them ones, None where it varies."""
+    side: int | None = None
+    """Side of the stored images where it differs from `input_size`."""
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.label_names)
+
+    @property
+    def multi_label(self) -> bool:
+        return self.labels_per_image != 1
+
+    @property
+    def accuracy(self) -> str:
+        """What an accuracy on it counts: "top-1", or, of images with several labels, the "exact set"."""
+        return "exact set" if self.multi_label else "top-1"
+
 
 PREFIXES: dict[str, str] = {
     "imagefolder:": "a folder of images in a sub-folder per class, below train/ and test/ (or val/)",
@@ -215,6 +254,22 @@ def _prefix(name: str) -> str | None:
     return next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
 
 
+def source_name(data: str | Path) -> str:
+    """What images `data` names: a data set's name, a prefixed name, or the prefixed name of a folder of images.
+
+    Raises:
+        DataError: neither of them.
+    """
+    text = str(data)
+    if text in DATASETS or _prefix(text):
+        return text
+    if not Path(text).expanduser().is_dir():
+        raise DataError(
+            f"{text}: no such folder; --data takes a folder with a sub-folder of images per class, or hf:OWNER/NAME"
+        )
+    return f"imagefolder:{text}"
+
+
 def check_name(name: str) -> str:
     """The name itself, where `load_dataset` would know what it means; else `DataError` with the nearest known one."""
     prefix = _prefix(name)
@@ -232,3 +287,20 @@ def dataset_spec(name: str) -> DatasetSpec:
     if _prefix(name):
         raise DataError(f"what {name} holds is known once it is loaded")
     raise DataError(unknown_name("data set", name, [*DATASETS, *(f"{prefix}…" for prefix in PREFIXES)]))
+
+
+def list_sets() -> list[dict[str, str]]:
+    """Every data set by name, and the prefixes of those that a path or a repository names."""
+    named = [
+        {
+            "name": name,
+            "input": "x".join(map(str, spec.input_size)),
+            "splits": ", ".join(f"{split} {count:,}" for split, count in spec.counts.items()),
+            "title": spec.title,
+        }
+        for name, spec in DATASETS.items()
+    ]
+    prefixed = [
+        {"name": f"{prefix}…", "input": "", "splits": "", "title": what} for prefix, what in PREFIXES.items()
+    ]
+    return named + prefixed

@@ -297,7 +297,7 @@ def colour_bar(figure: Any, drawn: Any, axes: list[Any]) -> None:
     """The scale of :func:`draw_couplings`, to the right of ``axes``."""
     bar = figure.colorbar(drawn, ax=axes, extend="max", shrink=0.8, aspect=25, ticks=[0, 0.5, 1, 1.5, 2])
     bar.ax.set_yticklabels(["0", "0.5", "1 (even)", "1.5", "2"], fontsize=8)
-    bar.set_label("coupling, multiples of an even share", fontsize=8)
+    bar.set_label("× even share", fontsize=8)
 
 
 def _hatch(axis: Any, explanation: Explanation) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+from .._csv import write_csv
+from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError, require
 
 __all__ = [
+    "STYLES",
     "for_display",
     "image_style",
     "new_figure",
@@ -27,20 +30,56 @@ __all__ = [
     "write_numbers",
 ]
 
-#: Dots per inch of a picture of pixels, unless :func:`style` says otherwise.
-DPI = 150
 
-_dpi = ContextVar("dpi", default=DPI)
+@dataclass(frozen=True)
+class Style:
+    """How pictures are saved.
+
+    Attributes:
+        dpi: dots per inch (PNG; vector formats have none).
+        scale: factor of the sizes of text, lines and markers; a figure keeps its size in inches.
+    """
+
+    dpi: int = 150
+    scale: float = 1.0
+
+
+#: Styles by name: for a page on a screen, a printed column, and slides.
+STYLES = {"screen": Style(), "paper": Style(300, 0.8), "talk": Style(150, 1.4)}
+
+_style = ContextVar("style", default=STYLES["screen"])
 
 
 @contextmanager
-def style(dpi: int = DPI) -> Iterator[None]:
-    """Pictures saved inside have so many dots per inch (PNG; vector formats have none)."""
-    token = _dpi.set(dpi)
+def style(dpi: int | None = None, name: str = "screen") -> Iterator[None]:
+    """Save the pictures inside in a style.
+
+    Args:
+        dpi: dots per inch; None is the style's own number.
+        name: a key of :data:`STYLES`.
+
+    Raises:
+        UsageError: an unknown style.
+    """
+    if name not in STYLES:
+        raise UsageError(unknown_name("style", name, STYLES))
+    chosen = STYLES[name]
+    token = _style.set(Style(dpi or chosen.dpi, chosen.scale))
     try:
         yield
     finally:
-        _dpi.reset(token)
+        _style.reset(token)
+
+
+def _scale(figure: Any, factor: float) -> None:
+    """Change the sizes of text, lines and markers of a drawn figure."""
+    from matplotlib.lines import Line2D
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_fontsize(text.get_fontsize() * factor)
+    for line in figure.findobj(Line2D):
+        line.set(linewidth=line.get_linewidth() * factor, markersize=line.get_markersize() * factor)
 
 
 def require_matplotlib(what: str) -> None:
@@ -76,11 +115,17 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
         CapszooError: the file cannot be written.
         UsageError: a suffix that is no image format.
     """
+    import matplotlib
+
+    chosen = _style.get()
+    if chosen.scale != 1:
+        _scale(figure, chosen.scale)
     path = Path(path)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # its suffix says the format
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, dpi=_dpi.get(), metadata={"Description": about} if about else None)
+        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: journals refuse matplotlib's Type 3
+            figure.savefig(temporary, dpi=chosen.dpi, metadata={"Description": about} if about else None)
         temporary.replace(path)
     except ValueError:
         raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg") from None
@@ -103,15 +148,7 @@ def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[
     Raises:
         CapszooError: the file cannot be written.
     """
-    path = picture.with_suffix(".csv")
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(header)
-            writer.writerows(rows)
-    except OSError as e:
-        raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
-    return path
+    return write_csv(picture.with_suffix(".csv"), header, rows)
 
 
 def save_columns(

@@ -20,6 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from capszoo._verbosity import is_quiet
+
 from ..evaluation.plots import draw_curves
 from .checkpoints import write_atomically
 from .history import read_records
@@ -32,7 +34,7 @@ except ModuleNotFoundError as error:
         "training needs matplotlib and tensorboard: pip install 'capszoo[train]'"
     ) from error
 
-__all__ = ["RunLog"]
+__all__ = ["RunLog", "accuracy_line", "epoch_line", "weights_line"]
 
 SECONDS_BETWEEN_LINES = 60
 SECONDS_BETWEEN_CURVES = 60  # drawing takes a second, which is an epoch of a small run
@@ -57,6 +59,22 @@ def epoch_line(record: Mapping[str, Any], epochs: int) -> str:
     return ", ".join([*parts, str(timedelta(seconds=round(record["seconds"])))])
 
 
+def weights_line(path: Path) -> str:
+    """Where a finished run's weights are."""
+    return f"weights in {path}"
+
+
+def accuracy_line(split: str, accuracy: str, figures: Mapping[str, Any]) -> str:
+    """The accuracy on a split, in one line.
+
+    Args:
+        split: "validation" or "test".
+        accuracy: what it counts, `DatasetSpec.accuracy`.
+        figures: with ``top1`` (per cent) and ``n``.
+    """
+    return f"{split}: {accuracy} {figures['top1']:.2f}% of {figures['n']:,} images"
+
+
 class RunLog:
     """One run's log; on all processes but the first it does nothing.
 
@@ -71,7 +89,7 @@ class RunLog:
         self.out, self.active, self.total, self.done = out, active, total, done
         self.metrics = out / "metrics.jsonl"
         self.began = self.shown = self.drawn = time.monotonic()
-        self.console = Console(quiet=not active, highlight=False)
+        self.console = Console(quiet=not active or is_quiet(), highlight=False)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -80,7 +98,7 @@ class RunLog:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
-            disable=not (active and self.console.is_terminal),
+            disable=not (active and self.console.is_terminal and not is_quiet()),
         )
         self.task = self.progress.add_task("training", total=total, completed=done, note="")
         self.events: Any = None
@@ -132,6 +150,13 @@ class RunLog:
 
     def say(self, line: str) -> None:
         self.progress.console.print(line, soft_wrap=True, markup=False)
+
+    def result(self, line: str) -> None:
+        """Print a line that `--quiet` does not hide."""
+        if self.active and is_quiet():
+            print(line)
+        else:
+            self.say(line)
 
     def close(self) -> None:
         self.progress.stop()

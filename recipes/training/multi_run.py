@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from capszoo._verbosity import is_quiet
+
 from ..config import Recipe, RecipeError, load_recipe
 from ..weights import amend_metadata, finished_metadata, finished_run
 from .checkpoints import write_atomically
@@ -111,7 +113,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
     # Without a share of the cores each, all would use all of them and wait for each other.
     threads = str(max(1, (os.cpu_count() or 1) // max(parallel, 1)))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
-    console = Console(highlight=False)
+    console = Console(quiet=is_quiet(), highlight=False)
     waiting, processes = list(jobs), list[_Process]()
     deadline = time.monotonic() + 60 * minutes if minutes is not None else None
     with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:

@@ -98,7 +98,9 @@ def test_from_the_command_to_predict_and_export(root: Path, digits: ImageSet, tm
     assert raw["metrics"]["test"]["n"] == 20 and raw["metrics"]["validation"]["n"] == 12
     assert set(raw["dataset"]["sha256"]) == {"train", "val", "test"}
     assert raw["metrics"]["test"]["top1"] > 60, "these weights know digits; by chance it would be 33"
-    assert f"test: top1 {raw['metrics']['test']['top1']}" in done.stdout
+    line = f"test: top-1 {raw['metrics']['test']['top1']:.2f}% of 20 images"
+    assert done.stdout.count("test: ") == 1 and line in done.stdout
+    assert done.stdout.count("weights in ") == 1
     card = ModelCard((out / "README.md").read_text())
     assert f"Fine-tuned from `{MODEL}`" in card.text and "optimistic" in card.text
     per_class = raw["per_class"]
