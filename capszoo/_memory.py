@@ -18,7 +18,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 def keep_freed_memory() -> bool:
     """Tell the C library to give no freed memory back to the system until the process ends.
 
-    Training and evaluation on a CPU do so by themselves (:mod:`capszoo.recipes`). Call it once in a program of your
+    Training and evaluation on a CPU call it (:mod:`capszoo.recipes`). Call it once in a program of your
     own, before its first large tensors. The process stays as large as it was at its largest. The environment variable
     ``CAPSZOO_KEEP_MEMORY=0`` forbids it.
 

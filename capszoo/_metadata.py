@@ -29,7 +29,7 @@ HUB_ORG = "capszoo"
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """A checkpoint's metadata file. ``raw`` holds the whole of it (recipe, metrics, seeds, …)."""
+    """A checkpoint's metadata file. ``raw`` holds everything (recipe, metrics, seeds, …)."""
 
     architecture: str
     tag: str

@@ -145,7 +145,7 @@ class MarginLoss(nn.Module):
 
 
 class SpreadLoss(nn.Module):
-    """:func:`spread_loss` whose margin rises from ``margin_low`` to ``margin`` as training goes on.
+    """:func:`spread_loss` whose margin rises from ``margin_low`` to ``margin`` during training.
 
     Call :meth:`set_progress` with the share of the training that is done, e.g. once an epoch; the straight line is
     our choice. ``margin_low=None`` keeps the margin fixed ("fix_m" in Li et al. 2018, Table 5).

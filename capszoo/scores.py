@@ -1,7 +1,7 @@
 """What class scores mean, and how they become probabilities.
 
 A model's scores are whatever its loss was written for: logits, capsule lengths, EM activations. Their argmax is the
-prediction in every case; as numbers they say something only together with their kind. The kind stands in the metadata
+prediction in every case; as numbers they say something only together with their kind. The kind is part of the metadata
 of the weights (``score_kind``), and :func:`probabilities` turns scores of any kind into numbers between 0 and 1.
 """
 

@@ -1,4 +1,4 @@
-"""Everything that is known of a model, for ``capszoo info``: size, arithmetic, the papers' figures, our weights."""
+"""Everything that is known of a model, for ``capszoo info``: size, arithmetic, the papers' results, our weights."""
 
 from __future__ import annotations
 

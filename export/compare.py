@@ -43,7 +43,7 @@ PROBES = ("random", "zero", "constant", "x100")
 #: more work, and would take a core from whatever is measured next.
 SETTLE = 0.05
 
-# Outputs smaller than this are compared as if they were this large: near zero a relative figure says nothing.
+# Outputs smaller than this are compared as if they were this large: near zero a relative difference says nothing.
 _SCALE_FLOOR = 1e-3
 
 

@@ -38,7 +38,7 @@ OUTPUTS = ("scores", "poses", "activations", "couplings")
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
 
 #: Allowed difference as a share of the largest output. Those of bf16, with its 8 bits, and of int8, on real images
-#: only, are our choice; int8 is held to its accuracy besides.
+#: only, are our choice; int8 must keep its accuracy, too.
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "int8": 0.25}
 
 #: All probes, batches and graphs, or some.
@@ -102,7 +102,7 @@ class ExportOptions:
             compute in it (:mod:`capszoo.export.passes.int8`).
         uint8_input: take images as uint8 and normalise them inside the graph.
         optimize: let the exporter fold constants and simplify.
-        check: run the gate; without it the report says that nothing was proved.
+        check: run the gate; without it the report says that nothing was checked.
         gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
             batch 1 and an odd one).
         runtime: what the ONNX file is written for. ``cpu``: EM layers of windows a few positions at a time and, in

@@ -66,7 +66,7 @@ class PreparedModel:
         return str(dtype).removeprefix("torch.")
 
     def example(self, count: int) -> torch.Tensor:
-        """So many black images."""
+        """A batch of black images."""
         dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
         return torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
 

@@ -39,7 +39,7 @@ class GateStep:
 
 @dataclass
 class ExportReport:
-    """What was exported and what has been proved about it.
+    """What was exported, and the checks that it passed.
 
     Attributes:
         path: the ONNX file.

@@ -1,4 +1,4 @@
-"""AOTInductor packages: the model compiled ahead of time for the device at hand, run without Python code of ours.
+"""AOTInductor packages: the model compiled ahead of time for the present device, run without Python code of ours.
 
 A package (``.pt2``) belongs to the kind of device it was compiled on; the portable ``torch.export`` program beside it
 is compiled again on another by :func:`compile_program` (``python -m capszoo.export.to_aoti PROGRAM OUT``).
@@ -93,7 +93,7 @@ def recompile_command(package: str = "model.pt2") -> str:
 def write(
     prepared: PreparedModel, folder: Path, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Write the portable program and the package for the device at hand, and prove the package equal.
+    """Write the portable program and the package for the present device, and compare the package with the original.
 
     Returns:
         What the manifest says of it.

@@ -1,4 +1,4 @@
-"""A model as an ONNX file, written only once it has been proved equal to the original.
+"""A model as an ONNX file, written only if its outputs equal the original's.
 
 >>> from capszoo.export.to_onnx import export
 >>> report = export("resnet20_routingcaps", "digits.onnx")
@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 
-#: From so many nodes on the exporter's optimisation is kept from quadratic time.
+#: Number of nodes from which the exporter's optimisation is kept from quadratic time.
 MANY_NODES = 2000
 
 
@@ -226,7 +226,7 @@ def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
 def linear_rewriting(nodes: int) -> Iterator[None]:
     """onnxscript's optimisation without what takes quadratic time, for large graphs.
 
-    For a rule whose pattern ends in several nodes it lists the whole graph anew at every node: minutes for the 7,000
+    For a rule whose pattern ends in several nodes it lists the whole graph again at every node: minutes for the 7,000
     nodes of a network of a hundred layers. There is one such rule (two slices become a Split), and nothing needs it.
     """
     from onnxscript import rewriter

@@ -268,7 +268,7 @@ def write(
     progress: Callable[[str], None] | None = None,
     trt: Any = None,
 ) -> tuple[dict[str, Any], list[GateStep]]:
-    """Write the profile, the command, and where TensorRT is at hand the engine, into a bundle.
+    """Write the profile, the command, and where TensorRT is installed the engine, into a bundle.
 
     Returns:
         What the manifest says of it (``note`` is empty where the engine was built), and the steps of the gate.

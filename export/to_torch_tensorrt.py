@@ -4,7 +4,7 @@
 >>> fast = compile_module(model, batch=(1, 8, 32), precision="fp16")
 >>> scores = fast(images.cuda())
 
-What TensorRT does not take runs in PyTorch. The module is held to the original on the gate's probes before it is
+What TensorRT does not take runs in PyTorch. The module is compared with the original on the gate's probes before it is
 returned. Torch-TensorRT's API is that of its documentation (2.x, ``torch_tensorrt.dynamo.compile``); no model of the
 project has been compiled with it yet, for it needs an NVIDIA GPU.
 """

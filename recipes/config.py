@@ -138,7 +138,7 @@ class DataConfig(_Section):
     """Images carved out of the training set for validation; nothing is selected on the test set."""
     val_seed: Seed = 0
     limit: Positive | None = None
-    """Train on the first so many images only (after the validation split): for trials."""
+    """Train on the first N images only (after the validation split): for trials."""
     augment: AugmentConfig = AugmentConfig()
     validation: Literal["carved", "stratified", "own"] = "carved"
     """Where validation images come from: val_size of the training set; of each class its share of those; or the data
@@ -260,7 +260,7 @@ class Recipe(_Section):
     clip_grad: Rate | None = None
     """Largest norm of the gradient."""
     early_stop: Positive | None = None
-    """Stop after so many epochs without a better validation accuracy; the best epoch's weights are kept."""
+    """Stop after N epochs without a better validation accuracy; the best epoch's weights are kept."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential average of the weights; it is what is evaluated and exported."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

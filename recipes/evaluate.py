@@ -1,6 +1,6 @@
 """Accuracy of a model on a data set: what `capszoo eval` counts, and `python -m capszoo.recipes.evaluate` in short.
 
-For a name with weights the data set is that of its metadata, and the figure is held against the stated one.
+For a name with weights the data set is that of its metadata, and the accuracy is compared with the stated one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code: 0, or 1 for a failure or a figure that differs from the stated one."""
+    """Command line; returns the exit code: 0, or 1 for a failure or an accuracy that differs from the stated one."""
     parser = argparse.ArgumentParser(prog="python -m capszoo.recipes.evaluate", description=__doc__)
     parser.add_argument(
         "model", help="name with weights, or path of a .safetensors file with its .json beside it"

@@ -2,7 +2,7 @@
 
 A model with weights and a folder of images become a recipe, and `train` does the rest: one loop, the same run folder,
 exact resume by the same command. What this file decides are the settings that the model and the data leave open; all
-of them stand in the run's `recipe.yaml`, and `overrides` changes any. At the end the folder also holds the names of the
+of them are in the run's `recipe.yaml`, and `overrides` changes any. At the end the folder also holds the names of the
 classes, a confusion matrix and a model card.
 """
 
@@ -270,7 +270,7 @@ def finetune(
     stop_after: int | None = None,
     accept_data: bool = False,
 ) -> dict[str, Any]:
-    """Fine-tune a model, or go on where an earlier call with the same arguments stopped.
+    """Fine-tune a model, or resume an interrupted call with the same arguments.
 
     Arguments:
         model: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file; with `from_scratch` also an
@@ -285,7 +285,7 @@ def finetune(
         img_size: side of the images; None takes that of the weights.
         freeze: "body", "all" (but the class capsules), or modules by name.
         layer_decay: factor of the learning rate from each layer to the one before it; None takes the default, 1 none.
-        epochs: at most so many; None takes as many as give about `UPDATES` updates.
+        epochs: maximum number; None takes as many as give about `UPDATES` updates.
         from_scratch: start from random weights, for comparison.
         skip_bad: leave out images that cannot be read.
         overrides: `key=value` lines that change keys of the recipe, as `capszoo train --set` does.

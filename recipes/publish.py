@@ -2,7 +2,7 @@
 
 Everything is written into a folder, loaded back from it and held against the golden outputs before the first call; then
 it goes up as one commit. Whatever stops it half-way (no network, no right, a limit) is one line, and the same command
-goes on: large files that arrived are not sent again, and what has not changed is not committed again.
+resumes: large files that arrived are not sent again, and what has not changed is not committed again.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def publish(
         say: told what is going on, a line each.
 
     Returns `{"repo_id", "model", "files": [{"name", "bytes", "sha256"}], "url", "commit", "changed"}`; the last three
-    are None with `dry_run`, and `changed` is False where the repository held all of it already.
+    are None with `dry_run`, and `changed` is False where the repository held everything already.
 
     Raises:
         UsageError: no name of a repository.
@@ -275,7 +275,7 @@ def publish_all(
 ) -> list[dict[str, Any]]:
     """Publish every checkpoint of the zoo as `<org>/<name>`; arguments and errors as for `publish`.
 
-    The first failure ends it: the next call finds what is there already, and goes on.
+    It stops at the first failure: the next call finds what is there already, and resumes.
     """
     done: list[dict[str, Any]] = []
     for name in bundled_tags():

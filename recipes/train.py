@@ -195,7 +195,7 @@ def train(
     threads: int | None = None,
     accept_data: bool = False,
 ) -> dict[str, Any]:
-    """Train a recipe to its end, or go on where an earlier run of it stopped.
+    """Train a recipe to its end, or resume an interrupted run.
 
     Arguments:
         recipe: path of a YAML file, name of a recipe that comes with the package, or a `Recipe`.
@@ -204,10 +204,10 @@ def train(
         data: folder of the data set; None asks `CAPSZOO_DATA`. Or what `load_data` has read of it for this recipe.
         resume: False refuses a folder that already holds a run.
         cpu: leave an accelerator unused.
-        stop_after: checkpoint and stop after so many updates of this call (for trials and tests).
+        stop_after: number of updates of this call after which it saves and stops (for trials and tests).
         profile: name of one of the recipe's profiles; None takes its own settings.
         threads: CPU threads; None: those that the run began with, else PyTorch's.
-        accept_data: go on with other images than those that the run has seen so far.
+        accept_data: continue with other images than those that the run has seen so far.
 
     Returns `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
     `"validation"` and `"test"`, as far as there are such images.
@@ -322,7 +322,7 @@ def _normalises(net: nn.Module) -> bool:
 
 
 def _start(run: Run) -> tuple[TrainState, RunLog]:
-    """The state that the run goes on from, and its log."""
+    """The state that the run resumes from, and its log."""
     with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
         epoch = checkpoint.state["step"] // run.steps if checkpoint else 0

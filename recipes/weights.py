@@ -2,7 +2,7 @@
 
 `python -m capszoo.recipes.weights RUN` copies a finished run's files into the package's `weights/` folder; weights that
 are too large for a wheel go to `weights-large/` at the top of the checkout, while their metadata stays in the package.
-Weights of more than `FILE_LIMIT` bytes are stored in half precision, and the figures are those of the file as stored.
+Weights of more than `FILE_LIMIT` bytes are stored in half precision, and the metrics are those of the file as stored.
 `--half` stores smaller ones so, too, and evaluates the new file: for a package that is nearly full.
 """
 
@@ -141,7 +141,7 @@ def _metadata_text(metadata: Mapping[str, Any]) -> str:
 
 
 def amend_metadata(weights: Path, **more: Any) -> WeightsInfo:
-    """Add to the metadata beside a weights file what was found out about it later; returns them anew."""
+    """Add to the metadata beside a weights file what was found out about it later; returns the new metadata."""
     path = weights.with_suffix(".json")
     write_atomically(path, _metadata_text(json.loads(path.read_text(encoding="utf-8")) | more))
     return WeightsInfo.from_json(path)
@@ -155,7 +155,7 @@ def golden_file(info: WeightsInfo) -> Path:
 
 
 def finished_run(run: str | Path) -> Path:
-    """The weights that a finished run left in its folder, whose metadata states figures.
+    """The weights that a finished run left in its folder, whose metadata states metrics.
 
     Raises `WeightsError` where there are none. Whether the two belong together, `checked_pair` finds out.
     """
@@ -272,7 +272,7 @@ def _write_golden(weights: Path, pixels: Tensor, mean: tuple[float, ...], std: t
 
 
 def store_half(run: str | Path, data: str | Path | None = None) -> Path:
-    """A finished run's weights in half precision, with the test figure and golden outputs of that file.
+    """A finished run's weights in half precision, with the test accuracy and golden outputs of that file.
 
     The three files lie in the run's folder `half/`, from where `bundle` takes them.
 

@@ -100,7 +100,7 @@ def replace_block(text: str, block: str, content: str) -> str:
 def model_table() -> str:
     """The registry as a markdown table."""
     lines = [
-        "| model | parameters | input | what it is, and the paper's figures | paper |",
+        "| model | parameters | input | description, and the paper's results | paper |",
         "|---|---:|---:|---|---|",
     ]
     for name in capszoo.list_models():
@@ -140,7 +140,7 @@ def defaults_table() -> str:
 def results_table() -> str:
     """The checkpoints and their measured figures, from the metadata beside the weights."""
     lines = [
-        "| weights | data set | top-1, % | wrong of | runs | the paper's figure there | parameters | recipe |",
+        "| weights | data set | top-1, % | wrong of | runs | paper | parameters | recipe |",
         "|---|---|---:|---:|---|---|---:|---|",
     ]
     for name, info in bundled_tags().items():
@@ -167,7 +167,7 @@ def _unless_top1(info: WeightsInfo) -> str:
 def recipe_table() -> str:
     """The recipes: the papers' figures, ours, the commands, what a run costs."""
     lines = [
-        "| recipe | the paper's figure | ours, top-1 % | command | cost |",
+        "| recipe | paper | ours, top-1 % | command | cost |",
         "|---|---|---|---|---|",
     ]
     trained = bundled_tags()

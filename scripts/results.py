@@ -66,7 +66,7 @@ def times_file(docs: Path) -> Path:
 
 
 def write_times(docs: Path) -> bool:
-    """Draw time to accuracy anew where the picture is missing or drawn from other runs; whether it was."""
+    """Draw time to accuracy again where the picture is missing or drawn from other runs; whether it was."""
     infos, path = list(bundled_tags().values()), times_file(docs)
     if path.is_file() and times_source(infos) in path.read_text(encoding="utf-8"):
         return False
@@ -97,7 +97,7 @@ def stale_curves(docs: Path) -> list[Path]:
 
 
 def write_curves(path: Path) -> None:
-    """Draw the picture anew; remove that of a checkpoint that is gone."""
+    """Draw the picture again; remove that of a checkpoint that is gone."""
     info = bundled_tags().get(path.stem)
     if info is None:
         path.unlink()

@@ -22,6 +22,7 @@ DEFAULT_TAGS = {
     "capsnet_dynamic": "mnist",
     "capsnet_em_norb_small": "mnist",
     "cnn_routingpool": "fashion_mnist",
+    "efficient_capsnet": "mnist",
     "encapnet6_master": "mnist",
     "idpa_cnn": "mnist",
     "idpa_resnet": "cifar10",

@@ -190,7 +190,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str) -> _Column:
                     visible=False,
                     elem_id=f"iterations-{number}",
                 )
-                settled = picture("Couplings after so many iterations", "settled")
+                settled = picture("Couplings after each iteration", "settled")
             answer = gr.State(None, time_to_live=3600)
     return _Column(
         model,

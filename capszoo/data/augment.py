@@ -45,7 +45,7 @@ class Augment:
         shear: largest horizontal shear, either way: a row y pixels off the middle moves by shear * y.
         scale: smallest and largest factor of the size.
         shift: largest shift in pixels, filled with black; the same as padding by it and cropping at random.
-        flip: mirror half of the images left to right, drawn anew in each epoch; or ``"alternating"``: an image that is
+        flip: mirror half of the images left to right, drawn again in each epoch; or ``"alternating"``: an image that is
             mirrored in one epoch is not in the next, which half begins is drawn once (Jordan 2024, arXiv:2404.00498).
         pad_mode: what a shift brings in: ``"constant"`` (black) or ``"reflect"`` (the image mirrored at its edge).
         cutout: side in pixels of a square that is set to the data set's mean, its middle drawn uniformly over the

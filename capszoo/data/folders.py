@@ -50,7 +50,7 @@ _VAL_NAMES = ("val", "validation", "valid")
 _SPLITS = {"train": ("train",), "val": _VAL_NAMES, "test": ("test", *_VAL_NAMES)}
 """Names in use for each split; a set that has no test split is tested on its validation split."""
 _MODE_SAMPLE = 1000
-"""So many images, evenly spaced, tell whether a set has colour."""
+"""Number of images, evenly spaced, that decide whether a set has colour."""
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

@@ -186,7 +186,7 @@ def build(
 
     Arguments:
         folder: a copy of ILSVRC 2012 with its annotations.
-        out: where to write; a call that was cut short goes on.
+        out: where to write; an interrupted call resumes.
         accuracies: top-1 accuracy of each class, from `class_accuracies` or another source.
         count: number of classes.
 

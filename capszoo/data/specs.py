@@ -32,7 +32,7 @@ class DatasetSpec:
     base: str = ""
     """Name of the set whose images this one is composed from."""
     labels_per_image: int | None = 1
-    """1: labels are classes [n]. Otherwise zeros and ones [n, classes]: so many of them ones, None where it varies."""
+    """1: labels are classes [n]. Otherwise zeros and ones [n, classes]: this many ones, None where it varies."""
     side: int | None = None
     """Side of the stored images where it differs from `input_size`."""
 
@@ -56,7 +56,7 @@ PREFIXES: dict[str, str] = {
     "idx:": "a folder of four idx files, named like MNIST's",
     "hf:": "a repository of the Hub (OWNER/NAME) below a data folder, or the path of a copy",
 }
-"""Names that go on with a path or repository, and what stands there."""
+"""Prefixes that a path or repository follows, and what it must be."""
 
 _MNIST = DatasetSpec(
     name="mnist",
@@ -76,7 +76,7 @@ _SMALLNORB = DatasetSpec(
     title="smallNORB",
     label_names=("animal", "human", "airplane", "truck", "car"),
     input_size=(2, 32, 32),
-    # Not recomputed, as the files are not at hand; a public implementation's figures, rounded.
+    # Not recomputed, as the files are not available; a public implementation's values, rounded.
     mean=(0.72, 0.72),
     std=(0.12, 0.12),
     counts={"train": 24_300, "test": 24_300},

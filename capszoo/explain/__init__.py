@@ -6,7 +6,7 @@
 
 ``heat_map`` shows where a prediction came from and ``reconstructions`` what a decoder makes of the capsules;
 ``routing_stats`` measures couplings and votes, ``convergence`` what each iteration of routing changes; ``plotting``
-is what all figures share.
+is what all pictures share.
 """
 
 from .heat_map import Explanation, class_index, explain, save_figure, save_heat_grid

@@ -259,7 +259,7 @@ LEAST, MOST = 0.0, 2.0
 #: Largest deviation from an even share that is not drawn.
 EVEN_WITHIN = 0.1
 
-#: What stands in the place of a map that is even.
+#: Drawn instead of a map that is even.
 NOTHING = "even within 10%:\nnothing to see"
 
 

@@ -88,7 +88,7 @@ def require_matplotlib(what: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches, which needs no display.
+    """An empty figure, which needs no display.
 
     Raises:
         CapszooError: matplotlib is not installed.

@@ -37,7 +37,7 @@ class LayerStats:
     """One routing layer.
 
     Attributes:
-        positions: places at which the routing is done anew.
+        positions: positions that are routed separately.
         parents, children: capsules of each place.
         over: what the couplings sum to 1 over, ``"parents"`` or ``"children"``.
         entropy: mean normalised entropy; None where there is nothing to choose from.

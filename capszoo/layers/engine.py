@@ -358,7 +358,7 @@ def use_engines(*names: str, target: str = "") -> Iterator[None]:
     """Inside, engines of these names are taken wherever they can, whether they pay or not; in the whole process.
 
     Layers that have none of them, or where none can, choose as always. The environment variable ``CAPSZOO_ENGINES``
-    (names with commas between) does the same from the start. What was compiled before is compiled anew.
+    (names with commas between) does the same from the start. What was compiled before is compiled again.
 
     Args:
         names: such as ``"reference"``, in order of preference; none keeps those in force.

@@ -303,7 +303,7 @@ class CapsuleNet(nn.Module):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        """A fresh class layer for ``num_classes``, or what stands in its place where that is 0."""
+        """A fresh class layer for ``num_classes``, or its replacement where that is 0."""
         raise NotImplementedError
 
     def _set_classifier(self, layer: nn.Module) -> None:

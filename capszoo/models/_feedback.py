@@ -159,7 +159,7 @@ class FeedbackAgreement(nn.Module):
         self._handles.append(model.register_forward_pre_hook(_Begin(store, "")))
         for name in dict.fromkeys(name for pair in self.pairs for name in pair):
             self._handles.append(modules[name].register_forward_hook(_Keep(store, name)))
-        # even if the forward raises, the model must not go on listening
+        # even if the forward raises, the hooks must be removed
         self._handles.append(model.register_forward_hook(_End(store, ""), always_call=True))
 
     def _dry_run(

@@ -56,7 +56,7 @@ def check_demand(
         create: makes the model that the metadata describe; called where parameters take no memory.
         state_dict: the tensors of the file.
         where: what an error names.
-        keys: parameters that the caller makes anew, which are not counted.
+        keys: parameters that the caller re-initialises, which are not counted.
 
     Raises:
         WeightsError: the model has more than a tenth and :data:`MAX_FRESH_NUMBERS` numbers beyond the file's, or a

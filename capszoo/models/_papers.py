@@ -1,8 +1,8 @@
-"""What the papers report for each architecture: data set, metric, figure and where it stands.
+"""What the papers report for each architecture: data set, metric, value and where it is reported.
 
 ``PAPERS`` has an entry for every registered name, in the order of the papers' own tables; an empty one means that no
 paper gives a figure for exactly this network. Figures are the papers' (errors and accuracies in percent on the test
-set), never ours: ours stand in the metadata beside the weights. ``capszoo info`` and the README's model table show
+set), never ours: ours are in the metadata beside the weights. ``capszoo info`` and the README's model table show
 both.
 """
 
@@ -14,14 +14,14 @@ __all__ = ["PAPERS", "PaperFigure"]
 
 
 class PaperFigure(NamedTuple):
-    """One figure of a paper.
+    """One result of a paper.
 
     Attributes:
         dataset: data set as the paper has it.
         metric: ``"error"`` or ``"accuracy"``, in percent.
         value: the figure.
         source: paper and table.
-        note: what sets this figure apart from the others of the same network.
+        note: what sets this result apart from the others of the same network.
     """
 
     dataset: str

@@ -2,9 +2,9 @@
 
 A checkpoint of the zoo is a pair of files, ``<architecture>.<tag>.safetensors`` and ``<architecture>.<tag>.json``.
 The json is what makes a tag exist: it states the architecture and its arguments, the input it was trained for, the
-recipe, the measured figures and the sha256 of the weights. It lies in the package. Weights are looked for beside it, in
-``weights-large/`` of a checkout (for those too large for a wheel), and at last on the Hub (its client's cache, then the
-network).
+recipe, the measured accuracy and the sha256 of the weights. It lies in the package. Weights are looked for beside it,
+in ``weights-large/`` of a checkout (for those too large for a wheel), and at last on the Hub (its client's cache, then
+the network).
 
 Nothing but safetensors is ever read, and only after its sha256 has been checked: against the json's, or for a
 repository of the Hub against the one in its ``config.json``.
@@ -177,7 +177,7 @@ def limit_hub_waits() -> None:
 
 
 def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig:
-    """The ``config.json`` of a repository of the Hub; one that is damaged in the client's cache is fetched anew.
+    """The ``config.json`` of a repository of the Hub; one that is damaged in the client's cache is downloaded again.
 
     Raises:
         WeightsError: what the Hub gives is no configuration of a model.
@@ -219,7 +219,7 @@ def download_weights(
 ) -> Path:
     """Fetch the safetensors of a Hub repository (or take it from the client's cache), and check it.
 
-    A file with the wrong sha256 is taken out of the cache again, so that the next call fetches it anew.
+    A file with the wrong sha256 is taken out of the cache again, so that the next call downloads it again.
 
     Args:
         repo_id: ``user/repository``, with ``@revision`` where it is not the newest.

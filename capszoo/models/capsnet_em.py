@@ -212,7 +212,7 @@ class EMCapsNet(EMNetBase):
         self._make_head()
 
     def _settings(self, children: int, parents: int) -> Dict[str, Any]:
-        """Arguments of a routing layer with so many children and parents."""
+        """Arguments of a routing layer with the given numbers of children and parents."""
         start, step = (lam * parents / children for lam in self._lam)
         return dict(self._routing, lam_start=start, lam_step=step)
 

@@ -245,7 +245,7 @@ def compare_bundle(
         ``reference``, ``images`` (how many), ``differences`` (one per other runner) and ``timings``.
 
     Raises:
-        CapszooError: no bundle, or a runtime that is not at hand.
+        CapszooError: no bundle, or a runtime that is not installed.
         UsageError: fewer than two runners, or an unknown one.
     """
     if len(kinds) < 2:

@@ -1,4 +1,4 @@
-"""Write a bundle: the model's files, what they were proved to do, and all that a client must know.
+"""Write a bundle: the model's files, the checks that they passed, and all that a client must know.
 
 The folder is written under a temporary name beside its own and renamed at the end: a failure or a kill leaves no
 half-written bundle under that name, and an older one as it was.
@@ -116,7 +116,7 @@ def _write_engines(
 
 
 def _describe_export(report: ExportReport, spec: dict[str, Any]) -> dict[str, Any]:
-    """The manifest's part on the graph, its input and outputs, and what was proved of it."""
+    """The manifest's part on the graph, its input and outputs, and the checks that it passed."""
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "exported_with": {

@@ -1,4 +1,4 @@
-"""What is counted from scores: accuracy, its figures by class, exact sets, and whether a stated figure is met."""
+"""Metrics from scores: accuracy, recall and precision by class, exact sets, and whether a stated accuracy is met."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshol
     Arguments:
         scores: [b, n].
         labels: classes [b]; or [b, n] with a one for each class that is there, all of which must be found and no other.
-        count: how many classes each image has, where that is known: the highest so many scores are the answer.
+        count: how many classes each image has, where that is known: that many of the highest scores are the answer.
         threshold: else the scores above it are the answer (0.5 for capsule lengths, 0 for logits).
     """
     if labels.dim() == 1:
@@ -120,7 +120,7 @@ class Tally:
             self.table += torch.stack([(found * labels).sum(0), labels.sum(0), found.sum(0)]).long()
 
     def result(self, label_names: Sequence[str]) -> EvalResult:
-        """The figures; `CapszooError` where there were no images, or scores that are not finite."""
+        """The metrics; `CapszooError` where there were no images, or scores that are not finite."""
         right, first_five, finite, n = self.totals.tolist()
         if not n:
             raise CapszooError("there are no images to evaluate", "give a data set that has some")
@@ -210,5 +210,5 @@ def stated_top1(target: EvalTarget) -> float | None:
 
 
 def reproduced(stated: float, found: float, n: int) -> bool:
-    """Whether a figure is the stated one: an image may fall on the other side where a processor rounds differently."""
+    """Whether two accuracies agree: an image may fall on the other side where a processor rounds differently."""
     return abs(stated - found) <= 100 * 2 / n + 1e-9

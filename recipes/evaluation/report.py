@@ -1,4 +1,4 @@
-"""An evaluation whole: what was asked for is measured, and kept as one document with its figures."""
+"""An evaluation whole: what was asked for is measured, and kept as one document."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def measure(
         robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
         routing: routing statistics.
         data: folder of MNIST, for affNIST's protocol; None asks `CAPSZOO_DATA`.
-        limit: use so many of affNIST's images (the target's own are limited already).
+        limit: use this many of affNIST's images (the target's own are limited already).
         seed: of PGD's start and of that choice.
         progress: shows how far it is.
     """

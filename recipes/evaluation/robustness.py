@@ -267,7 +267,7 @@ def affnist(
 
     Arguments:
         data: folder of MNIST; None asks `CAPSZOO_DATA`.
-        limit, seed: use so many images of each set, drawn by the seed.
+        limit, seed: number of images of each set, drawn by the seed.
     """
     spec = dataset_spec("affnist")
     name = target.recipe.data.name or target.images.spec.name

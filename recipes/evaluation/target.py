@@ -147,7 +147,7 @@ def prepare(
         dataset: a name, or images; None takes the data set that the weights were trained on.
         split: "test", "train" or another of the data set's; "val" is the part that the recipe held out of "train".
         data: folder of the data set (None asks `CAPSZOO_DATA`), or a data set such as `imagefolder:PATH`.
-        limit: evaluate so many images, drawn by `seed`.
+        limit: number of images to evaluate, drawn by `seed`.
         crops: "single", or "multi" (see `evaluation.crops`).
         device: None takes CUDA where there is one.
 
@@ -215,7 +215,7 @@ def _is_image_folder(folder: Path) -> bool:
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:
-    """So many of the images, drawn by a seed; all of them where there are no more, or no limit."""
+    """A random sample of `limit` images, drawn by a seed; all of them where there are no more, or no limit."""
     if limit is None or limit >= len(images):
         return images
     order = torch.randperm(len(images), generator=keyed_generator(seed))

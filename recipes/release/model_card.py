@@ -260,7 +260,7 @@ def _files(info: WeightsInfo, local: bool) -> str:
     config = "recipe.yaml`: every setting" if local else "config.json`: architecture, input, labels, for timm"
     return (
         f"- `{weights}`: the weights (sha256 `{info.sha256}`), which loading checks; there is no pickle\n"
-        f"- `{metadata}`: recipe, seed, commit, data set fingerprint, figures, history\n"
+        f"- `{metadata}`: recipe, seed, commit, data set fingerprint, metrics, history\n"
         f"- `{golden}`: a few images and the scores they must get\n"
         f"- `{config}; `{LABELS}`: the labels, one a line"
     )

@@ -1,7 +1,7 @@
-"""What there is to say about a checkpoint's figures: the papers' beside ours, the settings that differ, its twins.
+"""A checkpoint's results: the papers' beside ours, the settings that differ, its twins.
 
 The README's table, `docs/results.md` and the model cards are written from here, and this from the metadata beside the
-weights: nobody types a figure twice.
+weights: nobody types a number twice.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def header_line(recipe: str, key: str) -> str:
 
 
 def as_accuracy(figure: PaperFigure) -> float:
-    """A paper's figure as accuracy in per cent."""
+    """A paper's result as accuracy in per cent."""
     return figure.value if figure.metric == "accuracy" else round(100 - figure.value, 4)
 
 
 def paper_figures(info: WeightsInfo) -> list[PaperFigure]:
-    """The papers' figures for this network on this data set.
+    """The papers' results for this network on this data set.
 
     Where the head of its recipe names some of them by their numbers (one of two pooling methods, say), these alone;
     where it says "none", none.
@@ -109,8 +109,8 @@ def went_on(info: WeightsInfo) -> bool:
 
 
 def figures_table(info: WeightsInfo) -> list[str]:
-    """Ours and the papers' figures as the lines of a markdown table."""
-    lines = [f"| figure | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
+    """Ours and the papers' results as the lines of a markdown table."""
+    lines = [f"| result | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
     for split, found in info.metadata.metrics.items():
         if found.top1 is None or found.n is None:
             continue
@@ -181,7 +181,7 @@ def shown(value: Any) -> str:
 
 
 def protocol_lines(info: WeightsInfo) -> list[str]:
-    """How the figures came about, and where that differs from the papers' way, as a markdown list."""
+    """How the results came about, and where that differs from the papers' way, as a markdown list."""
     stated = info.metadata
     lines = []
     if stated.recipe:
@@ -191,9 +191,9 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         if note := seeds_note(info):
             lines[-1] += f" All seeds of this recipe, test {counted(info)} in %: {note.removeprefix('; ')}."
         if stated.epoch:
-            lines[-1] += " It was chosen by the validation images, whose figure is therefore optimistic."
+            lines[-1] += " It was chosen by the validation images, whose accuracy is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
-            lines[-1] += " The paper's figure is what its note says (a mean of runs, or the best test epoch)."
+            lines[-1] += " The paper's result is what its note says (a mean of runs, or the best test epoch)."
     start = began_with(info)
     if start:
         whose = ", of a run that was broken off," if went_on(info) else ","
@@ -223,7 +223,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         took = f" in {seconds:,} s" + (" (this part)" if went_on(info) else "") if seconds else ""
         lines.append(f"- Trained on {stated.hardware}{took}.")
     if stated.storage != "float32":
-        lines.append(f"- Stored in {stated.storage}; the figures are those of the stored file.")
+        lines.append(f"- Stored in {stated.storage}; the accuracy is that of the stored file.")
     return lines
 
 

@@ -175,7 +175,7 @@ def clear_leftovers(run: Path) -> None:
 
 
 def room_missing(run: Path, checkpoint_bytes: int) -> int:
-    """Bytes that the disk lacks for a run whose checkpoints take so many bytes each; 0 where there is room.
+    """Bytes that the disk lacks for a run whose checkpoints take `size` bytes each; 0 where there is room.
 
     One more than are kept must fit, as the oldest goes only when the newest is there.
     """

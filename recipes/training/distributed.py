@@ -31,7 +31,7 @@ __all__ = [
 
 
 class TrainingError(CapszooError, RuntimeError):
-    """Training cannot start or go on; the message is one line that says why and what to do."""
+    """Training cannot start or continue; the message is one line that says why and what to do."""
 
 
 class PeerLost(TrainingError):

@@ -1,7 +1,7 @@
 """The queue: which recipes to train next, what is aimed at, and how far each has come.
 
 `recipes/queue.yaml` lists them, highest value first. `capszoo train --queue` trains them in that order, some side by
-side, resumes what was begun and leaves out what is finished. A folder of states (`state_folder`) carries the runs to
+side, resumes unfinished runs and skips finished ones. A folder of states (`state_folder`) carries the runs to
 another machine and back.
 """
 
@@ -143,7 +143,7 @@ def train_queue(
     path: Path = QUEUE,
     state: str | Path | None = None,
 ) -> bool:
-    """Train what the queue lists and is not finished, begun runs first.
+    """Train what the queue lists and is not finished, started runs first.
 
     Args:
         out: folder of all runs; None: `runs`.
@@ -195,7 +195,7 @@ def _train_unfinished(
     states = [one for one in queue_state(items, out) if not one.finished]
     if not states:
         return True
-    states.sort(key=lambda one: one.epoch == 0)  # stable: what was begun first, else the queue's order
+    states.sort(key=lambda one: one.epoch == 0)  # stable: started runs first, else the queue's order
     jobs = [
         Job(
             one.item.tag,

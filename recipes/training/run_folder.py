@@ -87,7 +87,7 @@ class RunLock:
     """Hold a run's folder: no other process on this machine or a shared disk may train into it.
 
     The lock goes with the process that holds it, whatever ends that, so that one that was left behind is taken over; a
-    paused process keeps it. A file system without locks gives none, and the run goes on without.
+    paused process keeps it. On a file system without locks the run continues without one.
 
     Args:
         out: the folder.
@@ -147,12 +147,12 @@ def _printable(text: str) -> str:
 
 
 def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False) -> None:
-    """Refuse to go on with other images than those that the run has seen so far.
+    """Refuse to continue with other images than those that the run has seen so far.
 
     Args:
         out: the run's folder; its `sessions.json` states the images of each start.
         fingerprints: sha256 of each split.
-        accept: go on with them all the same.
+        accept: continue all the same.
 
     Raises:
         TrainingError: the newest start that states any had others; the message names the splits.

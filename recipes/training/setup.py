@@ -239,7 +239,7 @@ def create_optimizer(
 
 
 def create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler | None:
-    """The recipe's schedule, for so many updates an epoch; None keeps the rate."""
+    """The recipe's schedule for `steps` updates an epoch; None keeps the rate."""
     settings = recipe.schedule
     scheduler, _ = create_scheduler_v2(
         optimizer,

@@ -5,8 +5,8 @@ networks tell sizes apart): early epochs on small images cost less. Between two 
 
 - weights that depend on grid positions are resampled by the network's own rule (`CapsuleNet.fit_to_size`), all others
   stay;
-- the momentum (and any other optimiser state) of the resampled tensors starts anew, that of the others stays;
-- the statistics of BatchNorm and the moving average of the weights start anew.
+- the momentum (and any other optimiser state) of the resampled tensors is reset, that of the others stays;
+- the statistics of BatchNorm and the moving average of the weights are reset.
 
 A change of stage is a function of the checkpoint at its first update, so a run that was killed there resumes exactly.
 """
@@ -129,7 +129,7 @@ def fit_weights(
 
 
 def reset_batch_norm(net: nn.Module) -> None:
-    """Let the running statistics of BatchNorm start anew."""
+    """Reset the running statistics of BatchNorm."""
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_running_stats()
