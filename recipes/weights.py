@@ -330,6 +330,9 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
             history = history_of(read_records(file.with_name("metrics.jsonl")))
             if history:  # runs of earlier versions did not write it into the metadata
                 metadata["history"] = history
+            images, loss = metadata["dataset"].get("name"), metadata.get("recipe", {}).get("loss")
+            if images in DATASETS and loss:  # nor did they write how images are read
+                metadata = reading_keys(DATASETS[images], loss["name"]) | metadata
             if not folder:
                 metadata["canonical"] = canonical_keys(dict(bundled_tags()) | {info.name: info})[info.name]
             write_atomically(into / file.name, _metadata_text(metadata))

@@ -32,20 +32,21 @@ from scripts.pictures import KINDS, kinds_of, stale_files
 
 HEAD = """# Results
 
-Every checkpoint of the zoo: the papers' figures, ours, and how ours came about. Written by `make docs` from the
-metadata beside the weights (`capszoo/weights/*.json`), the recipes and the papers' figures; a test holds the page
-against them.
+Every checkpoint of the zoo: the papers' results, ours, and how ours came about. Written by `make docs` from the
+metadata beside the weights (`capszoo/weights/*.json`), the recipes and the papers' results; a test compares the page
+with them.
 
 Accuracies are those of the stored file, in one pass over the whole test set in float32; `make eval-weights` repeats it.
-± is the standard error that the number of test images alone brings. A figure is one run's; where several seeds were
-trained, a line states their mean and standard deviation. The papers' errors are given as accuracies, too.
+± is the standard error that the number of test images alone brings. An accuracy is that of one run; where several seeds
+were trained, a line states their mean and standard deviation. The papers' errors are given as accuracies, too.
 [reproduce.md](reproduce.md) says how to train one again, [publish.md](publish.md) how a model card is made of the same
 metadata."""
 
 TWINS = """## Twins
 
 Recipes that differ in one thing, side by side. A difference within about two standard errors of the test images says
-nothing; neither does any difference between single runs say how it would be on average.
+nothing; neither does any difference between single runs say how it would be on average. Of several seeds: mean ±
+standard deviation, and the standard error of the difference of the means.
 
 | recipes | what differs | the papers' | ours | difference of ours |
 |---|---|---|---|---|"""
@@ -127,21 +128,28 @@ def _section(info: WeightsInfo) -> str:
     )
 
 
-def _figure(name: str) -> tuple[str, tuple[float, int] | None]:
+def _accuracy(name: str) -> tuple[str, tuple[float, float] | None]:
+    """A checkpoint's accuracy as text, and with its standard error: over the seeds where there are several, else that
+    which the number of test images alone brings."""
     info = bundled_tags().get(name)
     test = info.metadata.metrics.get("test") if info else None
     if not test:
         return "not trained yet", None
-    assert test.top1 is not None and test.n is not None
-    return f"{test.top1:.2f} ± {sampling_error(test.top1, test.n):.2f}", (test.top1, test.n)
+    assert info is not None and test.top1 is not None and test.n is not None
+    seeds = (info.raw.get("seeds") or {}).get("test") or {}
+    if "sd" in seeds:
+        mean, sd, runs = seeds["mean"], seeds["sd"], len(seeds["values"])
+        return f"{mean:.2f} ± {sd:.2f} ({runs} seeds)", (mean, sd / math.sqrt(runs))
+    error = sampling_error(test.top1, test.n)
+    return f"{test.top1:.2f} ± {error:.2f}", (test.top1, error)
 
 
 def _twin_lines(group: list[str]) -> list[str]:
     base, *others = group
     lines = []
-    base_text, base_found = _figure(base)
+    base_text, base_found = _accuracy(base)
     for name in others:
-        text, found = _figure(name)
+        text, found = _accuracy(name)
         # Where both were trained, they must have been trained alike, and not only be meant so.
         trained = [bundled_tags()[twin].raw["recipe"] for twin in (base, name) if twin in bundled_tags()]
         meant = [load_recipe(twin).model_dump(mode="json") for twin in (base, name)]
@@ -153,7 +161,7 @@ def _twin_lines(group: list[str]) -> list[str]:
         papers = " / ".join(_papers(recipe) for recipe in (base, name))
         difference = "–"
         if base_found and found:
-            error = math.hypot(sampling_error(*base_found), sampling_error(*found))
+            error = math.hypot(base_found[1], found[1])
             difference = f"{base_found[0] - found[0]:+.2f} ± {error:.2f}"
         lines.append(f"| `{base}` / `{name}` | {what} | {papers} | {base_text} / {text} | {difference} |")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,3 +196,11 @@ def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
     assert "`model_args.pool`: default / avg |" in line and "| 91.51 / 91.27 |" in line
     assert re.search(r"\| \+0\.50 ± 0\.\d\d \|$", line)
+
+    known = {}
+    for one, values in ((ours, (91.0, 92.0, 93.0)), (twin, (90.0, 91.0, 92.0))):
+        seeds = {"test": {"values": values, "mean": statistics.fmean(values), "sd": 1.0, "n": 10_000}}
+        known[f"{OURS}{'_avg' * (one is twin)}"] = replace(one, raw=one.raw | {"seeds": seeds})
+    monkeypatch.setattr(results, "bundled_tags", lambda: known)
+    (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
+    assert "92.00 ± 1.00 (3 seeds) / 91.00 ± 1.00 (3 seeds) | +1.00 ± 0.82 |" in line
