@@ -309,6 +309,14 @@ def test_explain(trained: Path, pictures: Path, tmp_path: Path) -> None:
     )
 
 
+def test_names_that_are_repeated_to_start_fast() -> None:
+    """The command line checks some names before torch is loaded."""
+    from capszoo.cli.export import FORMATS
+    from capszoo.export import options
+
+    assert options.FORMATS == FORMATS
+
+
 def test_kinds_and_styles_of_pictures(
     trained: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "ModelArgument",
     "SizeOption",
     "StyleOption",
+    "check_device",
     "check_paths",
     "check_picture_options",
     "given",
@@ -52,6 +53,9 @@ __all__ = [
 
 #: Kinds of pictures, and their styles (`capszoo.explain.plotting.STYLES`, which needs torch).
 PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
+
+#: Values of ``--device``; ``cuda:N`` is a further one.
+DEVICES = ("auto", "cpu", "cuda", "mps")
 
 #: Seconds after which work shows its progress.
 PROGRESS_AFTER = 2.0
@@ -76,11 +80,22 @@ ImagesArgument = Annotated[
     typer.Argument(metavar="IMAGE...", help="Image files or folders of images.", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+
+
+def check_device(name: str | None) -> str | None:
+    """Refuse a ``--device`` that does not exist anywhere; whether this machine has it, torch says later."""
+    kind, _, number = (name or "auto").partition(":")
+    if kind not in DEVICES or (number and not number.isdigit()):
+        raise UsageError(f"unknown device '{name}'", f"use {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
+    return name
+
+
 DeviceOption = Annotated[
     str | None,
     typer.Option(
         "--device",
-        metavar="auto|cpu|cuda|mps",
+        metavar="|".join(DEVICES),
+        callback=check_device,
         help="Where to compute (auto: CUDA if there is one, else CPU).",
     ),
 ]
@@ -135,6 +150,8 @@ ItersOption = Annotated[
 def check_paths(paths: Iterable[Path]) -> None:
     """Raise `CapszooError` for the first path that does not exist, before anything heavy is loaded."""
     for path in paths:
+        if path.parts[:1] in (("http:",), ("https:",)):
+            raise UsageError(f"{path.name} is on the web: images are read from files", "download it first")
         if not path.exists():
             raise CapszooError(f"{path}: no such file", "check the path")
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
+from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError
 from .common import ItersOption, JsonOption, SizeOption, given, parse_size, print_json, stderr, stdout
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from ..export.options import ExportOptions
     from ..export.to_onnx import ExportReport
     from ..export.verify.images import RealImages
+
+
+#: What ``--format`` takes (`capszoo.export.options.FORMATS`, which needs torch).
+FORMATS = ("onnx", "tensorrt", "aoti")
 
 
 def export_command(
@@ -190,6 +195,9 @@ def export_command(
         raise UsageError("Missing option '--out'", "give a folder, or FILE.onnx for the file alone")
     profile, kinds = _batch(batch), [word.strip() for word in formats.split(",")]
     alone = out.suffix == ".onnx"
+    unknown = [kind for kind in kinds if kind not in FORMATS]
+    if unknown:
+        raise UsageError(unknown_name("format", unknown[0], FORMATS))
     if alone and (kinds != ["onnx"] or triton):
         raise UsageError(f"--out {out} is one file", "give a folder for other formats and for --triton")
     if out.suffix and not alone and out.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):

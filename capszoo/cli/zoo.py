@@ -98,7 +98,10 @@ def info_command(
         bool, typer.Option("--engines", help="How each routing layer is computed on this machine, and why.")
     ] = False,
     batch: Annotated[
-        int, typer.Option("--batch", min=1, help="Images at a time, with --engines.", metavar="N")
+        int,
+        typer.Option(
+            "--batch-size", "--batch", min=1, help="Images per forward pass, with --engines.", metavar="N"
+        ),
     ] = 32,
     training: Annotated[bool, typer.Option("--training", help="With gradients, with --engines.")] = False,
     as_json: JsonOption = False,

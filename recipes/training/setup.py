@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.scheduler.step_lr import StepLRScheduler
@@ -235,6 +235,9 @@ def create_optimizer(
             **settings.options,
         )
     except (AssertionError, TypeError, ValueError) as error:
+        known = [str(name) for name in list_optimizers()]
+        if settings.name.lower().rpartition("_")[2] not in known and settings.name.lower() not in known:
+            raise RecipeError(f"{recipe.name}: {unknown_name('optimizer', settings.name, known)}") from error
         raise RecipeError(f"{recipe.name}: optimizer {settings.name}: {error}") from error
 
 

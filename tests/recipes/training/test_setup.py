@@ -1,12 +1,12 @@
-"""What a recipe asks for, made: schedules."""
+"""What a recipe asks for, made: schedules, optimisers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from capszoo.recipes.config import load_recipe
-from capszoo.recipes.training.setup import create_scheduler
+from capszoo.recipes.config import RecipeError, load_recipe
+from capszoo.recipes.training.setup import create_optimizer, create_scheduler
 
 
 def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
@@ -22,3 +22,12 @@ def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
         schedule.step_update(10 * epoch)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([1e-5, 5e-4 * 0.97**2, 5e-4 * 0.97**3, 5e-4 * 0.97**50, 5e-5, 5e-5])
+
+
+def test_an_unknown_optimiser_names_the_nearest() -> None:
+    recipe = load_recipe("efficient_capsnet.mnist", ["optimizer.name=adamv"])
+    with pytest.raises(RecipeError, match="unknown optimizer 'adamv': did you mean 'adam'"):
+        create_optimizer(recipe, torch.nn.Linear(2, 2))
+    recipe = load_recipe("efficient_capsnet.mnist", ["optimizer.options.nosuch=1"])
+    with pytest.raises(RecipeError, match="optimizer adam: .*nosuch"):
+        create_optimizer(recipe, torch.nn.Linear(2, 2))
