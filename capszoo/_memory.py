@@ -1,7 +1,7 @@
 """Keep what PyTorch frees on a CPU for what it asks for next.
 
 glibc hands a large block back to the system when it is freed, and the next one comes as new pages, which the kernel
-clears one by one: up to a third of the time of a training step (docs/performance.md, "Memory that is kept").
+clears one by one: up to a third of the time of a training step (docs/dev/measurements.md, "Memory that is kept").
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def test_counts_are_those_of_the_docs(bench: ModuleType, root: Path) -> None:
     conv, _, dynamic = bench.cases()
     weights = [sum(p.numel() for p in case.build().parameters()) for case in (conv, dynamic)]
     assert conv.numbers() == 128 * 49 * 288 * 32 * 16 and dynamic.numbers() == 512 * 1152 * 10 * 16
-    text = (root / "docs" / "performance.md").read_text()
+    text = (root / "docs" / "dev" / "measurements.md").read_text()
     for case, count in zip((conv, dynamic), weights, strict=True):
         for backward in (False, True):
             assert f"{2 * case.macs(backward) / 1e9:.1f} G" in text
