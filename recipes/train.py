@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from capszoo._memory import keep_freed_memory
 from capszoo.data import Batch, Batches, ImageSet
 from capszoo.errors import CapszooError, UsageError
+from capszoo.layers import engine_report
 from capszoo.losses import create_loss, reconstruction_loss
 from capszoo.models._feedback import FeedbackAgreement
 from capszoo.models._pretrained import WeightsError, sha256_of
@@ -369,8 +370,24 @@ def _note_session(run: Run, state: TrainState) -> None:
         "hardware": hardware(run.device),
         "versions": versions(),
         "data": run.data.fingerprints,
+        "engines": training_engines(run, state.net),
     }
     note_session(run.out, session)
+
+
+def training_engines(run: Run, net: nn.Module) -> dict[str, str] | None:
+    """The engine that each routing layer trains with, by the layer's name.
+
+    None for a network that cannot run without data (on the meta device), such as some backbones.
+    """
+    batch = run.recipe.batch_size // run.world // run.recipe.accumulate
+    try:
+        choices = engine_report(
+            net, batch, True, run.device.type, input_size=tuple(run.data.training.spec.input_size)
+        )
+    except (RuntimeError, NotImplementedError):
+        return None
+    return {choice.name: choice.engine.name for choice in choices}
 
 
 def _next_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:

@@ -514,7 +514,7 @@ def launches(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[st
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", ["idpa", "dynamic"])
 def test_launches_of_an_iteration(name: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a third iteration adds to two, forward and backward; docs/dev/measurements.md has the figures of a whole loop."""
+    """What a third iteration adds to two, forward and backward; docs/dev/measurements.md has those of a whole loop."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 if split else 1)
     monkeypatch.setattr(launch, "_RESIDENT", 1)
     x = torch.randn(1, 17, 4, requires_grad=True)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from capszoo.data import dataset_spec
+from capszoo.layers import engine_report, use_engines
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe
-from capszoo.recipes.train import TrainingError, train
+from capszoo.recipes.evaluation.target import create_for
+from capszoo.recipes.train import TrainingError, train, training_engines
 from capszoo.recipes.training import checkpoints
 from capszoo.recipes.training.checkpoints import latest_checkpoint
 
@@ -55,6 +59,29 @@ def test_events_and_curves_of_a_resumed_run(tiny_mnist: Path, tmp_path: Path) ->
         assert session["versions"]["torch"] == torch.__version__ and session["versions"]["python"]
         assert session["seed"] == 0 and session["processes"] == 1 and session["hardware"]
         assert "commit" in session and session["started"].endswith("+00:00")
+        assert set(session["engines"]) == {"capsules.conv1", "capsules.conv2", "capsules.classes"}
+
+
+def test_a_session_names_the_engine_of_each_routing_layer() -> None:
+    class Curious(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x  # needs data
+
+    run: Any = SimpleNamespace(
+        recipe=SimpleNamespace(batch_size=128, accumulate=2),
+        world=2,
+        device=torch.device("cpu"),
+        data=SimpleNamespace(training=SimpleNamespace(spec=dataset_spec("mnist"))),
+    )
+    net = create_for("idpa_cnn", 10, (1, 28, 28), {})
+    expected = {
+        choice.name: choice.engine.name
+        for choice in engine_report(net, 32, training=True, input_size=(1, 28, 28))
+    }
+    assert training_engines(run, net) == expected and len(expected) == 3
+    with use_engines("reference"):
+        assert set((training_engines(run, net) or {}).values()) == {"reference"}
+    assert training_engines(run, Curious()) is None
 
 
 def test_no_room_is_said_before_the_first_update(
