@@ -23,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -370,21 +370,20 @@ def _note_session(run: Run, state: TrainState) -> None:
         "hardware": hardware(run.device),
         "versions": versions(),
         "data": run.data.fingerprints,
-        "engines": training_engines(run, state.net),
+        "engines": training_engines(run, state.net, state.batches.target),
     }
     note_session(run.out, session)
 
 
-def training_engines(run: Run, net: nn.Module) -> dict[str, str] | None:
-    """The engine that each routing layer trains with, by the layer's name.
+def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str, str] | None:
+    """The engine that each routing layer trains with on images of ``size``, by the layer's name.
 
     None for a network that cannot run without data (on the meta device), such as some backbones.
     """
     batch = run.recipe.batch_size // run.world // run.recipe.accumulate
+    images = (run.data.training.spec.input_size[0], *size)
     try:
-        choices = engine_report(
-            net, batch, True, run.device.type, input_size=tuple(run.data.training.spec.input_size)
-        )
+        choices = engine_report(net, batch, True, run.device.type, input_size=images)
     except (RuntimeError, NotImplementedError):
         return None
     return {choice.name: choice.engine.name for choice in choices}

@@ -454,12 +454,12 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     def train(recipe: str, overrides: list[str], **options: Any) -> dict[str, Any]:
         calls.append((recipe, overrides, options))
-        return {"finished": True, "weights": tmp_path / "w.safetensors", "test": {"top1": 99.5, "n": 10}}
+        return {"finished": True, "labels": tmp_path / "labels.txt"}
 
     monkeypatch.setattr(module, "train", train)
     text = succeeds(
         "train",
-        "resnet20_routingcaps.mnist",
+        "encapnet6.mnist",
         "--set",
         "epochs=1",
         "--set",
@@ -474,7 +474,7 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     )
     assert calls == [
         (
-            "resnet20_routingcaps.mnist",
+            "encapnet6.mnist",
             ["epochs=1", "seed=3"],
             {
                 "out": tmp_path / "r",
@@ -486,7 +486,7 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             },
         )
     ]
-    assert "top1 99.5" in text and "w.safetensors" in text
+    assert text.strip() == f"labels: {tmp_path / 'labels.txt'}"
 
 
 @needs_training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 import threading
 import zipfile
@@ -349,6 +350,10 @@ def run(
     for name in names:
         check_model_argument(name)
     offered = list(names) or [DEFAULT_MODEL, *(n for n in sorted(checkpoints()) if n != DEFAULT_MODEL)]
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # so that a stopped page removes its files, too
     with tempfile.TemporaryDirectory(prefix="capszoo-app-") as folder:
         # read when gradio is imported, and with every upload
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

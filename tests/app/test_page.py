@@ -146,6 +146,15 @@ def test_a_large_file_is_refused(page: Any, tmp_path: Path) -> None:
     assert page.inner_text("#status-1").startswith("Draw a digit")
 
 
+def test_a_stopped_app_leaves_no_files(root: Path, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "capszoo", "app", OTHER, "--port", str(port)]
+    env = {"PYTHONPATH": str(root), "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    with served(command, port, root, env, tmp_path.parent / "stopped.log"):
+        assert list(tmp_path.glob("capszoo-app-*"))
+    assert not list(tmp_path.glob("capszoo-app-*"))
+
+
 def test_a_space_starts_from_its_own_folder(tmp_path: Path) -> None:
     from capszoo.app.space import write_space
 

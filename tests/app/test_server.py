@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import statistics
 import sys
 import time
@@ -78,6 +79,10 @@ def test_bad_bodies_are_refused(address: str) -> None:
     ):
         status, said = _post(address, data, query)
         assert status == expected and said["detail"], (status, said)
+    host, port = address.removeprefix("http://").strip("/").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(f"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Length: {'9' * 5000}\r\n\r\n".encode())
+        assert raw.recv(100).split()[1] in (b"400", b"413"), "a length of 5,000 digits"
     with urllib.request.urlopen(f"{address}health", timeout=10) as answer:
         assert json.load(answer) == {"status": "ready", "model": MODEL}
 

@@ -156,7 +156,13 @@ def test_a_finished_run_is_not_evaluated_again(
         patch.setattr(train_module, "evaluate", None)
         again = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
     said = capsys.readouterr()
-    assert "already finished; choose another --out" in said.err and said.out == ""
+    assert "already finished; choose another --out" in said.err
+    test = first["test"]
+    assert said.out.splitlines() == [
+        f"weights in {first['weights']}",
+        f"validation: top-1 {first['validation']['top1']:.2f}% of {first['validation']['n']} images",
+        f"test: top-1 {test['top1']:.2f}% of {test['n']} images",
+    ]
     assert again == first
     first["weights"].write_bytes(first["weights"].read_bytes()[:-1] + b"x")  # damaged: written again
     mended = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
@@ -335,7 +341,7 @@ def test_mistakes_are_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
     assert "did you mean" in message(RecipeError, arch="resnet20_routingcap", model_args={})
     assert "did you mean 'routing_iters'" in message(RecipeError, model_args={"routing_iter": 2})
     assert "adamw" in message(RecipeError, optimizer={"name": "adamw", "options": {"betaz": 1}})
-    assert "optimizer no_such" in message(RecipeError, optimizer={"name": "no_such"})
+    assert "unknown optimizer 'no_such'" in message(RecipeError, optimizer={"name": "no_such"})
     assert "no_such" in message(RecipeError, loss={"name": "no_such"})
     assert "cannot be shared" in message(RecipeError, accumulate=3)
     assert "do not fill one batch" in message(DataError, batch_size=101)
