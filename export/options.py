@@ -21,6 +21,7 @@ from .verify.images import RealImages
 __all__ = [
     "FORMATS",
     "GATES",
+    "MIN_OPSET",
     "OUTPUTS",
     "PRECISIONS",
     "RUNTIMES",
@@ -49,6 +50,9 @@ RUNTIMES = ("cpu", "gpu")
 
 #: What a bundle can hold.
 FORMATS = ("onnx", "tensorrt", "aoti")
+
+#: First ONNX opset that torch.onnx writes.
+MIN_OPSET = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,10 @@ class ExportOptions:
         _one_of("gate", self.gate, GATES)
         _one_of("runtime", self.runtime or RUNTIMES[0], RUNTIMES)
         _each_of("output", self.outputs, OUTPUTS)
+        if self.opset is not None and self.opset < MIN_OPSET:
+            raise UsageError(
+                f"opset {self.opset} cannot be written", f"torch.onnx writes opset {MIN_OPSET} and later"
+            )
         if len(set(self.outputs)) < len(self.outputs):
             raise UsageError(f"outputs {', '.join(self.outputs)} name one twice", "name each once")
         values = self._batch()

@@ -19,10 +19,11 @@ EXAMPLES: dict[str, str] = {
     "predict": """
         capszoo predict resnet20_routingcaps digit.png photos/
         capszoo predict resnet20_routingcaps drawing.png --invert --fit
+        capszoo predict idpa_resnet.cifar10 photos/ --out answers.csv
         capszoo predict resnet20_routingcaps digit.png --runtime onnx    # later calls start without PyTorch
         """,
     "explain": """
-        capszoo explain heatmap resnet20_routingcaps digit.png --out heat.pdf
+        capszoo explain heatmap resnet20_routingcaps digit.png --out heat.pdf --style paper
         capszoo explain perturb capsnet_dynamic.mnist digit.png --dims 0,3,5
         capszoo explain reconstruct capsnet_dynamic.mnist --data FOLDER
         capszoo explain multi resnet20_routingcaps.multimnist --data FOLDER

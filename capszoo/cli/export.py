@@ -353,7 +353,7 @@ def _print_report(report: ExportReport) -> None:
     )
     out.print(
         f"{escape(report.path)}: {report.file_bytes:,} bytes, opset {report.opset}, {report.num_nodes} nodes, "
-        f"batch {report.batch[0]} to {report.batch[2]}{iterations}",
+        f"batch {_range(report.batch[0], report.batch[2])}{iterations}",
         soft_wrap=True,
     )
 
@@ -378,10 +378,14 @@ def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     files = ", ".join(sorted({name.partition("/")[0] for name in [*manifest["files"], "manifest.json"]}))
     batch = manifest["batch"]
     out.print(
-        f"{escape(str(folder))}: {manifest['precision']['model']}, opset {manifest['opset']}, batch {batch['min']} to "
-        f"{batch['max']}; {files}",
+        f"{escape(str(folder))}: {manifest['precision']['model']}, opset {manifest['opset']}, "
+        f"batch {_range(batch['min'], batch['max'])}; {files}",
         soft_wrap=True,
     )
+
+
+def _range(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _batch(text: str) -> tuple[int, int, int] | int:

@@ -149,21 +149,13 @@ def card_data(info: WeightsInfo) -> ModelCardData:
     )
 
 
-def snippet(info: WeightsInfo, name: str) -> str:
-    """Python that loads the model by its name and classifies an image with it; it runs as it stands."""
-    channels, height, width = info.input_size
-    mode = "L" if channels == 1 else "RGB"
-    return f"""import torch
-from capszoo.inference import label_names, load_model
-from capszoo.preprocess import model_transform
-from PIL import Image
+def snippet(name: str) -> str:
+    """Python that loads the model by its name and classifies an image file with it."""
+    return f"""import capszoo
 
-model = load_model("{name}", device="cpu")
-image = Image.new("{mode}", ({width}, {height}))  # in its place: Image.open("picture.png")
-with torch.no_grad():
-    scores = model(model_transform(model)(image).unsqueeze(0))[0]
-for score, index in zip(*scores.topk(min(3, len(scores)))):
-    print(label_names(model)[index], f"{{score:.4f}}")"""
+model = capszoo.load("{name}")
+for found in model.predict("picture.png", topk=3).top:  # an image file of yours
+    print(found.label, f"{{found.probability:.4f}}")"""
 
 
 def model_card(
@@ -207,7 +199,7 @@ def model_card(
         "With capszoo installed (`pip install .` in its checkout)"
         + (", and after `hf auth login`, as the repository is private:" if private else "")
         + (", from the folder above this one:" if local else "" if private else ":"),
-        f"```python\n{snippet(info, known_as)}\n```",
+        f"```python\n{snippet(known_as)}\n```",
         "On the command line:"
         if local
         else f'`timm.create_model("{known_as}", pretrained=True)` works after `import capszoo`; on the command line:',

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import capszoo
 from capszoo.errors import UsageError
-from capszoo.export import to_onnx, unroll
+from capszoo.export import options, to_onnx, unroll
 from capszoo.export.compare import OnnxRunner
 from capszoo.export.to_onnx import ExportError, ExportReport, export, inspect_graph
 from capszoo.export.verify.gate import Gate
@@ -319,7 +319,12 @@ def test_another_answer_of_the_plain_graph_is_refused(exported: tuple[ToyCaps, P
         report.gate[:] = before
 
 
-def test_an_opset_that_the_exporter_changes_is_refused(tmp_path: Path) -> None:
+def test_an_opset_that_the_exporter_changes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="opset 13 cannot be written"):
+        export(ToyCaps(1), tmp_path / "old.onnx", opset=13, gate="quick")
+    monkeypatch.setattr(options, "MIN_OPSET", 1)  # should torch.onnx change others
     with pytest.raises(ExportError, match="asked for opset 13, the exporter wrote"):
         export(ToyCaps(1), tmp_path / "old.onnx", opset=13, gate="quick")
     assert list(tmp_path.iterdir()) == []

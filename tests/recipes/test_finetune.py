@@ -112,13 +112,14 @@ def test_from_the_command_to_predict_and_export(root: Path, digits: ImageSet, tm
     assert named & {"hf-hub:", "config.json", "metadata.json"} == set(), "what only a repository has"
     assert {f"{name}.json", "curves.png", "confusion.png", "recipe.yaml"} <= named
     (snippet,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+    image = next((tmp_path / "split" / "test" / "one").iterdir())
+    snippet = snippet.replace("picture.png", str(image))
     shown = subprocess.run(
         [sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, env=with_capszoo(root)
     )
     assert {line.split()[0] for line in shown.stdout.splitlines()} == set(NAMES), shown.stderr
     assert Image.open(out / "confusion.png").size[0] > 300
 
-    image = next((tmp_path / "split" / "test" / "one").iterdir())
     predicted = run("predict", out, image, "--json")
     assert predicted.exit_code == 0, predicted.stderr
     top = json.loads(predicted.stdout)["results"][0]["predictions"]

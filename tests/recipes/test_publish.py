@@ -148,10 +148,10 @@ def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: P
         assert found["labels"] == list(LABELS) and found["classes"] == 3
     (card,) = [repo.files["README.md"].decode()]
     (snippet,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
-    done = client.python(snippet)
+    picture = root / "capszoo" / "assets" / "digit_3.png"
+    done = client.python(snippet.replace("picture.png", str(picture)))
     assert done.code == 0, done.err
     assert {line.split()[0] for line in done.out.splitlines()} == set(LABELS)
-    picture = root / "capszoo" / "assets" / "digit_3.png"
     done = client.capszoo("predict", "hf-hub:me/pets", picture, "--json")
     assert json.loads(done.out)["results"][0]["predictions"][0]["label"] in LABELS
 
