@@ -11,11 +11,10 @@ the two is imported first. Nothing heavy is loaded before it is used: public nam
 
 from __future__ import annotations
 
-import importlib as _importlib
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
+from ._lazy import resolver as _resolver
 from ._register import register_with_timm as _register_with_timm
 
 if _TYPE_CHECKING:
@@ -91,14 +90,7 @@ _MODULES = frozenset(
 )
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _DEFINED_IN:
-        value = getattr(_importlib.import_module(f".{_DEFINED_IN[name]}", __name__), name)
-        globals()[name] = value  # found without this function from now on
-        return value
-    if name in _MODULES:
-        return _importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = _resolver(__name__, _DEFINED_IN, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -19,6 +19,7 @@ from timm.models import (
 )
 from torch import nn
 
+from ._devices import check_device
 from ._suggest import unknown_name
 from .errors import UnknownArgument, UnknownModel, UsageError, WeightsError
 from .models import MODULES
@@ -224,9 +225,8 @@ def resolve_device(name: str | torch.device | None = None) -> torch.device:
         return name
     if name in (None, "auto"):
         return default_device()
+    check_device(str(name))
     kind, _, number = str(name).partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (number and not number.isdigit()):
-        raise UsageError(f"unknown device '{name}'", "use auto, cpu, cuda or mps")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise UsageError(f"there is no device '{name}' on this machine", "use --device cpu")
     if kind == "mps" and not torch.backends.mps.is_available():

@@ -351,9 +351,8 @@ def run(
         check_model_argument(name)
     offered = list(names) or [DEFAULT_MODEL, *(n for n in sorted(checkpoints()) if n != DEFAULT_MODEL)]
     if threading.current_thread() is threading.main_thread():
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # so that a stopped page removes its files, too
+        # a page that is stopped by a signal removes its files, too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="capszoo-app-") as folder:
         # read when gradio is imported, and with every upload
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

@@ -8,7 +8,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .._catalogue import architectures, checkpoints
+from .._devices import DEVICES, check_device
 from .._suggest import unknown_name
 from .._verbosity import is_quiet
 from ..errors import CapszooError, UsageError
@@ -26,6 +28,7 @@ __all__ = [
     "PICTURES",
     "STYLES",
     "BackgroundOption",
+    "BatchSizeOption",
     "DeviceOption",
     "DpiOption",
     "FitOption",
@@ -35,14 +38,14 @@ __all__ = [
     "ItersOption",
     "JsonOption",
     "ModelArgument",
+    "Picture",
     "SizeOption",
     "StyleOption",
-    "check_device",
     "check_paths",
     "check_picture_options",
     "given",
     "parse_size",
-    "picture_path",
+    "picture",
     "print_error",
     "print_json",
     "progress_bar",
@@ -53,9 +56,6 @@ __all__ = [
 
 #: Kinds of pictures, and their styles (`capszoo.explain.plotting.STYLES`, which needs torch).
 PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
-
-#: Values of ``--device``; ``cuda:N`` is a further one.
-DEVICES = ("auto", "cpu", "cuda", "mps")
 
 #: Seconds after which work shows its progress.
 PROGRESS_AFTER = 2.0
@@ -80,14 +80,6 @@ ImagesArgument = Annotated[
     typer.Argument(metavar="IMAGE...", help="Image files or folders of images.", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-
-
-def check_device(name: str | None) -> str | None:
-    """Refuse a ``--device`` that does not exist anywhere; whether this machine has it, torch says later."""
-    kind, _, number = (name or "auto").partition(":")
-    if kind not in DEVICES or (number and not number.isdigit()):
-        raise UsageError(f"unknown device '{name}'", f"use {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
-    return name
 
 
 DeviceOption = Annotated[
@@ -123,6 +115,9 @@ DpiOption = Annotated[
         metavar="N",
         help="Dots per inch of a .png (default: 150; 300 for --style paper).",
     ),
+]
+BatchSizeOption = Annotated[
+    int, typer.Option("--batch-size", min=1, metavar="N", help="Images per forward pass.")
 ]
 FormatOption = Annotated[
     str | None,
@@ -172,7 +167,7 @@ def print_error(line: str) -> None:
     console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
 
 
-def check_picture_options(format: str | None, style: str = "screen") -> None:
+def check_picture_options(format: str | None, style: str) -> None:
     """Raise `UsageError` for a ``--format`` or a ``--style`` that does not exist, before anything is loaded."""
     if format is not None and format not in PICTURES:
         raise UsageError(unknown_name("format", format, PICTURES))
@@ -180,23 +175,35 @@ def check_picture_options(format: str | None, style: str = "screen") -> None:
         raise UsageError(unknown_name("style", style, STYLES))
 
 
-def picture_path(out: Path | None, format: str | None, name: str) -> Path:
-    """The file that a picture goes to.
+@dataclass(frozen=True)
+class Picture:
+    """A file that is drawn, and how."""
+
+    path: Path
+    dpi: int | None = None
+    style: str = "screen"
+
+    def drawn(self) -> AbstractContextManager[None]:
+        """Pictures saved inside have its style."""
+        from ..explain.plotting import style
+
+        return style(self.dpi, self.style)
+
+
+def picture(out: Path | None, format: str | None, style: str, dpi: int | None, name: str) -> Picture:
+    """What ``--out``, ``--format``, ``--style`` and ``--dpi`` ask for.
 
     Args:
-        out: ``--out``.
-        format: ``--format``.
+        out, format, style, dpi: the options.
         name: of the file, without a suffix, where ``--out`` was not given.
 
     Raises:
-        UsageError: an unknown format, or one that is not that of ``out``.
+        UsageError: an unknown format or style, or a format that is not that of ``out``.
     """
-    check_picture_options(format)
-    if out is None:
-        return Path(f"{name}.{format or 'png'}")
-    if format is not None and out.suffix != f".{format}":
+    check_picture_options(format, style)
+    if out is not None and format is not None and out.suffix != f".{format}":
         raise UsageError(f"--out {out} is no .{format} file", "leave --format out, or change the suffix")
-    return out
+    return Picture(out or Path(f"{name}.{format or 'png'}"), dpi, style)
 
 
 def _width(stream: Any) -> int | None:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import CapszooError, UsageError
-from .common import DpiOption, FormatOption, StyleOption, check_picture_options, picture_path, stdout
+from .common import DpiOption, FormatOption, StyleOption, picture, stdout
 
 KINDS, AXES = ("training", "routing", "robustness"), ("epoch", "images")
 
@@ -51,9 +51,8 @@ def curves_command(
     """Draw several training runs, or the robustness of several models, in one picture."""
     from .._suggest import unknown_name
     from ..explain.plotting import require_matplotlib
-    from ..explain.plotting import style as drawn_in
 
-    check_picture_options(format, style)
+    file = picture(out, format, style, dpi, what)
     for kind, value, known in (("picture", what, KINDS), ("axis", x, AXES)):
         if value not in known:
             raise UsageError(unknown_name(kind, value, known))
@@ -62,15 +61,16 @@ def curves_command(
     from ..recipes.evaluation.report_plots import draw_robustness
     from ..recipes.training.history import find_runs
 
-    path = picture_path(out, format, what)
     if what == "robustness":
-        with drawn_in(dpi, style):
-            written = draw_robustness(_reports(runs), path)
+        with file.drawn():
+            written = draw_robustness(_reports(runs), file.path)
         stdout().print(escape(f"written: {written}"), soft_wrap=True)
         return
     found = find_runs(runs)
-    with drawn_in(dpi, style):
-        written = draw_dynamics(found, path) if what == "routing" else draw_runs(found, path, x, log)
+    with file.drawn():
+        written = (
+            draw_dynamics(found, file.path) if what == "routing" else draw_runs(found, file.path, x, log)
+        )
     for name, records in found.items():
         last = records[-1]
         keys = ("train_loss", "train_top1", "val_top1")

@@ -12,6 +12,7 @@ from rich.table import Table
 from .._catalogue import check_model_argument
 from ..errors import CapszooError, UsageError
 from .common import (
+    BatchSizeOption,
     DeviceOption,
     DpiOption,
     FormatOption,
@@ -118,9 +119,7 @@ def eval_command(
             "--seed", min=0, help="Of --limit and of PGD's start.", metavar="N", rich_help_panel="Images"
         ),
     ] = 0,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Images per forward pass.", metavar="N")
-    ] = 500,
+    batch_size: BatchSizeOption = 500,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +20,10 @@ from .common import (
     FormatOption,
     InvertOption,
     ModelArgument,
+    Picture,
     StyleOption,
     check_paths,
-    check_picture_options,
-    picture_path,
+    picture,
     stderr,
     stdout,
 )
@@ -35,23 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["explain_app"]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The file that is drawn, and how: ``--out``, ``--dpi``, ``--style``."""
-
-    path: Path
-    dpi: int | None = None
-    look: str = "screen"
-
-    def __post_init__(self) -> None:
-        check_picture_options(None, self.look)
-
-    def style(self) -> AbstractContextManager[None]:
-        from ..explain.plotting import style
-
-        return style(self.dpi, self.look)
 
 
 KINDS = ("heat", "perturb", "reconstruct", "multi")
@@ -128,8 +109,8 @@ def heatmap_command(
 ) -> None:
     """Draw which positions of an image were routed to a class capsule, and how strongly."""
     reading = {"background": background, "invert": invert, "fit": fit}
-    picture = Picture(picture_path(out, format, "heatmap"), dpi, style)
-    _draw_image("heat", model, image, target, device, picture, reading)
+    file = picture(out, format, style, dpi, "heatmap")
+    _draw_image("heat", model, image, target, device, file, reading)
 
 
 def perturb_command(
@@ -155,8 +136,8 @@ def perturb_command(
     """Change one dimension of the class capsule at a time and decode it (models with a decoder)."""
     reading = {"background": background, "invert": invert, "fit": fit}
     numbers = _numbers(dims)
-    picture = Picture(picture_path(out, format, "perturb"), dpi, style)
-    _draw_image("perturb", model, image, target, device, picture, reading, numbers, span)
+    file = picture(out, format, style, dpi, "perturb")
+    _draw_image("perturb", model, image, target, device, file, reading, numbers, span)
 
 
 def reconstruct_command(
@@ -171,8 +152,8 @@ def reconstruct_command(
     device: DeviceOption = None,
 ) -> None:
     """Reconstruct test images from their class capsules, recognised ones and others (models with a decoder)."""
-    picture = Picture(picture_path(out, format, "reconstruct"), dpi, style)
-    _draw_data("reconstruct", model, dataset, data, count, device, picture)
+    file = picture(out, format, style, dpi, "reconstruct")
+    _draw_data("reconstruct", model, dataset, data, count, device, file)
 
 
 def multi_command(
@@ -187,8 +168,8 @@ def multi_command(
     device: DeviceOption = None,
 ) -> None:
     """Separate overlapping digits: each reconstruction in its own colour (MultiMNIST's models)."""
-    picture = Picture(picture_path(out, format, "multi"), dpi, style)
-    _draw_data("multi", model, dataset, data, count, device, picture)
+    file = picture(out, format, style, dpi, "multi")
+    _draw_data("multi", model, dataset, data, count, device, file)
 
 
 def _old_command(
@@ -247,7 +228,7 @@ def _draw_image(
     image: Path,
     target: str | None,
     device: str | None,
-    drawn: Picture,
+    file: Picture,
     reading: dict[str, Any],
     dims: list[int] | None = None,
     span: float = 0.25,
@@ -272,13 +253,13 @@ def _draw_image(
         from ..explain.reconstructions import offsets_to, perturb, save_perturbation
 
         changed = perturb(model, seen, target, offsets_to(span), dims)
-        with drawn.style():
-            written = save_perturbation(changed, drawn.path, f"{Path(name).name}, {image.name}")
+        with file.drawn():
+            written = save_perturbation(changed, file.path, f"{Path(name).name}, {image.name}")
         line = f"capsule of {changed.label}, {changed.images.shape[0]} dimensions"
     else:
         explanation = explain(model, seen, target, name=Path(name).name)
-        with drawn.style():
-            written = save_figure(explanation, drawn.path)
+        with file.drawn():
+            written = save_figure(explanation, file.path)
         share = float(explanation.probabilities[explanation.predicted])
         line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
         if explanation.is_even:
@@ -293,7 +274,7 @@ def _draw_data(
     data: str | None,
     count: int,
     device: str | None,
-    picture: Picture,
+    file: Picture,
 ) -> None:
     check_model_argument(name)
     from ..explain.plotting import require_matplotlib
@@ -308,14 +289,14 @@ def _draw_data(
         for batch in target.batches(100):
             yield batch.images, batch.labels
 
-    with picture.style():
+    with file.drawn():
         if what == "multi":
             pairs = overlaps(target.net, batches(), count, count)
-            right, written = sum(one.right for one in pairs), save_overlaps(pairs, picture.path)
+            right, written = sum(one.right for one in pairs), save_overlaps(pairs, file.path)
             drawn = len(pairs)
         else:
             found = answers(target.net, batches(), count, count)
-            right, written = sum(one.right for one in found), save_answers(found, picture.path)
+            right, written = sum(one.right for one in found), save_answers(found, file.path)
             drawn = len(found)
     stdout().print(
         f"{escape(target.images.spec.name)}: {right} recognised, {drawn - right} not; "

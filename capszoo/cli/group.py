@@ -17,14 +17,14 @@ from .help import HelpGroup
 __all__ = ["OneLineErrors"]
 
 
-#: Options of the whole command line.
-_FLAGS = {
-    "--debug": "debug",
-    "--quiet": "quiet",
-    "-q": "quiet",
-    "--verbose": "verbose",
-    "-v": "verbose",
+_LEVELS = {
+    "--quiet": Verbosity.QUIET,
+    "-q": Verbosity.QUIET,
+    "--verbose": Verbosity.VERBOSE,
+    "-v": Verbosity.VERBOSE,
 }
+#: Options of the whole command line.
+_FLAGS = ("--debug", *_LEVELS)
 
 
 class OneLineErrors(HelpGroup):
@@ -39,16 +39,9 @@ class OneLineErrors(HelpGroup):
         given = list(sys.argv[1:] if args is None else args)
         end = given.index("--") if "--" in given else len(given)
         # taken anywhere on the line, as users put them last
-        said = {_FLAGS[arg] for arg in given[:end] if arg in _FLAGS}
+        debug = "--debug" in given[:end]
+        set_verbosity(min((_LEVELS[arg] for arg in given[:end] if arg in _LEVELS), default=Verbosity.NORMAL))
         given = [arg for i, arg in enumerate(given) if arg not in _FLAGS or i > end]
-        debug = "debug" in said
-        set_verbosity(
-            Verbosity.QUIET
-            if "quiet" in said
-            else Verbosity.VERBOSE
-            if "verbose" in said
-            else Verbosity.NORMAL
-        )
         if is_verbose():
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
         began = time.monotonic()

@@ -11,11 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
-from .._csv import write_csv
+from .._files import write_csv
 from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import (
     BackgroundOption,
+    BatchSizeOption,
     DeviceOption,
     FitOption,
     ImagesArgument,
@@ -61,9 +62,7 @@ def predict_command(
     invert: InvertOption = False,
     fit: FitOption = False,
     background: BackgroundOption = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, metavar="N", help="Images per forward pass.")
-    ] = 32,
+    batch_size: BatchSizeOption = 32,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -5,9 +5,9 @@ Public names are resolved on first access (PEP 562): what only names data sets s
 
 from __future__ import annotations
 
-import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+
+from capszoo._lazy import resolver as _resolver
 
 if _TYPE_CHECKING:
     from .augment import Augment, normalize
@@ -56,10 +56,4 @@ _DEFINED_IN = {
     "split_validation": "sets",
 }
 
-
-def __getattr__(name: str) -> _Any:
-    if name not in _DEFINED_IN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_importlib.import_module(f".{_DEFINED_IN[name]}", __name__), name)
-    globals()[name] = value  # found without this function from now on
-    return value
+__getattr__ = _resolver(__name__, _DEFINED_IN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-from .._csv import write_csv
+from .._files import replacing, write_csv
 from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError, require
 
@@ -121,19 +120,13 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
     if chosen.scale != 1:
         _scale(figure, chosen.scale)
     path = Path(path)
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # its suffix says the format
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: journals refuse matplotlib's Type 3
-            figure.savefig(temporary, dpi=chosen.dpi, metadata={"Description": about} if about else None)
-        temporary.replace(path)
-    except ValueError:
-        raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg") from None
-    except OSError as e:
-        raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
-    finally:
-        if path.parent.is_dir():
-            temporary.unlink(missing_ok=True)
+    metadata = {"Description": about} if about else None
+    # TrueType: journals refuse matplotlib's Type 3
+    with replacing(path) as temporary, matplotlib.rc_context({"pdf.fonttype": 42}):
+        try:
+            figure.savefig(temporary, dpi=chosen.dpi, metadata=metadata)  # its suffix says the format
+        except ValueError:
+            raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg") from None
     return path
 
 

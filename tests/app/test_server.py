@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -79,13 +78,12 @@ def test_bad_bodies_are_refused(address: str) -> None:
     ):
         status, said = _post(address, data, query)
         assert status == expected and said["detail"], (status, said)
-    # The server answers without reading the body and closes: the client may see the answer, or a broken connection.
-    with suppress(urllib.error.URLError):
-        assert _post(address, b"0" * 10_000_001)[0] == 413
+    # Refused by the stated length, before the body is read: sending it would break the connection at any moment.
     host, port = address.removeprefix("http://").strip("/").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as raw:
-        raw.sendall(f"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Length: {'9' * 5000}\r\n\r\n".encode())
-        assert raw.recv(100).split()[1] in (b"400", b"413"), "a length of 5,000 digits"
+    for length, expected in (("10000001", (b"413",)), ("9" * 5000, (b"400", b"413"))):
+        with socket.create_connection((host, int(port)), timeout=10) as raw:
+            raw.sendall(f"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Length: {length}\r\n\r\n".encode())
+            assert raw.recv(100).split()[1] in expected, f"a length of {len(length)} digits"
     with urllib.request.urlopen(f"{address}health", timeout=10) as answer:
         assert json.load(answer) == {"status": "ready", "model": MODEL}
 

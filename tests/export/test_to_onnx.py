@@ -134,7 +134,7 @@ def test_float16_of_bundled_weights_keeps_its_answers(name: str, tmp_path: Path)
     assert steps["top-1 on real images"].passed
     on_images = [d for d in report.half_comparisons if d.probe == "images"]
     assert sum(d.batch for d in on_images) == 100
-    assert sum(d.batch * d.top1_agreement for d in on_images) / 100 >= 0.99
+    assert sum(d.batch * d.top1_agreement for d in on_images) / 100 >= 0.995
     # it is really half: all convolutions and nearly all numbers, while softmax stays float32
     operators, weights = report.precision_map["operators"], report.precision_map["weights"]
     assert set(operators["Conv"]) == {"float16"} and set(operators["Softmax"]) == {"float32"}

@@ -1,0 +1,54 @@
+"""Files for users, written whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import CapszooError
+
+__all__ = ["replacing", "write_csv"]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary file beside `path`, with its suffix, that takes its place at the end; after an error it goes.
+
+    Args:
+        path: of the file; its folder is made.
+
+    Raises:
+        CapszooError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        temporary.replace(path)
+    except OSError as e:
+        raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
+    finally:
+        if path.parent.is_dir():
+            temporary.unlink(missing_ok=True)
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Write a table; None is an empty cell.
+
+    Args:
+        path: of the file; its folder is made.
+        header: names of the columns.
+        rows: their values.
+
+    Raises:
+        CapszooError: the file cannot be written.
+    """
+    with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)
+    return path
