@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import os
 import platform
 import sys
@@ -34,7 +35,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks import models, plain  # noqa: E402
+from benchmarks import models  # noqa: E402
 from capszoo import layers  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
 from capszoo.export import compare, to_onnx, unroll  # noqa: E402
@@ -136,13 +137,70 @@ def compiled_of(model: nn.Module) -> nn.Module:
 # -- layers against einsum graphs ---------------------------------------------------------------------------------
 
 
+class EinsumDynamic(nn.Module):
+    """:class:`layers.DynamicRouting` in einsums over its weights, as it is often exported."""
+
+    def __init__(self, layer: layers.DynamicRouting) -> None:
+        super().__init__()
+        shape = (layer.in_caps, layer.in_dim, layer.out_caps, layer.out_dim)
+        self.weight = nn.Parameter(layer.weight.detach().reshape(shape).clone())
+        self.num_iters = layer.num_iters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        votes = torch.einsum("bid,idje->bije", x, self.weight)
+        logits = torch.zeros_like(votes[..., 0])
+        for t in range(self.num_iters):
+            couplings = logits.softmax(dim=2)
+            s = torch.einsum("bij,bije->bje", couplings, votes)
+            square = (s * s).sum(dim=-1, keepdim=True)
+            poses = s * (square + 1e-7).sqrt() / (1 + square)
+            if t < self.num_iters - 1:
+                logits = logits + torch.einsum("bije,bje->bij", votes, poses)
+        return poses
+
+
+class EinsumConvIDPA(nn.Module):
+    """:class:`layers.ConvIDPA` with matrix poses in einsums: votes of all positions at once, in nine dimensions."""
+
+    def __init__(self, layer: layers.ConvIDPA) -> None:
+        super().__init__()
+        self.side = math.isqrt(layer.in_dim)
+        weight = layer.weight.detach()  # [j, r, i, q, k, l]
+        self.weight = nn.Parameter(weight.clone())
+        self.layer_norm = layer.norm
+        self.kernel_size, self.stride = layer.kernel_size, layer.stride
+        self.scale, self.num_iters = float(layer.scale), layer.num_iters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, p = x.shape[0], self.side
+        k, step = self.kernel_size, self.stride
+        x = x.reshape(b, -1, p, p, x.shape[2], x.shape[3])  # [b, i, p, q, h, w]
+        rows = (x.shape[4] - k) // step + 1
+        cols = (x.shape[5] - k) // step + 1
+        places = [
+            x[..., u : u + step * (rows - 1) + 1 : step, v : v + step * (cols - 1) + 1 : step]
+            for u in range(k)
+            for v in range(k)
+        ]
+        windows = torch.stack(places, dim=4).unflatten(4, (k, k))  # [b, i, p, q, k, l, h, w]
+        votes = torch.einsum("bipqklhw,jriqkl->bhwklijpr", windows, self.weight)
+        parents = torch.zeros_like(votes[:, :, :, 0, 0, 0])  # [b, h, w, j, p, r]
+        for _ in range(self.num_iters):
+            agreement = torch.einsum("bhwklijpr,bhwjpr->bhwklij", votes, parents) * self.scale
+            couplings = agreement.softmax(dim=-1)
+            total = torch.einsum("bhwklij,bhwklijpr->bhwjpr", couplings, votes)
+            parents = self.layer_norm(total.flatten(4))
+            parents = parents.unflatten(4, (p, p))
+        return parents.flatten(3).permute(0, 3, 1, 2)  # [b, j*e, h, w]
+
+
 def layer_cases() -> dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]]:
     """Name → layer, the same function as a naive einsum graph on its weights, input without the batch."""
     dynamic = layers.DynamicRouting(1152, 8, 10, 16)
     idpa = layers.ConvIDPA(32, 32, 16, 16, kernel_size=3, stride=2, num_iters=2)
     return {
-        "dynamic": (dynamic, plain.EinsumDynamic(dynamic), (1152, 8)),
-        "IDPA conv": (idpa, plain.EinsumConvIDPA(idpa), (32 * 16, 16, 16)),
+        "dynamic": (dynamic, EinsumDynamic(dynamic), (1152, 8)),
+        "IDPA conv": (idpa, EinsumConvIDPA(idpa), (32 * 16, 16, 16)),
     }
 
 
@@ -152,7 +210,7 @@ def layer_graph(module: nn.Module, size: tuple[int, ...]) -> bytes:
     with tempfile.TemporaryDirectory() as folder, quiet(), use_engines(target="onnx_cpu"):
         file = Path(folder) / "layer.onnx"
         # the older exporter, for the naive graphs: it writes Einsum where torch.einsum stands
-        dynamo = not isinstance(module, (plain.EinsumDynamic, plain.EinsumConvIDPA))
+        dynamo = not isinstance(module, (EinsumDynamic, EinsumConvIDPA))
         torch.onnx.export(
             prepared, (torch.randn(1, *size),), str(file), dynamo=dynamo, external_data=False, verbose=False
         )

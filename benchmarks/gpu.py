@@ -1,14 +1,14 @@
-"""The routing layers on a GPU: time, floor, memory and launches, against the plain form and the backbone alone.
+"""The routing layers on a GPU: time, floor, memory and launches, against the reference and the backbone alone.
 
     python benchmarks/gpu.py --out gpu.json        # everything, at most ten minutes on an H200
 
 `benchmarks/gpu_day.py` measures the same in steps that can be cut off and gone on with, and more.
 
 First, correctness: each layer at a small batch, in every type, on fresh random inputs and in memory filled with NaN,
-values and gradients against the plain form in float64. Nothing is timed that fails there. Then, in bfloat16:
+values and gradients against the reference in float64. Nothing is timed that fails there. Then, in bfloat16:
 
-* forward, and forward with backward, of the fused layer, the plain form (``use_triton(False)``) and the plain form
-  under torch.compile: medians of CUDA events over inputs that take turns, so that no cache holds them;
+* forward, and forward with backward, of the fused engine, the reference and the reference under
+  torch.compile: medians of CUDA events over inputs that take turns, so that no cache holds them;
 * the floors: operations at the rate of a large matrix product, bytes at that of a large copy (both measured first),
   and the products with parents and couplings, which no tensor core can take, at the data sheet's float32 rate;
 * peak memory above the inputs, and kernels launched (as the profiler sees them; torch.compile's are not counted);
@@ -25,8 +25,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,9 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks import plain  # noqa: E402
 from benchmarks.models import build  # noqa: E402
 from capszoo import layers  # noqa: E402
+from capszoo.layers.engine import use_engines  # noqa: E402
 
 #: ``||found - expected|| / ||expected||`` that a type's rounding explains.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -69,8 +68,6 @@ class Case:
     pose: int
     """Numbers in a parent's pose."""
     passes: int
-    reference: Callable[[Any, Tensor], Tensor] | None = None
-    """Of a layer without kernels: the naive form on its weights, forward; None: the layer with `use_triton(False)`."""
     positive: bool = False
     """Inputs lie in 0..1 (activations among them)."""
 
@@ -80,15 +77,12 @@ class Case:
 
     def result(self, layer: Any, x: Tensor) -> Tensor:
         """What is compared: poses."""
-        return layer.route(x)[0].flatten(0, 2) if self.reference else layer(x)
+        return layer.route(x)[0] if isinstance(layer, layers.ConvEM) else layer(x)
 
     def expected(self, layer: Any, x: Tensor) -> Tensor:
-        """The same by the reference."""
-        if self.reference:
-            return self.reference(layer, x)
-        with plain_form():
-            result: Tensor = layer(x)
-        return result
+        """The same by the reference engine."""
+        with use_engines("reference"):
+            return self.result(layer, x)
 
     def numbers(self) -> int:
         """Of all votes of a batch."""
@@ -162,7 +156,7 @@ def em_layer(in_caps: int, out_caps: int) -> nn.Module:
 
 
 def em_case() -> Case:
-    """EM has no kernel: the layer as it is, against the naive form. It computes in float32."""
+    """EM has no kernel: the layer as it is, against the reference. It computes in float32."""
     return Case(
         "EM conv, 32 to 32 types 4x4, 16x16 to 7x7, 2 it.",
         lambda: em_layer(32, 32),
@@ -174,7 +168,6 @@ def em_case() -> Case:
         4,
         16,
         2,
-        plain.conv_em,
         True,
     )
 
@@ -193,7 +186,7 @@ def tiny_cases() -> dict[str, Case]:
             "dynamic, tiny", lambda: layers.DynamicRouting(9, 8, 4, 16, 3), (9, 8), 3, 1, 9, 4, 8, 16, 2
         ),
         "em": Case(
-            "EM conv, tiny", lambda: em_layer(2, 3), (34, 5, 5), 2, 4, 18, 3, 4, 16, 2, plain.conv_em, True
+            "EM conv, tiny", lambda: em_layer(2, 3), (34, 5, 5), 2, 4, 18, 3, 4, 16, 2, True
         ),
     }  # fmt: skip
 
@@ -201,15 +194,6 @@ def tiny_cases() -> dict[str, Case]:
 def all_cases() -> dict[str, Case]:
     """The cases with kernels, and EM."""
     return {**dict(zip(("idpa_conv", "idpa_classes", "dynamic"), cases(), strict=True)), "em": em_case()}
-
-
-@contextmanager
-def plain_form() -> Iterator[None]:
-    layers.use_triton(False)
-    try:
-        yield
-    finally:
-        layers.use_triton(True)
 
 
 def poison(device: torch.device) -> None:
@@ -316,15 +300,15 @@ class Row:
     name: str
     what: str
     fused_ms: float
-    plain_ms: float
+    reference_ms: float
     compiled_ms: float | None
     tensor_floor_ms: float
     bytes_floor_ms: float
     core_floor_ms: float
     fused_mib: float
-    plain_mib: float
+    reference_mib: float
     fused_launches: int
-    plain_launches: int
+    reference_launches: int
 
     @property
     def of_floor(self) -> float:
@@ -360,22 +344,22 @@ def measure(
     def expected(x: Tensor) -> Tensor:
         return case.expected(layer, x)
 
-    def plainly(x: Tensor) -> Tensor:
-        return case.reference(layer, x) if case.reference else layer(x)
+    def result(x: Tensor) -> Tensor:
+        return case.result(layer, x)
 
     rows = []
     for backward in (False, True):
-        fused = runs_of(lambda x: case.result(layer, x), parameters, inputs, backward)
+        fused = runs_of(result, parameters, inputs, backward)
         fused_ms, fused_mib = timed(fused, device), peak_mib(fused[0], device)
         fused_launches = launches(fused[0], device)
         reference = runs_of(expected, parameters, inputs, backward)
-        plain_ms, plain_mib = timed(reference, device), peak_mib(reference[0], device)
-        plain_launches = launches(reference[0], device)
+        reference_ms, reference_mib = timed(reference, device), peak_mib(reference[0], device)
+        reference_launches = launches(reference[0], device)
         compiled_ms = None
         if with_compile:
             torch._dynamo.reset()
-            with plain_form():
-                compiled = runs_of(torch.compile(plainly, backend=backend), parameters, inputs, backward)
+            with use_engines("reference"):
+                compiled = runs_of(torch.compile(result, backend=backend), parameters, inputs, backward)
                 compiled_ms = timed(compiled, device)
         torch._dynamo.reset()
         rows.append(
@@ -383,15 +367,15 @@ def measure(
                 case.name,
                 "forward and backward" if backward else "forward",
                 fused_ms,
-                plain_ms,
+                reference_ms,
                 compiled_ms,
                 case.macs(backward) / machine.macs * 1e3,
                 case.moved(weights, backward) / machine.bytes * 1e3,
                 case.core_macs(backward) / CORE_RATE * 1e3,
                 fused_mib,
-                plain_mib,
+                reference_mib,
                 fused_launches,
-                plain_launches,
+                reference_launches,
             )
         )
     return rows
@@ -419,7 +403,7 @@ def step_of(
 
 
 def measure_models(device: torch.device, batch: int, left: Callable[[], float]) -> dict[str, float]:
-    """Milliseconds of training steps: backbone, whole model, whole model in the plain form; each compiled too."""
+    """Milliseconds of training steps: backbone, whole model, whole model in the reference; each compiled too."""
     times: dict[str, float] = {}
     for compiled in (False, True):
         suffix = ", compiled" if compiled else ""
@@ -430,8 +414,8 @@ def measure_models(device: torch.device, batch: int, left: Callable[[], float]) 
             torch._dynamo.reset()
             times[name + suffix] = timed([step_of(spec, batch, device, compiled)], device)
         if not compiled and left() > 30:
-            with plain_form():
-                times["idpa_resnet, plain form"] = timed(
+            with use_engines("reference"):
+                times["idpa_resnet, reference"] = timed(
                     [step_of("idpa_resnet", batch, device, False)], device
                 )
     return times
@@ -460,16 +444,17 @@ class Result:
 def table(result: Result) -> str:
     """Markdown."""
     lines = [
-        "| layer | | fused, ms | of the larger floor | plain / fused | compiled plain / fused | floors: tensor cores; "
-        "bytes; other cores, ms | memory, MiB (plain) | launches (plain) |",
+        "| layer | | fused, ms | of the larger floor | reference / fused | compiled reference / fused "
+        "| floors: tensor cores; bytes; other cores, ms | memory, MiB (reference) | launches (reference) |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result.layers:
         compiled = "" if row.compiled_ms is None else f"{row.compiled_ms / row.fused_ms:.1f}"
         lines.append(
-            f"| {row.name} | {row.what} | {row.fused_ms:.3f} | {row.of_floor:.0%} | {row.plain_ms / row.fused_ms:.1f} "
-            f"| {compiled} | {row.tensor_floor_ms:.3f}; {row.bytes_floor_ms:.3f}; {row.core_floor_ms:.3f} "
-            f"| {row.fused_mib:.0f} ({row.plain_mib:.0f}) | {row.fused_launches} ({row.plain_launches}) |"
+            f"| {row.name} | {row.what} | {row.fused_ms:.3f} | {row.of_floor:.0%} "
+            f"| {row.reference_ms / row.fused_ms:.1f} | {compiled} "
+            f"| {row.tensor_floor_ms:.3f}; {row.bytes_floor_ms:.3f}; {row.core_floor_ms:.3f} "
+            f"| {row.fused_mib:.0f} ({row.reference_mib:.0f}) | {row.fused_launches} ({row.reference_launches}) |"
         )
     steps = result.training_steps_ms
     if steps:
@@ -510,7 +495,7 @@ def main() -> None:
             result.write(args.out)
             if not error <= tolerance:
                 raise SystemExit(f"error: {name} is wrong by {error:.1e}: nothing was timed")
-    # the plain forms are compiled for the first two alone where time is short
+    # the reference is compiled for the first two alone where time is short
     for case in cases():
         if left() < 60:
             print(f"left out, no time: {case.name}", file=sys.stderr)

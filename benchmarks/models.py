@@ -10,7 +10,7 @@ before it, and the median of the paired ratios is what is printed: a busy machin
 high-water mark of a fresh process that does nothing but two training steps.
 
 ``--channels-last`` and ``--compile`` treat the model and the yardstick alike where times are measured; memory is that
-of the plain form.
+of the reference.
 
 A model is named as ``name`` or ``name:argument=value,argument=value``; shell patterns take all that match.
 ``name@stage`` is the net cut off after that stage (of ``model.stages``), with average pooling behind it: what is left

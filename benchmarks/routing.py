@@ -1,4 +1,4 @@
-"""Each routing layer against its floor on this machine, the plain form and the naive reference.
+"""Each routing layer against its floor on this machine, its reference engine and the naive loops.
 
     python benchmarks/routing.py                    # layers, as the papers' models have them
     python benchmarks/routing.py --scaling          # cost per vote as the work grows
@@ -7,9 +7,10 @@
 
 The floor of a layer is the larger of two times: its multiply-adds at the rate of a large matrix product, and the
 bytes it cannot avoid (input, weights, result, once) at the speed of a large copy; both rates are measured first. A
-training step counts three times the multiply-adds and three times the bytes. The plain form (`benchmarks/plain.py`)
-is timed in turns with the layer, after their values have been compared; the naive reference (`tests/reference`, loop
-by loop in float64) on a layer small enough to wait for, and its time is given per vote.
+training step counts three times the multiply-adds and three times the bytes. The reference engine (the paper's
+procedure, line by line) is timed in turns with the engine that the layer chooses, after their values have been
+compared; the naive loops (`tests/reference`, in float64) on a layer small enough to wait for, and their time is given
+per vote.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import capszoo  # noqa: E402
-from benchmarks import plain  # noqa: E402
 from capszoo import layers  # noqa: E402
+from capszoo.layers.engine import record_engines, use_engines  # noqa: E402
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -72,20 +73,30 @@ def measure_machine() -> Machine:
 
 @dataclass
 class Case:
-    """A layer, its plain form on the same weights, and what an image costs at the least."""
+    """A layer, and what an image costs at the least."""
 
     name: str
     layer: nn.Module
     size: tuple[int, ...]
     """Of the input, without the batch."""
-    fast: Callable[[Tensor], Tensor]
-    plain: Callable[[Tensor], Tensor]
+    run: Callable[[Tensor], Tensor]
     macs: float
     """Of an image, forward."""
     votes: int
     """Of an image."""
     positive: bool = False
     """Inputs lie in 0..1 (activations among them)."""
+
+    def reference(self, x: Tensor) -> Tensor:
+        """The layer by its reference engine."""
+        with use_engines("reference"):
+            return self.run(x)
+
+    def engine(self, batch: int, train: bool) -> str:
+        """Name of the engine that the layer chooses; "-" where it has one way alone."""
+        with record_engines() as choices:
+            runs(self, self.run, batch, train)()
+        return choices[-1].engine.name if choices else "-"
 
     def moved(self, batch: int, out: int) -> float:
         """Bytes that cannot be avoided: input, weights, result, in float32."""
@@ -101,7 +112,6 @@ def dynamic_case(parents: int = 10, num_iters: int = 3, children: int = 1152) ->
         layer,
         (children, 8),
         layer,
-        lambda x: plain.dynamic(layer, x),
         votes * 16 * (8 + 2 * num_iters - 1),
         votes,
     )
@@ -118,7 +128,6 @@ def shared_dynamic_case(parents: int = 512, num_iters: int = 3, places: int = 64
         layer,
         (groups, 8, places),
         layer,
-        lambda x: plain.shared_dynamic(layer, x),
         passes,
         votes,
     )
@@ -143,16 +152,14 @@ def conv_em_case(
     places = layer.grid_size(grid, grid)[0] ** 2
     votes = places * 9 * in_caps * out_caps
 
-    def fast(x: Tensor) -> Tensor:
-        return layer.route(x)[0].flatten(0, 2)
+    def poses(x: Tensor) -> Tensor:
+        return layer.route(x)[0]
 
     # votes (4 each of 16 numbers), squares (1), means, variances and log-likelihoods (1 each, and per iteration)
     macs = votes * 16 * (4 + 1 + 2 * num_iters + (num_iters - 1))
     name = f"EM, 3x3 s{stride}, {in_caps} to {out_caps} types 4x4, {grid}x{grid}, {num_iters} it."
     channels = in_caps * 17
-    return Case(
-        name, layer, (channels, grid, grid), fast, lambda x: plain.conv_em(layer, x), macs, votes, True
-    )
+    return Case(name, layer, (channels, grid, grid), poses, macs, votes, True)
 
 
 def conv_idpa_case(grid: int = 16, stride: int = 2, num_iters: int = 1, caps: int = 32) -> Case:
@@ -160,15 +167,11 @@ def conv_idpa_case(grid: int = 16, stride: int = 2, num_iters: int = 1, caps: in
     places = layer.out_size(grid) ** 2
     votes = places * 9 * caps * caps
 
-    def fast(x: Tensor) -> Tensor:
-        return layer(x).permute(0, 2, 3, 1).reshape(-1, caps, 16)
-
     return Case(
         f"IDPA, 3x3 s{stride}, {caps} to {caps} types 4x4, {grid}x{grid}, {num_iters} it.",
         layer,
         (caps * 16, grid, grid),
-        fast,
-        lambda x: plain.conv_idpa(layer, x, num_iters),
+        layer,
         votes * 16 * (4 + 2 * (num_iters - 1)),
         votes,
     )
@@ -182,7 +185,6 @@ def fc_idpa_case(parents: int = 10, num_iters: int = 2, children: int = 800) -> 
         layer,
         (children, 16),
         layer,
-        lambda x: plain.fc_idpa(layer, x, num_iters),
         votes * 16 * (4 + 2 * (num_iters - 1)),
         votes,
     )
@@ -196,7 +198,6 @@ def routing_pool_case(grid: int = 8, num_iters: int = 3, channels: int = 64) -> 
         layer,
         (channels, grid, grid),
         lambda x: layer(x).flatten(1),
-        lambda x: plain.routing_pool(layer, x),
         numbers * (1 + 1 + 2 * num_iters),  # lengths, first mean, then agreement and sum
         numbers // 16,
     )
@@ -217,7 +218,6 @@ def capconv_case(
         layer,
         (groups * in_dim, grid, grid),
         layer,
-        lambda x: plain.capconv(layer, x),
         master + aide + coefficients,
         places * groups * groups,
         True,
@@ -262,14 +262,14 @@ def runs(case: Case, run: Callable[[Tensor], Tensor], batch: int, train: bool) -
 
 
 def difference(case: Case, batch: int = 2) -> float:
-    """Largest difference between a layer and its plain form, of the largest value, in float64."""
+    """Largest difference between a layer and its reference engine, of the largest value, in float64."""
     layer_type = next((p.dtype for p in case.layer.parameters()), torch.float32)
     case.layer.double()
     x = torch.rand(batch, *case.size, dtype=torch.float64)
     if not case.positive:
         x = 2 * x - 1
     with torch.inference_mode():
-        own, other = case.fast(x), case.plain(x)
+        own, other = case.run(x), case.reference(x)
     case.layer.to(layer_type)
     return ((own - other).abs().max() / other.abs().max()).item()
 
@@ -305,33 +305,34 @@ def layer_table(args: argparse.Namespace) -> None:
         f"{platform.machine()}\n"
     )
     print(
-        "| layer | M multiply-adds an image | least MiB a batch | floor, ms | forward, × floor | plain form, × floor "
-        "| training floor, ms | training, × floor | plain form, × floor |"
+        "| layer | M multiply-adds an image | least MiB a batch | floor, ms | engine | forward, × floor "
+        "| reference, × floor | training floor, ms | engine | training, × floor | reference, × floor |"
     )
-    print("|---|" + "---:|" * 8)
+    print("|---|---:|---:|---:|---|---:|---:|---:|---|---:|---:|")
     for case in cases():
         if args.only and args.only not in case.name:
             continue
         error = difference(case)
         if not error < 1e-9:
-            raise SystemExit(f"error: {case.name}: the layer and its plain form differ by {error:.1e}")
+            raise SystemExit(f"error: {case.name}: the layer and its reference differ by {error:.1e}")
         row: list[str] = []
-        moved = case.moved(args.batch, runs(case, case.fast, args.batch, False)().numel())  # type: ignore[attr-defined]
+        moved = case.moved(args.batch, runs(case, case.run, args.batch, False)().numel())  # type: ignore[attr-defined]
         for train in (False, True):
             factor = 3 if train else 1
             floor = machine.floor(factor * case.macs * args.batch, factor * moved)
             own, other = in_turns(
-                [runs(case, case.fast, args.batch, train), runs(case, case.plain, args.batch, train)],
+                [runs(case, case.run, args.batch, train), runs(case, case.reference, args.batch, train)],
                 args.iters,
             )
-            row += [f"{1e3 * floor:.2f}", f"{own / floor:.1f}", f"{other / floor:.1f}"]
+            engine = case.engine(args.batch, train)
+            row += [f"{1e3 * floor:.2f}", engine, f"{own / floor:.1f}", f"{other / floor:.1f}"]
         print(
             f"| {case.name} | {case.macs / 1e6:.2f} | {moved / 2**20:.1f} | " + " | ".join(row) + " |",
             flush=True,
         )
     if not args.only:
         naive = ", ".join(f"{name} {value:.0f}" for name, value in naive_per_vote().items())
-        print(f"\nThe naive references, microseconds a vote (of an image): {naive}.")
+        print(f"\nThe naive loops, microseconds a vote (of an image): {naive}.")
 
 
 def peak_of_step(step: Callable[[], object]) -> int:
@@ -367,7 +368,7 @@ def scaling_table(args: argparse.Namespace) -> None:
     for family, members in families.items():
         if args.only and args.only not in family:
             continue
-        steps = [runs(case, case.fast, batch, True) for case, _ in members]
+        steps = [runs(case, case.run, batch, True) for case, _ in members]
         times = in_turns(steps, max(3, args.iters // 2))
         first: tuple[float, float] | None = None
         for (case, passes), step, took in zip(members, steps, times, strict=True):

@@ -111,7 +111,7 @@ def routing(root: Path) -> ModuleType:
     return load_script(root / "benchmarks" / "routing.py")
 
 
-def test_layers_equal_their_plain_forms(routing: ModuleType) -> None:
+def test_layers_equal_their_references(routing: ModuleType) -> None:
     """What is timed is the same function: values in float64, of every layer of the table."""
     for case in routing.cases():
         assert routing.difference(case, batch=1) < 1e-9, case.name

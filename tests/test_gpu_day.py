@@ -120,11 +120,11 @@ def test_a_layer_that_is_wrong_is_not_timed(day: ModuleType, tmp_path: Path) -> 
 def test_targets_by_hand(day: ModuleType, tmp_path: Path) -> None:
     row = {
         "fused_ms": 1.0,
-        "plain_ms": 9.0,
+        "reference_ms": 9.0,
         "compiled_ms": 1.2,
         "of_floor": 0.5,
         "fused_mib": 10.0,
-        "plain_mib": 200.0,
+        "reference_mib": 200.0,
     }
     for step, items in (
         ("layers", {"idpa_conv": [row, row]}),

@@ -43,7 +43,7 @@ def test_kernels_in_the_interpreter(root: Path, which: str) -> None:
 
 
 def test_a_machine_without_triton_works(root: Path) -> None:
-    """Not found when the package looks for it: everything imports, and the plain form is chosen."""
+    """Not found when the package looks for it: everything imports, and the reference is chosen."""
     code = """
 import importlib.util, sys
 find = importlib.util.find_spec
@@ -206,7 +206,7 @@ def test_a_kernel_compiles_for_hopper() -> None:
 def test_every_kernel_compiles_for_hopper(name: str, layer: str, dtype: str) -> None:
     """The smallest and the largest tile, the larger one with couplings."""
     if dtype == "fp32" and layer == "100 classes":
-        pytest.skip("too wide for float32: the plain form is chosen (test_widths)")
+        pytest.skip("too wide for float32: the reference is chosen (test_widths)")
     tiles = tiles_of(name, layer, dtype)
     check_code(name, layer, dtype, tiles[0])
     check_code(name, layer, dtype, tiles[-1], couplings=True)
@@ -291,7 +291,7 @@ def outcome(
 @pytest.mark.parametrize("dtype", GPU_TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", gpu_layers())
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    """Values and gradients against the plain form in float64, on fresh inputs, in poisoned memory; compiled too."""
+    """Values and gradients against the reference in float64, on fresh inputs, in poisoned memory; compiled too."""
     layer, size = gpu_layers()[name]
     layer = layer.to("cuda", dtype)
     x = torch.randn(size, device="cuda").to(dtype)

@@ -141,7 +141,7 @@ def check(
     end: tuple[str, bool] = ("none", False),
 ) -> None:
     dtype = tensors[0].dtype
-    # gradients of four numbers, through four roundings that nothing averages (the plain form in bfloat16: up to 1.7e-2)
+    # gradients of four numbers, through four roundings that nothing averages (the reference in bfloat16: up to 1.7e-2)
     tolerance = TOLERANCE[dtype] * (3 if tensors[0].numel() < 8 else 1)
     exact = [t.detach().to(F64).requires_grad_() for t in tensors]
     expected = plainly(exact, options, end)[: 1 + couplings]
@@ -386,7 +386,7 @@ def test_dynamic_routing_against_the_naive_reference(rounds: int, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"layer_norm": False}, {"drop": 0.5}], ids=str)
 def test_what_is_not_a_layer_norm_alone(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No norm, and dropout between sum and norm: sums from the kernels, the rest as in the plain form."""
+    """No norm, and dropout between sum and norm: sums from the kernels, the rest as in the reference."""
     layer, x = layers.FCIDPA(9, 3, 4, num_iters=3, **options), torch.randn(2, 9, 4)
     used, seed, outcomes = use_of(monkeypatch), torch.randn(2, 3, 4), []
     for on in (True, False):
@@ -414,7 +414,7 @@ def test_autocast_computes_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float64, deep votes, too many parents, the softmax over children, first logits, activations: the plain form."""
+    """float64, deep votes, too many parents, the softmax over children, first logits, activations: the reference."""
     used = use_of(monkeypatch)
     x = torch.randn(2, 6, 4)
     layers.FCIDPA(6, 3, 4).double()(x.double())

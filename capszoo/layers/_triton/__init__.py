@@ -1,6 +1,6 @@
 """Fused routing for GPUs, in Triton: which tensors go there, the operators (``ops``), their kernels (``kernels``).
 
-Triton itself is imported when a kernel is about to run, no earlier: a machine without it works, in the plain form.
+Triton itself is imported when a kernel is about to run, no earlier: a machine without it works, by the reference.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ _MAX_DEPTH = 16
 
 
 def use_triton(on: bool = True) -> None:
-    """Whether CUDA tensors are routed by the Triton kernels; False chooses the plain form everywhere.
+    """Whether CUDA tensors are routed by the Triton kernels; False chooses the reference everywhere.
 
     The environment variable ``CAPSZOO_TRITON=0`` does the same from the start. What was compiled before stays as it is.
     """
