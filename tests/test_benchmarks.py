@@ -189,6 +189,7 @@ def test_export_results_of_other_settings_are_not_mixed(exports: ModuleType, tmp
     assert exports.read(tmp_path / "none.json", {}) == {}
 
 
+@pytest.mark.slow
 def test_one_exported_model_is_timed(
     exports: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

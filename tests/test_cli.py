@@ -399,6 +399,7 @@ def test_export(tmp_path: Path) -> None:
     assert out.is_file()
 
 
+@pytest.mark.slow
 def test_export_of_a_run_checks_its_images(trained: Path, pictures: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     out = tmp_path / "model.onnx"

@@ -100,6 +100,7 @@ def test_explain(model: capszoo.LoadedModel, tmp_path: Path) -> None:
     assert found.save(tmp_path / "heat.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="needs capszoo[export]")
 def test_export(model: capszoo.LoadedModel, tmp_path: Path) -> None:
     written = model.export(tmp_path / "m.onnx", gate="quick", batch=1)

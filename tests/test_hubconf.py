@@ -61,6 +61,7 @@ root = {str(root)!r}
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_load_from_a_plain_checkout(root: Path, tmp_path: Path) -> None:
     _from_checkout(
         root,

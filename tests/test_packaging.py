@@ -155,6 +155,7 @@ def test_source_archive_holds_the_weights_but_for_large_ones(
     assert not any("weights-large" in name or "large.net" in name for name in names)
 
 
+@pytest.mark.slow
 def test_an_editable_install_works_from_the_folder_above(root: Path, tmp_path: Path) -> None:
     """There the checkout's own folder, `capszoo/` without `__init__.py`, looks like a namespace package."""
     source, site = tmp_path / "capszoo", tmp_path / "site"

@@ -40,6 +40,7 @@ def test_digits_in_six_disguises(name: str, disguises, tmp_path: Path) -> None: 
     assert not any(one.notes for one in model.predict(disguises.write(tmp_path / "plain", "plain")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="needs capszoo[export]")
 def test_infer_py_reads_the_disguises_too(disguises, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     bundle = (

@@ -129,6 +129,7 @@ def test_timm_knows_our_models_in_either_order(root: Path, first: str) -> None:
     assert done.stdout.strip() == "True 10", done.stderr
 
 
+@pytest.mark.slow
 def test_the_hook_leaves_timm_as_it_is(root: Path) -> None:
     code = (
         "import capszoo, sys, timm, inspect\n"

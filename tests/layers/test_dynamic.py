@@ -252,7 +252,7 @@ def test_starts() -> None:
 # -- convolutional ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_iters", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize(
     ("size", "kernel", "stride", "padding"), [((4, 3), 3, 1, 0), ((5, 4), 3, 2, 1), ((3, 3), 2, 1, 0)]
 )
@@ -299,8 +299,8 @@ def shared_parts(layer: SharedDynamicRouting) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("softmax_over", AXES)
-@pytest.mark.parametrize("num_iters", [1, 2, 3, 4])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("num_iters", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_shared_equals_naive(batch: int, num_iters: int, softmax_over: str, init: str) -> None:
     layer = SharedDynamicRouting(3, 4, 5, 2, num_iters, softmax_over, init, positions=6).double()
     start = start_of(layer)

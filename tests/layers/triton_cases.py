@@ -166,7 +166,9 @@ def test_values_and_gradients(shape: tuple[int, ...], end: tuple[str, bool]) -> 
     check(*problem(shape, torch.float32, end[0]), couplings=True, end=end)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("shape", swept(SHAPES))
 def test_half_types(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """The norm that the layers use: LayerNorm after matrix poses, squash and the sum of poses after vectors."""
@@ -204,7 +206,7 @@ def test_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("end", swept(ENDS))
-@pytest.mark.parametrize("scale", [0.0, 1e4])
+@pytest.mark.parametrize("scale", [pytest.param(0.0, marks=pytest.mark.slow), 1e4])
 def test_extremes(scale: float, end: tuple[str, bool]) -> None:
     """Children that are all zero, and agreements whose exponentials would overflow."""
     tensors, options = problem(SHAPES["connected 4x4"], torch.float32, end[0])

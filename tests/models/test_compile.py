@@ -8,7 +8,7 @@ import torch
 from tests.models.zoo_cases import images, names, small
 
 #: The others are swept by ``make test-slow``; tests/layers/test_engines.py compiles every routing by itself.
-QUICK = ("capsnet_dynamic", "idpa_cnn", "encapnet6")
+QUICK = ("idpa_cnn",)
 
 
 def _check(name: str) -> None:

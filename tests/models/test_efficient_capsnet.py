@@ -83,6 +83,7 @@ def test_coupling_map_position_by_position(grid: dict[str, Any]) -> None:
         torch.testing.assert_close(model.coupling_map(x)[0], expected)
 
 
+@pytest.mark.slow
 def test_instance_norm_passes_the_export_gate(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     from capszoo.export.to_onnx import export

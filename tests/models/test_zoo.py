@@ -210,8 +210,15 @@ def _forward_at(name: str, batch: int, size: tuple[int, int] | None, channels: i
         _check_forward(model.train(), images(model, max(batch, 2)), classes)
 
 
-@each_family()
-@pytest.mark.parametrize(("batch", "size", "channels", "classes"), QUICK_SHAPES)
+@pytest.mark.parametrize(
+    ("name", "batch", "size", "channels", "classes"),
+    [
+        pytest.param(name, *shape, marks=() if quick else pytest.mark.slow)
+        for index, name in enumerate(NAMES)
+        for number, shape in enumerate(QUICK_SHAPES)
+        for quick in [name in REPRESENTATIVES and index % len(QUICK_SHAPES) == number]
+    ],
+)
 def test_sizes(name: str, batch: int, size: tuple[int, int], channels: int, classes: int) -> None:
     _forward_at(name, batch, size, channels, classes)
 

@@ -105,8 +105,8 @@ def test_mistakes_name_the_key(tmp_path: Path, change: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("arch", "data", "loss"),
     [
-        ("resnet20_routingpool", "diverse_multimnist", {"name": "bce"}),
-        ("capsnet_dynamic", "affnist", {"name": "margin"}),
+        pytest.param("resnet20_routingpool", "diverse_multimnist", {"name": "bce"}, marks=pytest.mark.slow),
+        pytest.param("capsnet_dynamic", "affnist", {"name": "margin"}, marks=pytest.mark.slow),
         ("capsnet_dynamic", "multimnist", {"name": "margin", "reconstruction": 0.0005}),
     ],
 )

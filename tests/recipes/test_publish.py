@@ -224,6 +224,7 @@ def test_fine_tuned_from_the_hub_and_published_again(
     assert load_recipe(tmp_path / "bare" / "recipe.yaml").loss.name == "margin"
 
 
+@pytest.mark.slow
 def test_export_from_the_hub(hub: Hub, client: Client, run: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'capszoo[export]'")
     assert client.capszoo("publish", run, "me/exported").code == 0

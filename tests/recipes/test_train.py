@@ -285,7 +285,7 @@ def test_a_gradient_that_is_not_finite_is_named(
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
 def test_a_signal_saves_and_says_how_to_go_on(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

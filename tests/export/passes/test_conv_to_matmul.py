@@ -105,7 +105,12 @@ def test_the_model_is_itself_again() -> None:
 
 @pytest.mark.parametrize(
     ("options", "convolutions"),
-    [({}, 3), ({"batch": 4}, 3), ({"runtime": "gpu"}, 4), ({"precision": "fp16"}, 4)],
+    [
+        ({}, 3),
+        pytest.param({"batch": 4}, 3, marks=pytest.mark.slow),
+        ({"runtime": "gpu"}, 4),
+        pytest.param({"precision": "fp16"}, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_exported(options: dict[str, object], convolutions: int, tmp_path: Path) -> None:
     report = export(

@@ -208,6 +208,7 @@ def test_what_fails_on_one_process_ends_both_with_one_line(
     assert "Traceback" not in ours, ours
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_stops_both_processes_at_the_same_update(
     root: Path, tmp_path: Path, data: Path
 ) -> None:

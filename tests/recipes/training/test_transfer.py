@@ -17,7 +17,15 @@ from capszoo.recipes.training.transfer import export_state, import_state
 from .test_stages import staged_recipe
 
 
-@pytest.mark.parametrize("changes", [{}, {"optimizer": {"name": "adamw", "lr": 0.003}, "ema_decay": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            {"optimizer": {"name": "adamw", "lr": 0.003}, "ema_decay": None}, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_run_goes_on_elsewhere_bit_for_bit(tiny_mnist: Path, tmp_path: Path, changes: dict) -> None:
     recipe = staged_recipe(**changes)
     whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
