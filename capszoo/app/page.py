@@ -193,8 +193,8 @@ def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppMode
             status = gr.Markdown(NOTHING, elem_id=f"status-{number}")
             label = gr.Label(num_top_classes=5, label="Classes", elem_id=f"classes-{number}")
             with gr.Row():
-                overlay = picture("Couplings over the image", "overlay")
                 couplings = picture("Couplings", "couplings")
+                overlay = picture("On the image", "overlay")
             gr.HTML(scale_html())
             with gr.Row():
                 seen, reconstruction = picture("Input", "seen"), picture("Reconstruction", "reconstruction")

@@ -30,7 +30,8 @@ __all__ = [
 SIDE = 280
 
 #: A picture of the page as Gradio's template; its value is a ``data:`` URL, so that no file is written or fetched.
-PICTURE = """<div>TITLE</div><div class="frame">${value ? `<img src="${value}" alt="TITLE">` : ""}</div>"""
+PICTURE = """<div style="visibility:${value ? "visible" : "hidden"}"><div>TITLE</div>
+<div class="frame">${value ? `<img src="${value}" alt="TITLE">` : ""}</div></div>"""
 
 #: Its style. Enlarged pixels stay squares.
 PICTURE_STYLE = f"""
