@@ -1,10 +1,10 @@
 """Writes what is derived (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
-docs/models.md, recipes/README.md, docs/benchmarks.md and docs/export-benchmarks.md, docs/cli.md, docs/results.md with its curves and
-pictures, the example in docs/publish.md.
+docs/models.md, recipes/README.md, docs/benchmarks.md and docs/export-benchmarks.md, docs/cli.md, docs/results.md with
+its curves and pictures, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
-heads, the metadata beside the weights, and what benchmarks/models.py, benchmarks/export.py and ``make test-trt-rtx`` left in
-benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
+heads, the metadata beside the weights, and what benchmarks/models.py, benchmarks/export.py and ``make test-trt-rtx``
+left in benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
 """
 
 from __future__ import annotations
