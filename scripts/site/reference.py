@@ -46,6 +46,7 @@ API_MODULES = (
     "capszoo.errors",
 )
 
+
 def command_names() -> list[str]:
     """Every command, and every sub-command as ``group name``."""
     return [context.command_path.partition(" ")[2] for context in every_context()][1:]
