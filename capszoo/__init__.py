@@ -1,7 +1,9 @@
 """capszoo: capsule networks with the interfaces of timm, pretrained weights and a tested export.
 
 >>> import capszoo
->>> model = capszoo.load("idpa_resnet.cifar10")  # predict, explain and export; see capszoo.facade
+>>> model = capszoo.load("resnet20_routingcaps.mnist")  # predict, explain and export; see capszoo.facade
+>>> model.predict("digit_3.png").label
+'3'
 >>> net = capszoo.create_model("resnet20_routingcaps", pretrained=True)  # the PyTorch module, as timm gives it
 
 Importing the package registers every architecture with timm, so ``timm.create_model`` knows the names too, whichever of

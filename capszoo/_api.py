@@ -51,6 +51,12 @@ def list_models(filter: str = "", pretrained: bool = False) -> list[str]:
     Args:
         filter: shell pattern; a word without wildcards matches anywhere in the name.
         pretrained: list ``name.tag`` of every checkpoint instead.
+
+    Examples:
+        >>> list_models("encapnet_v?")
+        ['encapnet_v1', 'encapnet_v2', 'encapnet_v3']
+        >>> "capsnet_dynamic.mnist" in list_models(pretrained=True)
+        True
     """
     names = (
         list(bundled_tags())
@@ -145,6 +151,15 @@ def create_model(
         UnknownModel: no such name, or no such weights.
         UnknownArgument: a keyword that the architecture does not take.
         WeightsError: the weights are missing, damaged or do not fit.
+
+    Examples:
+        >>> import torch
+        >>> net = create_model("resnet20_routingcaps", num_classes=4, in_chans=3, img_size=36).eval()
+        >>> tuple(net(torch.zeros(2, 3, 36, 36)).shape)
+        (2, 4)
+        >>> create_model("resnet20_routingcap")
+        Traceback (most recent call last):
+        capszoo.errors.UnknownModel: ...
     """
     source, target = parse_model_name(name)
     if not source:
@@ -178,6 +193,11 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     Args:
         name: registered name, with or without a tag.
         **kwargs: as for :func:`create_model`.
+
+    Examples:
+        >>> info = model_info("capsnet_dynamic")
+        >>> info.num_params, info.input_size
+        (6804224, (1, 28, 28))
     """
     _check_name(name)
     architecture, tag = split_model_name_tag(name)

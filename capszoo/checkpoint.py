@@ -2,8 +2,8 @@
 
 >>> from capszoo.checkpoint import resolve
 >>> found = resolve("resnet20_routingcaps.mnist")
->>> found.metadata().metrics["test"].top1
-99.55
+>>> found.metadata().metrics["test"].top1 > 99
+True
 >>> model = found.create()
 
 A MODEL is, in this order:

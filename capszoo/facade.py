@@ -1,10 +1,15 @@
 """A model in three lines: load it, classify, explain, export.
 
 >>> import capszoo
->>> model = capszoo.load("idpa_resnet.cifar10")
->>> model.predict("photo.jpg").label
->>> model.explain("photo.jpg").save("heat.png")
->>> model.export("model.onnx")
+>>> model = capszoo.load("resnet20_routingcaps.mnist", device="cpu")
+>>> model
+LoadedModel('resnet20_routingcaps.mnist', input=1x28x28, classes=10)
+>>> model.predict("digit_3.png").label
+'3'
+>>> model.explain("digit_3.png").save("heat.png").name
+'heat.png'
+>>> model.export("model.onnx", gate="quick").passed
+True
 """
 
 from __future__ import annotations
@@ -87,6 +92,12 @@ class LoadedModel:
 
         Raises:
             UsageError: an array that is no image, or ``topk`` below 1.
+
+        Examples:
+            >>> import capszoo
+            >>> model = capszoo.load("resnet20_routingcaps.mnist")
+            >>> [found.label for found in model.predict(["digit_3.png", "digit_7.png"])]
+            ['3', '7']
         """
         found = predict(self.net, images, topk, batch_size, transform=model_transform(self.net, **reading))
         return found[0] if is_image_like(images) else found

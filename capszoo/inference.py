@@ -45,6 +45,11 @@ def load_model(
         NoWeights: an architecture without weights.
         CapszooError: nothing there that could be loaded.
         WeightsError: weights that are damaged or do not fit.
+
+    Examples:
+        >>> net = load_model("resnet20_routingcaps.mnist", device="cpu")
+        >>> net.training, net.num_classes
+        (False, 10)
     """
     return resolve(name).create(pretrained, device, **kwargs)
 
@@ -76,6 +81,12 @@ def predict(
 
     Raises:
         UsageError: ``topk`` below 1, a model without classes, or an array that is no image.
+
+    Examples:
+        >>> net = load_model("resnet20_routingcaps.mnist", device="cpu")
+        >>> (found,) = predict(net, ["digit_3.png"], topk=2)
+        >>> found.label, len(found.top)
+        ('3', 2)
     """
     labels = label_names(model)
     if topk < 1:

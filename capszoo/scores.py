@@ -54,6 +54,11 @@ def probabilities(scores: Tensor, kind: str) -> Tensor:
 
     Raises:
         KeyError: a kind that is none of `SCORE_KINDS`.
+
+    Examples:
+        >>> import torch
+        >>> probabilities(torch.tensor([0.9, 0.3]), "lengths")
+        tensor([0.7500, 0.2500])
     """
     if kind in ("logits", "log_probabilities"):
         return scores.softmax(dim=-1)

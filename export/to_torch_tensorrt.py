@@ -1,8 +1,8 @@
 """A PyTorch module that runs on TensorRT, by Torch-TensorRT, for who wants to stay in PyTorch.
 
 >>> from capszoo.export.to_torch_tensorrt import compile_module
->>> fast = compile_module(model, batch=(1, 8, 32), precision="fp16")
->>> scores = fast(images.cuda())
+>>> fast = compile_module(model, batch=(1, 8, 32), precision="fp16")  # doctest: +SKIP
+>>> scores = fast(images.cuda())  # doctest: +SKIP
 
 What TensorRT does not take runs in PyTorch. The module is compared with the original on the gate's probes before it is
 returned. Torch-TensorRT's API is that of its documentation (2.x, ``torch_tensorrt.dynamo.compile``); no model of the

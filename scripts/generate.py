@@ -1,10 +1,10 @@
 """Writes what is derived (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
-docs/models.md, recipes/README.md and docs/export-benchmarks.md, docs/cli.md, docs/results.md with its curves and
-pictures, the example in docs/publish.md.
+docs/models.md, recipes/README.md, docs/benchmarks.md and docs/export-benchmarks.md, docs/cli.md, docs/results.md with
+its curves and pictures, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
-heads, the metadata beside the weights, and what benchmarks/export.py and ``make test-trt-rtx`` left in
-benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
+heads, the metadata beside the weights, and what benchmarks/models.py, benchmarks/export.py and ``make test-trt-rtx``
+left in benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
 """
 
 from __future__ import annotations
@@ -261,6 +261,13 @@ def export_table() -> str:
     return "\n".join([*lines, "", f"Measured with {settings or 'nothing yet'}."])
 
 
+def benchmark_table() -> str:
+    """Time and memory of every model in PyTorch, as benchmarks/models.py prints them."""
+    from benchmarks.models import Row, table
+
+    return table([Row(**row) for row in stored("models.json")["rows"]])
+
+
 def outputs() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     readme = ROOT / "README.md"
@@ -274,6 +281,7 @@ def outputs() -> dict[Path, str]:
     recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
     publish = ROOT / "docs" / "publish.md"
     export = ROOT / "docs" / "export-benchmarks.md"
+    benchmarks = ROOT / "docs" / "benchmarks.md"
     return {
         CATALOGUE: catalogue(),
         ROOT / "hubconf.py": hubconf(),
@@ -281,6 +289,7 @@ def outputs() -> dict[Path, str]:
         models: models_text,
         recipes: recipes_text,
         export: replace_block(export.read_text(encoding="utf-8"), "models", export_table()),
+        benchmarks: replace_block(benchmarks.read_text(encoding="utf-8"), "models", benchmark_table()),
         ROOT / "docs" / "cli.md": help_page(),
         ROOT / "docs" / "results.md": results_page(),
         publish: replace_block(publish.read_text(encoding="utf-8"), "card", card_header()),

@@ -53,7 +53,8 @@ class Answer:
         scores: of the classes ``[n]``, as the exported file gives them.
         poses: class capsules ``[n, e]``; None for a network without class capsules.
         predicted: class with the highest score.
-        explanation: couplings of the predicted class; None where the network routes nothing.
+        explanation: couplings of the predicted class; None where it was not asked for or the network routes
+            nothing.
         seen: the normalised input ``[c, h, w]``.
         view: what the model sees, as a picture.
         notes: how the image was read.
@@ -106,6 +107,7 @@ class AppModel:
         net: the network, in eval mode on the CPU.
         labels: names of the classes.
         dims: dimensions of a class capsule that a decoder reads; 0 without a decoder.
+        routes: whether it has couplings.
         iterations: the network's own number of routing iterations; 0 where it has none.
 
     Raises:
@@ -129,7 +131,8 @@ class AppModel:
         self._lock = threading.Lock()  # `settle` changes the network for a while
         self._session, self.outputs = self._export(Path(folder))
         self.dims = self._pose_dims() if self.has_decoder else 0
-        self.answer(Image.new("L", self.transform.size[::-1]))  # the first call of a session is slow
+        first = self.answer(Image.new("L", self.transform.size[::-1]))  # the first call of a session is slow
+        self.routes = first.explanation is not None
 
     def _export(self, folder: Path) -> tuple[Any, tuple[str, ...]]:
         import onnxruntime
@@ -225,6 +228,8 @@ class AppModel:
         if not 1 <= iterations <= MAX_ITERATIONS:
             raise UsageError(f"{iterations} routing iterations", f"give 1 to {MAX_ITERATIONS}")
         if not self.iterations:
+            return answer.explanation
+        if iterations == self.iterations and answer.explanation is not None:
             return answer.explanation
         return self._explain(answer.seen, answer.predicted, iterations)
 

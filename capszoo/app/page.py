@@ -16,7 +16,15 @@ from typing import Any
 from .._catalogue import check_model_argument, checkpoints
 from ..errors import CapszooError, require
 from .model import MAX_FILE_MB, MAX_ITERATIONS, Answer, AppModel, read_drawing, read_upload
-from .pictures import SIDE, couplings_picture, enlarged, overlay_picture, scale_html
+from .pictures import (
+    PICTURE,
+    PICTURE_STYLE,
+    SIDE,
+    couplings_picture,
+    data_url,
+    overlay_picture,
+    scale_html,
+)
 
 __all__ = ["DEFAULT_MODEL", "MAX_DIMS", "Models", "build", "run"]
 
@@ -34,9 +42,14 @@ KEEP_SECONDS = 120
 
 NO_MODEL = "none"
 
+NOTHING = "Draw a digit, or drop an image."
+
+#: Of an event that is answered at once. Gradio's queue costs 0.3 s.
+QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False}
+
 CANVAS = f"""<div>Draw a digit</div>
 <canvas width="{SIDE}" height="{SIDE}" style="touch-action:none;cursor:crosshair;border:1px solid #888"></canvas>
-<div><button type="button">Clear</button></div>"""
+<div style="margin-top:6px"><button type="button">Clear</button></div>"""
 
 #: Sends what is drawn to the server.
 CONNECT = """
@@ -82,45 +95,59 @@ class _Column:
     answer: Any
 
     @property
-    def shown(self) -> list[Any]:
-        """What an answer fills."""
-        pictures = [self.seen, self.couplings, self.overlay, self.reconstruction, self.settled]
-        return [self.body, self.answer, self.label, self.status, *pictures, self.iterations, *self.sliders]
+    def scored(self) -> list[Any]:
+        """What `_score` fills."""
+        return [self.status, self.label, self.seen]
+
+    @property
+    def explained(self) -> list[Any]:
+        """What `_explain` fills. The sliders are none of it: each part that is filled costs the browser time."""
+        return [self.answer, self.couplings, self.overlay, self.reconstruction, self.settled]
+
+    @property
+    def controls(self) -> list[Any]:
+        """What is moved by hand; an answer is shown with it as it stands."""
+        return [self.iterations, *self.sliders]
 
 
-def _show(gr: Any, models: Models, name: str, image: Any, drawn: bool) -> list[Any]:
-    """The values of `_Column.shown`."""
-    none, body = gr.update(value=None), gr.update(visible=name != NO_MODEL)
-
-    def nothing(said: str) -> list[Any]:
-        hidden = [gr.update(visible=False, value=0) for _ in range(MAX_DIMS)]
-        return [body, None, none, said, *[none] * 5, gr.update(visible=False), *hidden]
-
+def _score(models: Models, name: str, image: Any, drawn: bool) -> list[Any]:
+    """The values of `_Column.scored`."""
     if name == NO_MODEL or image is None:
-        said = "" if name == NO_MODEL else "Draw a digit, or drop an image."
-        return nothing(said)
+        return ["" if name == NO_MODEL else NOTHING, None, None]
+    try:
+        model = models.get(name)
+        answer = model.answer(image, drawn, explained=False)
+    except CapszooError as error:
+        return [str(error), None, None]
+    said = [f"**{answer.label}** in {answer.milliseconds:.0f} ms", *answer.notes]
+    if not model.routes:
+        said.append("this network routes nothing, so it has no couplings")
+    return ["; ".join(said), answer.top(), data_url(answer.view)]
+
+
+def _explain(
+    models: Models, name: str, image: Any, drawn: bool, iterations: int, offsets: Sequence[float]
+) -> list[Any]:
+    """The values of `_Column.explained`."""
+    if name == NO_MODEL or image is None:
+        return [None] * 5
     try:
         model = models.get(name)
         answer = model.answer(image, drawn)
-    except CapszooError as error:
-        return nothing(str(error))
-    sliders = [gr.update(visible=i < model.dims, value=0) for i in range(MAX_DIMS)]
-    said = f"**{answer.label}** in {answer.milliseconds:.0f} ms"
-    said += "".join(f"; {note}" for note in answer.notes)
-    pictures = [none, none] if answer.explanation is None else _pictures(answer)
-    if answer.explanation is None:
-        said += "; this network routes nothing, so it has no couplings"
-    decoded = enlarged(model.reconstruct(answer)) if model.dims else None
-    steps = gr.update(visible=bool(model.iterations), value=model.iterations or 1)
-    seen = enlarged(answer.view)
-    settled = pictures[1] if model.iterations else none
-    return [body, answer, answer.top(), said, seen, *pictures, decoded, settled, steps, *sliders]
+    except CapszooError:  # `_score` says it
+        return [None] * 5
+    couplings = overlay = settled = None
+    if answer.explanation is not None:
+        couplings = data_url(couplings_picture(answer.explanation, None))
+        overlay = data_url(overlay_picture(answer.explanation, answer.view))
+        settled = _settled(model, answer, iterations)
+    decoded = data_url(model.reconstruct(answer, offsets)) if model.dims else None
+    return [answer, couplings, overlay, decoded, settled]
 
 
-def _pictures(answer: Answer) -> list[Any]:
-    assert answer.explanation is not None
-    found = answer.explanation
-    return [couplings_picture(found), overlay_picture(found, answer.view)]
+def _settled(model: AppModel, answer: Answer, iterations: int) -> str | None:
+    found = model.settle(answer, int(iterations)) if model.iterations else None
+    return None if found is None else data_url(overlay_picture(found, answer.view))
 
 
 def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], folder: Path) -> str:
@@ -149,22 +176,25 @@ def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], 
     return str(made)
 
 
-def _column(gr: Any, number: int, names: list[str], chosen: str) -> _Column:
-    def picture(label: str, id: str) -> Any:
-        return gr.Image(
-            label=label, elem_id=f"{id}-{number}", height=SIDE, interactive=False, buttons=[], type="pil"
+def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppModel | None) -> _Column:
+    def picture(title: str, id: str) -> Any:
+        return gr.HTML(
+            None,
+            html_template=PICTURE.replace("TITLE", title),
+            css_template=PICTURE_STYLE,
+            elem_id=f"{id}-{number}",
+            min_width=120,
         )
 
+    dims, own = (0, 0) if model_ is None else (model_.dims, model_.iterations)
     with gr.Column(min_width=300):
         model = gr.Dropdown(names, value=chosen, label=f"Model {number}", elem_id=f"model-{number}")
         with gr.Column(visible=chosen != NO_MODEL, min_width=280) as body:
-            status = gr.Markdown("Draw a digit, or drop an image.", elem_id=f"status-{number}")
+            status = gr.Markdown(NOTHING, elem_id=f"status-{number}")
             label = gr.Label(num_top_classes=5, label="Classes", elem_id=f"classes-{number}")
             with gr.Row():
-                overlay, couplings = (
-                    picture("Couplings over the image", "overlay"),
-                    picture("Couplings", "couplings"),
-                )
+                couplings = picture("Couplings", "couplings")
+                overlay = picture("On the image", "overlay")
             gr.HTML(scale_html())
             with gr.Row():
                 seen, reconstruction = picture("Input", "seen"), picture("Reconstruction", "reconstruction")
@@ -176,8 +206,8 @@ def _column(gr: Any, number: int, names: list[str], chosen: str) -> _Column:
                         value=0,
                         step=0.01,
                         label=f"dimension {i}",
-                        visible=False,
-                        min_width=130,
+                        visible=i < dims,
+                        min_width=190,
                         elem_id=f"dim-{number}-{i}",
                     )
                     for i in range(MAX_DIMS)
@@ -186,27 +216,16 @@ def _column(gr: Any, number: int, names: list[str], chosen: str) -> _Column:
                 iterations = gr.Slider(
                     1,
                     MAX_ITERATIONS,
+                    value=own or 1,
                     step=1,
                     label="routing iterations",
-                    visible=False,
+                    visible=bool(own),
                     elem_id=f"iterations-{number}",
                 )
                 settled = picture("Couplings after each iteration", "settled")
             answer = gr.State(None, time_to_live=3600)
-    return _Column(
-        model,
-        body,
-        label,
-        status,
-        seen,
-        couplings,
-        overlay,
-        reconstruction,
-        iterations,
-        settled,
-        sliders,
-        answer,
-    )
+    shown = (model, body, label, status, seen, couplings, overlay, reconstruction, iterations, settled)
+    return _Column(*shown, sliders, answer)
 
 
 def build(models: Models, names: Sequence[str], first: str, folder: Path) -> Any:
@@ -238,8 +257,8 @@ def build(models: Models, names: Sequence[str], first: str, folder: Path) -> Any
                 message = gr.Markdown("", elem_id="message")
                 export = gr.Button("Export what is seen", elem_id="export")
                 exported = gr.File(label="Exported", visible=False, interactive=False, elem_id="exported")
-            left = _column(gr, 1, list(names), first)
-            right = _column(gr, 2, [NO_MODEL, *names], NO_MODEL)
+            left = _column(gr, 1, list(names), first, models.get(first))
+            right = _column(gr, 2, [NO_MODEL, *names], NO_MODEL, None)
         picture = gr.State((None, False), time_to_live=3600)
         _wire(gr, models, folder, (left, right), (sketch, upload, message, export, exported, picture))
     return page
@@ -249,56 +268,49 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
     """Connect what is done on the page with what is shown."""
     sketch, upload, message, export, exported, picture = shared
 
-    def show_all(image: Any, drawn: bool, said: str, names: Sequence[str]) -> list[Any]:
-        shown = [value for name in names for value in _show(gr, models, name, image, drawn)]
-        return [(image, drawn), said, *shown]
+    def score(image: Any, drawn: bool, values: Sequence[Any]) -> list[Any]:
+        names = [name for name, *_ in _split(values, len(columns))]
+        return [part for name in names for part in _score(models, name, image, drawn)]
 
-    def drew(event: Any, *names: str) -> list[Any]:
-        try:
-            return show_all(read_drawing(event.drawing), True, "", names)
-        except CapszooError as error:
-            return show_all(None, False, f"**{error}**", names)
+    def explain(image: Any, drawn: bool, values: Sequence[Any]) -> list[Any]:
+        shown: list[Any] = []
+        for name, iterations, *offsets in _split(values, len(columns)):
+            shown += _explain(models, name, image, drawn, iterations, offsets)
+        return shown
 
-    def dropped(path: str | None, *names: str) -> list[Any]:
-        if path is None:
-            return show_all(None, False, "", names)
-        try:
-            return show_all(read_upload(path), False, "", names)
-        except CapszooError as error:
-            return show_all(None, False, f"**{error}**", names)
-        finally:
+    def score_drawing(event: Any, *values: Any) -> list[Any]:
+        image, said = _or_message(read_drawing, event.drawing)
+        return [(image, True), said, *score(image, True, values)]
+
+    def explain_drawing(event: Any, *values: Any) -> list[Any]:
+        image, _ = _or_message(read_drawing, event.drawing)
+        return explain(image, True, values)
+
+    def dropped(path: str | None, *values: Any) -> list[Any]:
+        image, said = None, ""
+        if path is not None:
+            image, said = _or_message(read_upload, path)
             Path(path).unlink(missing_ok=True)
+        return [(image, False), said, *score(image, False, values), *explain(image, False, values)]
 
-    drew.__annotations__["event"] = gr.EventData  # gradio looks at the class, which is not known above
-    names = [column.model for column in columns]
-    outputs = [picture, message, *(part for column in columns for part in column.shown)]
-    quick: dict[str, Any] = {"show_progress": "hidden", "queue": False}  # the queue costs 0.3 s
-    sketch.input(drew, names, outputs, trigger_mode="multiple", **quick)
-    upload.change(dropped, [upload, *names], outputs, trigger_mode="multiple", **quick)
+    for function in (score_drawing, explain_drawing):
+        function.__annotations__["event"] = (
+            gr.EventData
+        )  # gradio looks at the class, which is not known above
+    asked = [part for column in columns for part in (column.model, *column.controls)]
+    scored = [picture, message, *(part for column in columns for part in column.scored)]
+    explained = [part for column in columns for part in column.explained]
+    # Both at once: the couplings take several times as long as the scores, which do not wait for them.
+    sketch.input(score_drawing, asked, scored, trigger_mode="always_last", **QUICK)
+    sketch.input(explain_drawing, asked, explained, trigger_mode="always_last", **QUICK)
+    upload.change(dropped, [upload, *asked], [*scored, *explained], trigger_mode="always_last", **QUICK)
     for column in columns:
-        column.model.change(_shower(gr, models), [column.model, picture], column.shown)
-        for slider in column.sliders:
-            slider.input(
-                _reconstructor(models),
-                [column.model, column.answer, *column.sliders],
-                column.reconstruction,
-                trigger_mode="always_last",
-                **quick,
-            )
-        column.iterations.input(
-            _settler(models),
-            [column.model, column.answer, column.iterations],
-            column.settled,
-            trigger_mode="always_last",
-            **quick,
-        )
-    inputs = [part for c in columns for part in (c.model, c.answer, c.iterations, *c.sliders)]
+        _wire_column(gr, models, column, picture)
+    inputs = [part for c in columns for part in (c.model, c.answer, *c.controls)]
 
     def export_seen(*values: Any) -> tuple[Any, str]:
-        width = len(values) // len(columns)
         seen = []
-        for start in range(0, len(values), width):
-            name, answer, iterations, *offsets = values[start : start + width]
+        for name, answer, iterations, *offsets in _split(values, len(columns)):
             if answer is not None and name != NO_MODEL:
                 seen.append((models.get(name), answer, offsets, int(iterations or 1)))
         if not seen:
@@ -308,28 +320,54 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
     export.click(export_seen, inputs, [exported, message])
 
 
-def _shower(gr: Any, models: Models) -> Any:
-    def show(name: str, picture: tuple[Any, bool]) -> list[Any]:
-        return _show(gr, models, name, *picture)
+def _or_message(read: Any, source: str) -> tuple[Any, str]:
+    """What a function reads from a source, or what is wrong with the source."""
+    try:
+        return read(source), ""
+    except CapszooError as error:
+        return None, f"**{error}**"
 
-    return show
+
+def _split(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    """A sequence in equal parts."""
+    width = len(values) // parts
+    return [values[start : start + width] for start in range(0, len(values), width)]
 
 
-def _reconstructor(models: Models) -> Any:
-    def reconstruct(name: str, answer: Answer | None, *offsets: float) -> Any:
+def _wire_column(gr: Any, models: Models, column: _Column, picture: Any) -> None:
+    """Connect what is chosen and moved in a column with what it shows."""
+
+    def choose(name: str, picture: tuple[Any, bool]) -> list[Any]:
+        dims = own = 0
+        said = None
+        if name != NO_MODEL:
+            try:
+                model = models.get(name)
+                dims, own = model.dims, model.iterations
+            except CapszooError as error:
+                said = str(error)
+        shown = [said, *[None] * 7]
+        if said is None:
+            shown = [*_score(models, name, *picture), *_explain(models, name, *picture, own, ())]
+        controls = [gr.update(visible=bool(own), value=own or 1)]
+        controls += [gr.update(visible=i < dims, value=0) for i in range(MAX_DIMS)]
+        return [gr.update(visible=name != NO_MODEL), *shown, *controls]
+
+    def reconstruct(name: str, answer: Answer | None, *offsets: float) -> str | None:
         if answer is None or answer.poses is None:
             return None
-        return enlarged(models.get(name).reconstruct(answer, offsets))
+        return data_url(models.get(name).reconstruct(answer, offsets))
 
-    return reconstruct
+    def settle(name: str, answer: Answer | None, iterations: int) -> str | None:
+        return None if answer is None else _settled(models.get(name), answer, iterations)
 
-
-def _settler(models: Models) -> Any:
-    def settle(name: str, answer: Answer | None, iterations: int) -> Any:
-        found = None if answer is None else models.get(name).settle(answer, int(iterations))
-        return None if answer is None or found is None else overlay_picture(found, answer.view)
-
-    return settle
+    filled = [column.body, *column.scored, *column.explained, *column.controls]
+    column.model.change(choose, [column.model, picture], filled)
+    for slider in column.sliders:
+        inputs = [column.model, column.answer, *column.sliders]
+        slider.input(reconstruct, inputs, column.reconstruction, trigger_mode="always_last", **QUICK)
+    moved = [column.model, column.answer, column.iterations]
+    column.iterations.input(settle, moved, column.settled, trigger_mode="always_last", **QUICK)
 
 
 def run(
@@ -356,6 +394,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="capszoo-app-") as folder:
         # read when gradio is imported, and with every upload
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+        os.environ["GRADIO_RUN_HISTORY"] = "False"  # it keeps drawings in the browser
         os.environ["GRADIO_TEMP_DIR"] = folder
         import gradio as gr
 

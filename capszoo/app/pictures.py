@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +15,36 @@ from ..explain.heat_map import COLOURS, LEAST, MOST
 if TYPE_CHECKING:
     from ..explain import Explanation
 
-__all__ = ["SIDE", "couplings_picture", "enlarged", "overlay_picture", "scale_html"]
+__all__ = [
+    "PICTURE",
+    "PICTURE_STYLE",
+    "SIDE",
+    "couplings_picture",
+    "data_url",
+    "enlarged",
+    "overlay_picture",
+    "scale_html",
+]
 
 #: Side of a picture on the page, in pixels.
 SIDE = 280
+
+#: A picture of the page as Gradio's template; its value is a ``data:`` URL, so that no file is written or fetched.
+PICTURE = """<div style="visibility:${value ? "visible" : "hidden"}"><div>TITLE</div>
+<div class="frame">${value ? `<img src="${value}" alt="TITLE">` : ""}</div></div>"""
+
+#: Its style. Enlarged pixels stay squares.
+PICTURE_STYLE = f"""
+.frame {{ width: 100%; max-width: {SIDE}px; aspect-ratio: 1; border: 1px solid var(--border-color-primary); }}
+.frame img {{ width: 100%; height: 100%; object-fit: contain; image-rendering: pixelated; }}
+"""
+
+
+def data_url(image: Image.Image) -> str:
+    """An image as a PNG file in a ``data:`` URL."""
+    file = io.BytesIO()
+    image.save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def enlarged(image: Image.Image, side: int = SIDE) -> Image.Image:
@@ -35,11 +63,17 @@ def _colours(relative: np.ndarray) -> np.ndarray:
     return np.asarray(colormaps[COLOURS](share))[..., :3] * 255
 
 
-def couplings_picture(found: Explanation, side: int = SIDE) -> Image.Image:
-    """The grid of couplings: white is an even share, blue less, red more; grey where no window looks."""
+def couplings_picture(found: Explanation, side: int | None = SIDE) -> Image.Image:
+    """The grid of couplings: white is an even share, blue less, red more; grey where no window looks.
+
+    Args:
+        found: the couplings.
+        side: of the picture; None makes one pixel a position.
+    """
     grid = _colours(found.relative.nan_to_num(1.0).numpy())
     grid[~found.covered.numpy()] = 160
-    return enlarged(Image.fromarray(grid.round().astype(np.uint8)), side)
+    picture = Image.fromarray(grid.round().astype(np.uint8))
+    return picture if side is None else enlarged(picture, side)
 
 
 def overlay_picture(found: Explanation, view: Image.Image, side: int = SIDE) -> Image.Image:

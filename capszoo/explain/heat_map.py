@@ -1,9 +1,5 @@
 """Where a prediction came from: the positions of the feature map that a class capsule was routed from.
 
->>> from capszoo.explain import explain, save_figure
->>> explanation = explain(model, Image.open("seven.png"))
->>> save_figure(explanation, "heat.png")
-
 The heat map is made of the model's own coupling coefficients (``coupling_map``); nothing is differentiated and nothing
 is fitted.
 """
@@ -108,6 +104,14 @@ def explain(
     Raises:
         CapszooError: the model has no couplings to show, or gives values that are not finite.
         UsageError: no such class, or a tensor of another size.
+
+    Examples:
+        >>> from capszoo.inference import load_model
+        >>> found = explain(load_model("resnet20_routingcaps.mnist"), "digit_7.png")
+        >>> found.labels[found.target]
+        '7'
+        >>> tuple(found.relative.shape)  # a share for each position of the grid, 1 where it is even
+        (7, 7)
     """
     if not callable(getattr(model, "coupling_map", None)):
         raise CapszooError(f"{type(model).__name__} is no capsule network", "choose one: `capszoo list`")

@@ -135,6 +135,14 @@ def perturb(
     Raises:
         CapszooError: no decoder.
         UsageError: no such class or dimension.
+
+    Examples:
+        >>> from PIL import Image
+        >>> from capszoo.inference import load_model
+        >>> net = load_model("capsnet_dynamic.mnist", device="cpu")
+        >>> found = perturb(net, Image.open("digit_7.png"), offsets=(-0.25, 0.0, 0.25), dims=[0, 5])
+        >>> tuple(found.images.shape)  # dimensions, offsets, then an image each
+        (2, 3, 1, 28, 28)
     """
     labels = _require_decoder(model)
     transform = model_transform(model)

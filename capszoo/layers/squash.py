@@ -37,6 +37,10 @@ def squash(s: Tensor, dim: int = -1) -> Tensor:
 
     Returns:
         Tensor of the shape and dtype of ``s``; lengths lie in [0, 1].
+
+    Examples:
+        >>> squash(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).norm(dim=-1)  # 25 / 26, and no NaN at zero
+        tensor([0.9615, 0.0000])
     """
     x = upcast_half(s)
     # The lower bound keeps the square root differentiable (the ONNX exporter would delete so small a ``+ eps``,

@@ -347,8 +347,6 @@ def attach_head(
 ) -> "BackboneNet":
     """A capsule network out of any timm backbone.
 
-    ``capszoo.attach_head("resnet18.a1_in1k", "idpa", num_classes=37, pretrained=True)``
-
     Args:
         backbone: name of timm, ``"hf-hub:org/repo"`` or ``"local-dir:folder"``; or a module with ``forward_features``,
             which is used as it is.
@@ -368,6 +366,14 @@ def attach_head(
     Raises:
         ValueError: an unknown backbone, routing or argument, or a backbone without a feature map; one line.
         WeightsError: weights are asked for that are not there.
+
+    Examples:
+        ``attach_head("resnet18.a1_in1k", "idpa", num_classes=37, pretrained=True)`` loads the backbone's weights.
+
+        >>> import torch
+        >>> net = attach_head("resnet18", "idpa", num_classes=37, img_size=64).eval()
+        >>> tuple(net(torch.zeros(1, 3, 64, 64)).shape)
+        (1, 37)
     """
     if routing not in HEADS:
         raise unknown_routing(routing)

@@ -1,8 +1,10 @@
 """Serving bundles: a folder with the model's files, the proof of what they do, and all that a client must know.
 
 >>> from capszoo.export.bundle import check_bundle, export_bundle
->>> manifest = export_bundle(model, "digits", triton=True)
+>>> from capszoo.inference import load_model
+>>> manifest = export_bundle(load_model("resnet20_routingcaps.mnist"), "digits", gate="quick", triton=True)
 >>> check_bundle("digits").passed
+True
 
 ``write`` makes the folder and ``manifest`` its description, ``check`` verifies an existing folder, and ``infer`` is
 copied into it. Names are resolved on first access, so that ``infer`` is imported without torch.

@@ -20,7 +20,8 @@ BUILD = ROOT / "build"
 
 def copy_pages(source: Path) -> None:
     """The pages of docs/, the changelog, the recipes' table and SECURITY.md, with links among themselves."""
-    shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("_build", "__pycache__"))
+    # cli.md is one page for readers of the repository; the site has the same text as a page for each command
+    shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("_build", "__pycache__", "cli.md"))
     for name, target in (
         ("CHANGELOG.md", "changelog.md"),
         ("recipes/README.md", "recipes.md"),
@@ -31,6 +32,7 @@ def copy_pages(source: Path) -> None:
         ROOT / "CHANGELOG.md": "changelog.md",
         ROOT / "recipes/README.md": "recipes.md",
         ROOT / "SECURITY.md": "security.md",
+        ROOT / "docs" / "cli.md": "commands/index.md",
     }
     for page in source.rglob("*.md"):
         relative = page.relative_to(source)

@@ -1,4 +1,4 @@
-"""A page for each model family: what it is, layers and shapes, routing, variants, weights, use, citation."""
+"""A page for each model family: what it is, layers and shapes, routing, variants, weights, speed, use, citation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.preprocess import model_input_size
 from capszoo.recipes.release.model_card import paper_link
 from capszoo.recipes.release.paper_results import counted, seeds_note
-from scripts.generate import first_line
+from scripts.generate import first_line, stored
 from scripts.site.reference import docstring
 
 __all__ = ["FAMILIES", "diagram", "family_pages", "models_of", "shapes"]
@@ -211,7 +211,7 @@ def _page(folder: Path, module: str, family: Family, names: list[str]) -> str:
         size = "×".join(map(str, info.input_size))
         rows.append(f"| `{name}` | {info.num_params:,} | {size} | {first_line(name).rstrip('.')} |")
         papers += [paper for paper in info.paper_ids if paper not in papers]
-    parts += ["## Variants", "\n".join(rows), *_weights(names)]
+    parts += ["## Variants", "\n".join(rows), *_weights(names), *_speed(names)]
     known = [info.name for info in bundled_tags().values() if info.architecture in names]
     use = f'model = capszoo.load("{known[0]}")' if known else f'net = capszoo.create_model("{names[0]}")'
     then = '\nprint(model.predict("digit.png").label)' if known else ""
@@ -221,6 +221,49 @@ def _page(folder: Path, module: str, family: Family, names: list[str]) -> str:
         "Cite capszoo by its `CITATION.cff`, and the papers: " + ", ".join(map(paper_link, papers)) + ".",
     ]
     return "\n\n".join(parts + (cite if papers else [])) + "\n"
+
+
+def _speed(names: list[str]) -> list[str]:
+    """Measured times, from the files that benchmarks/models.py and benchmarks/export.py write."""
+    measured, exported = stored("models.json"), stored("export.json")
+    eager = {row["model"]: row for row in measured["rows"]}
+    files = {row["model"]: row for row in exported["rows"]}
+    head = ["forward, ms", "× ResNet-18", "training step, ms", "× ResNet-18", "peak memory, MiB"]
+    rows = [_row(["model", "batch", *head]), "|---|" + "---:|" * 6]
+    for name in names:
+        at = eager.get(name)
+        keys = ("forward_ms", "forward_ratio", "train_ms", "train_ratio", "peak_mib")
+        formats = (".1f", ".2f", ".1f", ".2f", ".0f")
+        cells = ["not measured", *[""] * 5]
+        if at is not None:
+            cells = [str(at["batch"]), *(format(at[k], f) for k, f in zip(keys, formats, strict=True))]
+        rows.append(_row([f"`{name}`", *cells]))
+    heads = ["batch 1, ms", "eager ÷ it", "batch 16, ms", "eager ÷ it"]
+    others = [_row(["model", "file, MB", *heads]), "|---|" + "---:|" * 5]
+    for name in names:
+        row = files.get(name)
+        cells = ["not measured", *[""] * 4]
+        if row is not None:
+            cells = [f"{row['file_bytes'] / 1e6:.1f}"]
+            for batch in ("1", "16"):
+                at = row["times"].get(batch)
+                cells += [f"{at['ms']:.1f}", f"{at['eager']:.2f}"] if at else ["not measured", ""]
+        others.append(_row([f"`{name}`", *cells]))
+    about = measured["settings"]
+    return [
+        "## Speed",
+        "**GPU: not measured.** [How it will be](../dev/gpu.md). The times below are of CPUs.",
+        f"In PyTorch {about['torch']}, untrained, float32, on {about['processor']}; the ResNet-18 is the CIFAR one "
+        "at 3x32x32 ([how it was measured](../benchmarks.md)).",
+        "\n".join(rows),
+        "Exported, in ONNX Runtime on two threads of an AMD EPYC. Above 1, the file is faster than eager PyTorch "
+        "([how it was measured](../export-benchmarks.md)).",
+        "\n".join(others),
+    ]
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _weights(names: list[str]) -> list[str]:

@@ -1,17 +1,17 @@
-"""Pages of the command line, from ``--help``, and of the Python interface, from docstrings."""
+"""Pages of the command line, from the parser, and of the Python interface, from docstrings."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["API_MODULES", "api_pages", "command_names", "command_pages", "help_of", "public_names"]
+from capszoo.cli.help import help_text
+from scripts.help_page import HEAD, WIDTH, every_context
+
+__all__ = ["API_MODULES", "api_pages", "command_names", "command_pages", "public_names"]
 
 #: Modules of the reference, each a page of its own.
 API_MODULES = (
@@ -46,44 +46,23 @@ API_MODULES = (
     "capszoo.errors",
 )
 
-#: Columns of the terminal whose help the pages show.
-COLUMNS = 100
-
 
 def command_names() -> list[str]:
     """Every command, and every sub-command as ``group name``."""
-    from typer.main import get_command
-
-    from capszoo.cli import app
-
-    found: list[str] = []
-    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
-        found.append(name)
-        found += [f"{name} {inner}" for inner in getattr(command, "commands", ())]
-    return found
-
-
-def help_of(command: str) -> str:
-    """What ``capszoo COMMAND --help`` prints, without colours."""
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "dumb", "NO_COLOR": "1", "PYTHONUTF8": "1"}
-    for forced in ("FORCE_COLOR", "GITHUB_ACTIONS"):
-        environment.pop(forced, None)
-    arguments = [sys.executable, "-m", "capszoo", *command.split(), "--help"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-    return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
+    return [context.command_path.partition(" ")[2] for context in every_context()][1:]
 
 
 def command_pages(folder: Path) -> None:
-    """Write an index and a page for each command."""
+    """Write an index and a page for each command: the text of docs/cli.md, which the site has in this form alone."""
     folder.mkdir(parents=True)
-    names = command_names()
-    pages = [name.replace(" ", "-") for name in names]
-    head = "# Command line\n\nWritten from the parser. Results go to stdout, notes and errors to stderr; exit code 0 "
-    head += "is done, 1 failed, 2 wrong usage.\n\n```text\n" + help_of("") + "\n```\n\n"
+    index, *commands = every_context()
+    pages = [name.replace(" ", "-") for name in command_names()]
+    said = "Results go to stdout, notes and errors to stderr; exit code 0 is done, 1 failed, 2 wrong usage."
     toc = "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(pages) + "\n```\n"
+    head = f"{HEAD}\n{said}\n\n```text\n{help_text(index, WIDTH)}\n```\n\n"
     (folder / "index.md").write_text(head + toc, encoding="utf-8")
-    for name, page in zip(names, pages, strict=True):
-        text = f"# capszoo {name}\n\n```text\n{help_of(name)}\n```\n"
+    for page, context in zip(pages, commands, strict=True):
+        text = f"# {context.command_path}\n\n```text\n{help_text(context, WIDTH)}\n```\n"
         (folder / f"{page}.md").write_text(text, encoding="utf-8")
 
 

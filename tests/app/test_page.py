@@ -8,8 +8,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import statistics
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from .browser import chromium_page, draw, free_port, served, set_slider
+from .latency import times_of_strokes
 
 pytest.importorskip("gradio", reason="needs gradio: make test-site runs this in the site's environment")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -72,25 +73,33 @@ def test_strokes_are_read_and_answered_in_time(page: Any) -> None:
         page.click("#sketch button")
         draw(page, "#sketch canvas", digit)
         _answered(page, digit)
-    page.wait_for_timeout(500)
-    times = []
-    for _ in range(5):  # the whole way: a click that adds a dot, until the page shows another answer
-        before = _picture(page, "seen-1")
-        box = page.query_selector("#sketch canvas").bounding_box()
-        x, y = box["x"] + box["width"] * (0.06 + 0.04 * len(times)), box["y"] + box["height"] * 0.5
-        page.mouse.move(x, y)
-        start = time.perf_counter()
-        page.mouse.down()
-        page.mouse.up()
-        _changes(page, "seen-1", before)
-        times.append(1000 * (time.perf_counter() - start))
-        page.wait_for_timeout(400)
     stated = float(re.search(r"in (\d+) ms", page.inner_text("#status-1"))[1])  # type: ignore[index]
-    whole = sorted(times)[len(times) // 2]
-    print(
-        f"answer {stated:.0f} ms; from the end of the stroke to the new page {whole:.0f} ms (median of {times})"
-    )
-    assert stated < 300
+    medians = {name: statistics.median(times) for name, times in times_of_strokes(page, 5).items()}
+    shown = ", ".join(f"{name} {time:.0f} ms" for name, time in medians.items())
+    print(f"the network {stated:.0f} ms; from the end of a stroke: {shown} (medians of 5)")
+    # tests run side by side: `python -m tests.app.latency` on an idle machine asks for 300 ms
+    assert stated < 300 and medians["answer"] < 900
+
+
+def test_the_last_of_quick_strokes_is_shown(page: Any) -> None:
+    for digit in ("1", "7", "2", "1", "7"):
+        page.click("#sketch button")
+        draw(page, "#sketch canvas", digit)
+    page.wait_for_timeout(3000)
+    _answered(page, "7")
+    before = _picture(page, "seen-1")
+    page.click("#sketch button")
+    draw(page, "#sketch canvas", "7")
+    page.wait_for_timeout(2000)
+    assert _picture(page, "seen-1") == before, "an earlier stroke's picture is shown"
+
+
+def test_nothing_is_kept_in_the_browser(page: Any) -> None:
+    draw(page, "#sketch canvas", "7")
+    _answered(page, "7")
+    page.wait_for_timeout(1000)
+    kept = page.evaluate("() => Object.values(localStorage).join() + Object.values(sessionStorage).join()")
+    assert "base64" not in kept and "capsnet" not in kept
 
 
 def test_a_slider_changes_the_reconstruction_and_another_the_couplings(page: Any) -> None:

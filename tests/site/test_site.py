@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.server
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from scripts.site.reference import API_MODULES, command_names, help_of, public_names
+from scripts.help_page import WIDTH
+from scripts.site.reference import API_MODULES, command_names, public_names
 from tests.app.browser import chromium_page, draw
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -101,12 +103,24 @@ def test_every_public_name_has_its_place(site: Path, name: str) -> None:
     assert not missing
 
 
+def _help_of(command: str) -> str:
+    """What ``capszoo COMMAND --help`` prints, without colours."""
+    environment = {**os.environ, "COLUMNS": str(WIDTH), "TERM": "dumb", "NO_COLOR": "1", "PYTHONUTF8": "1"}
+    for forced in ("FORCE_COLOR", "GITHUB_ACTIONS"):
+        environment.pop(forced, None)
+    arguments = [sys.executable, "-m", "capszoo", *command.split(), "--help"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    return done.stdout
+
+
 def test_the_command_pages_equal_help(site: Path) -> None:
-    for command in command_names():
-        page = (site / "commands" / f"{command.replace(' ', '-')}.html").read_text(encoding="utf-8")
+    assert not (site / "cli.html").exists(), "the site has a second command reference"
+    for command in ("", *command_names()):
+        name = command.replace(" ", "-") or "index"
+        page = (site / "commands" / f"{name}.html").read_text(encoding="utf-8")
         (block,) = re.findall(r"<pre>(.*?)</pre>", page, flags=re.DOTALL)
         text = unescape(re.sub(r"<[^>]+>", "", block)).strip("\n")
-        assert text.split() == help_of(command).split(), command
+        assert text.split() == _help_of(command).split(), command
 
 
 def test_every_family_has_its_drawing(site: Path) -> None:
@@ -116,6 +130,11 @@ def test_every_family_has_its_drawing(site: Path) -> None:
         page = (site / "families" / f"{module}.html").read_text(encoding="utf-8")
         assert f"{module}.svg" in page
         assert all(name in page for name in models_of(module))
+        text = unescape(re.sub(r"<[^>]+>", "", page))
+        parts = ("Layers", "Variants", "Weights", "Speed", "GPU: not measured", "Use", "Cite")
+        assert [part for part in parts if part not in text] == [], module
+        if FAMILIES[module].routing:
+            assert f"def {FAMILIES[module].code}(" in text, module
 
 
 @pytest.fixture(scope="module")
