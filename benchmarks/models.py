@@ -51,6 +51,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import capszoo  # noqa: E402
 from capszoo.layers.capconv import CoefficientConv2d, MasterAide, SquashGroups  # noqa: E402
+from capszoo.layers.engine import use_engines  # noqa: E402
 
 YARDSTICK = "resnet18_cifar"
 
@@ -150,13 +151,14 @@ def multiply_adds(spec: str) -> float:
     """Millions of multiply-adds of an image's forward pass, in matrix products and convolutions.
 
     Products with the zeros between capsule channels that are convolved together (capConv's coefficients) do not count.
+    Routings are counted as their references: the counter does not see into the operators of other engines.
     """
     model, size = build(spec)
     for module in model.modules():
         if isinstance(module, CoefficientConv2d):
             module.together = 1
     counter = FlopCounterMode(display=False)
-    with torch.inference_mode(), counter:
+    with torch.inference_mode(), use_engines("reference"), counter:
         model.eval()(torch.rand(1, *size))
     return counter.get_total_flops() / 2e6
 

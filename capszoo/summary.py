@@ -13,7 +13,7 @@ from ._api import ModelInfo, create_model, list_models, model_info
 from ._catalogue import list_rows, weights_entry
 from ._metadata import WeightsInfo
 from .checkpoint import resolve
-from .layers import engine_report
+from .layers import engine_report, use_engines
 from .models._papers import PAPERS, PaperFigure
 from .models._pretrained import bundled_tags
 from .preprocess import model_input_size
@@ -69,7 +69,8 @@ class ModelSummary:
 def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | None = None) -> int:
     """Multiply-adds of one image in convolutions and matrix products, as PyTorch's counter sees them.
 
-    Elementwise work (squash, softmax, norms) is not counted. On a model on the meta device nothing is computed.
+    Elementwise work (squash, softmax, norms) is not counted, and routings are counted as their references: the counter
+    does not see into the operators of other engines. On a model on the meta device nothing is computed.
 
     Args:
         model: any model; run once in eval mode.
@@ -80,7 +81,7 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
     was_training = model.training
     counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), counter:
+        with torch.no_grad(), use_engines("reference"), counter:
             model.eval()(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
     finally:
         model.train(was_training)
