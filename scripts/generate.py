@@ -1,10 +1,10 @@
 """Writes what is derived (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
-docs/models.md, recipes/README.md, docs/benchmarks.md and docs/export-benchmarks.md, docs/cli.md, docs/results.md with
-its curves and pictures, the example in docs/publish.md.
+docs/models.md, recipes/README.md, docs/benchmarks.md, docs/export-benchmarks.md and docs/fine-tune-results.md,
+docs/cli.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
-heads, the metadata beside the weights, and what benchmarks/models.py, benchmarks/export.py and ``make test-trt-rtx``
-left in benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
+heads, the metadata beside the weights, and what benchmarks/models.py, export.py, heads.py, transfer.py and
+``make test-trt-rtx`` left in benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
+from benchmarks import heads, transfer  # noqa: E402
 from capszoo._catalogue import CATALOGUE  # noqa: E402
 from capszoo._metadata import default_weights  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
@@ -282,6 +283,15 @@ def outputs() -> dict[Path, str]:
     publish = ROOT / "docs" / "publish.md"
     export = ROOT / "docs" / "export-benchmarks.md"
     benchmarks = ROOT / "docs" / "benchmarks.md"
+    fine_tune = ROOT / "docs" / "fine-tune-results.md"
+    fine_tune_text = fine_tune.read_text(encoding="utf-8")
+    sections = {
+        "head-cost": heads.cost_table(heads.stored()),
+        "backbones": heads.backbones_table(heads.stored()),
+        "transfer": transfer.section(),
+    }
+    for block, content in sections.items():
+        fine_tune_text = replace_block(fine_tune_text, block, content)
     return {
         CATALOGUE: catalogue(),
         ROOT / "hubconf.py": hubconf(),
@@ -290,6 +300,7 @@ def outputs() -> dict[Path, str]:
         recipes: recipes_text,
         export: replace_block(export.read_text(encoding="utf-8"), "models", export_table()),
         benchmarks: replace_block(benchmarks.read_text(encoding="utf-8"), "models", benchmark_table()),
+        fine_tune: fine_tune_text,
         ROOT / "docs" / "cli.md": help_page(),
         ROOT / "docs" / "results.md": results_page(),
         publish: replace_block(publish.read_text(encoding="utf-8"), "card", card_header()),

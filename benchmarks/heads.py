@@ -1,0 +1,255 @@
+"""What a capsule head costs on a backbone of 224 pixels, and heads on six backbones with their ONNX files.
+
+    python benchmarks/heads.py --cost                # time and training memory of every routing on ResNet-50
+    python benchmarks/heads.py --cost --no-time      # memory alone, which a busy machine does not disturb
+    python benchmarks/heads.py --backbones           # six backbones: layout, shape, parameters, largest ONNX difference
+
+Cost: images of 224 pixels, ResNet-50's features 2048x7x7, batch 8, 37 classes. A head's share of the forward time is
+its time over that of the backbone just before it, on the same images; the median over the turns. Training memory is
+the high-water mark above start-up of a fresh process that makes two SGD steps with momentum, with the head against the
+backbone alone. Nothing is downloaded: all weights are random.
+
+Results go to benchmarks/results/heads.json, of which scripts/generate.py makes the tables of docs/fine-tune-results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+import timm  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+import capszoo  # noqa: E402
+from benchmarks.models import _peak_mib, timed  # noqa: E402
+from capszoo.models._heads import HEADS  # noqa: E402
+from capszoo.recipes.weights import hardware  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "heads.json"
+BACKBONE, CLASSES, BATCH = "resnet50", 37, 8
+#: Shares of the backbone's forward time and training memory that a head should not exceed.
+TIME_AIM, MEMORY_AIM = 0.25, 0.30
+#: Backbone -> the routing that it is exported with.
+BACKBONES = {
+    "resnet18": "idpa",
+    "convnext_atto": "dynamic",
+    "efficientnet_b0": "em",
+    "mobilenetv3_small_050": "self_routing",
+    "swin_tiny_patch4_window7_224": "self_attention",
+    "vit_tiny_patch16_224": "routing_pool",
+}
+
+
+def time_heads(routings: list[str], iters: int) -> dict[str, dict[str, float]]:
+    """Routing -> milliseconds of its head, and the median share of the backbone's time, measured in turns."""
+    backbone = timm.create_model(BACKBONE, num_classes=0, global_pool="").eval()
+    heads: dict[str, Any] = {
+        routing: capszoo.attach_head(BACKBONE, routing, CLASSES).head.eval() for routing in routings
+    }
+    images = torch.rand(BATCH, 3, 224, 224)
+    cpu = torch.device("cpu")
+    seconds: dict[str, list[float]] = {routing: [] for routing in heads}
+    shares: dict[str, list[float]] = {routing: [] for routing in heads}
+    with torch.inference_mode():
+        features = backbone.forward_features(images)  # type: ignore[operator]
+        for head in heads.values():
+            head(features)
+        for _ in range(iters):
+            for routing, head in heads.items():
+                whole = timed(lambda: backbone.forward_features(images), cpu)  # type: ignore[operator]
+                own = timed(lambda head=head: head(features), cpu)  # type: ignore[misc]
+                seconds[routing].append(own)
+                shares[routing].append(own / whole)
+    return {
+        routing: {
+            "ms": statistics.median(seconds[routing]) * 1000,
+            "time_share": statistics.median(shares[routing]),
+        }
+        for routing in heads
+    }
+
+
+def peak_of(routing: str) -> float:
+    """In this process: MiB above start-up of two training steps; ``none`` is the backbone alone."""
+    start = _peak_mib()
+    net: nn.Module
+    if routing == "none":
+        net = timm.create_model(BACKBONE, num_classes=0, global_pool="")
+    else:
+        net = capszoo.attach_head(BACKBONE, routing, CLASSES)
+    net.train()
+    images, labels = torch.rand(BATCH, 3, 224, 224), torch.arange(BATCH)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        out = net(images)
+        (out.mean() if routing == "none" else F.cross_entropy(out, labels)).backward()
+        optimizer.step()
+    return _peak_mib() - start
+
+
+def memory_in_subprocess(routing: str, threads: int, repeats: int) -> float:
+    """Median over ``repeats`` processes: peaks of equal processes differ by some percent."""
+    return statistics.median(_peak_in_subprocess(routing, threads) for _ in range(repeats))
+
+
+def _peak_in_subprocess(routing: str, threads: int) -> float:
+    command = [sys.executable, __file__, "--memory-of", routing, "--threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: {routing}: {done.stderr.strip().splitlines()[-1:]}")
+    return float(done.stdout.split()[-1])
+
+
+def measure_cost(time: bool, memory: bool, iters: int, threads: int, repeats: int) -> list[dict[str, Any]]:
+    """A row for each routing; what is not measured is left out of it."""
+    rows: list[dict[str, Any]] = []
+    for routing in HEADS:
+        with torch.device("meta"):
+            net = capszoo.attach_head(BACKBONE, routing, CLASSES)
+        rows.append({"routing": routing, "parameters": sum(p.numel() for p in net.head.parameters())})
+    if time:
+        found = time_heads(list(HEADS), iters)
+        for row in rows:
+            row |= found[row["routing"]]
+    if memory:
+        alone = memory_in_subprocess("none", threads, repeats)
+        for row in rows:
+            peak = memory_in_subprocess(row["routing"], threads, repeats)
+            row |= {"mib": peak - alone, "memory_share": peak / alone - 1, "backbone_mib": alone}
+            print(f"{row['routing']}: {peak:.0f} MiB, backbone {alone:.0f}", file=sys.stderr, flush=True)
+    return rows
+
+
+def measure_backbone(backbone: str, routing: str) -> dict[str, Any]:
+    """A backbone's features and what a head makes of them, in PyTorch and as an ONNX file."""
+    from benchmarks.export import DAMPING, warm
+    from capszoo.export.to_onnx import export
+
+    torch.manual_seed(0)
+    net = capszoo.attach_head(backbone, routing, CLASSES)
+    features: Any = net.stages.backbone
+    warm(net, torch.randn(4, net.in_chans, *net.img_size), DAMPING)
+    with tempfile.TemporaryDirectory() as folder:
+        report = export(net.eval(), Path(folder) / "model.onnx", gate="quick", batch=(1, 2, 3))
+    return {
+        "backbone": backbone,
+        "routing": routing,
+        "input": [net.in_chans, *net.img_size],
+        "layout": features.layout,
+        "features": [features.chans, *features.grid],
+        "grid": list(net.head.grid),
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "head_parameters": sum(p.numel() for p in net.head.parameters()),
+        "max_rel_diff": report.max_rel_diff,
+        "nodes": report.num_nodes,
+        "file_bytes": report.file_bytes,
+        "passed": report.passed,
+    }
+
+
+def stored(file: Path = RESULTS) -> dict[str, Any]:
+    """The kept results; empty where nothing has been measured."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def keep(file: Path, part: str, rows: list[dict[str, Any]], key: str) -> None:
+    """Lay new rows over the kept ones: of a row measured before, only what was measured anew changes."""
+    results = stored(file)
+    old = {row[key]: row for row in results.get(part, {}).get("rows", [])}
+    kept = [{**old.get(row[key], {}), **row} for row in rows]
+    about = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__, "timm": timm.__version__}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**results, part: {**about, "rows": kept}}, indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def _percent(share: float | None, aim: float) -> str:
+    if share is None:
+        return "not measured"
+    return f"{100 * share:.1f}" + (" (over the aim)" if share > aim else "")
+
+
+def cost_table(results: dict[str, Any]) -> str:
+    """Each routing's share of the backbone's forward time and training memory, and the aims."""
+    found = results.get("cost", {})
+    lines = [
+        "| head | parameters | forward, % of the backbone's | training memory, % of the backbone's | MiB |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in found.get("rows", []):
+        mib = f"{row['mib']:.0f}" if "mib" in row else "–"
+        time = _percent(row.get("time_share"), TIME_AIM)
+        memory = _percent(row.get("memory_share"), MEMORY_AIM)
+        lines.append(f"| `{row['routing']}` | {row['parameters']:,} | {time} | {memory} | {mib} |")
+    if len(lines) == 2:
+        return "No figures yet: `python benchmarks/heads.py --cost` makes them."
+    aims = f"Aims: at most {100 * TIME_AIM:.0f}% and {100 * MEMORY_AIM:.0f}%."
+    return "\n".join([*lines, "", f"{aims} Measured with {found['hardware']}, torch {found['torch']}."])
+
+
+def backbones_table(results: dict[str, Any]) -> str:
+    """Six backbones: features, parameters, the exported file."""
+    found = results.get("backbones", {})
+    lines = [
+        "| backbone | head | input | layout | features | head's grid | parameters | of them head | ONNX nodes "
+        "| largest difference |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found.get("rows", []):
+        sizes = ("×".join(map(str, row[key])) for key in ("input", "features", "grid"))
+        size, features, grid = sizes
+        lines.append(
+            f"| `{row['backbone']}` | `{row['routing']}` | {size} | {row['layout']} | {features} | {grid} "
+            f"| {row['parameters']:,} | {row['head_parameters']:,} | {row['nodes']} | {row['max_rel_diff']:.0e} |"
+        )
+    if len(lines) == 2:
+        return "No figures yet: `python benchmarks/heads.py --backbones` makes them."
+    return "\n".join([*lines, "", f"timm {found['timm']}, torch {found['torch']}."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cost", action="store_true", help="time and memory of every routing on ResNet-50")
+    parser.add_argument("--backbones", action="store_true", help="six backbones and their ONNX files")
+    parser.add_argument("--no-time", action="store_true", help="with --cost: memory alone")
+    parser.add_argument("--no-memory", action="store_true", help="with --cost: time alone")
+    parser.add_argument("--iters", type=int, default=7, help="turns of a time measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of a memory measurement")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, default=RESULTS, help="file of the results")
+    parser.add_argument("--memory-of", metavar="ROUTING", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    if args.memory_of:
+        print(peak_of(args.memory_of))
+        return 0
+    if not (args.cost or args.backbones):
+        parser.error("say what to measure: --cost, --backbones or both")
+    if args.cost:
+        rows = measure_cost(not args.no_time, not args.no_memory, args.iters, args.threads, args.repeats)
+        keep(args.json, "cost", rows, "routing")
+        print(cost_table(stored(args.json)))
+    if args.backbones:
+        keep(args.json, "backbones", [measure_backbone(*pair) for pair in BACKBONES.items()], "backbone")
+        print(backbones_table(stored(args.json)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
