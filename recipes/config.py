@@ -131,7 +131,8 @@ class AugmentConfig(_Section):
 
 class DataConfig(_Section):
     name: str
-    """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, parquet:PATH, idx:PATH, hf:OWNER/NAME."""
+    """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, wds:PATH, parquet:PATH, idx:PATH,
+    hf:OWNER/NAME."""
     size: Positive | None = None
     """Side of the images that the model sees; the data set's where it is left out."""
     val_size: NonNegative = 5000
