@@ -314,3 +314,19 @@ def test_json_labels_with_other_keys(tmp_path: Path) -> None:
     write_tar(tmp_path / "set" / "0.tar", {"0.png": png(), "0.json": json.dumps({"name": "dog"}).encode()})
     with pytest.raises(DataError, match=r"0\.json holds no class number"):
         opened(tmp_path / "set")
+
+
+@pytest.mark.slow
+def test_shards_of_the_library_webdataset_are_read(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip(
+        "webdataset", reason="needs webdataset: make test-ray runs this in Ray's environment"
+    )
+    grey = [np.full((12, 12), 5 * k, np.uint8) for k in range(25)]
+    (tmp_path / "set").mkdir()
+    with webdataset.ShardWriter(f"{tmp_path}/set/train-%06d.tar", maxcount=10, verbose=0) as sink:
+        for k, image in enumerate(grey):
+            sink.write({"__key__": f"{k:06d}", "png": image, "cls": k % 3})
+    data = opened(tmp_path / "set")
+    assert len(data.shards.unique()) == 3 and data.labels.tolist() == [k % 3 for k in range(25)]
+    (whole,) = data.read([torch.arange(25)])
+    assert [image.unique().tolist() for image in whole] == [[5 * k] for k in range(25)]
