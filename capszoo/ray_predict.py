@@ -13,8 +13,9 @@ import json
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from .predictions import ImagePrediction
 __all__ = ["Job", "Summary", "predict_by_ray"]
 
 _METADATA = b"capszoo"  # key of a part's schema under which its job and counts stand
-_RETRIES = 3  # of a shard whose worker died: more often, and something about the shard kills it
+_ATTEMPTS = 3  # at a shard: if its worker dies that often, something about the shard kills it
 _PATIENCE = 10.0  # seconds for a cluster to take a connection
 _RESUMES = "finished shards are kept: the same command answers the others"
 
@@ -107,6 +108,7 @@ def predict_by_ray(
     if advance:
         advance(summary.images)
     if missing:
+        _clear(job)
         with _cluster(address, workers) as ray:
             for row in _answered(ray, job, shards, missing, workers):
                 if row["failure"]:
@@ -115,9 +117,15 @@ def predict_by_ray(
                 summary.errors += row["errors"]
                 if advance:
                     advance(row["images"])
-    for leftover in Path(job.out).glob(".*.part-*.parquet"):  # of workers that died
-        leftover.unlink(missing_ok=True)
+    _clear(job)
     return summary
+
+
+def _clear(job: Job) -> None:
+    """Remove what workers that died have left."""
+    for pattern in (".*.part-*.parquet", ".part-*.tried"):
+        for leftover in Path(job.out).glob(pattern):
+            leftover.unlink(missing_ok=True)
 
 
 def _find_done(job: Job, shards: Sequence[Sequence[str]]) -> tuple[Summary, list[int]]:
@@ -183,7 +191,7 @@ def _cluster(address: str, workers: int | None) -> Iterator[Any]:
     _check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its errors reach us as exceptions
     import ray
     import ray.data
 
@@ -204,7 +212,10 @@ def _cluster(address: str, workers: int | None) -> Iterator[Any]:
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
-        yield ray
+        with redirect_stdout(
+            sys.stderr
+        ):  # Ray says there that a worker died; stdout is for what was asked for
+            yield ray
     finally:
         ray.shutdown()
 
@@ -226,18 +237,12 @@ def _answered(
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=1),
         **{"num_gpus" if on_gpu else "num_cpus": 1},
-        ray_remote_args_fn=_worker_arguments,
     )
     try:
         yield from answered.iter_rows()
     except ray.exceptions.RayError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
         raise CapszooError(f"Ray gave up ({reason.strip()})", _RESUMES) from error
-
-
-def _worker_arguments() -> dict[str, Any]:
-    """Ray's arguments of a worker: it is started again for as long as a shard has retries left."""
-    return {"max_restarts": -1, "max_task_retries": _RETRIES}
 
 
 class ShardPredictor:
@@ -251,10 +256,20 @@ class ShardPredictor:
         """Answer the one shard of a batch; what goes wrong is said in a value, since Ray would wrap an error."""
         number, files = int(batch["number"][0]), json.loads(str(batch["files"][0]))
         row: dict[str, Any] = {"number": number, "images": 0, "errors": 0, "failure": ""}
+        # Ray starts a dead worker again, and without end: attempts are counted in a file that outlives the worker.
+        tried = self.job.part(number).with_name(f".part-{number:06d}.tried")
         try:
+            tried.parent.mkdir(parents=True, exist_ok=True)
+            if tried.exists() and tried.stat().st_size >= _ATTEMPTS:
+                raise CapszooError(f"{_ATTEMPTS} workers died at it, the first image of which is {files[0]}")
+            with open(tried, "ab") as file:
+                file.write(b".")
             row["errors"] = self._answer(number, files)
             row["images"] = len(files)
-        except (CapszooError, WeightsError, OSError) as error:
+            tried.unlink(missing_ok=True)
+        except OSError as error:
+            row["failure"] = f"shard {number}: {error.filename}: {error.strerror or error}"
+        except (CapszooError, WeightsError) as error:
             row["failure"] = f"shard {number}: {error}"
         return {name: [value] for name, value in row.items()}
 

@@ -114,11 +114,17 @@ def test_other_images_or_shards_are_not_mixed_either(job: Job) -> None:
 def test_a_worker_that_cannot_write_says_so(job: Job) -> None:
     Path(job.out).write_text("a file")
     (row,) = answer(job, [0])
-    assert row["failure"].startswith("shard 0: ") and "cannot be written" in row["failure"]
+    assert row["failure"].startswith("shard 0: ") and job.out in row["failure"]
+    Path(job.out).unlink()
     (row,) = answer(Job(**{**vars(job), "model": f"{job.root}/gone.safetensors"}), [0])
     assert "no such file" in row["failure"] and "\n" not in row["failure"]
+    Path(job.out, ".part-000002.tried").write_bytes(b"...")
+    (row,) = answer(job, [2])
+    assert row["failure"] == "shard 2: 3 workers died at it, the first image of which is images/0006.png"
+    file = Job(**{**vars(job), "out": str(Path(job.root, "file"))})
+    Path(file.out).write_text("a file")
     with pytest.raises(CapszooError, match="is a file"):
-        _find_done(job, SHARDS)
+        _find_done(file, SHARDS)
 
 
 def test_addresses() -> None:
@@ -163,6 +169,12 @@ def command(folder: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "capszoo", "predict", MODEL, str(folder), *options, *more]
 
 
+def errors(said: str) -> list[str]:
+    """Our lines of error: Ray's notes about its processes stand beside them."""
+    assert "Traceback" not in said and "Warning" not in said, said
+    return [line for line in said.splitlines() if line.startswith("error: ")]
+
+
 def workers_of(process: subprocess.Popen[str]) -> list[Any]:
     """The processes of the cluster that answer shards."""
     import psutil
@@ -198,7 +210,7 @@ def test_a_worker_is_killed_and_every_image_is_answered_once(root: Path, tmp_pat
             os.killpg(started.pid, signal.SIGKILL)
             started.wait()
     assert started.returncode == 0, complained
-    assert said == f"written: {out}, 600 images in 30 files\n" and complained == ""
+    assert said == f"written: {out}, 600 images in 30 files\n" and not errors(complained)
     rows = rows_of(out)
     names = sorted(row["image"] for row in rows if row["rank"] == 1)
     assert names == sorted(map(str, files)) and len(rows) == 3 * 600
@@ -226,12 +238,12 @@ def test_a_second_call_answers_the_missing_shards_alone(root: Path, tmp_path: Pa
         return subprocess.run(argv, cwd=root, capture_output=True, text=True, timeout=400)
 
     first = call()
-    complaint = f"error: 1 of 60 images could not be read: see the column error of {out}\n"
-    assert (first.returncode, first.stderr) == (1, complaint), first.stderr
+    complaint = [f"error: 1 of 60 images could not be read: see the column error of {out}"]
+    assert (first.returncode, errors(first.stderr)) == (1, complaint), first.stderr
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     (out / "part-000002.parquet").unlink()
     again = call()
-    assert (again.returncode, again.stderr) == (1, complaint)
+    assert (again.returncode, errors(again.stderr)) == (1, complaint)
     assert again.stdout == f"written: {out}, 60 images in 3 files, 2 of them from an earlier call\n"
     after = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     assert after.keys() == before.keys()
@@ -249,8 +261,8 @@ from capszoo import ray_predict
 from capszoo.errors import CapszooError
 
 class Poisoned(ray_predict.ShardPredictor):
-    def __call__(self, batch):
-        return os._exit(3) if batch["number"][0] == 1 else super().__call__(batch)
+    def _answer(self, number, files):
+        return os._exit(3) if number == 1 else super()._answer(number, files)
 
 ray_predict.ShardPredictor = Poisoned
 job = ray_predict.Job(sys.argv[1], "", sys.argv[2], sys.argv[3], 1, device="cpu")
@@ -268,5 +280,5 @@ def test_a_shard_that_kills_its_workers_is_given_up(root: Path, tmp_path: Path) 
     digits(root, tmp_path / "images", 6)
     argv = [sys.executable, "-c", POISONED, MODEL, str(tmp_path), str(tmp_path / "answers.parquet")]
     done = subprocess.run(argv, cwd=root, capture_output=True, text=True, timeout=400)
-    assert done.stdout.startswith("Ray gave up (") and done.stdout.count("\n") == 1, done
-    assert "finished shards are kept" in done.stdout
+    reason = "shard 1: 3 workers died at it, the first image of which is images/0002.png"
+    assert done.stdout == f"{reason}: finished shards are kept: the same command answers the others\n", done
