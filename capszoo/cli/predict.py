@@ -144,12 +144,7 @@ def predict_command(
         write_csv(out, _COLUMNS, _rows(results))
         if not as_json:
             stdout().print(escape(f"written: {out}, {len(results)} images"), soft_wrap=True)
-    height, width = size
-    resized = sum(not one.error and one.size not in ((width, height), canvas[::-1]) for one in results)
-    if fit:
-        stderr().print(f"note: drawings centred and scaled to {height}x{width}")
-    elif resized:
-        stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
+    _print_resizing(results, size, canvas, fit)
     _print_notes(results)
     failed = [result for result in results if result.error]
     for result in failed:
@@ -282,6 +277,17 @@ def _print_table(results: Sequence[ImagePrediction], kind: str) -> None:
             table.add_row(escape(result.image) if rank == 0 else "", escape(scored.label), *shown)
     if table.row_count:
         stdout().print(table)
+
+
+def _print_resizing(
+    results: Sequence[ImagePrediction], size: tuple[int, int], canvas: tuple[int, int], fit: bool
+) -> None:
+    height, width = size
+    resized = sum(not one.error and one.size not in ((width, height), canvas[::-1]) for one in results)
+    if fit:
+        stderr().print(f"note: drawings centred and scaled to {height}x{width}")
+    elif resized:
+        stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
 
 
 def _print_notes(results: Sequence[ImagePrediction]) -> None:
