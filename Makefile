@@ -9,11 +9,13 @@ RTX ?= .trt-rtx
 STAMP := $(VENV)/.installed
 # The environment of the site and the app: their libraries alone, $(VENV)'s packages behind them.
 DOCS ?= .venv-docs
+# The environment of the tests for Ray and WebDataset, likewise.
+RAY ?= .venv-ray
 
 # One thread a process: two pytest workers with two threads each are slower than two with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site
+.PHONY: help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site test-ray
 
 help:
 	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
@@ -23,6 +25,7 @@ help:
 	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"
 	@echo "make site          the documentation site, in build/site (needs npm)"
 	@echo "make test-site     tests of site, notebooks and app, in Chromium (part of test-slow)"
+	@echo "make test-ray      tests on a local Ray cluster (part of test-slow; downloads 200 MB)"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"
@@ -48,7 +51,7 @@ format: $(STAMP)
 test: lint
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-test-slow: $(STAMP) test-site
+test-slow: $(STAMP) test-site test-ray
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 3600
 
 $(DOCS)/.installed: scripts/setup_docs.sh $(STAMP)
@@ -60,6 +63,14 @@ site: $(DOCS)/.installed
 
 test-site: $(DOCS)/.installed site
 	PYTHONPATH=$(CURDIR) $(TEST_ENV) $(DOCS)/bin/python -m pytest tests/app tests/site -m slow -n $(JOBS) --timeout 3600
+
+$(RAY)/.installed: scripts/setup_ray.sh $(STAMP)
+	@sh scripts/setup_ray.sh "$(PY)" "$(RAY)"
+	@touch $@
+
+test-ray: $(RAY)/.installed
+	PYTHONPATH=$(CURDIR) $(TEST_ENV) $(RAY)/bin/python -m pytest tests/test_ray_predict.py tests/data/test_shards.py \
+		-m slow --timeout 3600
 
 test-timm: $(STAMP)
 	$(TEST_ENV) $(PY) scripts/test_timm.py -n $(JOBS)

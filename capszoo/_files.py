@@ -11,7 +11,15 @@ from typing import Any
 
 from .errors import CapszooError
 
-__all__ = ["replacing", "write_csv"]
+__all__ = ["cache_folder", "replacing", "write_csv"]
+
+
+def cache_folder() -> Path:
+    """Folder of what can be computed again; it need not exist."""
+    stated = os.environ.get("CAPSZOO_CACHE")
+    if stated:
+        return Path(stated)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
 
 
 @contextmanager

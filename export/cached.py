@@ -10,26 +10,18 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import capszoo
 from capszoo._catalogue import architectures, checkpoints
+from capszoo._files import cache_folder
 from capszoo._metadata import default_weights, run_weights, weights_folders
 from capszoo.errors import CapszooError, UsageError, WeightsError
 from capszoo.predictions import ImagePrediction, ScoredClass
 
 __all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "weights_file"]
-
-
-def cache_folder() -> Path:
-    """Folder of the cache; it need not exist."""
-    stated = os.environ.get("CAPSZOO_CACHE")
-    if stated:
-        return Path(stated)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
 
 
 def _exports_folder() -> Path:

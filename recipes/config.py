@@ -131,7 +131,8 @@ class AugmentConfig(_Section):
 
 class DataConfig(_Section):
     name: str
-    """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, parquet:PATH, idx:PATH, hf:OWNER/NAME."""
+    """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, wds:PATH, parquet:PATH, idx:PATH,
+    hf:OWNER/NAME."""
     size: Positive | None = None
     """Side of the images that the model sees; the data set's where it is left out."""
     val_size: NonNegative = 5000
@@ -264,6 +265,9 @@ class Recipe(_Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential average of the weights; it is what is evaluated and exported."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What several processes share: the images of a batch (ddp), or also weights, gradients and the optimiser's state
+    (fsdp), for networks that do not fit otherwise."""
     channels_last: bool = True
     compile: bool = False
     checkpoint_every: Positive | None = None
@@ -289,6 +293,16 @@ class Recipe(_Section):
         except WeightsError as error:
             raise ValueError(str(error)) from error
         return args
+
+    @model_validator(mode="after")
+    def _can_be_sharded(self) -> Recipe:
+        if self.parallel == "fsdp":
+            keys = ("ema_decay", "early_stop", "compile", "stages", "routing_images")
+            taken = [key for key in keys if getattr(self, key)]
+            taken += ["precision: fp16"] if self.precision == "fp16" else []
+            if taken:
+                raise ValueError(f"parallel: fsdp does not go with {', '.join(taken)}: leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Recipe:

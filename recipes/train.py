@@ -79,19 +79,20 @@ from .training.setup import (
     freeze_batch_statistics,
     load_data,
 )
+from .training.sharding import gathered
 from .training.stages import (
     Stage,
     stage_at,
     staged_data,
 )
-from .training.state import Run, TrainState, check_stages, distribute, restore, save_state
+from .training.state import Run, TrainState, check_stages, distribute, kept_net, restore, save_state
 from .weights import finished_metadata, hardware, source_commit, write_weights
 
 try:
     import accelerate
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import gather_object
+    from accelerate.utils import DistributedType, gather_object
 
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
@@ -174,6 +175,11 @@ def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
         accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
         if precision == "fp16" and accelerator.device.type == "cpu":
             raise TrainingError(f"{unfit}, a CPU: take bf16 or fp32")
+        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            raise TrainingError(
+                f"Accelerate is set to {accelerator.distributed_type.value}, which recipes do not use: "
+                "launch plain processes and set parallel: fsdp in the recipe"
+            )
         destroy_group_at_exit(accelerator)
         yield accelerator
     except ValueError as error:
@@ -382,6 +388,9 @@ def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str,
     """
     batch = run.recipe.batch_size // run.world // run.recipe.accumulate
     images = (run.data.training.spec.input_size[0], *size)
+    if run.sharded:  # the report asks a net without data, which shares are not
+        with torch.device("meta"):
+            net = create_net(run.recipe.model_copy(update={"init": None}), run.data.training.spec)
     try:
         choices = engine_report(net, batch, True, run.device.type, input_size=images)
     except (RuntimeError, NotImplementedError):
@@ -537,7 +546,8 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
             for buffer in state.evaluated.buffers():
                 torch.distributed.broadcast(buffer, 0)
         threshold = score_threshold(recipe.loss.name)
-        counts = count_correct(state.evaluated, state.held_out, run.accelerator.autocast(), threshold)
+        with gathered(state.step_module):
+            counts = count_correct(state.evaluated, state.held_out, run.accelerator.autocast(), threshold)
         right, n = run.accelerator.reduce(counts).tolist()
         record["val_top1"] = round(100 * right / n, 4)
         if state.best:
@@ -649,6 +659,7 @@ def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         log.say(
             f"kept: epoch {state.best.epoch}, validation {spec.accuracy} {state.best.top1:.2f}% ({ended})"
         )
+    net = kept_net(run, state)
     with raise_on_all_ranks(run.accelerator):
         if run.main:
             details = _details(run, state, log)
@@ -656,7 +667,7 @@ def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
             def write() -> Path:
                 return write_weights(
                     run.out,
-                    state.evaluated,
+                    net,
                     architecture=recipe.arch,
                     tag=recipe.tag,
                     model_args=recipe.model_args,

@@ -119,6 +119,6 @@ def _data_folders() -> dict[str, Any]:
 
 
 def _cache() -> Path:
-    from ..export.cached import cache_folder
+    from .._files import cache_folder
 
     return cache_folder()

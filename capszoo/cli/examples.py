@@ -20,6 +20,7 @@ EXAMPLES: dict[str, str] = {
         capszoo predict resnet20_routingcaps digit.png photos/
         capszoo predict resnet20_routingcaps drawing.png --invert --fit
         capszoo predict idpa_resnet.cifar10 photos/ --out answers.csv
+        capszoo predict idpa_resnet.cifar10 photos/ --ray local --out answers.parquet
         capszoo predict resnet20_routingcaps digit.png --runtime onnx    # later calls start without PyTorch
         """,
     "explain": """

@@ -41,6 +41,39 @@ if TYPE_CHECKING:
 RUNTIMES = ("auto", "torch", "onnx")
 
 
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Predict on a Ray cluster: local, auto, HOST:PORT or ray://HOST:PORT.",
+        show_default=False,
+        rich_help_panel="Cluster",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        metavar="N",
+        help="Processes of the cluster (default: one per CPU, or per GPU with --device cuda).",
+        show_default=False,
+        rich_help_panel="Cluster",
+    ),
+]
+ShardSizeOption = Annotated[
+    int,
+    typer.Option(
+        "--shard-size",
+        min=1,
+        metavar="N",
+        help="Images per parquet file; a rerun computes the missing files only.",
+        rich_help_panel="Cluster",
+    ),
+]
+
+
 def predict_command(
     model: ModelArgument,
     images: ImagesArgument,
@@ -69,15 +102,17 @@ def predict_command(
             "--out",
             "-o",
             metavar="FILE",
-            help="Write a table to a .csv file, a row per image and class.",
+            help="Write a table to a .csv file, a row per image and class; with --ray a folder of .parquet files.",
             show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
+    shard_size: ShardSizeOption = 10_000,
 ) -> None:
     """Classify images."""
-    if out is not None and out.suffix != ".csv":
-        raise UsageError(f"--out {out} is no .csv file", "for JSON use --json")
+    _check_out(out, ray, as_json, runtime)
     check_model_argument(model)
     check_paths(images)
     from ..images import find_images
@@ -85,6 +120,15 @@ def predict_command(
     files = find_images(images)
     options: dict[str, Any] = given(img_size=parse_size(img_size), routing_iters=routing_iters)
     reading: dict[str, Any] = {"background": background, "invert": invert, "fit": fit}
+    if ray is not None and out is not None:
+        job = {
+            "topk": topk,
+            "batch_size": batch_size,
+            "device": device,
+            "options": options,
+            "reading": reading,
+        }
+        return _by_ray(model, files, out, ray, workers, shard_size, job)
     cached = _cached(model, runtime, device, options)
     if cached is None:
         results, kind, size, canvas = _by_torch(model, files, topk, batch_size, device, options, reading)
@@ -100,17 +144,62 @@ def predict_command(
         write_csv(out, _COLUMNS, _rows(results))
         if not as_json:
             stdout().print(escape(f"written: {out}, {len(results)} images"), soft_wrap=True)
-    height, width = size
-    resized = sum(not one.error and one.size not in ((width, height), canvas[::-1]) for one in results)
-    if fit:
-        stderr().print(f"note: drawings centred and scaled to {height}x{width}")
-    elif resized:
-        stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
+    _print_resizing(results, size, canvas, fit)
     _print_notes(results)
     failed = [result for result in results if result.error]
     for result in failed:
         print_error(result.error)
     if failed:
+        raise typer.Exit(1)
+
+
+def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -> None:
+    """Refuse options that do not go together, before anything is loaded."""
+    if ray is None:
+        if out is not None and out.suffix == ".parquet":
+            raise UsageError(
+                f"--out {out}: parquet is written with --ray", "give --ray local, or a .csv file"
+            )
+        if out is not None and out.suffix != ".csv":
+            raise UsageError(f"--out {out} is no .csv file", "for JSON use --json")
+        return
+    if out is None or out.suffix != ".parquet":
+        raise UsageError("--ray writes a folder of parquet files", "give --out NAME.parquet")
+    if as_json or runtime == "onnx":
+        raise UsageError(f"--ray and {'--json' if as_json else '--runtime onnx'} exclude each other")
+    require("--ray", ("ray", "pyarrow"), "ray")
+
+
+def _by_ray(
+    model: str,
+    files: list[Path],
+    out: Path,
+    address: str,
+    workers: int | None,
+    shard_size: int,
+    settings: dict[str, Any],
+) -> None:
+    """Answer on a Ray cluster, and say what was written; exit code 1 where images could not be read."""
+    from ..checkpoint import resolve
+    from ..ray_predict import Job, predict_by_ray
+
+    found = resolve(model)
+    job = Job(
+        model=model if found.path is None else str(found.path.absolute()),
+        sha256=getattr(found.info, "sha256", "") or "",
+        root=str(Path.cwd()),
+        out=str(out.absolute()),
+        **settings,
+    )
+    names = [str(file) for file in files]
+    with progress_bar("predicting", len(names)) as advance:
+        done = predict_by_ray(job, names, address, workers=workers, shard_size=shard_size, advance=advance)
+    kept = f", {done.kept} of them from an earlier call" if done.kept else ""
+    stdout().print(
+        escape(f"written: {out}, {done.images} images in {done.shards} files{kept}"), soft_wrap=True
+    )
+    if done.errors:
+        print_error(f"{done.errors} of {done.images} images could not be read: see the column error of {out}")
         raise typer.Exit(1)
 
 
@@ -188,6 +277,17 @@ def _print_table(results: Sequence[ImagePrediction], kind: str) -> None:
             table.add_row(escape(result.image) if rank == 0 else "", escape(scored.label), *shown)
     if table.row_count:
         stdout().print(table)
+
+
+def _print_resizing(
+    results: Sequence[ImagePrediction], size: tuple[int, int], canvas: tuple[int, int], fit: bool
+) -> None:
+    height, width = size
+    resized = sum(not one.error and one.size not in ((width, height), canvas[::-1]) for one in results)
+    if fit:
+        stderr().print(f"note: drawings centred and scaled to {height}x{width}")
+    elif resized:
+        stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
 
 
 def _print_notes(results: Sequence[ImagePrediction]) -> None:

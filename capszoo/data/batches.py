@@ -140,7 +140,7 @@ class Batches:
         if self.balance:
             order = balanced_order(self.data.labels.cpu(), keyed_generator(self.seed, epoch))
         elif self.train:
-            order = torch.randperm(n, generator=keyed_generator(self.seed, epoch))
+            order = self.data.order(keyed_generator(self.seed, epoch))
         steps = range(start, len(self))
         globally = [order[step * self.batch_size : (step + 1) * self.batch_size] for step in steps]
         mine = [picked[self.rank :: self.world] for picked in globally]

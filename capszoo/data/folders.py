@@ -1,10 +1,11 @@
-"""Data sets that a path or a repository names: folders of images, the Hub's parquet and repositories, idx files.
+"""Data sets that a path or a repository names: folders of images, shards, the Hub's parquet and repositories, idx.
 
 What fits into 2 GB as uint8 is decoded once and held in memory; larger folders and repositories are streamed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 from .augment import resize as resize_images
 from .errors import DataError
 from .readers import (
+    MAX_LABEL,
     decode_image,
     idx_pair,
     image_below,
@@ -30,6 +32,7 @@ from .readers import (
     read_parquet,
 )
 from .sets import Decoder, ImageSet, StreamedSet, sized
+from .shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
 from .specs import DatasetSpec
 
 __all__ = [
@@ -64,7 +67,7 @@ def open_set(
     download: str | Path | None,
     skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
-    """Open `imagefolder:PATH`, `parquet:PATH`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
+    """Open `imagefolder:`, `wds:`, `parquet:`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
 
     Images of folders and repositories are scaled and cut to squares of side `resize`, by default 8/7 of `size`, which
     is 224 unless given. Images of idx and parquet files keep their size unless one is given.
@@ -74,6 +77,8 @@ def open_set(
         raise DataError(f"unknown split '{split}' of {name}: there are train, val, test")
     if kind == "hf":
         return _open_hub(name, where, split, data, size, resize, download, skipped)
+    if kind == "wds":
+        return _open_shards(name, where, split, data, size, resize, skipped)
     folder = _locate(name, where, data)
     if kind == "imagefolder":
         return _open_images(name, folder, split, size, resize, skipped=skipped)
@@ -224,6 +229,7 @@ def _decode_or_stream(
     labels: Tensor,
     side: int,
     skipped: list[str] | None = None,
+    shards: Tensor | None = None,
 ) -> ImageSet | StreamedSet:
     """In memory where it fits, else streamed.
 
@@ -262,7 +268,16 @@ def _decode_or_stream(
         raise DataError(f"{spec.name}: none of the {n} images of {split} can be read")
     if held:
         return ImageSet(spec, split, images[sound], labels[sound])
-    return StreamedSet(spec, split, decoder, sound, labels[sound], side, available_workers())
+    return StreamedSet(
+        spec,
+        split,
+        decoder,
+        sound,
+        labels[sound],
+        side,
+        available_workers(),
+        shards=None if shards is None else shards[sound],
+    )
 
 
 def _mode_of(modes: Callable[[int], str], count: int) -> str:
@@ -369,6 +384,100 @@ def open_h_imagenet(
     return replace(found, spec=replace(found.spec, label_names=named))
 
 
+@dataclass(frozen=True)
+class _Members:
+    """Images in shards."""
+
+    index: ShardIndex
+    mode: str
+    side: int
+
+    def encoded(self, number: int) -> tuple[bytes, Path, int]:
+        """The bytes of an image, its shard, and where in it they lie."""
+        path, offset = self.index.paths[self.index.shards[number]], int(self.index.offsets[number])
+        return read_member(path, offset, int(self.index.sizes[number])), path, offset
+
+    def decode(self, index: int) -> Tensor:
+        encoded, path, offset = self.encoded(index)
+        try:
+            return _to_tensor(decode_image(encoded, self.mode, path, self.side))
+        except DataError:  # only now the name, which takes another read
+            return _to_tensor(
+                decode_image(encoded, self.mode, f"{path}/{member_name(path, offset)}", self.side)
+            )
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.index.offsets.tobytes() + self.index.sizes.tobytes()).hexdigest()
+        names = "\n".join(f"{path.name} {path.stat().st_size}" for path in self.index.paths)
+        return f"{names}\n{digest} {self.side}"
+
+
+def _find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
+    """All shards that `wds:` and a path name: of a folder, also those of its sub-folders of splits."""
+    last = where.rpartition("/")[2]
+    if any(c in last for c in "{*?["):
+        parent = where[: -len(last) - 1] or ("/" if where.startswith("/") else ".")
+        return expand_shards(name, _locate(name, parent, data), last)
+    folder = _locate(name, where, data)
+    subs = [folder / split for names in _SPLITS.values() for split in names if (folder / split).is_dir()]
+    found = sorted(path for place in (folder, *dict.fromkeys(subs)) for path in place.glob("*.tar"))
+    if not found:
+        raise DataError(f"{name}: {folder} has no shards (train-*.tar, val-*.tar)")
+    return found
+
+
+def _shard_names(index: ShardIndex, training: ShardIndex) -> list[str]:
+    """Class names from `classes.txt` beside the shards, else numbers."""
+    count = 1 + int(max(index.labels.max(), training.labels.max()))
+    parents = dict.fromkeys(
+        parent for path in index.paths[:1] for parent in (path.parent, path.parent.parent)
+    )
+    for file in (parent / "classes.txt" for parent in parents):
+        if not file.is_file():
+            continue
+        try:
+            names = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read {file}: {error}") from error
+        if not count <= len(names) <= MAX_LABEL or not all(name.strip() for name in names):
+            raise DataError(f"{file} has {len(names)} lines, but the shards have the label {count - 1}")
+        return [name.strip() for name in names]
+    return [str(k) for k in range(count)]
+
+
+def _open_shards(
+    name: str,
+    where: str,
+    split: str,
+    data: str | Path | None,
+    size: int | None,
+    resize: int | None,
+    skipped: list[str] | None,
+) -> ImageSet | StreamedSet:
+    """A split of a set of WebDataset shards."""
+    known = [part for names in _SPLITS.values() for part in names]
+    every = _find_shards(name, where, data)
+    paths = shards_of_split(every, _SPLITS[split], known)
+    if not paths:
+        raise DataError(f"{name} has no shards of a {split} split ({'-*.tar, '.join(_SPLITS[split])}-*.tar)")
+    index = read_index(paths, available_workers())
+    # Colour and number of classes are those of the training split, so that all splits agree.
+    training = shards_of_split(every, _SPLITS["train"], known)
+    looked = read_index(training, available_workers()) if split != "train" and training else index
+    label_names = _shard_names(index, looked)
+    members = _Members(looked, "L", 1)
+
+    def mode_at(number: int) -> str:
+        encoded, path, _ = members.encoded(number)
+        return image_mode(encoded, path)
+
+    mode = _mode_of(mode_at, len(looked.labels))
+    size, side = _sides(size, resize)
+    spec = _spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(index.labels), split)
+    labels, shards = torch.from_numpy(index.labels), torch.from_numpy(index.shards)
+    return _decode_or_stream(spec, split, _Members(index, mode, side), labels, side, skipped, shards)
+
+
 def fetch_repository(repository: str, folder: str | Path) -> Path:
     """Download a data set's repository from the Hub to `folder`/OWNER/NAME, as far as it is not there yet."""
     from huggingface_hub import snapshot_download
@@ -460,6 +569,10 @@ def find_splits(name: str, data: str | Path | None = None, download: str | Path 
     if kind == "hf":
         found, _ = _hub_splits(name, where, data, download)
         return {split for split, names in own.items() if any(name in found for name in names)}
+    if kind == "wds":
+        known = [part for names in _SPLITS.values() for part in names]
+        every = _find_shards(name, where, data)
+        return {split for split, names in own.items() if shards_of_split(every, names, known)}
     folder = _locate(name, where, data)
     if kind == "idx":
         return {split for split, stem in (("train", "train"), ("test", "t10k")) if idx_pair(folder, stem)}

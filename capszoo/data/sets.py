@@ -15,7 +15,10 @@ from .errors import DataError
 from .generate import ByClass, Composer
 from .specs import DatasetSpec
 
-__all__ = ["Decoder", "ImageSet", "StreamedSet", "keyed_generator", "split_validation"]
+__all__ = ["Decoder", "ImageSet", "StreamedSet", "buffered_order", "keyed_generator", "split_validation"]
+
+SHUFFLE_BUFFER = 10_000
+"""Images of the buffer out of which those of shards are drawn."""
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -57,6 +60,10 @@ class ImageSet:
         if self.composer:
             return self.composer.size, self.composer.size
         return self.images.shape[2], self.images.shape[3]
+
+    def order(self, generator: torch.Generator) -> Tensor:
+        """The positions [n] of the images in random order."""
+        return torch.randperm(len(self), generator=generator)
 
     def subset(self, indices: Tensor, split: str | None = None) -> ImageSet:
         """The images at `indices` [m] as a set of their own."""
@@ -125,6 +132,30 @@ class ImageSet:
         return digest.hexdigest()
 
 
+def buffered_order(shards: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Shuffle as a stream of shards is shuffled, on the images' numbers alone.
+
+    The shards follow each other in random order, their images as they lie in the file. The first `size` images fill a
+    buffer; each further one takes the place of a random one of the buffer, which is the next of the order; at the end
+    the buffer is emptied in random order. Nothing is read, so that any position of the order costs the same.
+
+    Args:
+        shards: integers [n], the shard of each image.
+        size: images of the buffer; from n on, the order is a uniform permutation.
+        generator: its random numbers.
+    """
+    numbers, place = shards.unique(return_inverse=True)
+    turn = torch.randperm(len(numbers), generator=generator)
+    stream = torch.argsort(turn[place], stable=True).tolist()
+    buffer, order = stream[:size], []
+    draws = torch.randint(len(buffer), (len(stream) - len(buffer),), generator=generator).tolist()
+    for image, draw in zip(stream[size:], draws, strict=True):
+        order.append(buffer[draw])
+        buffer[draw] = image
+    rest = torch.randperm(len(buffer), generator=generator).tolist()
+    return torch.tensor(order + [buffer[k] for k in rest], dtype=torch.int64)
+
+
 class Decoder(Protocol):
     """Where a streamed set's images come from."""
 
@@ -160,6 +191,7 @@ class StreamedSet:
         labels: int64 [n].
         side: rows and columns of the decoded images.
         workers: processes that decode; 0 decodes in this one.
+        shards: integers [n], the file of many images that each one lies in; None: no such files.
     """
 
     spec: DatasetSpec
@@ -170,6 +202,7 @@ class StreamedSet:
     side: int
     workers: int = 0
     device: torch.device = torch.device("cpu")
+    shards: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -178,10 +211,20 @@ class StreamedSet:
     def size(self) -> tuple[int, int]:
         return self.side, self.side
 
+    def order(self, generator: torch.Generator) -> Tensor:
+        """The positions [n] of the images in random order; of shards, one that reads them one after the other."""
+        if self.shards is None:
+            return torch.randperm(len(self), generator=generator)
+        return buffered_order(self.shards, SHUFFLE_BUFFER, generator)
+
     def subset(self, indices: Tensor, split: str | None = None) -> StreamedSet:
         """The images at `indices` [m] as a set of their own."""
         return replace(
-            self, split=split or self.split, indices=self.indices[indices], labels=self.labels[indices]
+            self,
+            split=split or self.split,
+            indices=self.indices[indices],
+            labels=self.labels[indices],
+            shards=None if self.shards is None else self.shards[indices],
         )
 
     def to(self, device: torch.device | str) -> StreamedSet:

@@ -54,6 +54,7 @@ PREFIXES: dict[str, str] = {
     "imagefolder:": "a folder of images in a sub-folder per class, below train/ and test/ (or val/)",
     "parquet:": "a folder of the Hub's parquet shards, train-*.parquet and test-*.parquet",
     "idx:": "a folder of four idx files, named like MNIST's",
+    "wds:": "a folder of WebDataset shards, train-*.tar and val-*.tar, or PATH/train-{000000..000009}.tar",
     "hf:": "a repository of the Hub (OWNER/NAME) below a data folder, or the path of a copy",
 }
 """Prefixes that a path or repository follows, and what it must be."""

@@ -20,7 +20,8 @@ from .distributed import TrainingError, raise_on_all_ranks
 from .early_stop import BestEpoch
 from .routing_probe import RoutingProbe
 from .run_folder import RunLock
-from .setup import RunData, create_net
+from .setup import RunData, create_net, create_optimizer, create_scheduler
+from .sharding import load_optimizer, load_weights, shard, whole
 from .stages import (
     Stage,
     all_stages,
@@ -36,7 +37,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
 
-__all__ = ["Run", "TrainState", "check_stages", "distribute", "restore", "save_state"]
+__all__ = ["Run", "TrainState", "check_stages", "distribute", "kept_net", "restore", "save_state"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Run:
     @property
     def world(self) -> int:
         return int(self.accelerator.num_processes)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process keeps a share of the weights."""
+        return self.recipe.parallel == "fsdp" and self.world > 1
 
     @property
     def total(self) -> int:
@@ -143,8 +149,26 @@ def check_stages(run: Run) -> None:
 
 
 def distribute(run: Run, state: TrainState) -> None:
-    """Hand net and optimiser to Accelerate, which brings precision and processes."""
-    state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
+    """Hand net and optimiser to Accelerate, which brings precision and processes; shards are torch's."""
+    if not run.sharded:
+        state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
+        return
+    shard(state.step_module, run.device, run.world)
+    optimizer = create_optimizer(run.recipe, state.net, state.feedback)
+    state.scheduler = create_scheduler(run.recipe, optimizer, run.steps)
+    state.ddp_module = run.accelerator.prepare_model(
+        state.step_module, evaluation_mode=True
+    )  # precision alone
+    state.optimizer = run.accelerator.prepare_optimizer(optimizer)
+
+
+def kept_net(run: Run, state: TrainState) -> Any:
+    """The net that is evaluated and kept, with whole weights; every process calls this."""
+    if not run.sharded:
+        return state.evaluated
+    net = create_net(run.recipe.model_copy(update={"init": None}), run.data.training.spec)
+    net.load_state_dict(whole(state.net.state_dict()))
+    return net.to(run.device)
 
 
 def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
@@ -163,14 +187,14 @@ def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
         reset_batch_norm(state.net)
         optimizer = optimizer_state_without(state.optimizer, state.net, optimizer, resampled)
     else:
-        state.net.load_state_dict(weights["model"])
+        load_weights(state.net, weights["model"])
     if state.feedback:
-        state.feedback.load_state_dict(weights["feedback"])
+        load_weights(state.feedback, weights["feedback"])
     if state.ema:
         state.ema.module.load_state_dict(state.net.state_dict() if enters else weights["ema"])
     if state.best:
         state.best.restore(position["best"], weights.get("best", {}))
-    state.optimizer.load_state_dict(optimizer)
+    load_optimizer(state.optimizer, optimizer)
     if run.accelerator.scaler is not None:
         run.accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
     state.sums.copy_(torch.tensor(position["sums"], dtype=torch.float64))
@@ -185,7 +209,7 @@ def save_state(run: Run, state: TrainState) -> None:
         "recipe": run.recipe.name,
         "threads": torch.get_num_threads(),
     }
-    tensors: dict[str, Any] = {"optimizer": state.optimizer.state_dict()}
+    tensors: dict[str, Any] = {"optimizer": whole(state.optimizer.state_dict())}
     if run.accelerator.scaler is not None:
         tensors["scaler"] = run.accelerator.scaler.state_dict()
     modules = {
@@ -193,7 +217,7 @@ def save_state(run: Run, state: TrainState) -> None:
         "ema": state.ema.module if state.ema else None,
         "feedback": state.feedback,
     }
-    weights = {name: module.state_dict() for name, module in modules.items() if module is not None}
+    weights = {name: whole(module.state_dict()) for name, module in modules.items() if module is not None}
     if state.best:
         position["best"] = state.best.state()
         weights |= {"best": state.best.weights} if state.best.weights else {}

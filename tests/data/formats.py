@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +68,35 @@ def write_image(path: Path, pixels: np.ndarray) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path, quality=95)
     return path
+
+
+def write_tar(path: Path, members: Mapping[str, bytes], format: int = tarfile.USTAR_FORMAT) -> Path:
+    """A tar file of plain members, in their order."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def write_shards(
+    folder: Path,
+    images: np.ndarray,
+    labels: list[int],
+    per_shard: int,
+    split: str = "train",
+    fmt: str = "PNG",
+) -> list[Path]:
+    """WebDataset shards of images [n, h, w] or [n, h, w, 3], `SPLIT-000000.tar` and so on."""
+    paths = []
+    for first in range(0, len(images), per_shard):
+        members = {}
+        for k in range(first, min(first + per_shard, len(images))):
+            buffer = io.BytesIO()
+            Image.fromarray(images[k]).save(buffer, fmt)
+            members[f"{split}/{k:06d}.{fmt.lower()}"] = buffer.getvalue()
+            members[f"{split}/{k:06d}.cls"] = str(labels[k]).encode()
+        paths.append(write_tar(folder / f"{split}-{first // per_shard:06d}.tar", members))
+    return paths

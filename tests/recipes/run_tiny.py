@@ -3,6 +3,7 @@
 Several of these under a launcher train together. MODE `double` works in float64, which tells an error from rounding;
 `full-disk:BYTES` lets no file grow beyond so many bytes; `nan:RANK` spoils the loss of one process at its third update;
 `crash:RANK` ends one process without a word then; `stop:N` ends the run after N updates; `pace:SECONDS` sleeps in each.
+`streamed,` before any of them (or alone) holds no images in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from capszoo.data import DATASETS, batches
+from capszoo.data import DATASETS, batches, folders
 from capszoo.errors import CapszooError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe
@@ -29,6 +30,8 @@ def main(out: str, data: str, tree: str, mode: str = "") -> int:
     counts = json.loads((Path(data) / "counts.json").read_text())
     DATASETS["mnist"] = replace(DATASETS["mnist"], counts=counts)
     options: dict[str, Any] = {}
+    if mode.startswith("streamed,"):
+        folders.MEMORY_LIMIT, mode = 0, mode.removeprefix("streamed,")
     if mode == "double":
         torch.set_default_dtype(torch.float64)
         normalize = batches.normalize

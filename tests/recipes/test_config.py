@@ -208,3 +208,20 @@ def test_set_does_not_choose_a_profile(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "r.yaml", PROFILES)
     with pytest.raises(RecipeError, match="chosen by --profile"):
         load_recipe(path, ["profile=short"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"ema_decay": 0.9, "compile": True}, "ema_decay, compile"),
+        ({"early_stop": 2}, "early_stop"),
+        ({"routing_images": 5}, "routing_images"),
+        ({"precision": "fp16"}, "precision: fp16"),
+    ],
+)
+def test_shares_do_not_go_with_everything(changes: dict, named: str) -> None:
+    tree = {"arch": "idpa_cnn", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 1}
+    assert Recipe.model_validate(tree).parallel == "ddp"
+    assert Recipe.model_validate({**tree, "parallel": "fsdp"}).parallel == "fsdp"
+    with pytest.raises(ValueError, match=f"parallel: fsdp does not go with {named}: leave one of them out"):
+        Recipe.model_validate({**tree, **changes, "parallel": "fsdp"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,9 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests.data.formats import write_shards
+from tests.support import PACKED
 
 TINY: dict[str, Any] = {
     "arch": "idpa_cnn",
@@ -98,7 +103,15 @@ def progress(out: Path) -> int:
     return max((int(name.removeprefix(".").split("-")[1][:8]) for name in names), default=-1)
 
 
-def kill_and_resume(root: Path, tmp_path: Path, data: Path, kills: int, seed: int = 0) -> None:
+def kill_and_resume(
+    root: Path,
+    tmp_path: Path,
+    data: Path,
+    kills: int,
+    seed: int = 0,
+    mode: str = "",
+    changes: dict[str, Any] | None = None,
+) -> None:
     """Kill a run so many times at moments drawn from the seed, let it end, and hold it against one left alone."""
     recipe = {
         **TINY,
@@ -107,12 +120,13 @@ def kill_and_resume(root: Path, tmp_path: Path, data: Path, kills: int, seed: in
         "accumulate": 2,
         "checkpoint_every": 1,
         "epochs": 4 if kills < 10 else 8,
+        **(changes or {}),
     }
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run(root, command(whole, data, recipe)).returncode == 0
+    assert run(root, command(whole, data, recipe, mode)).returncode == 0
     total, rng, log = progress(whole), random.Random(seed), tmp_path / "killed.log"
     # Paced, and not in the last updates: on a busy machine it must not end before this process sees where it is.
-    paced = command(killed, data, recipe, "pace:0.15")
+    paced = command(killed, data, recipe, f"{mode}pace:0.15")
     for target in sorted(rng.randrange(total - 8) for _ in range(kills)):
         with running(root, paced, log) as process:
             while progress(killed) < target and process.poll() is None:
@@ -121,7 +135,7 @@ def kill_and_resume(root: Path, tmp_path: Path, data: Path, kills: int, seed: in
             assert process.poll() is None, "it ended before it could be killed: " + log.read_text()[-500:]
             os.killpg(process.pid, signal.SIGKILL)
             assert process.wait() == -signal.SIGKILL
-    done = run(root, command(killed, data, recipe))
+    done = run(root, command(killed, data, recipe, mode))
     assert done.returncode == 0, done.stderr
     assert_same_state(whole, killed)
     records = [
@@ -143,6 +157,38 @@ def kill_and_resume(root: Path, tmp_path: Path, data: Path, kills: int, seed: in
 def test_killed_it_ends_with_the_same_weights(root: Path, tmp_path: Path, data: Path) -> None:
     """Once; `make test-slow` kills at ten moments."""
     kill_and_resume(root, tmp_path, data, 1)
+
+
+def shards_of(root: Path, folder: Path) -> dict[str, Any]:
+    """What changes a recipe to streamed shards, 8 of the fixture's digits each."""
+    digits = np.load(root / "tests" / "fixtures" / PACKED["mnist"])
+    for split, part in (("train", slice(0, 120)), ("val", slice(120, 160))):
+        write_shards(folder, digits["images"][part], digits["labels"][part].tolist(), 8, split)
+    settings = {"name": f"wds:{folder}", "size": 28, "augment": {"shift": 2, "resize": 28}, "val_size": 20}
+    return {"data": settings}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_run_on_streamed_shards_is_killed_and_ends_with_the_same_weights(
+    root: Path, tmp_path: Path, data: Path, seed: int
+) -> None:
+    """Five times each, at moments drawn from the seed."""
+    kill_and_resume(root, tmp_path, data, 5, seed, "streamed,", shards_of(root, tmp_path / "shards"))
+
+
+@pytest.mark.slow
+def test_two_processes_on_streamed_shards_train_as_one(root: Path, tmp_path: Path, data: Path) -> None:
+    model_args = {"num_caps": 4, "pose_dim": 16, "backbone_chans": 8}
+    recipe = {**TINY, "model_args": model_args, **shards_of(root, tmp_path / "shards")}
+    found = []
+    for processes in (1, 2):
+        out = tmp_path / f"by-{processes}"
+        done = run(root, command(out, data, recipe, "streamed,double", processes))
+        assert done.returncode == 0, done.stderr
+        found.append(load_file(newest(out) / "model.safetensors"))
+    differences = [float((found[0][key] - found[1][key]).abs().max()) for key in found[0]]
+    assert 0 < max(differences) <= 1e-9
 
 
 @pytest.mark.slow
@@ -185,6 +231,57 @@ def test_two_processes_train_as_one(
     ]
     assert records[0]["val_top1"] == records[1]["val_top1"]
     assert records[0]["train_loss"] == pytest.approx(records[1]["train_loss"], rel=1e-4)
+
+
+SHARDED = {
+    **TINY,
+    "model_args": {"num_caps": 4, "pose_dim": 16, "backbone_chans": 8},
+    "optimizer": {"name": "adamw", "lr": 0.001},
+    "accumulate": 2,
+    "parallel": "fsdp",
+}
+
+
+@pytest.mark.slow
+def test_sharded_weights_train_as_whole_ones(root: Path, tmp_path: Path, data: Path) -> None:
+    """FSDP on two processes and one process, 20 updates in float64; the weights file is that of any run."""
+    alone, sharded = tmp_path / "alone", tmp_path / "sharded"
+    assert run(root, command(alone, data, SHARDED, "double")).returncode == 0
+    done = run(root, command(sharded, data, SHARDED, "double", 2))
+    assert done.returncode == 0, done.stderr
+    assert newest(sharded).name == "step-00000020"
+    one, two = (load_file(newest(out) / "model.safetensors") for out in (alone, sharded))
+    assert {key: value.shape for key, value in one.items()} == {
+        key: value.shape for key, value in two.items()
+    }
+    differences = [float((one[key] - two[key]).abs().max()) for key in one]
+    print(f"20 updates, two processes with shares: largest difference of a weight {max(differences):.1e}")
+    assert 0 < max(differences) <= 1e-9
+    moments = [torch.load(newest(out) / "optimizer.pt", weights_only=True) for out in (alone, sharded)]
+    for number, values in moments[0]["optimizer"]["state"].items():
+        for name, value in values.items():
+            assert torch.allclose(value, moments[1]["optimizer"]["state"][number][name], rtol=1e-6, atol=1e-9)
+    kept = [load_file(out / "idpa_cnn.mnist.safetensors") for out in (alone, sharded)]
+    assert all(torch.allclose(value, kept[1][key], atol=1e-6) for key, value in kept[0].items())
+    metadata = [json.loads((out / "idpa_cnn.mnist.json").read_text()) for out in (alone, sharded)]
+    assert metadata[0]["metrics"] == metadata[1]["metrics"]
+
+
+@pytest.mark.slow
+def test_a_sharded_run_resumes_with_any_number_of_processes(root: Path, tmp_path: Path, data: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(root, command(whole, data, SHARDED, processes=2)).returncode == 0
+    assert run(root, command(parts, data, SHARDED, "stop:7", 2)).returncode == 0
+    assert newest(parts).name == "step-00000007"
+    copied = tmp_path / "copied"
+    shutil.copytree(parts, copied)
+    assert run(root, command(parts, data, SHARDED, processes=2)).returncode == 0
+    assert_same_state(whole, parts)
+    done = run(root, command(copied, data, SHARDED))
+    assert done.returncode == 0, done.stderr
+    one, other = (load_file(newest(out) / "model.safetensors") for out in (whole, copied))
+    apart = {"score.bias"}  # as above
+    assert max(float((one[key] - other[key]).abs().max()) for key in one.keys() - apart) <= 1e-4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,284 @@
+"""WebDataset shards: tar files of samples, indexed by one pass over their headers and then read by position.
+
+A sample is the members that follow each other under the same name up to its first dot: `0001.jpg` and `0001.cls`. The
+label is a whole number, in `.cls` as text or in `.json` under `label` or `cls`. Other members are never read; nothing
+is extracted or unpickled. The format: the WebDataset library's documentation, and POSIX tar.
+
+The library itself is not used: its shuffle cannot continue at a given sample, and its default decoders unpickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from capszoo._files import cache_folder, replacing
+from capszoo._npz import read_npz
+from capszoo.errors import CapszooError
+from capszoo.images import IMAGE_SUFFIXES
+
+from .errors import DataError
+from .readers import MAX_LABEL
+
+__all__ = ["ShardIndex", "expand_shards", "member_name", "read_index", "read_member", "shards_of_split"]
+
+_BLOCK = 512  # of a tar file
+_MAX_LABEL_BYTES = 2**20
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_SHARDS = 1_000_000
+_COLUMNS = ("shards", "offsets", "sizes", "labels")
+
+
+def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder that a pattern names, such as `train-{000000..000009}.tar` or `*.tar`.
+
+    Raises:
+        DataError: one of a numbered range does not exist, or none fits.
+    """
+    numbered = _RANGE.search(pattern)
+    if numbered is None:
+        found = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if not found:
+            raise DataError(f"{name}: {folder} has no file {pattern}")
+        return found
+    first, last = int(numbered[1]), int(numbered[2])
+    if not 0 <= last - first < _MAX_SHARDS:
+        raise DataError(f"{name}: {numbered[0]} is no range of shards: give {{000000..000009}}")
+    before, after = pattern[: numbered.start()], pattern[numbered.end() :]
+    paths = [folder / f"{before}{k:0{len(numbered[1])}d}{after}" for k in range(first, last + 1)]
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DataError(f"{name}: {missing[0]}{more} of {len(paths)} shards are missing")
+    return paths
+
+
+def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Sequence[str]) -> list[Path]:
+    """Those of the shards that belong to a split: `train-000000.tar`, or `000000.tar` in a folder `train`.
+
+    Args:
+        paths: the shards.
+        names: of the split; the first that has shards counts. Shards that no split's name stands on are "train".
+        known: the names of all splits.
+    """
+
+    def split_of(path: Path) -> str:
+        words = [*re.split(r"[-_.\d]+", path.name), path.parent.name]
+        return next((word for word in words if word in known), "train")
+
+    return next((mine for name in names if (mine := [p for p in paths if split_of(p) == name])), [])
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Where the images of some shards lie.
+
+    Attributes:
+        paths: the shards.
+        shards: int32 [n], the shard of each image.
+        offsets, sizes: int64 [n], where its bytes begin and how many there are.
+        labels: int64 [n].
+    """
+
+    paths: tuple[Path, ...]
+    shards: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
+    labels: np.ndarray
+
+
+class _Sample(NamedTuple):
+    offset: int
+    size: int
+    label: int
+
+
+def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
+    """Read the headers and labels of shards, or take them from the cache, which knows them by path, size and time.
+
+    Raises:
+        DataError: a shard is damaged, or holds what no shard should; one line that names it.
+    """
+    cached = cache_folder() / "shards" / f"{_key(paths)}.npz"
+    if (found := _read_cached(cached, paths)) is not None:
+        return found
+    with ThreadPoolExecutor(threads) as pool:
+        tables = list(pool.map(_index_shard, paths))
+    counts = [len(table) for table in tables]
+    whole = np.concatenate(tables)
+    index = ShardIndex(
+        tuple(paths), np.repeat(np.arange(len(paths), dtype=np.int32), counts), *whole.T.copy()
+    )
+    columns = {key: getattr(index, key) for key in _COLUMNS}
+    try:
+        with replacing(cached) as temporary:
+            np.savez(temporary, **columns)
+    except CapszooError:  # no place for a cache: the headers are read again next time
+        pass
+    return index
+
+
+def _key(paths: Sequence[Path]) -> str:
+    try:
+        stats = [path.stat() for path in paths]
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
+    rows = [
+        f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in zip(paths, stats, strict=True)
+    ]
+    return hashlib.sha256("\n".join(rows).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _read_cached(path: Path, paths: Sequence[Path]) -> ShardIndex | None:
+    if not path.is_file():
+        return None
+    try:
+        columns = read_npz(path, _COLUMNS, max_bytes=2**36)
+    except CapszooError:
+        return None
+    return ShardIndex(tuple(paths), *columns.values())
+
+
+def _index_shard(path: Path) -> np.ndarray:
+    """Offset, size and label of each sample of a shard: int64 [n, 3]."""
+    rows: list[_Sample] = []
+    try:
+        with open(path, "rb") as file:
+            rows.extend(_samples(path, file))
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # tarfile's errors for broken headers are of many kinds
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise DataError(f"{path} is no tar file, or a damaged one ({reason})", "write it again") from error
+    if not rows:
+        raise DataError(f"{path} holds no samples", "a shard is a plain tar file of NAME.jpg and NAME.cls")
+    return np.array(rows, dtype=np.int64)
+
+
+def _samples(path: Path, file: BinaryIO) -> Iterator[_Sample]:
+    key = ""
+    parts: dict[str, tarfile.TarInfo] = {}
+    for member in _members(path, file):
+        stem, _, suffix = member.name.rpartition("/")[2].partition(".")
+        own = f"{member.name.rpartition('/')[0]}/{stem}"
+        if own != key and parts:
+            yield _sample(path, file, parts)
+            parts = {}
+        key = own
+        suffix = suffix.lower()
+        if suffix in parts:
+            raise DataError(f"{path}: {_shown(member.name)} is there twice")
+        parts[suffix] = member
+    if parts:
+        yield _sample(path, file, parts)
+
+
+def _members(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """The plain files of a tar file, checked; names are never used as paths, but a wrong one tells a wrong file."""
+    size = os.fstat(file.fileno()).st_size
+    end = 0
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # else all of them stay in memory
+            # A negative size would lead back to where the reader has been.
+            if member.size < 0 or member.offset < end or member.offset_data <= member.offset:
+                raise DataError(f"{path} is damaged: a header states an impossible size")
+            end = member.offset_data
+            if member.isdir():
+                continue
+            if not member.isreg() or member.issparse():
+                raise DataError(f"{path}: {_shown(member.name)} is a link or a device, no plain file")
+            parts = PurePosixPath(member.name).parts
+            if member.name.startswith("/") or ".." in parts or "\0" in member.name:
+                raise DataError(f"{path}: the name {_shown(member.name)} leads out of the archive")
+            end += member.size
+            if end > size:
+                raise DataError(f"{path} is truncated in {_shown(member.name)}: fetch or write it again")
+            if not member.name.rpartition("/")[2].startswith("__"):  # the library's own notes
+                yield member
+    # Without the mark of its end, a file that was cut between two samples would look whole.
+    file.seek(-(-end // _BLOCK) * _BLOCK)
+    if file.read(_BLOCK) != bytes(_BLOCK):
+        raise DataError(f"{path} is truncated: it lacks the mark of its end; fetch or write it again")
+
+
+def _sample(path: Path, file: BinaryIO, parts: dict[str, tarfile.TarInfo]) -> _Sample:
+    first = next(iter(parts.values())).name
+    images = [member for suffix, member in parts.items() if f".{suffix}" in IMAGE_SUFFIXES]
+    if len(images) != 1:
+        raise DataError(f"{path}: the sample of {_shown(first)} has {len(images)} images, not one")
+    kind = next((kind for kind in ("cls", "json") if kind in parts), None)
+    if kind is None:
+        raise DataError(f"{path}: {_shown(images[0].name)} has no label, as .cls or .json beside it")
+    member = parts[kind]
+    if member.size > _MAX_LABEL_BYTES:
+        raise DataError(f"{path}: {_shown(member.name)} has {member.size:,} bytes, which no label has")
+    position = file.tell()
+    file.seek(member.offset_data)
+    label = _label(kind, file.read(member.size))
+    file.seek(position)  # where tarfile goes on
+    if label is None:
+        raise DataError(
+            f"{path}: {_shown(member.name)} holds no class number from 0 to {MAX_LABEL:,}",
+            "write .cls with the number, or .json with it under label",
+        )
+    return _Sample(images[0].offset_data, images[0].size, label)
+
+
+def _label(kind: str, raw: bytes) -> int | None:
+    found: object = None
+    if kind == "cls":
+        text = raw.strip()
+        found = int(text) if text.isdigit() and len(text) < 10 else None
+    else:
+        try:
+            tree = json.loads(raw)
+        except (ValueError, RecursionError):
+            return None
+        if isinstance(tree, dict):
+            found = tree.get("label", tree.get("cls"))
+    fits = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MAX_LABEL
+    return found if fits else None  # type: ignore[return-value]
+
+
+def read_member(path: Path, offset: int, size: int) -> bytes:
+    """The bytes of a member.
+
+    Raises:
+        DataError: the file cannot be read, or has become shorter.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            raw = file.read(size)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(raw) != size:
+        raise DataError(f"{path} has become shorter since it was indexed")
+    return raw
+
+
+def member_name(path: Path, offset: int) -> str:
+    """The name of the member whose bytes begin at `offset`, as its header states it (at most 100 characters)."""
+    try:
+        header = tarfile.TarInfo.frombuf(read_member(path, offset - _BLOCK, _BLOCK), "utf-8", "replace")
+    except (DataError, tarfile.TarError, ValueError):
+        return f"byte {offset}"
+    return _shown(header.name)
+
+
+def _shown(name: str) -> str:
+    """A name out of an archive, fit for a line of text."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name[:100])

@@ -1,0 +1,321 @@
+"""Batch prediction with Ray Data: what ``capszoo predict --ray ADDRESS`` does.
+
+The images are cut into shards of so many files. A worker answers a shard and writes it as one parquet file, which
+appears under its name when it is whole: `part-000000.parquet` and so on. A worker that dies is started again by Ray,
+and its shard with it; a second call answers the shards whose files are missing. Every node must see the images, the
+model and the folder of the answers under the same paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ._files import replacing
+from .errors import CapszooError, UsageError, WeightsError, require
+from .predictions import ImagePrediction
+
+__all__ = ["Job", "Summary", "predict_by_ray"]
+
+_METADATA = b"capszoo"  # key of a part's schema under which its job and counts stand
+_ATTEMPTS = 3  # at a shard: if its worker dies that often, something about the shard kills it
+_PATIENCE = 10.0  # seconds for a cluster to take a connection
+_RESUMES = "finished shards are kept: the same command answers the others"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every shard of a call has in common.
+
+    Attributes:
+        model: a MODEL argument; a path is absolute.
+        sha256: of the weights, where they are on this machine.
+        root: folder that the images' names begin in.
+        out: folder of the answers, absolute.
+        topk: classes per image.
+        batch_size: images per forward pass.
+        device: of each worker.
+        options: arguments of the model.
+        reading: arguments of `capszoo.preprocess.model_transform`.
+    """
+
+    model: str
+    sha256: str
+    root: str
+    out: str
+    topk: int
+    batch_size: int = 32
+    device: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    reading: dict[str, Any] = field(default_factory=dict)
+
+    def key(self, files: Sequence[str]) -> str:
+        """Names a shard of this job: another model, other options or other images have another key."""
+        same = {
+            name: value for name, value in asdict(self).items() if name not in ("batch_size", "device", "out")
+        }
+        text = json.dumps([same, list(files)], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
+
+    def part(self, number: int) -> Path:
+        return Path(self.out) / f"part-{number:06d}.parquet"
+
+
+@dataclass
+class Summary:
+    """What a call did: images answered in all and how many of them could not be read; shards in all and found done."""
+
+    images: int = 0
+    errors: int = 0
+    shards: int = 0
+    kept: int = 0
+
+
+def predict_by_ray(
+    job: Job,
+    files: Sequence[str],
+    address: str,
+    *,
+    workers: int | None = None,
+    shard_size: int = 10_000,
+    advance: Callable[[int], None] | None = None,
+) -> Summary:
+    """Classify files on a Ray cluster, into a folder of parquet files.
+
+    Args:
+        job: what to do.
+        files: images; a name that is not absolute begins in the job's root.
+        address: of the cluster as Ray has it: ``local`` starts one here, ``auto``, ``HOST:PORT``, ``ray://HOST:PORT``.
+        workers: processes; None: one for each of the cluster's CPUs (GPUs where the device is ``cuda``).
+        shard_size: images per parquet file.
+        advance: called with the number of images after each shard.
+
+    Raises:
+        CapszooError: Ray is not installed, no cluster answers, or the folder holds answers of another call.
+    """
+    require("--ray", ("ray", "pyarrow"), "ray")
+    shards = [list(files[k : k + shard_size]) for k in range(0, len(files), shard_size)]
+    summary, missing = _find_done(job, shards)
+    if advance:
+        advance(summary.images)
+    if missing:
+        _clear(job)
+        with _cluster(address, workers) as ray:
+            for row in _answered(ray, job, shards, missing, workers):
+                if row["failure"]:
+                    raise CapszooError(row["failure"], _RESUMES)
+                summary.images += row["images"]
+                summary.errors += row["errors"]
+                if advance:
+                    advance(row["images"])
+    _clear(job)
+    return summary
+
+
+def _clear(job: Job) -> None:
+    """Remove what workers that died have left."""
+    for pattern in (".*.part-*.parquet", ".part-*.tried"):
+        for leftover in Path(job.out).glob(pattern):
+            leftover.unlink(missing_ok=True)
+
+
+def _find_done(job: Job, shards: Sequence[Sequence[str]]) -> tuple[Summary, list[int]]:
+    """What an earlier call has answered, and the numbers of the shards that are missing."""
+    summary, missing = Summary(shards=len(shards)), []
+    known = {job.part(number).name for number in range(len(shards))}
+    out = Path(job.out)
+    if out.exists() and not out.is_dir():
+        raise CapszooError(
+            f"{out} is a file", "with --ray, --out is a folder of parquet files: choose another"
+        )
+    strangers = sorted(path.name for path in out.glob("*.parquet") if path.name not in known)
+    other = f"{out} holds %s of another call (other images, model, options or --shard-size)"
+    if strangers:
+        raise CapszooError(other % strangers[0], "choose another --out")
+    for number, files in enumerate(shards):
+        noted = _read_note(job.part(number))
+        if noted is None:
+            missing.append(number)
+        elif noted.get("key") != job.key(files):
+            raise CapszooError(other % job.part(number).name, "choose another --out")
+        else:
+            summary.images += len(files)
+            summary.errors += int(noted["errors"])
+            summary.kept += 1
+    return summary, missing
+
+
+def _read_note(part: Path) -> dict[str, Any] | None:
+    """What a part says of itself; None where there is none, or a damaged one."""
+    import pyarrow.parquet as pq
+
+    try:
+        note = json.loads((pq.read_schema(part).metadata or {})[_METADATA])
+        return note if isinstance(note, dict) else None
+    except (OSError, KeyError, ValueError):  # pyarrow's errors are ValueErrors
+        return None
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address at which nothing listens: Ray itself tries for many minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("local", "auto"):
+        return
+    if not colon or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
+        raise UsageError(f"--ray {address} is no address", "give local, auto, HOST:PORT or ray://HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+    except OSError as error:
+        raise _no_cluster(address, error.strerror or str(error)) from error
+
+
+def _no_cluster(address: str, reason: str) -> CapszooError:
+    return CapszooError(
+        f"--ray {address}: no cluster answers there ({reason})",
+        "start one with `ray start --head`, or let --ray local start one on this machine",
+    )
+
+
+@contextmanager
+def _cluster(address: str, workers: int | None) -> Iterator[Any]:
+    """Ray, connected to a cluster for as long as the block lasts; it is silent, for we say what happens."""
+    _check_address(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its errors reach us as exceptions
+    import ray
+    import ray.data
+
+    local = address == "local"
+    try:
+        ray.init(
+            address=address,
+            num_cpus=workers if local else None,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            **({"include_dashboard": False} if local else {}),
+        )
+    except Exception as error:  # ConnectionError, ValueError, RuntimeError, TimeoutError, grpc's own
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise _no_cluster(address, reason) from error
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(
+            sys.stderr
+        ):  # Ray says there that a worker died; stdout is for what was asked for
+            yield ray
+    finally:
+        ray.shutdown()
+
+
+def _answered(
+    ray: Any, job: Job, shards: Sequence[Sequence[str]], missing: Sequence[int], workers: int | None
+) -> Iterator[dict[str, Any]]:
+    """A row for each shard of `missing` as it is finished."""
+    on_gpu = str(job.device).startswith("cuda")
+    available = ray.cluster_resources().get("GPU" if on_gpu else "CPU", 0)
+    if on_gpu and not available:
+        raise UsageError("--device cuda: the cluster has no GPUs", "leave --device out")
+    count = max(1, min(workers or int(available), len(missing)))
+    rows = [{"number": number, "files": json.dumps(shards[number])} for number in missing]
+    # A block is a row, so that a worker's death costs no more than the shard it was at.
+    answered = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        ShardPredictor,
+        fn_constructor_kwargs={"job": job},
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=1),
+        **{"num_gpus" if on_gpu else "num_cpus": 1},
+    )
+    try:
+        yield from answered.iter_rows()
+    except ray.exceptions.RayError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
+        raise CapszooError(f"Ray gave up ({reason.strip()})", _RESUMES) from error
+
+
+class ShardPredictor:
+    """Answers shards in a worker process, with a model that is loaded once."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model: Any = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
+        """Answer the one shard of a batch; what goes wrong is said in a value, since Ray would wrap an error."""
+        number, files = int(batch["number"][0]), json.loads(str(batch["files"][0]))
+        row: dict[str, Any] = {"number": number, "images": 0, "errors": 0, "failure": ""}
+        # Ray starts a dead worker again, and without end: attempts are counted in a file that outlives the worker.
+        tried = self.job.part(number).with_name(f".part-{number:06d}.tried")
+        try:
+            tried.parent.mkdir(parents=True, exist_ok=True)
+            if tried.exists() and tried.stat().st_size >= _ATTEMPTS:
+                raise CapszooError(f"{_ATTEMPTS} workers died at it, the first image of which is {files[0]}")
+            with open(tried, "ab") as file:
+                file.write(b".")
+            row["errors"] = self._answer(number, files)
+            row["images"] = len(files)
+            tried.unlink(missing_ok=True)
+        except OSError as error:
+            row["failure"] = f"shard {number}: {error.filename}: {error.strerror or error}"
+        except (CapszooError, WeightsError) as error:
+            row["failure"] = f"shard {number}: {error}"
+        return {name: [value] for name, value in row.items()}
+
+    def _answer(self, number: int, files: list[str]) -> int:
+        """Write the part of a shard; returns the number of images that could not be read."""
+        from .inference import load_model, predict
+        from .preprocess import model_transform
+
+        job = self.job
+        if self.model is None:
+            self.model = load_model(job.model, device=job.device, **job.options)
+        paths = [Path(job.root) / file for file in files]
+        transform = model_transform(self.model, **job.reading)
+        results = predict(self.model, paths, job.topk, job.batch_size, transform=transform)
+        errors = sum(bool(result.error) for result in results)
+        _write_part(job.part(number), files, results, {"key": job.key(files), "errors": errors})
+        return errors
+
+
+def _write_part(
+    part: Path, names: Sequence[str], results: Sequence[ImagePrediction], note: dict[str, Any]
+) -> None:
+    """A parquet file of the columns that ``predict --out FILE.csv`` has, a row per image and class."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema(
+        {
+            "image": pa.string(),
+            "rank": pa.int32(),
+            "index": pa.int32(),
+            "class": pa.string(),
+            "probability": pa.float64(),
+            "score": pa.float64(),
+            "error": pa.string(),
+        },
+        metadata={_METADATA: json.dumps(note).encode()},
+    )
+    rows: list[tuple[Any, ...]] = []
+    for name, result in zip(names, results, strict=True):
+        name = name.encode("utf-8", "backslashreplace").decode()  # parquet's texts are UTF-8
+        for rank, one in enumerate(result.top, start=1):
+            rows.append((name, rank, one.index, one.label, one.probability, one.score, None))
+        if result.error:
+            rows.append((name, None, None, None, None, None, result.error))
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    table = pa.table(columns, schema=schema)
+    with replacing(part) as temporary:
+        pq.write_table(table, temporary)
