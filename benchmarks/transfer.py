@@ -4,10 +4,11 @@
     python benchmarks/transfer.py --photos photos --seed 0                     # the images of one seed as a folder
     python benchmarks/transfer.py --out DIR --tiny                             # every step in a few minutes
 
-Every step is a `capszoo` command, run in DIR as docs/fine-tune-results.md prints it. It takes over an hour. ResNet-20 is
-trained on CIFAR-100, its weights become a folder, and each head is fine-tuned from them and from random weights on the same 500 training images
-a class of CIFAR-10, a fifth of which is held out for early stopping. Only the weights of the backbone differ, and the
-layers' rates, which are scaled where there are weights to keep. Test accuracy is measured once, at the end.
+Every step is a `capszoo` command, run in DIR as docs/fine-tune-results.md prints it; all take over an hour. ResNet-20
+is trained on CIFAR-100, its weights become a folder, and each head is fine-tuned from them and from random weights on
+the same 500 training images a class of CIFAR-10, a fifth of which is held out for early stopping. Only the weights of
+the backbone differ, and the layers' rates, which are scaled where there are weights to keep. Test accuracy is measured
+once, at the end.
 
 The same command resumes: a run that has a line in DIR/runs.jsonl is not made again, one that was cut short goes on.
 """

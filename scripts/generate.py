@@ -4,7 +4,8 @@ docs/cli.md, docs/results.md with its curves and pictures, the example in docs/p
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
 heads, the metadata beside the weights, and what benchmarks/models.py, export.py, heads.py, transfer.py and
-``make test-trt-rtx`` left in benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a test does the same.
+``make test-trt-rtx`` left in benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a
+test does the same.
 """
 
 from __future__ import annotations
