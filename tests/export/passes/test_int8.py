@@ -43,12 +43,13 @@ def toy_images(count: int, labels: bool = False) -> RealImages:
     return RealImages(images, torch.zeros(count, dtype=torch.long) if labels else None, "noise")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "data"),
     [
         ("resnet20_routingcaps.mnist", "mnist"),
-        pytest.param("idpa_cnn.mnist", "mnist", marks=pytest.mark.slow),
-        pytest.param("resnet20_routingpool.cifar10", "cifar10", marks=pytest.mark.slow),
+        ("idpa_cnn.mnist", "mnist"),
+        ("resnet20_routingpool.cifar10", "cifar10"),
     ],
 )
 def test_bundled_weights_lose_at_most_half_a_point(name: str, data: str, root: Path, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_a_session_names_the_engine_of_each_routing_layer() -> None:
         recipe=SimpleNamespace(batch_size=128, accumulate=2),
         world=2,
         device=torch.device("cpu"),
+        sharded=False,
         data=SimpleNamespace(training=SimpleNamespace(spec=dataset_spec("mnist"))),
     )
     net = create_for("idpa_cnn", 10, (1, 28, 28), {})
