@@ -281,4 +281,5 @@ def test_a_shard_that_kills_its_workers_is_given_up(root: Path, tmp_path: Path) 
     argv = [sys.executable, "-c", POISONED, MODEL, str(tmp_path), str(tmp_path / "answers.parquet")]
     done = subprocess.run(argv, cwd=root, capture_output=True, text=True, timeout=400)
     reason = "shard 1: 3 workers died at it, the first image of which is images/0002.png"
-    assert done.stdout == f"{reason}: finished shards are kept: the same command answers the others\n", done
+    last = done.stdout.splitlines()[-1]  # Ray's own notices of the dead workers may stand before it
+    assert last == f"{reason}: finished shards are kept: the same command answers the others", done
