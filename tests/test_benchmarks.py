@@ -92,10 +92,11 @@ def test_one_run(bench: ModuleType, root: Path, tmp_path: Path) -> None:
 def test_capconv_without_capsules(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from capszoo.layers.capconv import MasterAide, SquashGroups
+    from capszoo.layers.capconv import CapConv, MasterAide, SquashGroups
 
     monkeypatch.setattr(SquashGroups, "forward", SquashGroups.forward)  # put back at the end
     monkeypatch.setattr(MasterAide, "forward", MasterAide.forward)
+    monkeypatch.setattr(CapConv, "engines", CapConv.engines)
     layer, x = MasterAide(8, 8, 3, 1, 4, "both").eval(), torch.randn(2, 8, 5, 5)
     with torch.no_grad():
         whole = layer(x)

@@ -88,6 +88,10 @@ class Tuning:
     #: numbers in the largest temporary of a step in blocks (2 MiB in float32, what a core's own cache holds)
     em_shared_block_numbers: int = 1 << 19
 
+    # capConv
+    #: numbers in the maps of one branch of a block of images (1 MiB in float32); a step on them has ten such maps
+    capconv_block_numbers: int = 1 << 18
+
 
 #: The thresholds in force; :func:`tuned` changes them for a while.
 TUNING = Tuning()

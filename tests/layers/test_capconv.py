@@ -14,7 +14,6 @@ from capszoo.layers.capconv import (
     CoefficientConv2d,
     EncapModule,
     MasterAide,
-    SquashGroups,
     cap_fc,
     capconv_combine,
     grouped_pointwise,
@@ -22,7 +21,7 @@ from capszoo.layers.capconv import (
     merge_groups,
     squash_groups,
 )
-from capszoo.layers.engine import record_engines
+from capszoo.layers.engine import record_engines, use_engines
 from capszoo.layers.squash import squash
 from tests.reference import capconv as reference
 
@@ -98,27 +97,94 @@ def test_skip_of_the_stack_is_its_input_added_once() -> None:
     torch.testing.assert_close(module(x), want, rtol=0, atol=0)
 
 
+def normless(groups: int, d: int) -> CapConv:
+    """A layer of squash alone: a norm that changes nothing, of a convolution that changes nothing; poses above zero."""
+    layer = CapConv(groups * d, groups * d, 1, 1, groups, "master").eval()
+    layer.conv, layer.bn.eps = nn.Identity(), 0.0
+    return layer
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-8, 1e-3, 1.0, 300.0])
 @pytest.mark.parametrize("groups, d", [(2, 3), (4, 1)])
-def test_squash_for_training_is_the_plain_one(size, groups, d) -> None:
-    x = (size * torch.randn(2, groups * d, 3, 2, dtype=torch.float64)).requires_grad_()
+def test_squash_of_the_recomputing_engine_is_the_plain_one(size, groups, d) -> None:
+    layer = normless(groups, d).double()
+    x = (size * torch.rand(2, groups * d, 3, 2, dtype=torch.float64)).requires_grad_()
     want = squash_groups(x, groups)
     with record_engines() as choices:
-        got = SquashGroups(groups)(x)
-    assert choices[0].engine.name == "explicit_gradient" and torch.equal(got, want)
+        got = layer(x)
+    assert choices[0].engine.name == "recompute" and torch.equal(got, want)
     weight = torch.randn_like(want)
     (a,), (b,) = (torch.autograd.grad((y * weight).sum(), x) for y in (got, want))
-    assert b.abs().max() > 0
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * b.abs().max().item() if d > 1 else 1e-15)
+    if size:  # at zero the engine has the gradient of ReLU, which is zero
+        assert b.abs().max() > 0
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * b.abs().max().item() if d > 1 else 1e-15)
 
 
 def test_squash_of_float32_keeps_its_gradient_at_any_size() -> None:
+    layer = normless(1, 2)
     for size in (1e-15, 1e-5, 1e5, 1e12, 1e18):
         x = (size * torch.ones(1, 2, 1, 1)).requires_grad_()
         exact = x.detach().double().requires_grad_()
-        (got,) = torch.autograd.grad(SquashGroups(1)(x)[0, 0, 0, 0], x)
+        (got,) = torch.autograd.grad(layer(x)[0, 0, 0, 0], x)
         (want,) = torch.autograd.grad(squash(exact, 1)[0, 0, 0, 0], exact)
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["master", "master_aide"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_recomputing_trains_as_the_reference_does(mode, layout) -> None:
+    """Values, gradients and running statistics of a step in training mode."""
+    module = disturbed(EncapModule(4, 8, 3, 2, groups=4, mode=mode)).train().to(memory_format=layout)
+    x = torch.randn(3, 4, 6, 5, dtype=torch.float64, requires_grad=True)
+    start = {k: v.clone() for k, v in module.state_dict().items()}
+    results = []
+    for name in ("reference", "recompute"):
+        module.load_state_dict(start)
+        with use_engines(name), record_engines() as choices:
+            out = module(x.to(memory_format=layout))
+        assert {c.engine.name for c in choices} == {name}
+        grads = torch.autograd.grad(out.sin().sum(), [x, *module.parameters()])
+        results.append([out.detach(), *grads, *[b.clone() for b in module.buffers()]])
+    for found, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_recomputing_keeps_less() -> None:
+    """Of a unit with both branches and a skip: input, both convolutions, coefficients, sum and result."""
+    layer = CapConv(32, 32, 1, 1, groups=4).train()
+    x = torch.randn(2, 32, 8, 8, requires_grad=True)
+    kept = {}
+    for name in ("reference", "recompute"):
+        seen: dict[int, int] = {}
+
+        def pack(t: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            if t.dim() > 3 and t.shape[-1] == 8:
+                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with use_engines(name), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = layer(x)
+        kept[name] = sum(seen.values()) / (out.numel() * 4)
+        del out
+    assert kept["recompute"] < 4.5 < 9 < kept["reference"]
+
+
+def test_recomputing_refuses_what_it_does_not_know() -> None:
+    x = torch.randn(2, 8, 5, 5, requires_grad=True)
+    hooked, synced, own = (CapConv(8, 8, 1, 1, groups=4) for _ in range(3))
+    hooked.squash.register_forward_hook(lambda *_: None)
+    synced.bn = nn.BatchNorm2d(8, affine=False)
+    own.conv = MasterAide(8, 8, 1, 1, 4, "own")
+    reasons = []
+    for layer in (hooked, synced, own):
+        with record_engines() as choices:
+            layer(x).sum().backward()
+        reasons.append([r for c in choices for r in c.refused().values()])
+    assert reasons[0] == reasons[1] == ["a norm or squash was replaced or has hooks"]
+    assert reasons[2] == ["each coefficient comes from one branch"]
+    with torch.no_grad(), record_engines() as choices:
+        layer(x)
+    assert {c.engine.name for c in choices} == {"reference"}
 
 
 @pytest.mark.parametrize("batch", [1, 3])

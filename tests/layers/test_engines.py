@@ -169,6 +169,12 @@ CASES = [
         lambda stack, x: stack.run_full(x),
     ),
     Case("capconv", lambda: EncapModule(4, 8, 2, 2, groups=4), (4, 5, 5), route=lambda module, x: module(x)),
+    Case(
+        "capconv, master alone",
+        lambda: EncapModule(4, 8, 2, 2, groups=4, mode="master"),
+        (4, 5, 5),
+        route=lambda module, x: module(x),
+    ),
     Case("dynamic", lambda: DynamicRouting(7, 3, 4, 5, 3, weight_std=0.5), (7, 3), DYNAMIC),
     Case(
         "dynamic, over children, learned",

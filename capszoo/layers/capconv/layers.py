@@ -1,179 +1,67 @@
-"""capConv and capFC: routing approximated in one supervised pass by a master and an aide branch (EncapNet).
-
-Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation" (2018), section 3.1, Eq. 6, Fig. 1(c) and 3(a),
-Table 3; kernel of the aide, weight layout of capFC and initial values from the authors' release.
-
-============== ==========================================================================================
-symbol         here
-============== ==========================================================================================
-``v_j``        ``poses``: output capsule, after BN-ReLU-squash
-master         ``master``: the mapped lower capsules of the same channel (grouped convolution, kernel k)
-aide           ``aide``: the mapped lower capsules of all channels (plain convolution, kernel k + 4)
-co-efficients  ``alpha`` of the master and ``beta`` of the aide: one map per capsule channel, not normalised
-============== ==========================================================================================
-
-Letters: ``b`` batch, ``g`` capsule channels ("groups", 32 in the paper), ``d e`` child and parent pose size,
-``h w`` grid, ``k`` kernel, ``n`` classes. Feature maps are ``[b, g*d, h, w]``, channel = group * d + dimension.
-
-Where the paper does not say (our choices): "both" feeds the coefficients of one capsule channel with that channel
-of master and aide side by side (the weights of that convolution lie in two modules, one for each branch);
-coefficients start near one, so that a layer starts as master + aide.
-"""
+"""Layers of EncapNet; letters as in :mod:`capszoo.layers.capconv`."""
 
 import math
-from typing import Any, List, Optional, Tuple, Union
+from typing import List, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .engine import Call, Engine, Reference, Routed, RoutingLayer
-from .squash import squash
+from ..engine import Reference, Routed, RoutingLayer
+from .engines import Recompute, RecomputeBranches
+from .routing import (
+    cap_fc,
+    capconv_combine,
+    grouped_pointwise,
+    groups_together,
+    merge_groups,
+    squash_groups,
+)
 
 __all__ = [
     "COEFFICIENTS",
     "CapConv",
     "CapFC",
     "CapGroupConv2d",
+    "CoefficientConv2d",
     "EncapModule",
     "MasterAide",
     "SquashGroups",
-    "cap_fc",
-    "capconv_combine",
-    "grouped_pointwise",
-    "squash_groups",
 ]
 
 #: Where the coefficients of a branch come from: the branch itself, the other one, both (Table 3, rows 2 to 4).
 COEFFICIENTS = ("own", "cross", "both")
 
 
-class _Squash(torch.autograd.Function):
-    """:func:`squash` along axis 2 for training: the gradient in three passes over the capsules instead of seven."""
-
-    @staticmethod
-    def forward(ctx: Any, s: Tensor) -> Tensor:  # type: ignore[override]
-        square = (s * s).sum(dim=2, keepdim=True).clamp(1e-12, 1e38)
-        ctx.save_for_backward(s, square)
-        return s * (square.sqrt() / (1.0 + square))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        s, square = ctx.saved_tensors
-        root, total = square.sqrt(), 1.0 + square
-        # the factor's derivative by half the square; divided in an order that does not leave float32
-        along = (grad * s).sum(dim=2, keepdim=True) / root / total * ((1.0 - square) / total)
-        along *= (square > 1e-12).to(s.dtype)  # where it was clamped (masked_fill_ takes far longer)
-        return (grad * (root / total)).addcmul_(s, along)
-
-
-class ExplicitGradient(Engine):
-    """In training: squash with its gradient written out, which is also exact for capsules of any size."""
-
-    name = "explicit_gradient"
-    evidence = "capConv: explicit gradient"
-    modes = ("eager",)
-    atol = {torch.float64: 1e-11, torch.float32: 2e-6}
-
-    @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        return "" if call.dtype in cls.atol else "half precision is squashed in float32"
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        return "" if call.grad else "no gradients are taken"
-
-    @classmethod
-    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        s = inputs[0].unflatten(1, (layer.groups, -1))
-        return Routed([_Squash.apply(s).flatten(1, 2)], [], None)
-
-
-def squash_groups(x: Tensor, groups: int) -> Tensor:
-    """Squash every capsule of a feature map ``[b, g*d, h, w]`` (channel = group * d + dimension)."""
-    return squash(x.unflatten(1, (groups, -1)), 2).flatten(1, 2)
-
-
-class SquashGroups(RoutingLayer):
+class SquashGroups(nn.Module):
     """:func:`squash_groups` as a layer: ``[b, g*d, h, w]`` to the same shape.
 
     Args:
         groups: capsule channels g.
     """
 
-    engines = (ExplicitGradient, Reference)
-
     def __init__(self, groups: int) -> None:
         super().__init__()
         self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squash_groups(x, self.groups)
+
+    def extra_repr(self) -> str:
+        return f"groups={self.groups}"
+
+
+class _GroupedLayer(RoutingLayer):
+    """A layer whose routing takes maps ``[b, g*d, h, w]`` of ``g`` capsule channels."""
+
+    groups: int
 
     @torch.jit.unused
     def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
         x = inputs[0]
         dim = x.shape[1] // self.groups
         return x.shape[2] * x.shape[3], self.groups, self.groups, dim, dim
-
-    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
-        return Routed([squash_groups(inputs[0], self.groups)], [], None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute([x], 1, False).poses[0]
-
-    def extra_repr(self) -> str:
-        return f"groups={self.groups}"
-
-
-def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups: int) -> Tensor:
-    """1x1 grouped convolution of stride 1 as one batched matrix product (several times faster on a CPU).
-
-    Args:
-        x: ``[b, g*d, h, w]``.
-        weight: ``[g*e, d, 1, 1]``, as an ``nn.Conv2d`` holds it.
-        bias: ``[g*e]`` or None.
-        groups: ``g``.
-
-    Returns:
-        ``[b, g*e, h, w]``.
-    """
-    matrices = weight.unflatten(0, (groups, -1)).flatten(2)  # [g, e, d]
-    y = torch.matmul(matrices, x.unflatten(1, (groups, -1)).flatten(3)).flatten(1, 2)  # [b, g*e, h*w]
-    if bias is not None:
-        y = y + bias[:, None]
-    return y.unflatten(2, (x.shape[2], x.shape[3]))
-
-
-def capconv_combine(master: Tensor, aide: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """Master and aide activations weighted by their coefficients (Eq. 6): ``alpha * master + beta * aide``.
-
-    Args:
-        master, aide: ``[b, g*d, h, w]``.
-        alpha, beta: one map per capsule channel, ``[b, g, h, w]``.
-
-    Returns:
-        ``[b, g*d, h, w]``.
-    """
-    groups = alpha.shape[1]
-    m = master.unflatten(1, (groups, -1))  # [b, g, d, h, w]
-    a = aide.unflatten(1, (groups, -1))
-    return torch.addcmul(m * alpha.unsqueeze(2), a, beta.unsqueeze(2)).flatten(1, 2)
-
-
-def cap_fc(x: Tensor, weight: Tensor) -> Tensor:
-    """Fully connected layer per pose dimension, then squash: grid capsules to class capsules.
-
-    Args:
-        x: ``[b, g*d, h, w]``.
-        weight: ``[d, g*h*w, n]``, one matrix for each of the d dimensions; children ordered (group, row, column).
-
-    Returns:
-        Class capsules ``[b, n, d]``.
-    """
-    d = weight.shape[0]
-    children = x.unflatten(1, (-1, d)).permute(2, 0, 1, 3, 4).flatten(2)  # [d, b, g*h*w]
-    return squash(torch.bmm(children, weight).permute(1, 2, 0), -1)  # [b, n, d]
 
 
 def _check(in_chans: int, out_chans: int, groups: int, coefficients: str, mode: str) -> None:
@@ -199,31 +87,6 @@ class XavierConv2d(nn.Conv2d):
         nn.init.xavier_normal_(self.weight)
         if self.bias is not None:
             nn.init.constant_(self.bias, self.bias_start)
-
-
-def groups_together(maps: int, groups: int) -> int:
-    """How many of ``groups`` groups that give ``maps`` maps in all are best convolved as one: those with 8 maps.
-
-    A convolution gives 8 or 16 channels at a time on a CPU; one map or two leave the rest of its vectors empty.
-    """
-    return math.gcd(groups, max(1, 8 * groups // maps))
-
-
-def merge_groups(weight: Tensor, groups: int, together: int) -> Tensor:
-    """Weights of a grouped convolution as those of one with fewer groups, zeros between what did not meet.
-
-    Args:
-        weight: ``[g*o, d, k, k]``, of a convolution in ``g`` groups.
-        groups: ``g``.
-        together: how many groups become one; it divides ``g``.
-
-    Returns:
-        ``[g*o, together*d, k, k]``, of the same function in ``g / together`` groups.
-    """
-    chans, height, width = weight.shape[1], weight.shape[2], weight.shape[3]
-    grouped = weight.flatten(1).unflatten(0, (groups // together, together, -1))  # [g/t, t, o, d*k*k]
-    own = torch.eye(together, dtype=weight.dtype, device=weight.device).view(together, 1, together, 1)
-    return (grouped.unsqueeze(3) * own).flatten(0, 2).reshape(-1, together * chans, height, width)
 
 
 class CoefficientConv2d(XavierConv2d):
@@ -266,7 +129,7 @@ class CapGroupConv2d(XavierConv2d):
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-class MasterAide(nn.Module):
+class MasterAide(_GroupedLayer):
     """Both branches and their coefficients: ``[b, in, h, w] -> [b, out, h', w']``, before any skip.
 
     Args:
@@ -277,6 +140,7 @@ class MasterAide(nn.Module):
         coefficients: ``"own"``, ``"cross"`` or ``"both"``.
     """
 
+    engines = (RecomputeBranches, Reference)
     graph_weight: Optional[Tensor]
 
     def __init__(
@@ -302,8 +166,11 @@ class MasterAide(nn.Module):
 
     def branches(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Master and aide activations, each ``[b, out, h', w']``, after their BN-ReLU-squash."""
-        master = self.squash(F.relu(self.master_bn(self.master(x)), inplace=True))
-        aide = self.squash(F.relu(self.aide_bn(self.aide(x)), inplace=True))
+        return self._activate(self.master(x), self.aide(x))
+
+    def _activate(self, master: Tensor, aide: Tensor) -> Tuple[Tensor, Tensor]:
+        master = self.squash(F.relu(self.master_bn(master), inplace=True))
+        aide = self.squash(F.relu(self.aide_bn(aide), inplace=True))
         return master, aide
 
     def route(self, master: Tensor, aide: Tensor) -> Tuple[Tensor, Tensor]:
@@ -320,20 +187,24 @@ class MasterAide(nn.Module):
             return first, second
         return second, first
 
-    def forward(self, x: Tensor) -> Tensor:
-        master, aide = self.branches(x)
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """Of the convolved maps ``[master, aide]``; there are no couplings."""
+        master, aide = self._activate(inputs[0], inputs[1])
         alpha, beta = self.route(master, aide)
-        return capconv_combine(master, aide, alpha, beta)
+        return Routed([capconv_combine(master, aide, alpha, beta)], [], None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute([self.master(x), self.aide(x)], 1, False).poses[0]
 
     def _coefficients(self, pair: Tensor) -> Tensor:
         """Both coefficients ``[b, g, 2, h, w]`` of both branches side by side, ``[b, g*2d, h, w]``."""
         weight = self.graph_weight
         if weight is None:
-            weight = self._merged_weight()
+            weight = self.merged_weight()
         maps = F.conv2d(pair, weight, self.coef_aide.bias, 1, 1, 1, self.groups // self.coef_aide.together)
         return maps.unflatten(1, (self.groups, 2))
 
-    def _merged_weight(self) -> Tensor:
+    def merged_weight(self) -> Tensor:
         """Weights of the one convolution that gives both coefficients (see :func:`merge_groups`)."""
         weight = torch.cat((self.coef_master.weight, self.coef_aide.weight), dim=1)
         return merge_groups(weight, self.groups, self.coef_aide.together)
@@ -342,14 +213,14 @@ class MasterAide(nn.Module):
     def prepare_for_export(self) -> None:
         """Keep the merged weights as a constant."""
         if self.coefficients == "both":
-            self.graph_weight = self._merged_weight().detach()
+            self.graph_weight = self.merged_weight().detach()
             self.coef_master.graph_weight = self.coef_aide.graph_weight = None
 
     def extra_repr(self) -> str:
         return f"groups={self.groups}, coefficients={self.coefficients}"
 
 
-class CapConv(nn.Module):
+class CapConv(_GroupedLayer):
     """One capConv layer: master (and aide), an optional skip, BN-ReLU-squash.
 
     Type I raises the pose size and strides (``kernel_size=3``); Type II keeps both (``kernel_size=1``).
@@ -362,6 +233,8 @@ class CapConv(nn.Module):
         mode: ``"master_aide"``, or ``"master"`` for the master alone, without coefficients (Table 3, row 1).
         coefficients: ``"own"``, ``"cross"`` or ``"both"`` (Table 3, rows 2, 3, 4).
     """
+
+    engines = (Recompute, Reference)
 
     def __init__(
         self,
@@ -391,7 +264,11 @@ class CapConv(nn.Module):
         y = self.conv(x)
         if skip is not None:
             y = y + skip
-        return self.squash(F.relu(self.bn(y), inplace=True))
+        return self.compute([y], 1, False).poses[0]
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """BN-ReLU-squash of the sum of branches and skip; there are no couplings."""
+        return Routed([self.squash(F.relu(self.bn(inputs[0]), inplace=True))], [], None)
 
 
 class EncapModule(nn.Module):

@@ -1,0 +1,231 @@
+"""Engine of capConv beside the reference: training that keeps the convolutions' outputs alone.
+
+Letters as in :mod:`capszoo.layers.capconv`; ``n`` stands for the maps of one branch before its norm. Autograd
+would keep the output of each norm, each squash and each product; here the backward pass recomputes them from ``n``.
+"""
+
+from typing import Any, List, NamedTuple, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..engine import TUNING, Call, Engine, Routed
+
+__all__ = ["Recompute", "RecomputeBranches"]
+
+
+class Norm(NamedTuple):
+    """A BatchNorm and the statistics that it applied, ``[g*d]`` each."""
+
+    weight: Tensor
+    bias: Tensor
+    mean: Tensor
+    inverse: Tensor  # of the standard deviation
+    training: bool
+    eps: float
+
+    def relu(self, n: Tensor) -> Tensor:
+        """``relu(norm(n))`` of some images, by these statistics."""
+        variance = self.inverse.pow(-2) - self.eps
+        y = torch.native_batch_norm(n, self.weight, self.bias, self.mean, variance, False, 0.0, self.eps)[0]
+        return y.relu_()
+
+    def gradients(self, grad: Tensor, n: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Those of ``n``, weight and bias from that of ``norm(n)``."""
+        variance = self.inverse.pow(-2) - self.eps
+        return torch.ops.aten.native_batch_norm_backward(
+            grad, n, self.weight, self.mean, variance, self.mean, self.inverse, self.training, self.eps, [True] * 3
+        )  # fmt: skip
+
+
+def _norm_relu(n: Tensor, norm: Any) -> Tuple[Tensor, Tensor, Tensor]:
+    """``relu(norm(n))``, mean and inverse standard deviation; running statistics are updated as the module does."""
+    if norm.training:
+        norm.num_batches_tracked.add_(1)
+    y, mean, inverse = torch.native_batch_norm(
+        n, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.training, norm.momentum, norm.eps
+    )  # fmt: skip
+    if not norm.training:
+        mean, inverse = norm.running_mean.clone(), (norm.running_var + norm.eps).rsqrt()
+    return y.relu_(), mean, inverse
+
+
+def _blocks(n: Tensor) -> List[slice]:
+    """Images of ``[b, g*d, h, w]`` in turn, so many at a time that a map of them stays in the cache."""
+    images = max(1, TUNING.capconv_block_numbers // max(1, n[0].numel()))
+    return [slice(start, start + images) for start in range(0, len(n), images)]
+
+
+def _square(s: Tensor) -> Tensor:
+    """Squared lengths ``[b, g, 1, h, w]`` of ``[b, g, d, h, w]``, clamped as :func:`.squash` clamps them."""
+    return (s * s).sum(dim=2, keepdim=True).clamp_(1e-12, 1e38)
+
+
+def _factor(square: Tensor) -> Tensor:
+    return square.sqrt() / (1.0 + square)
+
+
+def _gradient(grad: Tensor, s: Tensor, square: Tensor) -> Tensor:
+    """Of ReLU and squash: from that of the squashed ``s`` to that of what ReLU took; exact at any length in float32."""
+    root, total = square.sqrt(), 1.0 + square
+    # the factor's derivative by half the square; divided in an order that does not leave float32
+    along = (grad * s).sum(dim=2, keepdim=True) / root / total * ((1.0 - square) / total)
+    along *= (square > 1e-12).to(s.dtype)  # where it was clamped (masked_fill_ takes far longer)
+    grad = (grad * (root / total)).addcmul_(s, along)
+    return torch.ops.aten.threshold_backward(grad, s, 0).flatten(1, 2)
+
+
+class _NormSquash(torch.autograd.Function):
+    """BatchNorm, ReLU and squash that keep their input."""
+
+    @staticmethod
+    def forward(ctx: Any, n: Tensor, weight: Tensor, bias: Tensor, norm: Any, groups: int) -> Tensor:  # type: ignore[override]
+        y, mean, inverse = _norm_relu(n, norm)
+        ctx.save_for_backward(n, weight, bias, mean, inverse)
+        ctx.groups, ctx.how = groups, (norm.training, norm.eps)
+        for block in _blocks(y):
+            s = y[block].unflatten(1, (groups, -1))
+            s.mul_(_factor(_square(s)))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        n, *kept = ctx.saved_tensors
+        norm, split = Norm(*kept, *ctx.how), (ctx.groups, -1)
+        found = torch.empty_like(n)
+        for block in _blocks(n):
+            s = norm.relu(n[block]).unflatten(1, split)
+            found[block] = _gradient(grad[block].unflatten(1, split), s, _square(s))
+        return (*norm.gradients(found, n), None, None)
+
+
+class _Branches(torch.autograd.Function):
+    """Norm, ReLU and squash of both branches, their coefficients and the combination.
+
+    Keeps the maps of both branches and the coefficients, ``[b, g, 2, 1, h, w]``. The squashed branches of a block lie
+    side by side in each capsule channel, ``[b, g, 2, d, h, w]``, as the convolution of the coefficients takes them.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, master: Tensor, aide: Tensor, layer: Any, coef: Tensor, coef_bias: Tensor, *norms: Tensor
+    ) -> Tensor:
+        groups, coef_groups = layer.groups, layer.groups // layer.coef_aide.together
+        split = (groups, -1)
+        out = torch.empty_like(master)
+        maps = master.new_empty(len(master), groups, 2, 1, *master.shape[2:])
+        kept: List[Tensor] = []
+        branches: List[Tensor] = []
+        for n, norm in ((master, layer.master_bn), (aide, layer.aide_bn)):
+            y, mean, inverse = _norm_relu(n, norm)
+            kept += [n, norm.weight, norm.bias, mean, inverse]
+            branches.append(y)
+        for block in _blocks(out):
+            parts = [y[block].unflatten(1, split) for y in branches]
+            pair = torch.stack([s * _factor(_square(s)) for s in parts], dim=2)
+            found = F.conv2d(pair.flatten(1, 3), coef, coef_bias, 1, 1, 1, coef_groups)
+            maps[block] = found.unflatten(1, (groups, 2)).unsqueeze(3)
+            grid = out[block].unflatten(1, split)
+            torch.mul(pair[:, :, 0], maps[block, :, 0], out=grid).addcmul_(pair[:, :, 1], maps[block, :, 1])
+        ctx.save_for_backward(coef, maps, *kept)
+        ctx.groups, ctx.coef_groups = groups, coef_groups
+        ctx.how = [(norm.training, norm.eps) for norm in (layer.master_bn, layer.aide_bn)]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        coef, maps, *kept = ctx.saved_tensors
+        branches = [(kept[k], Norm(*kept[k + 1 : k + 5], *ctx.how[k // 5])) for k in (0, 5)]
+        found = [torch.empty_like(n) for n, _ in branches]
+        grad_coef, grad_bias = torch.zeros_like(coef), coef.new_zeros(len(coef))
+        for block in _blocks(grad):
+            up = grad[block].unflatten(1, (ctx.groups, -1))
+            parts = [norm.relu(n[block]).unflatten(1, (ctx.groups, -1)) for n, norm in branches]
+            squares = [_square(s) for s in parts]
+            pair = torch.stack([s * _factor(square) for s, square in zip(parts, squares, strict=True)], dim=2)
+            grad_maps = (pair * up.unsqueeze(2)).sum(dim=3).flatten(1, 2)
+            grad_pair, by_coef, by_bias = torch.ops.aten.convolution_backward(
+                grad_maps, pair.flatten(1, 3), coef, [len(coef)], [1, 1], [1, 1], [1, 1], False, [0, 0],
+                ctx.coef_groups, [True] * 3,
+            )  # fmt: skip
+            grad_coef += by_coef
+            grad_bias += by_bias
+            grad_pair = grad_pair.view_as(pair)
+            for k in (0, 1):
+                grad_s = grad_pair[:, :, k].addcmul_(up, maps[block, :, k])
+                found[k][block] = _gradient(grad_s, parts[k], squares[k])
+        master, aide = (norm.gradients(g, n) for g, (n, norm) in zip(found, branches, strict=True))
+        return (master[0], aide[0], None, grad_coef, grad_bias, *master[1:], *aide[1:])
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _is_plain(*modules: nn.Module) -> bool:
+    """Whether each is computed as its class says, by nobody else's code, and each BatchNorm has all its tensors."""
+    for module in modules:
+        if any(getattr(module, name) for name in _HOOKS):
+            return False
+        if isinstance(module, nn.modules.batchnorm._NormBase) and (
+            type(module) is not nn.BatchNorm2d
+            or module.weight is None
+            or module.running_mean is None
+            or module.momentum is None
+        ):
+            return False
+    return True
+
+
+class Recompute(Engine):
+    """In training on a CPU: BatchNorm, ReLU and squash keep their input alone."""
+
+    name = "recompute"
+    evidence = "capConv: recompute"
+    modes = ("eager",)
+    devices = ("cpu",)
+    atol = {torch.float64: 1e-11, torch.float32: 2e-6}
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if call.dtype not in cls.atol:
+            return "half precision is squashed in float32"
+        if not _is_plain(layer.bn, layer.squash):
+            return "a norm or squash was replaced or has hooks"
+        return ""
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        return "" if call.grad else "no gradients are taken"
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        norm = layer.bn
+        return Routed([_NormSquash.apply(inputs[0], norm.weight, norm.bias, norm, layer.groups)], [], None)
+
+
+class RecomputeBranches(Recompute):
+    """The same for both branches of a layer, with their coefficients and the combination."""
+
+    name = "recompute"
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if call.dtype not in cls.atol:
+            return "half precision is squashed in float32"
+        if layer.coefficients != "both":
+            return "each coefficient comes from one branch"
+        if layer.graph_weight is not None:
+            return "its weights are constants of a graph"
+        if not _is_plain(layer.master_bn, layer.aide_bn, layer.squash, layer.coef_master, layer.coef_aide):
+            return "a norm, squash or coefficient was replaced or has hooks"
+        return ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        norms = [t for norm in (layer.master_bn, layer.aide_bn) for t in (norm.weight, norm.bias)]
+        coef = layer.merged_weight()
+        return Routed([_Branches.apply(*inputs, layer, coef, layer.coef_aide.bias, *norms)], [], None)
