@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +114,17 @@ def _peak_in_subprocess(routing: str, threads: int) -> float:
     return float(done.stdout.split()[-1])
 
 
-def measure_cost(time: bool, memory: bool, iters: int, threads: int, repeats: int) -> list[dict[str, Any]]:
+def measure_cost(
+    routings: list[str], time: bool, memory: bool, iters: int, threads: int, repeats: int
+) -> list[dict[str, Any]]:
     """A row for each routing; what is not measured is left out of it."""
     rows: list[dict[str, Any]] = []
-    for routing in HEADS:
+    for routing in routings:
         with torch.device("meta"):
             net = capszoo.attach_head(BACKBONE, routing, CLASSES)
         rows.append({"routing": routing, "parameters": sum(p.numel() for p in net.head.parameters())})
     if time:
-        found = time_heads(list(HEADS), iters)
+        found = time_heads(routings, iters)
         for row in rows:
             row |= found[row["routing"]]
     if memory:
@@ -165,11 +168,16 @@ def stored(file: Path = RESULTS) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def keep(file: Path, part: str, rows: list[dict[str, Any]], key: str) -> None:
-    """Lay new rows over the kept ones: of a row measured before, only what was measured anew changes."""
+def keep(file: Path, part: str, rows: list[dict[str, Any]], key: str, order: Iterable[str] = ()) -> None:
+    """Lay new rows over the kept ones: of a row measured before, only what was measured anew changes.
+
+    Rows named in ``order`` stay although they were not measured; the others go.
+    """
     results = stored(file)
     old = {row[key]: row for row in results.get(part, {}).get("rows", [])}
-    kept = [{**old.get(row[key], {}), **row} for row in rows]
+    new = {row[key]: {**old.get(row[key], {}), **row} for row in rows}
+    names = [name for name in order if name in old or name in new] or list(new)
+    kept = [new.get(name) or old[name] for name in names]
     about = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__, "timm": timm.__version__}
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**results, part: {**about, "rows": kept}}, indent=1)
@@ -225,6 +233,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cost", action="store_true", help="time and memory of every routing on ResNet-50")
+    parser.add_argument(
+        "--routings", nargs="+", choices=list(HEADS), default=list(HEADS), help="with --cost (default: all)"
+    )
     parser.add_argument("--backbones", action="store_true", help="six backbones and their ONNX files")
     parser.add_argument("--no-time", action="store_true", help="with --cost: memory alone")
     parser.add_argument("--no-memory", action="store_true", help="with --cost: time alone")
@@ -242,8 +253,10 @@ def main(argv: list[str] | None = None) -> int:
     if not (args.cost or args.backbones):
         parser.error("say what to measure: --cost, --backbones or both")
     if args.cost:
-        rows = measure_cost(not args.no_time, not args.no_memory, args.iters, args.threads, args.repeats)
-        keep(args.json, "cost", rows, "routing")
+        rows = measure_cost(
+            args.routings, not args.no_time, not args.no_memory, args.iters, args.threads, args.repeats
+        )
+        keep(args.json, "cost", rows, "routing", HEADS)
         print(cost_table(stored(args.json)))
     if args.backbones:
         keep(args.json, "backbones", [measure_backbone(*pair) for pair in BACKBONES.items()], "backbone")

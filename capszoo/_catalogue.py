@@ -18,6 +18,7 @@ from .errors import CapszooError, UnknownModel
 
 __all__ = [
     "CATALOGUE",
+    "HEAD_ROUTINGS",
     "architectures",
     "check_model_argument",
     "checkpoint_row",
@@ -30,6 +31,19 @@ __all__ = [
 
 #: The generated file.
 CATALOGUE = Path(__file__).with_name("catalogue.json")
+
+#: Routings of ``attach_head``, as in ``capszoo.models._heads.HEADS`` (a test compares the two).
+HEAD_ROUTINGS = (
+    "avg",
+    "max",
+    "conv",
+    "routing_pool",
+    "dynamic",
+    "em",
+    "idpa",
+    "self_routing",
+    "self_attention",
+)
 
 
 @lru_cache(maxsize=1)

@@ -277,7 +277,7 @@ def finetune(
             architecture without weights. None with `backbone`.
         backbone: in place of a model, a timm name, hf-hub:org/repo or local-dir:folder: its features, with its weights
             unless `from_scratch`, and a new capsule head.
-        head: routing of that head: idpa, dynamic, em, self_routing, self_attention, routing_pool, conv, avg, max.
+        head: routing of that head, a name of `capszoo.models._heads.HEADS`.
         data: a folder with a sub-folder of images per class (or those below train/, val/ and test/), `hf:OWNER/NAME`,
             another prefix of `capszoo.data.PREFIXES`, or the name of a data set.
         out: folder of the run; None: `runs/<arch>.<tag>`.

@@ -146,6 +146,8 @@ def test_new_figures_are_laid_over_kept_ones(tmp_path: Path) -> None:
     heads.keep(file, "cost", [{"routing": "em", "time_share": 0.2}], "routing")
     (found,) = heads.stored(file)["cost"]["rows"]
     assert found == {"routing": "em", "memory_share": 0.1, "time_share": 0.2}
+    heads.keep(file, "cost", [{"routing": "avg", "time_share": 0.1}], "routing", ("avg", "em"))
+    assert [row["routing"] for row in heads.stored(file)["cost"]["rows"]] == ["avg", "em"]
 
 
 def test_memory_of_a_head_is_measured_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument
+from .._catalogue import HEAD_ROUTINGS, check_model_argument
 from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import DeviceOption, JsonOption, print_json, stderr, stdout
@@ -386,7 +386,7 @@ def finetune_command(
         str,
         typer.Option(
             metavar="ROUTING",
-            help="Of --backbone: idpa, dynamic, em, self_routing, self_attention, routing_pool, conv, avg, max.",
+            help=f"Routing of the head of --backbone: {', '.join(HEAD_ROUTINGS)}.",
         ),
     ] = "idpa",
     out: Annotated[

@@ -1,5 +1,6 @@
 """Capsule layers: one routing per file, each a pure function and a module. Imports torch alone."""
 
+from ._engine_report import engine_report
 from ._precision import upcast_half
 from ._triton import use_triton
 from .capconv import (
@@ -19,8 +20,8 @@ from .dynamic import (
     shared_dynamic_routing,
 )
 from .em import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
-from .engine import engine_report, use_engines
 from .engine import read_environment as _read_environment
+from .engine import use_engines
 from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool

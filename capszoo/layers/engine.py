@@ -3,8 +3,8 @@
 A routing layer owns its parameters and :meth:`RoutingLayer.reference`, the paper's procedure line by line. Every other
 way to compute the same result (in blocks, without votes, in one kernel, in chunks for a graph) is an :class:`Engine`
 in the layer's ``engines``. :func:`choose` takes the first that can and pays; the last is :class:`Reference`, which
-refuses nothing. Choice, reasons, forcing (:func:`use_engines`), reports (:func:`engine_report`), tests
-(``tests/layers/test_engines.py``) and export read the same list.
+refuses nothing. Choice, reasons, forcing (:func:`use_engines`), reports (:func:`.engine_report`), tests
+(``tests/layers/test_engines.py``) and export read the same list. :data:`.TUNING` has the measured thresholds.
 
 Where code is scripted, only the reference is seen: :meth:`RoutingLayer.compute` holds the one guard. Where it is
 traced by FX or ``torch.jit.trace``, the reference is taken and no size is read. ``torch.export`` and ``torch.compile``
@@ -15,7 +15,7 @@ import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
@@ -23,78 +23,23 @@ from torch import Tensor, nn
 
 from ._precision import working_type
 from ._tracing import is_tracing
+from .tuning import TUNING
 
 __all__ = [
     "TARGETS",
-    "TUNING",
     "Call",
     "Choice",
     "Engine",
     "Reference",
     "Routed",
     "RoutingLayer",
-    "Tuning",
     "choose",
-    "engine_report",
     "record_engines",
-    "tuned",
     "use_engines",
 ]
 
 #: What a graph may be written for: ONNX Runtime on a CPU, which takes it node by node, or a compiler.
 TARGETS = ("onnx_cpu", "gpu")
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Every measured threshold of the engines. docs/dev/performance.md states the command and machine of each."""
-
-    # IDPA
-    #: votes (numbers in them) of a layer from which it works in blocks; fewer fit the caches as they are
-    idpa_blocked_min_votes: int = 1 << 20
-    #: columns of a child's pose up to which votes cost less to recompute in each iteration than to keep
-    idpa_blocked_max_inner: int = 16
-    #: votes (numbers) of a block, for each thread; two such buffers fill half of a 2 MiB cache
-    idpa_block_votes: int = 1 << 17
-    #: votes (numbers) of an image in one chunk of an exported graph
-    idpa_chunk_votes: int = 1 << 20
-
-    # Dynamic routing
-    #: images (or windows) from which it goes without votes: the rows of its products, and of a block of them
-    dynamic_vote_free_min_routings: int = 16
-    #: child pose dimension up to which keys, which have as many numbers as that, cost less than votes
-    dynamic_vote_free_max_child_dim: int = 15
-    #: numbers in the keys of all images from which it goes without votes
-    dynamic_vote_free_min_keys: int = 1 << 17
-    #: numbers in the keys of one image up to which it does, so that no block takes much memory
-    dynamic_vote_free_max_keys: int = 1 << 20
-    #: numbers in the keys of a block (8 MiB in float32); the backward pass has four times as many at a time
-    dynamic_vote_free_block_keys: int = 1 << 21
-    #: child pose dimension from which votes are formed for some images at a time
-    dynamic_blocked_min_child_dim: int = 16
-    #: votes (numbers in them) from which they are; fewer at once are memory that a process reuses as it is
-    dynamic_blocked_min_votes: int = 1 << 23
-    #: votes (numbers) of an image up to which they are: blocks of few images read all weights for each block
-    dynamic_blocked_max_image_votes: int = 1 << 19
-    #: votes (numbers) of a block; smaller ones pay more for each call than they save
-    dynamic_block_votes: int = 1 << 21
-
-    # EM routing
-    #: votes (numbers) of a block of windows, and from which there are blocks (8 MiB in float32): each block reads the
-    #: transforms and takes a hundred small steps, of which fewer and larger blocks save both
-    em_block_votes: int = 1 << 21
-    #: votes (numbers) of an image in one chunk of an exported graph
-    em_chunk_votes: int = 1 << 17
-    #: numbers in the largest temporary of a step in blocks (2 MiB in float32, what a core's own cache holds)
-    em_shared_block_numbers: int = 1 << 19
-
-    # capConv
-    #: numbers in the maps of one branch of a block of images (1 MiB in float32); a step on them has ten such maps
-    capconv_block_numbers: int = 1 << 18
-
-
-#: The thresholds in force; :func:`tuned` changes them for a while.
-TUNING = Tuning()
 
 
 class Call(NamedTuple):
@@ -212,7 +157,7 @@ class _State:
         self.names: Tuple[str, ...] = ()
         self.target = ""
         self.records: Optional[List["Choice"]] = None
-        self.device = ""  # of a report, whose tensors are on the meta device
+        self.device = ""  # that choices are made for where tensors are on the meta device
 
 
 _STATE = _State()
@@ -348,13 +293,19 @@ class Choice:
 
 
 @contextmanager
-def record_engines() -> Iterator[List[Choice]]:
-    """Inside, every choice is added to the list that this gives."""
-    before, _STATE.records = _STATE.records, []
+def record_engines(meta_as: str = "") -> Iterator[List[Choice]]:
+    """Inside, every choice is added to the list that this gives.
+
+    Args:
+        meta_as: the device that choices are made for where tensors are on the meta device; nothing is computed there.
+    """
+    before = _STATE.records, _STATE.device
+    records: List[Choice] = []
+    _STATE.records, _STATE.device = records, meta_as
     try:
-        yield _STATE.records
+        yield records
     finally:
-        _STATE.records = before
+        _STATE.records, _STATE.device = before
 
 
 @contextmanager
@@ -380,58 +331,6 @@ def use_engines(*names: str, target: str = "") -> Iterator[None]:
         yield
     finally:
         _STATE.names, _STATE.target = before
-
-
-@contextmanager
-def tuned(**values: int) -> Iterator[None]:
-    """Inside, these thresholds of :data:`TUNING` have other values: for tests and benchmarks."""
-    changed, before = vars(replace(TUNING, **values)).copy(), vars(TUNING).copy()
-    try:
-        vars(TUNING).update(changed)
-        yield
-    finally:
-        vars(TUNING).update(before)
-
-
-def engine_report(
-    model: nn.Module,
-    batch: int = 32,
-    training: bool = False,
-    device: str = "cpu",
-    target: str = "",
-    input_size: Optional[Tuple[int, ...]] = None,
-) -> List[Choice]:
-    """The engine of each routing layer of a model and why the others were refused; nothing is computed.
-
-    Args:
-        model: of images; left as it is.
-        batch: images.
-        training: with gradients, in training mode.
-        device: ``"cpu"`` or ``"cuda"``, the one that the model would run on.
-        target: as a graph for one of TARGETS.
-        input_size: of an image, without the batch; that of the model's ``pretrained_cfg`` where absent.
-    """
-    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
-    size = input_size or config.get("input_size", (3, 32, 32))
-    state = {k: torch.empty_like(v, device="meta") for k, v in _tensors(model).items()}
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    x = torch.empty(batch, *size, dtype=like.dtype, device="meta")
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    _STATE.device = device
-    try:
-        with torch.set_grad_enabled(training), use_engines(target=target), record_engines() as choices:
-            torch.func.functional_call(model, state, (x,))
-    finally:
-        _STATE.device = ""
-        for module, mode in modes:
-            module.training = mode
-    names = {module: name for name, module in model.named_modules()}
-    return [replace(choice, name=names.get(choice.layer, "")) for choice in choices]
-
-
-def _tensors(model: nn.Module) -> Dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _known() -> List[str]:

@@ -350,8 +350,8 @@ def attach_head(
     Args:
         backbone: name of timm, ``"hf-hub:org/repo"`` or ``"local-dir:folder"``; or a module with ``forward_features``,
             which is used as it is.
-        routing: ``avg``, ``max``, ``conv``, ``routing_pool``, ``dynamic``, ``em``, ``idpa``, ``self_routing`` or
-            ``self_attention``.
+        routing: of the head, a name of ``capszoo.models._heads.HEADS``: a routing such as ``idpa`` or ``em``, or one
+            of the twins without capsules ``avg``, ``max`` and ``conv``.
         num_classes: classes.
         img_size: of the images, one number or (rows, columns) in pixels; None takes the backbone's own.
         in_chans: channels of the images; None takes the backbone's own.

@@ -28,18 +28,17 @@ from capszoo.layers import (
     IDPAStack,
     SharedDynamicRouting,
     SharedEM,
+    engine_report,
 )
 from capszoo.layers.engine import (
     TARGETS,
-    TUNING,
     Engine,
     Reference,
     RoutingLayer,
-    engine_report,
     record_engines,
-    tuned,
     use_engines,
 )
+from capszoo.layers.tuning import TUNING, tuned
 
 F64 = torch.float64
 ROOT = Path(__file__).resolve().parents[2]
@@ -293,6 +292,23 @@ def test_precision(case: Case, engine: type[Engine], dtype: torch.dtype) -> None
     assert [t.dtype for t in found] == [t.dtype for t in expected]
     exact = routed(case, "reference", module.double(), [t.double() for t in x])
     assert distance(found, exact) < max(engine.atol[dtype], 2 * distance(expected, exact))
+
+
+@pytest.mark.parametrize(("case", "engine"), PAIRS)
+def test_autocast(case: Case, engine: type[Engine]) -> None:
+    """Under bfloat16 autocast, where it can run: as near to float64 as its class says, or as the reference is."""
+    module, x = case.module().float(), [t.detach().float() for t in case.inputs(7)]
+    with torch.autocast("cpu", torch.bfloat16), tuned(**case.tuning), use_engines(engine.name):
+        with record_engines() as choices:
+            found = flat(case.route(module, *x))
+        if all(choice.engine.name != engine.name for choice in choices):
+            assert all(engine.cannot(choice.layer, choice.call) for choice in choices)
+            return
+        with use_engines("reference"):
+            expected = flat(case.route(module, *x))
+    exact = routed(case, "reference", module.double(), [t.double() for t in x])
+    allowed = max(engine.atol.get(torch.bfloat16, 0.0), 2 * distance(expected, exact))
+    assert distance(found, exact) < allowed
 
 
 @pytest.mark.parametrize(("case", "engine"), PAIRS)

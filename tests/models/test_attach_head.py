@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import capszoo
+from capszoo._catalogue import HEAD_ROUTINGS
 from capszoo.models._backbones import Unused
 from capszoo.models._heads import HEADS
 from tests.models.zoo_cases import calibrate, images
@@ -77,6 +78,12 @@ def test_every_backbone_at_two_sizes(backbone: str, routing: str) -> None:
         rows, columns = net.img_size
         grid = net.stages.backbone.grid
         assert rows / grid[0] == columns / grid[1], "the grid has the image's proportions"
+
+
+def test_every_routing_is_named_where_users_look(root: Path) -> None:
+    assert tuple(HEADS) == HEAD_ROUTINGS
+    page = (root / "docs" / "fine-tune.md").read_text(encoding="utf-8")
+    assert [name for name in HEADS if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("routing", list(HEADS))

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..engine import TUNING, Call, Engine, Routed
+from ..engine import Call, Engine, Routed
+from ..tuning import TUNING
 
 __all__ = ["Recompute", "RecomputeBranches"]
 

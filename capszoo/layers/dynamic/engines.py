@@ -12,7 +12,8 @@ from torch import Tensor
 from .._precision import upcast_half, working_type
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
-from ..engine import TUNING, Call, Engine, Routed
+from ..engine import Call, Engine, Routed
+from ..tuning import TUNING
 from .routing import dynamic_routing, shared_dynamic_routing
 from .vote_free import vote_free_routing
 

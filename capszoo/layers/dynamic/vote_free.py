@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..engine import TUNING
 from ..squash import squash
+from ..tuning import TUNING
 
 __all__ = ["vote_free_routing"]
 

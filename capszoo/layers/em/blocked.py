@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
-from ..engine import TUNING
+from ..tuning import TUNING
 from .routing import first_mean, route_moments
 from .steps import Settings
 

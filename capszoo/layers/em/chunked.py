@@ -12,7 +12,7 @@ from typing import List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..engine import TUNING
+from ..tuning import TUNING
 from .steps import MIN_SHARE, VAR_SHARE, Settings, first_weights, log_weight, parent_logits
 
 __all__ = ["chunked_routing"]

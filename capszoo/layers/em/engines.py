@@ -9,7 +9,8 @@ from typing import Any, Dict, List
 from torch import Tensor
 
 from .._precision import upcast_half
-from ..engine import TUNING, Call, Engine, Routed
+from ..engine import Call, Engine, Routed
+from ..tuning import TUNING
 from .blocked import em_windows
 from .chunked import chunked_routing
 from .shared import StepsInBlocks

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .._blockwise import blockwise
-from ..engine import TUNING, Routed
+from ..engine import Routed
+from ..tuning import TUNING
 from .steps import (
     EPS,
     LAM_START,

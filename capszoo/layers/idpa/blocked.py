@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, library
 
 from .._precision import upcast_half
-from ..engine import TUNING
+from ..tuning import TUNING
 
 __all__ = ["idpa_pass"]
 

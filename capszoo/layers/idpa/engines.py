@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from .._transforms import block_diagonal
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
-from ..engine import TUNING, Call, Engine, Routed
+from ..engine import Call, Engine, Routed
+from ..tuning import TUNING
 from .blocked import idpa_pass
 from .routing import iteration
 
