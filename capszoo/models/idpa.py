@@ -55,12 +55,8 @@ class PrimaryConv(nn.Module):
     def __init__(self, in_chans: int, out_chans: int, kernel_size: int, stride: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_chans, out_chans, kernel_size, stride, bias=False)
-        #: set by what writes a graph for a runtime to which "channels-last" must be said by a product
-        self.as_product = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.as_product and self.conv.kernel_size == (1, 1) and self.conv.stride == (1, 1):
-            return torch.matmul(x.permute(0, 2, 3, 1), self.conv.weight.flatten(1).t()).permute(0, 3, 1, 2)
         return self.conv(x.contiguous(memory_format=torch.channels_last))
 
 

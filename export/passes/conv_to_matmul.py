@@ -4,8 +4,8 @@ Its convolution keeps maps in blocks of channels, and goes along a row of the ou
 
 * A map that is no wider than the kernel, with padding, is nothing but border, where it works position by position at
   half its rate or less: the windows are gathered and multiplied by the weights (:class:`WindowProduct`).
-* A 1x1 convolution whose map is read channels-last has its result put in order twice: as a product it is written in
-  that order. Modules that have such a convolution say so by ``as_product``, which is set here.
+* A 1x1 convolution whose map is read channels-last, as the primary capsules of IDPA are, has its result put in order
+  twice: as a product of pixels it is written in that order (:class:`PixelProduct`).
 
 What is written for GPUs, in half precision or in INT8 keeps its convolutions.
 """
@@ -20,9 +20,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from capszoo.models.idpa import PrimaryConv
+
 from ..unroll import has_hooks, is_plain_conv
 
-__all__ = ["WindowProduct", "convs_to_matmul", "gains_as_product"]
+__all__ = ["PixelProduct", "WindowProduct", "convs_to_matmul", "gains_as_product"]
 
 #: Weights of a convolution from which on its windows are worth gathering.
 _MANY_WEIGHTS = 1 << 18
@@ -66,6 +68,19 @@ class WindowProduct(nn.Module):
         return y.transpose(1, 2).unflatten(2, self.size)
 
 
+class PixelProduct(nn.Module):
+    """A 1x1 convolution of stride 1 without bias, as one product of the pixels. ``[b, c, h, w] -> [b, o, h, w]``"""
+
+    weight: Tensor
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.register_buffer("weight", conv.weight.detach().flatten(1).t(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x.permute(0, 2, 3, 1), self.weight).permute(0, 3, 1, 2)
+
+
 def gains_as_product(conv: nn.Conv2d, size: tuple[int, int]) -> bool:
     """Whether ONNX Runtime computes it faster as a product for maps of this size (measured: docs/export.md)."""
     if has_hooks(conv) or conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
@@ -80,7 +95,6 @@ def gains_as_product(conv: nn.Conv2d, size: tuple[int, int]) -> bool:
 def convs_to_matmul(model: nn.Module, example: Tensor) -> Iterator[None]:
     """Inside, ``model`` (which ``example`` is an input of) computes such convolutions as products."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    flagged = [module for module in model.modules() if hasattr(module, "as_product")]
     sizes = _map_sizes(model, example)
     try:
         for parent in list(model.modules()):
@@ -88,17 +102,22 @@ def convs_to_matmul(model: nn.Module, example: Tensor) -> Iterator[None]:
                 if not isinstance(child, nn.Conv2d) or len(sizes.get(child, ())) != 1:
                     continue
                 (size,) = sizes[child]
+                product: nn.Module | None = None
                 if gains_as_product(child, size):
+                    product = WindowProduct(child, size)
+                elif isinstance(parent, PrimaryConv) and _is_pointwise(child):
+                    product = PixelProduct(child)
+                if product is not None:
                     swapped.append((parent, name, child))
-                    setattr(parent, name, WindowProduct(child, size))
-        for module in flagged:
-            module.as_product = True  # type: ignore[assignment]
+                    setattr(parent, name, product)
         yield
     finally:
-        for module in flagged:
-            module.as_product = False  # type: ignore[assignment]
         for parent, name, child in swapped:
             setattr(parent, name, child)
+
+
+def _is_pointwise(conv: nn.Conv2d) -> bool:
+    return conv.kernel_size == (1, 1) == conv.stride and conv.bias is None and not has_hooks(conv)
 
 
 def _map_sizes(model: nn.Module, example: Tensor) -> dict[nn.Module, set[tuple[int, int]]]:

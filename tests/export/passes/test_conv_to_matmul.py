@@ -9,7 +9,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from capszoo.export.passes.conv_to_matmul import WindowProduct, convs_to_matmul, gains_as_product
+from capszoo.export.passes.conv_to_matmul import (
+    PixelProduct,
+    WindowProduct,
+    convs_to_matmul,
+    gains_as_product,
+)
 from capszoo.export.to_onnx import ExportError, export
 from capszoo.models.idpa import PrimaryConv
 
@@ -57,11 +62,13 @@ def test_windows_equal_the_convolution(
 
 
 def test_primary_capsules_by_a_product_equal_the_convolution() -> None:
-    for kernel, stride in ((1, 1), (3, 2)):
-        layer, x = PrimaryConv(5, 8, kernel, stride).double(), torch.randn(2, 5, 6, 7, dtype=F64)
-        expected = layer(x)
-        layer.as_product = True
-        torch.testing.assert_close(layer(x), expected, atol=1e-12, rtol=0)
+    for kernel, stride in ((1, 1), (3, 2), (1, 2)):
+        net = nn.Sequential(PrimaryConv(5, 8, kernel, stride)).double()
+        x = torch.randn(2, 5, 6, 7, dtype=F64)
+        expected = net(x)
+        with convs_to_matmul(net, x):
+            assert isinstance(net[0].conv, PixelProduct) == ((kernel, stride) == (1, 1))
+            torch.testing.assert_close(net(x), expected, atol=1e-12, rtol=0)
 
 
 def test_which_convolutions() -> None:
