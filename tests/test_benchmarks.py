@@ -89,6 +89,24 @@ def test_one_run(bench: ModuleType, root: Path, tmp_path: Path) -> None:
     assert row["peak_mib"] > row["peak_over_start_mib"] > 0
 
 
+@pytest.mark.slow
+def test_two_checkouts_in_turns(root: Path) -> None:
+    """A checkout against itself: both processes answer."""
+    command = [sys.executable, "benchmarks/versions.py", str(root), "--models", "resnet20_routingcaps"]
+    command += ["--batch", "2", "--iters", "2", "--threads", "1", "--train", "--memory"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if "`" in line]
+    assert [row[2] for row in rows] == ["forward, ms", "training step, ms", "training, MiB"]
+    assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows)
+
+
+def test_a_folder_without_a_checkout_is_refused(root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/versions.py", str(tmp_path), "--models", "resnet20_routingcaps"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 2 and "name the folder of another checkout" in done.stderr
+
+
 def test_capconv_without_capsules(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -55,8 +55,10 @@ class Tuning:
     em_shared_block_numbers: int = 1 << 19
 
     # capConv
-    #: numbers in the maps of one branch of a block of images (1 MiB in float32); a step on them has ten such maps
-    capconv_block_numbers: int = 1 << 18
+    #: elements of the maps of one branch in a block of images (2 MiB in float32)
+    capconv_block_elements: int = 1 << 19
+    #: elements of the maps of all images from which blocks pay without gradients too
+    capconv_recompute_min_elements: int = 1 << 18
 
 
 #: The thresholds in force; :func:`tuned` changes them for a while.

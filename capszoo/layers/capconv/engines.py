@@ -1,4 +1,4 @@
-"""Engine of capConv beside the reference: training that keeps the convolutions' outputs alone.
+"""Engine of capConv beside the reference: blocks of images, and training that keeps the convolutions' outputs alone.
 
 Letters as in :mod:`capszoo.layers.capconv`; ``n`` stands for the maps of one branch before its norm. Autograd
 would keep the output of each norm, each squash and each product; here the backward pass recomputes them from ``n``.
@@ -55,7 +55,7 @@ def _norm_relu(n: Tensor, norm: Any) -> Tuple[Tensor, Tensor, Tensor]:
 
 def _blocks(n: Tensor) -> List[slice]:
     """Images of ``[b, g*d, h, w]`` in turn, so many at a time that a map of them stays in the cache."""
-    images = max(1, TUNING.capconv_block_numbers // max(1, n[0].numel()))
+    images = max(1, TUNING.capconv_block_elements // max(1, n[0].numel()))
     return [slice(start, start + images) for start in range(0, len(n), images)]
 
 
@@ -182,7 +182,7 @@ def _is_plain(*modules: nn.Module) -> bool:
 
 
 class Recompute(Engine):
-    """In training on a CPU: BatchNorm, ReLU and squash keep their input alone."""
+    """On a CPU: BatchNorm, ReLU and squash in blocks of images; training keeps their input alone."""
 
     name = "recompute"
     evidence = "capConv: recompute"
@@ -200,7 +200,10 @@ class Recompute(Engine):
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
-        return "" if call.grad else "no gradients are taken"
+        elements = call.routings * call.children * call.child_dim
+        if not call.grad and elements < TUNING.capconv_recompute_min_elements:
+            return "no gradients are taken, and fewer elements than TUNING.capconv_recompute_min_elements"
+        return ""
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:

@@ -1,0 +1,151 @@
+"""Models in two checkouts of the project, measured in turns: does a change make one slower or larger?
+
+    git worktree add ../before v0.1.0
+    python benchmarks/versions.py ../before --models idpa_resnet capsnet_dynamic --batch 8 32 --train --memory
+
+Each checkout has a process of its own. Both build the model, and then take turns: one call here, one there, of which
+the ratio is taken. A ratio below 1 says that this checkout is faster than the other one. The interval is that of the
+median (a sign test's, at 95%). Memory is the peak above start-up of two training steps in a fresh process of each
+checkout, as ``benchmarks/models.py --memory`` measures it; the median of ``--repeats``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def serve(checkout: Path, threads: int, keep_memory: bool) -> None:
+    """Build and time models of a checkout as the orders on stdin say; an answer is a line of JSON on stdout."""
+    sys.path.insert(0, str(checkout))
+    import torch
+
+    import capszoo
+    from benchmarks import models
+
+    assert capszoo.__file__ is not None and Path(capszoo.__file__).is_relative_to(checkout)
+    if keep_memory:
+        capszoo.keep_freed_memory()
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(0)
+    form = models.Form(torch.device("cpu"))
+    run: Any = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["build"]:
+            build = models.train_step_of if order["train"] else models.forward_of
+            run = build(order["spec"], order["batch"], form)
+            run()
+            print("0", flush=True)
+        else:
+            print(models.timed(run, form.device), flush=True)
+
+
+class Checkout:
+    """A process that measures models of one checkout."""
+
+    def __init__(self, folder: Path, threads: int, keep_memory: bool) -> None:
+        self.folder, self.threads = folder, threads
+        command = [sys.executable, __file__, "--serve", str(folder), "--threads", str(threads)]
+        command += ["--keep-memory"] if keep_memory else []
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
+        )
+
+    def ask(self, **order: Any) -> float:
+        """Send an order and wait for its answer."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"build": False, **order}) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"error: {self.folder}: the measurement failed (its message is above)")
+        return float(answer)
+
+    def memory(self, spec: str, batch: int, repeats: int) -> float:
+        """MiB above start-up, by the checkout's own benchmarks/models.py."""
+        command = [sys.executable, "benchmarks/models.py", "--memory-of", spec, "--batch", str(batch)]
+        command += ["--threads", str(self.threads)]
+        env = {**os.environ, "PYTHONPATH": str(self.folder)}
+        peaks = []
+        for _ in range(repeats):
+            done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"error: {self.folder}: {done.stderr.strip().splitlines()[-1:]}")
+            peaks.append(json.loads(done.stdout.splitlines()[-1])[1])
+        return statistics.median(peaks)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(before: Checkout, after: Checkout, spec: str, batch: int, train: bool, iters: int) -> str:
+    """A row: medians of both, and of their paired ratios."""
+    from benchmarks.engines import median_interval
+
+    for checkout in (before, after):
+        checkout.ask(build=True, spec=spec, batch=batch, train=train)
+    old, new = [], []
+    for turn in range(iters + 1):
+        pair = [checkout.ask() for checkout in (before, after)]
+        if turn:  # the first turn warms up
+            old.append(pair[0])
+            new.append(pair[1])
+    middle, low, high = median_interval([n / o for n, o in zip(new, old, strict=True)])
+    ms = [statistics.median(times) * 1000 for times in (old, new)]
+    what = "training step" if train else "forward"
+    return f"| `{spec}` | {batch} | {what}, ms | {ms[0]:.1f} | {ms[1]:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, nargs="?", help="folder of the other checkout")
+    parser.add_argument("--models", nargs="+", default=[], help="names or name:argument=value")
+    parser.add_argument("--batch", type=int, nargs="+", default=[32])
+    parser.add_argument("--iters", type=int, default=9, help="paired measurements")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--train", action="store_true", help="training steps too")
+    parser.add_argument("--memory", action="store_true", help="peak memory of training too")
+    parser.add_argument("--repeats", type=int, default=1, help="processes of a memory measurement")
+    parser.add_argument("--keep-memory", action="store_true", help="as training and evaluation do on a CPU")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.threads, args.keep_memory)
+        return
+    if args.before is None or not (args.before / "capszoo").is_dir():
+        parser.error("name the folder of another checkout of capszoo")
+    sys.path.insert(0, str(ROOT))
+    before, after = (
+        Checkout(folder.resolve(), args.threads, args.keep_memory) for folder in (args.before, ROOT)
+    )
+    print("| model | batch | | before | after | after / before |\n|---|---:|---|---:|---:|---:|", flush=True)
+    for spec in args.models:
+        for batch in args.batch:
+            for train in (False, True) if args.train else (False,):
+                print(compare(before, after, spec, batch, train, args.iters), flush=True)
+            if args.memory:
+                old, new = (checkout.memory(spec, batch, args.repeats) for checkout in (before, after))
+                print(
+                    f"| `{spec}` | {batch} | training, MiB | {old:.0f} | {new:.0f} | {new / old:.2f} |",
+                    flush=True,
+                )
+    before.close()
+    after.close()
+
+
+if __name__ == "__main__":
+    main()
