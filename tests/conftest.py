@@ -28,6 +28,10 @@ def pytest_collection_finish() -> None:
     _freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules report what is not collected at the end
+
+
 _FROZEN = 0
 
 
