@@ -1,4 +1,4 @@
-"""Eight heads on one trunk under one recipe: the runs' commands, their metadata, and docs/comparison.md out of these.
+"""Eight heads on one backbone under one recipe: the runs' commands, their metadata, and docs/comparison.md out of these.
 
     python scripts/comparison.py --commands           # what to run: every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
