@@ -1,4 +1,4 @@
-"""Eight heads on one trunk under one recipe: the runs' commands, their metadata, and docs/comparison.md out of these.
+"""Eight heads on one backbone under one recipe: the runs' commands, their metadata, and docs/comparison.md out of these.
 
     python scripts/comparison.py --commands           # what to run: every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
@@ -48,16 +48,16 @@ DEPTH2 = {
     "self_routing, 2 layers": "resnet20_selfrouting.cifar10_depth2",
 }
 
-HEADER = """# What routing buys
+HEADER = """# Heads compared: what routing gains
 
-Eight heads on one trunk: the CIFAR ResNet-20 (16-32-64 channels), and the heads of the SR-CapsNet paper with 32 primary
-capsules of 16 dimensions. CIFAR-10, one recipe for all (`--profile comparison`), three seeds each; the last epoch's
-weights, measured once on the 10,000 test images. Of the heads of two capsule layers, the one with the best validation
-accuracy is shown. Written by `python scripts/comparison.py` from the metadata of the runs, which lie in
-`benchmarks/results/comparison`; `--commands` prints what was run.
+Eight heads on one backbone: the CIFAR ResNet-20 (16-32-64 channels), and the heads of the SR-CapsNet paper with
+32 primary capsules of 16 dimensions. All train on CIFAR-10 with one recipe (`--profile comparison`), three seeds each.
+The last epoch's weights are measured once on the 10,000 test images. Of the heads with two capsule layers, the table
+shows the one with the best validation accuracy. `python scripts/comparison.py` writes this page from the metadata of
+the runs in `benchmarks/results/comparison`; `--commands` prints the commands of the runs.
 
-± is the standard deviation over the seeds. Entropy is that of the couplings of the class layer on validation images
-after the last epoch, as a share of its maximum: 1 is even, 0 is one parent (or child) for each."""
+± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
+the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def conclusion(found: list[Row]) -> str:
     twin = by_head["avg"]
     routed = [row for row in found if row.head not in ("avg", "conv") and len(row.runs) > 1]
     if len(twin.runs) < 2 or not routed:
-        return "There are too few runs to say what routing buys: two seeds of `avg` and of another head at least."
+        return "There are too few runs for a conclusion: it needs at least two seeds of `avg` and of another head."
     parts = []
     for row in routed:
         difference = row.mean - twin.mean
@@ -224,9 +224,9 @@ def page(kept: Path = KEPT) -> str:
         f"The recipe: {recipe.epochs} epochs, batch {recipe.batch_size}, SGD with Nesterov momentum, rate "
         f"{recipe.optimizer.lr:g} with {recipe.schedule.warmup_epochs:g} epochs of warm-up and cosine, weight decay "
         f"{recipe.optimizer.weight_decay:g}, label smoothing {recipe.loss.options['label_smoothing']:g}, gradients "
-        f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip; {recipe.data.val_size:,} training images held out. "
-        "Without the clipping the `conv` head, whose classes have 32,768 inputs each, diverged at this rate in a trial "
-        "(300 updates of 64 images, loss above 1e9)."
+        f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip; {recipe.data.val_size:,} training images for "
+        "validation. Without gradient clipping, the `conv` head, whose classes have 32,768 inputs each, diverged at this "
+        "learning rate in a trial (300 updates of 64 images, loss above 1e9)."
     )
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if any(row.runs for row in found) else []
     return "\n".join([HEADER, "", settings, "", *table(found), *plot, "", conclusion(found), ""])
