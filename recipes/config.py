@@ -458,7 +458,7 @@ def load_recipe(
 ) -> Recipe:
     """Read and check a recipe.
 
-    Arguments:
+    Args:
         recipe: path, name of a recipe of the package, a `Recipe`, or the tree of one.
         overrides: `key=value` lines with dotted keys; values are YAML. They come after the profile.
         profile: name of one of the recipe's profiles; None takes its own settings.

@@ -57,7 +57,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Top-1 accuracy, in float32 and eval mode; an image with several labels counts where exactly these are found.
 
-    Arguments:
+    Args:
         model: a module, a name with weights (`resnet20_routingcaps.mnist`), or the path of a weights file.
         dataset: a name, or images in memory; None takes the data set the weights were trained on.
         split: "test", "train" or another split of the data set.

@@ -90,7 +90,7 @@ class Source:
 def find_source(model: str, weights: bool = True) -> Source:
     """Look up what a model is, under any name that `capszoo predict` takes.
 
-    Arguments:
+    Args:
         weights: False for an architecture that is to start from random weights, and may have none.
 
     Raises what `capszoo.checkpoint.resolve` and its `create` raise.
@@ -115,7 +115,7 @@ def find_source(model: str, weights: bool = True) -> Source:
 def backbone_source(backbone: str, head: str) -> Source:
     """A timm backbone with a capsule head (`caps_head`) as a start, without a look at the backbone's weights.
 
-    Arguments:
+    Args:
         backbone: name of timm, hf-hub:org/repo or local-dir:folder.
         head: a routing of `capszoo.models._heads.HEADS`.
 
@@ -272,7 +272,7 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tune a model, or resume an interrupted call with the same arguments.
 
-    Arguments:
+    Args:
         model: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file; with `from_scratch` also an
             architecture without weights. None with `backbone`.
         backbone: in place of a model, a timm name, hf-hub:org/repo or local-dir:folder: its features, with its weights

@@ -241,7 +241,7 @@ def publish(
 ) -> dict[str, Any]:
     """Publish one checkpoint.
 
-    Arguments:
+    Args:
         run: folder of a finished run, a `.safetensors` file beside its metadata, or a name of the zoo.
         repo_id: `user/repository`; made where it does not exist.
         private: for a repository that is new, or private already.

@@ -204,7 +204,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe to its end, or resume an interrupted run.
 
-    Arguments:
+    Args:
         recipe: path of a YAML file, name of a recipe that comes with the package, or a `Recipe`.
         overrides: `key=value` lines with dotted keys, e.g. `optimizer.lr=0.001`.
         out: folder of the run; None: `runs/<arch>.<tag>`.

@@ -199,7 +199,7 @@ def write_weights(
 ) -> Path:
     """Write `<architecture>.<tag>` as safetensors, json and golden.npz into `folder`; returns the safetensors' path.
 
-    Arguments:
+    Args:
         net: the trained net.
         model_args: what `create_model` needs beside classes, channels and size.
         golden_pixels: a few raw images [b, c, h, w] uint8 whose scores are kept as golden outputs.
@@ -279,7 +279,7 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
 
     The three files lie in the run's folder `half/`, from where `bundle` takes them.
 
-    Arguments:
+    Args:
         data: folder of the data set; None asks `CAPSZOO_DATA`.
 
     Raises `WeightsError` where the run is not finished.

@@ -250,7 +250,7 @@ def crop(
 ) -> Tensor:
     """Cut a window out of each padded image, and mirror some of them left to right.
 
-    Arguments:
+    Args:
         images: [b, c, h, w], any dtype and memory format.
         top, left: first row and column of each window [b], counted in the padded image.
         size: rows and columns of the windows.
@@ -312,7 +312,7 @@ def cut_out(
 def shift_in_margin(images: Tensor, draws: Tensor) -> Tensor:
     """Shift each image within its blank margin, so that no pixel that is not black is cut off.
 
-    Arguments:
+    Args:
         images: [b, c, h, w], 0..255; a pixel below 0.5 in all channels is black.
         draws: [b, 2], in 0..1: the place of the content, from the first possible row (column) to the last.
 
@@ -359,7 +359,7 @@ def affine_matrices(degrees: Tensor, shear: Tensor, scale_y: Tensor, scale_x: Te
 def warp(images: Tensor, matrices: Tensor, size: tuple[int, int] | None = None) -> Tensor:
     """Map each image about its middle by a 2x2 matrix, bilinearly, black where nothing lands.
 
-    Arguments:
+    Args:
         images: float [b, c, h, w].
         matrices: [b, 2, 2] on pixel coordinates (x, y) relative to the middle, from image to result.
         size: rows and columns of the result, which has the same middle; None keeps h and w.
@@ -387,7 +387,7 @@ def jitter(
 ) -> Tensor:
     """Change colours, each image by its own factors, in this order (torchvision's operations, its order drawn).
 
-    Arguments:
+    Args:
         images: float [b, c, h, w] in 0..1; c = 3 for saturation and hue.
         brightness: factors [b] of the values.
         contrast: factors [b] of the distance to the image's mean grey.

@@ -28,7 +28,7 @@ def balanced_order(labels: Tensor, generator: torch.Generator) -> Tensor:
     The images of a small class come several times, all of them before any of them again; of a large class, each epoch
     shows others. Where all classes are of one size, this is a permutation.
 
-    Arguments:
+    Args:
         labels: int64 [n].
         generator: its random numbers.
     """
@@ -68,7 +68,7 @@ class Batch(NamedTuple):
 class Batches:
     """Iterate over a data set.
 
-    Arguments:
+    Args:
         data: an `ImageSet` on the device where batches are wanted, or a `StreamedSet` that knows it. In evaluation,
             composed images are made once, by a fixed seed.
         batch_size: images per step over all processes together.

@@ -184,7 +184,7 @@ def build(
 ) -> dict[str, Any]:
     """Write h-ImageNet: `train/<class>/*.jpg`, `val/<class>/*.jpg` and the manifest `h_imagenet.json`.
 
-    Arguments:
+    Args:
         folder: a copy of ILSVRC 2012 with its annotations.
         out: where to write; an interrupted call resumes.
         accuracies: top-1 accuracy of each class, from `class_accuracies` or another source.

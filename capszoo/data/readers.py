@@ -120,7 +120,7 @@ def _check_shards(files: Sequence[Path]) -> None:
 def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int | None = None) -> np.ndarray:
     """Decode one image.
 
-    Arguments:
+    Args:
         encoded: its bytes, or the path of its file.
         mode: "L" or "RGB".
         source: what an error names.
@@ -205,7 +205,7 @@ def read_parquet(
 
     A column of texts, which would name files of this machine, is refused unless a folder is given.
 
-    Arguments:
+    Args:
         files: all shards of one split.
         channels: 1 decodes to grey, 3 to RGB; None takes what the first image has.
         side: scale and cut the images to squares of this side; None: they must all be of one size.
@@ -272,7 +272,7 @@ def read_parquet(
 def read_cifar_binary(files: Sequence[str | Path], label_bytes: int = 1) -> tuple[Tensor, Tensor]:
     """Read CIFAR's binary batches (`data_batch_1.bin`, …; `train.bin`): images [n, 3, 32, 32] uint8, labels [n] int64.
 
-    Arguments:
+    Args:
         files: all batches of a split.
         label_bytes: 1 for CIFAR-10; 2 for CIFAR-100, of which the second (the fine class) is taken.
     """

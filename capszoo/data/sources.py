@@ -162,7 +162,7 @@ def load_dataset(
 ) -> ImageSet | StreamedSet:
     """Load a split of a data set: into memory, or, where that would take more than 2 GB, as a set to be streamed.
 
-    Arguments:
+    Args:
         name: a key of `DATASETS`, or one of `PREFIXES` followed by a path or repository.
         split: "train", "test", or another that the data set's `counts` name.
         data: folder that holds the data set or its sub-folder; None asks `CAPSZOO_DATA`.

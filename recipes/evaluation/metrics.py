@@ -38,7 +38,7 @@ def answers(scores: Tensor, labels: Tensor, count: int | None = None, threshold:
 def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
     """Which images are recognised: bool [b].
 
-    Arguments:
+    Args:
         scores: [b, n].
         labels: classes [b]; or [b, n] with a one for each class that is there, all of which must be found and no other.
         count: how many classes each image has, where that is known: that many of the highest scores are the answer.
@@ -88,7 +88,7 @@ class EvalResult:
 class Tally:
     """Counts over batches of scores; holds nothing that grows with the number of images.
 
-    Arguments:
+    Args:
         num_classes: columns of the scores.
         count: labels of each image; None where that varies (see `all_right`).
         threshold: of a score, where several labels are sought.

@@ -41,7 +41,7 @@ SHOWN = 4
 def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **metadata: str) -> None:
     """Loss, top-1 and learning rate by epoch, as a picture that is there whole or not at all.
 
-    Arguments:
+    Args:
         path: .png or .svg.
         metadata: kept inside the file, under the names that the format has for such (`Description`).
     """
@@ -81,7 +81,7 @@ def draw_runs(
 ) -> Path:
     """Draw training loss and accuracy (on validation images, where there are any), a line for each run.
 
-    Arguments:
+    Args:
         runs: name to records, see `find_runs`.
         x: "epoch" or "images" (those seen in training, of which two runs may have other numbers an epoch).
         log: the loss on a logarithmic axis.
@@ -126,7 +126,7 @@ def draw_dynamics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | P
 
     Votes by their cosine with the parent capsule: the share of them (grey) and their mean length (blue).
 
-    Arguments:
+    Args:
         runs: name to the epochs' records of `metrics.jsonl`.
 
     Raises:

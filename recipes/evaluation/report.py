@@ -121,7 +121,7 @@ def measure(
 ) -> Report:
     """Measure what is asked for.
 
-    Arguments:
+    Args:
         robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
         routing: routing statistics.
         data: folder of MNIST, for affNIST's protocol; None asks `CAPSZOO_DATA`.

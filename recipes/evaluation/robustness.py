@@ -84,7 +84,7 @@ class AttackResult:
 def move(pixels: Tensor, name: str, amount: float) -> Tensor:
     """uint8 [b, c, h, w] moved as a sweep does, to the same shape.
 
-    Arguments:
+    Args:
         name: a key of `SWEEPS`.
         amount: in the sweep's unit.
     """
@@ -154,7 +154,7 @@ def pgd(
 ) -> tuple[Tensor, Tensor]:
     """Attack images by projected gradient steps.
 
-    Arguments:
+    Args:
         forward: from pixels in [0, 1] to scores [b, n]; differentiable.
         images: float [b, c, h, w] in [0, 1].
         labels: classes [b].
@@ -265,7 +265,7 @@ def affnist(
 ) -> AffnistResult:
     """The protocol's test, for models of digits (trained on MNIST or a set composed of it).
 
-    Arguments:
+    Args:
         data: folder of MNIST; None asks `CAPSZOO_DATA`.
         limit, seed: number of images of each set, drawn by the seed.
     """

@@ -66,7 +66,7 @@ def create_for(
 def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | None]:
     """A model on the CPU and, where it has any, its metadata.
 
-    Arguments:
+    Args:
         model: a module, or what `capszoo.checkpoint.resolve` takes.
     """
     if isinstance(model, nn.Module):
@@ -142,7 +142,7 @@ def prepare(
 ) -> EvalTarget:
     """Find a model and its images.
 
-    Arguments:
+    Args:
         model: as for `find_model`.
         dataset: a name, or images; None takes the data set that the weights were trained on.
         split: "test", "train" or another of the data set's; "val" is the part that the recipe held out of "train".
@@ -285,7 +285,7 @@ def _read_split(
 
     Where a folder has no test split, "test" means its validation split, and the result says so by its `split`.
 
-    Arguments:
+    Args:
         trained: `data` of the recipe that the model was trained by, if it was trained on this data set.
     """
     # what training left out is left out here: a validation split is drawn by the images' numbers

@@ -167,7 +167,7 @@ def model_card(
 ) -> ModelCard:
     """The card of a checkpoint under the name `repo_id`.
 
-    Arguments:
+    Args:
         info: its metadata.
         repo_id: `user/repository`, or with `local` the name of the run's folder.
         private: whether others will need a token to read it.

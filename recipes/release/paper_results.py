@@ -232,7 +232,7 @@ def twin_groups(names: list[str] | None = None) -> list[list[str]]:
 
     A recipe whose head says `# Twin: none` is none: it has settings of its own.
 
-    Arguments:
+    Args:
         names: recipes to look among; None takes all of the package.
     """
     known = list_recipes() if names is None else sorted(names)

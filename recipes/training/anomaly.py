@@ -25,7 +25,7 @@ def _finite(value: Any) -> bool:
 class NonFiniteDetector:
     """Look at every output (and gradient) of a module until one is not finite; slow, so for a few updates only.
 
-    Arguments:
+    Args:
         module: what is trained: a net under the name `net` and its loss.
         gradients: look at gradients too.
 

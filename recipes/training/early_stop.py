@@ -16,7 +16,7 @@ class BestEpoch:
     (The latest, because the learning rate falls and a small validation set has few steps. Patience counts from the
     last epoch that was truly better.)
 
-    Arguments:
+    Args:
         patience: epochs without a better one after which training is over.
     """
 

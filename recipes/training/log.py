@@ -78,7 +78,7 @@ def accuracy_line(split: str, accuracy: str, figures: Mapping[str, Any]) -> str:
 class RunLog:
     """One run's log; on all processes but the first it does nothing.
 
-    Arguments:
+    Args:
         out: folder of the run.
         active: False on the other processes.
         total: updates of the whole run.

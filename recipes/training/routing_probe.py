@@ -23,7 +23,7 @@ __all__ = ["RoutingProbe"]
 class RoutingProbe:
     """Measures a net's routing on the first `recipe.routing_images` validation images.
 
-    Arguments:
+    Args:
         net: to be trained; tried once, so that a net without routing is found before the first update.
         validation: on the net's device.
 

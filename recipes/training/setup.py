@@ -77,7 +77,7 @@ def load_data(
 ) -> RunData:
     """Read the splits that a recipe uses; `DataError` where they do not go together.
 
-    Arguments:
+    Args:
         data: folder of the data set; None asks `CAPSZOO_DATA`.
         read: reads a split; a `read_split` that remembers, for one who has read some of them before.
     """
