@@ -432,8 +432,7 @@ def _train_step(run: Run, state: TrainState, batch: Batch) -> Tensor:
 
 
 def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest) -> int:
-    """Check that the losses since the last check are finite, and for a signal (its number, else 0), on all
-    processes."""
+    """Check on all processes that the new losses are finite; return the number of a received signal, else 0."""
     bad, mean = 0, torch.zeros((), device=run.device)
     if state.losses:
         values = torch.stack(state.losses)

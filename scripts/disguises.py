@@ -1,5 +1,4 @@
-"""Count how many of the ten digits of ``capszoo/assets`` are recognised in six disguises: ``python
-scripts/disguises.py``.
+"""Count which of ``capszoo/assets``' ten digits are recognised in six disguises: ``python scripts/disguises.py``.
 
 Each digit unchanged, in black and in white ink on a transparent picture, inverted, off-centre on a large canvas, and
 small in the middle of one. Read by ``predict``'s function and by the ``infer.py`` of a newly exported bundle, without

@@ -229,8 +229,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar with the remaining time, shown on a terminal after two seconds; yields a function to advance
-    it."""
+    """A progress bar with the remaining time, on a terminal and after two seconds; yields a function to advance it."""
     console = stderr()
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

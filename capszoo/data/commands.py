@@ -1,5 +1,4 @@
-"""Implementation of ``capszoo data`` and ``python -m capszoo.data``: one function per command, returning lines to
-print."""
+"""Implementation of ``capszoo data`` and ``python -m capszoo.data``: one function per command returns its output."""
 
 from __future__ import annotations
 

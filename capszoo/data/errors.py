@@ -8,5 +8,4 @@ __all__ = ["DataError"]
 
 
 class DataError(CapszooError, ValueError):
-    """A data set is missing, truncated or not the one that its name indicates; the message is one line with a
-    remedy."""
+    """A data set is missing, truncated or does not match its name; the message is one line with a remedy."""

@@ -168,8 +168,7 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
 
 
 def _encoded(cell: Any, source: Path, folder: Path | None) -> bytes | Path:
-    """An image's bytes; or its path, if reading paths is allowed: never from a string alone, which may name any
-    file."""
+    """An image's bytes, or its path below ``folder``; without one paths are refused, because they may name any file."""
     held = cell.get("bytes") if isinstance(cell, dict) else cell
     if isinstance(held, bytes):
         return held

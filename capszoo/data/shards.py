@@ -186,8 +186,7 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[_Sample]:
 
 
 def _members(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar file, checked. Names are never used as paths, but an invalid one reveals a bad
-    file."""
+    """The regular files of a tar file, checked. Names are never used as paths, but invalid ones reveal a bad file."""
     size = os.fstat(file.fileno()).st_size
     end = 0
     with tarfile.open(fileobj=file, mode="r:") as tar:

@@ -352,8 +352,7 @@ class RoutingCaps(nn.Module):
         return poses
 
     def votes(self, x: Tensor) -> Tensor:
-        """Feature map to votes ``[b, out_caps, in_types * h * w, out_dim]``, which the routing itself does not
-        store."""
+        """Feature map to votes ``[b, out_caps, in_types * h * w, out_dim]``, which routing does not store."""
         weight = self.weight.unflatten(1, (self.in_types, self.in_dim))  # [n, g, d, e]
         return torch.einsum("bgld,ngde->bngle", self._children(x), weight).flatten(2, 3)
 

@@ -87,8 +87,7 @@ class SelfAttentionRouting(nn.Module):
         return self.route(x)[0]
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]``, which sum to 1 over
-        ``j``."""
+        """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` (sum 1 over ``j``)."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         return self_attention_routing(self.votes(x), self.bias)
 

@@ -1,5 +1,4 @@
-"""Early stopping: keep the best epoch on the validation images, and stop after a number of epochs without a better
-one."""
+"""Early stopping: keep the best epoch on the validation images, and stop after some epochs without a better one."""
 
 from __future__ import annotations
 
