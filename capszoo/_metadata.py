@@ -23,7 +23,7 @@ __all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "run_we
 
 _logger = logging.getLogger(__name__)
 
-#: Namespace on the Hugging Face Hub for every checkpoint, as ``<HUB_ORG>/<name>.<tag>``; some are not published yet.
+#: Namespace on the Hugging Face Hub under which every checkpoint is to be published, as ``<HUB_ORG>/<name>.<tag>``.
 HUB_ORG = "capszoo"
 
 
