@@ -5,8 +5,8 @@
     python benchmarks/data.py --kornia              # the same augmentations by kornia, where it is installed
     python benchmarks/data.py --folder              # JPEG files through worker processes
 
-A pass of a row times, one after the other, a batch from the pipeline alone, a training step on a batch that is there
-already, and both together; medians over the passes are printed. `share` is the pipeline's part of both. Pixels are
+Each iteration of a row times in turn a batch from the pipeline alone, a training step on an existing batch, and both
+together; medians over the iterations are printed. `share` is the pipeline's part of both. Pixels are
 random: the cost does not depend on them. On a GPU every time ends with a synchronisation.
 """
 
@@ -39,7 +39,7 @@ AFFINE = {"rotation": 15.0, "shear": 0.1, "scale": (0.9, 1.1)}
 
 @dataclass(frozen=True)
 class Setting:
-    """A row: a data set and what is done to it."""
+    """A row: a data set and its augmentation."""
 
     title: str
     data: str
@@ -136,7 +136,7 @@ def row(title: str, batch: int, times: tuple[float, float, float]) -> str:
 
 
 def write_folder(root: Path, count: int, side: int) -> None:
-    """A folder of JPEG files in ten classes."""
+    """Write a folder of JPEG files in ten classes."""
     from PIL import Image
 
     generator = torch.Generator().manual_seed(0)
@@ -169,7 +169,7 @@ def folder_rows(args: argparse.Namespace) -> list[str]:
 
 
 def kornia_rows(args: argparse.Namespace) -> list[str]:
-    """The same work by kornia: random affine maps and colour jitter of a float batch on the device."""
+    """The same augmentation with kornia: random affine maps and colour jitter of a float batch on the device."""
     import kornia.augmentation as K
 
     images = torch.rand(args.batch, 3, 32, 32, device=args.device)

@@ -1,10 +1,10 @@
-"""What each engine gains in a model: time with it against time without it, in turns in one process.
+"""Speed-up of each engine in a model: time with it against time without it, in turns in one process.
 
     python benchmarks/engines.py idpa_resnet:routing_iters=2 --engine blocked --batch 1 8 32 --train
 
-"Without" is the choice that the model makes when the engine is refused everywhere; ``--without NAME`` forces another.
-A ratio below 1 is a gain. The interval is that of the median (a sign test's, at 95%). ``--memory`` adds the largest
-memory above start-up of a training step, each in a process of its own.
+"Without" is the model's choice if the engine is refused everywhere; ``--without NAME`` forces another.
+A ratio below 1 is a speed-up. The interval is that of the median (sign test, 95%). ``--memory`` adds the peak
+memory above start-up of a training step, each in a separate process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from capszoo.layers.engine import Call, Engine, RoutingLayer, record_engines, us
 
 
 def engines_called(name: str) -> list[type[Engine]]:
-    """Classes of this name."""
+    """Engine classes of this name."""
     found, classes = [], [Engine]
     while classes:
         engine = classes.pop()
@@ -45,7 +45,7 @@ def _refuse(layer: RoutingLayer, call: Call) -> str:
 
 @contextmanager
 def refused(name: str) -> Iterator[None]:
-    """Inside, engines of this name are never chosen."""
+    """Within this context, engines of this name are never chosen."""
     engines = engines_called(name)
     before = [vars(engine).get("unsupported") for engine in engines]
     try:
@@ -61,7 +61,7 @@ def refused(name: str) -> Iterator[None]:
 
 
 def median_interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Median, and the order statistics between which it lies in 95% of samples."""
+    """Median, and the order statistics that contain it in 95% of samples."""
     ordered = sorted(ratios)
     n = len(ordered)
     inside, k, term = 0.0, 0, 0.5**n
@@ -103,7 +103,7 @@ def measure(spec: str, batch: int, train: bool, args: argparse.Namespace) -> str
 
 
 def peak_mib(spec: str, batch: int, args: argparse.Namespace, with_engine: bool) -> int:
-    """Above start-up, of two training steps in a fresh process."""
+    """Peak memory above start-up, for two training steps in a new process."""
     command = [sys.executable, __file__, spec, "--engine", args.engine, "--batch", str(batch), "--peak"]
     command += ["with" if with_engine else "without", "--without", args.without]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])

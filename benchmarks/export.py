@@ -6,8 +6,8 @@
     python benchmarks/export.py --layers            # routing layers against naive einsum graphs of the same function
     python benchmarks/export.py --profile idpa_resnet                             # where ONNX Runtime spends its time
 
-All that is compared is measured in turns in one run, and the medians of the paired ratios are what is printed; numpy
-arrays go in and come out. Exported files stay in ``bench/onnx`` and are made once: remove them after a change. Models
+All runtimes are measured in turns in one run, and the medians of the paired ratios are printed; inputs and outputs are
+numpy arrays. Exported files are cached in ``bench/onnx``: remove them after a change. Models
 are untrained (BatchNorm has seen noise), named as in ``benchmarks/models.py``, at their own size; the yardstick is that
 script's CIFAR ResNet-18.
 """
@@ -45,14 +45,14 @@ from tests.support import warm  # noqa: E402
 
 BATCHES = (1, 16)
 
-#: What a model should reach in ONNX Runtime, in multiples of ResNet-18's time at batch 1.
+#: Target time of a model in ONNX Runtime, in multiples of ResNet-18's time at batch 1.
 TARGETS = {"idpa_resnet": 2.0, "capsnet_dynamic": 0.6}
 
-#: What a layer should reach against its einsum graph at batch 1.
+#: Target speed-up of a layer over its einsum graph at batch 1.
 LAYER_TARGETS = {"IDPA conv": 14.0, "dynamic": 3.5}
 
-#: With variances as the noise gives them an untrained EncapNet of a hundred layers is chaotic: its scores in float32
-#: and float64 have nothing in common. With variances five times as large it gives zeros. This lies between.
+#: With the variances of the noise, an untrained EncapNet of a hundred layers is chaotic: its scores in float32 and
+#: float64 are unrelated. With variances five times as large its scores are zero. This value lies between.
 DAMPING = 2.5
 
 FOLDER = ROOT / "bench" / "onnx"
@@ -75,7 +75,7 @@ class Row:
 
 
 class Fed:
-    """A runner with an input of its own: what is timed in turns need not take the same images."""
+    """A runner with a fixed input: runners that are timed in turns may have different images."""
 
     def __init__(self, runner: compare.Runner, shape: Sequence[int], name: str) -> None:
         self.runner, self.name = runner, name
@@ -86,7 +86,7 @@ class Fed:
 
 
 def exported(spec: str) -> tuple[Path, dict[str, Any]]:
-    """The ONNX file of a model, made and gated where it is not there yet, and its report."""
+    """The ONNX file of a model, exported and verified if it does not exist, and its report."""
     file = FOLDER / f"{spec.replace(':', '.').replace(',', '.')}.onnx"
     described = file.with_suffix(".json")
     if not described.is_file():
@@ -112,7 +112,7 @@ def row_of(spec: str) -> Row:
 
 
 def time_model(spec: str, batch: int, iters: int, compiled: bool) -> dict[str, float]:
-    """Milliseconds in ONNX Runtime at a batch size, and the ratios of the others to it."""
+    """Milliseconds in ONNX Runtime at a batch size, and the ratios of the other runtimes to it."""
     model, size = models.build(spec)
     model.eval()
     _, yard_size = models.build(models.YARDSTICK)
@@ -138,7 +138,7 @@ def compiled_of(model: nn.Module) -> nn.Module:
 
 
 class EinsumDynamic(nn.Module):
-    """:class:`layers.DynamicRouting` in einsums over its weights, as it is often exported."""
+    """:class:`layers.DynamicRouting` in einsums over its weights, a common form of export."""
 
     def __init__(self, layer: layers.DynamicRouting) -> None:
         super().__init__()
@@ -205,11 +205,11 @@ def layer_cases() -> dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]]:
 
 
 def layer_graph(module: nn.Module, size: tuple[int, ...]) -> bytes:
-    """A layer as ONNX at batch 1, prepared for export where it defines that."""
+    """A layer as ONNX at batch 1, prepared for export if it defines that."""
     prepared = unroll.prepare_for_export(module)
     with tempfile.TemporaryDirectory() as folder, quiet(), use_engines(target="onnx_cpu"):
         file = Path(folder) / "layer.onnx"
-        # the older exporter, for the naive graphs: it writes Einsum where torch.einsum stands
+        # the older exporter for the naive graphs: it writes Einsum for torch.einsum
         dynamo = not isinstance(module, (EinsumDynamic, EinsumConvIDPA))
         torch.onnx.export(
             prepared, (torch.randn(1, *size),), str(file), dynamo=dynamo, external_data=False, verbose=False
@@ -274,7 +274,7 @@ def profile(spec: str, batch: int, iters: int = 20) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as markdown; what was not measured is a dash."""
+    """Rows as markdown, with dashes for missing measurements."""
     head = ["model", "nodes", "MB", "max difference"]
     for batch in BATCHES:
         head += [f"b={batch}: ms", "eager", "compiled", "÷ ResNet-18"]
@@ -295,7 +295,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """The targets that were measured: reached or missed."""
+    """The measured targets: reached or missed."""
     lines = []
     for row in rows:
         for batch, at in row.times.items():
@@ -310,10 +310,10 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def read(path: Path, settings: dict[str, Any]) -> dict[str, Row]:
-    """Rows that an earlier run left, by model; one with other settings is refused.
+    """Rows of an earlier run, by model; a file with other settings is refused.
 
     Raises:
-        SystemExit: the file holds figures of another machine or other versions.
+        SystemExit: the file has results of another machine or other versions.
     """
     if not path.is_file():
         return {}
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON to add the rows to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)  # untrained deep EncapNets shrink to denormal numbers in eval mode
+    torch.set_flush_denormal(True)  # outputs of untrained deep EncapNets are denormal in eval mode
     torch.manual_seed(0)
     if args.layers:
         print("\n".join(time_layers(args.iters)))
@@ -379,7 +379,7 @@ def main() -> None:
             if (heavy and batch > 1) or (args.missing and ("compiled" in done or done and not args.compile)):
                 continue
             row.times[str(batch)] = time_model(spec, batch, args.iters, args.compile)
-            if args.out:  # after each, so that a run cut short leaves what it measured
+            if args.out:  # after each, so that an interrupted run keeps its measurements
                 write(args.out, rows, settings)
         if args.out:
             write(args.out, rows, settings)

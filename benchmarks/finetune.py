@@ -4,11 +4,11 @@
     python benchmarks/finetune.py --data FOLDER --only "Fashion" --seeds 1 --set optimizer.lr=0.001
     python benchmarks/finetune.py --data FOLDER --search        # the runs that the defaults come from
 
-Each task is a folder of PNG files, 50 a class, drawn at random from the training images by the run's seed. Both sides
+Each task is a folder of PNG files, 50 per class, sampled from the training images with the run's seed. Both sides
 see the same images, of which a fifth of each class is held out for early stopping, and have the same recipe: the same
-updates at most, rates, augmentation. Only the weights they start from differ, and the layers' rates, which are scaled
-where there are weights to keep. Figures are of all test images of the classes, by which nothing is chosen; the search
-looks at validation images only.
+maximum number of updates, rates, augmentation. Only the initial weights differ, and the layers' rates, which are scaled
+for pretrained weights. Results are on all test images of the classes, which select nothing; the search
+uses only validation images.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BASE = ("precision=bf16",)
 
 @dataclass(frozen=True)
 class Task:
-    """A row: weights, and the images they go to."""
+    """A row: weights, and the images that they are fine-tuned on."""
 
     title: str
     model: str
@@ -71,7 +71,7 @@ def folder_name(label: str) -> str:
 
 
 def write_folder(folder: Path, task: Task, data: Path, seed: int) -> Path:
-    """The task's training images as files, a sub-folder per class."""
+    """Write the task's training images as files, a sub-folder per class."""
     images = load_dataset(task.data, "train", data)
     assert isinstance(images, ImageSet)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -85,7 +85,7 @@ def write_folder(folder: Path, task: Task, data: Path, seed: int) -> Path:
 
 
 def test_images(task: Task, data: Path) -> ImageSet:
-    """All test images of the task's classes, with the labels that the folder gives them: in alphabetical order."""
+    """All test images of the task's classes, with the folder's labels: in alphabetical order."""
     images = load_dataset(task.data, "test", data)
     assert isinstance(images, ImageSet)
     names = sorted(folder_name(images.spec.label_names[kind]) for kind in task.classes)
@@ -100,7 +100,7 @@ def test_images(task: Task, data: Path) -> ImageSet:
 def measure(
     task: Task, data: Path, seed: int, scratch: bool, overrides: list[str], work: Path, test: bool = True
 ) -> dict[str, float]:
-    """Accuracy on the validation images, and if wanted on the test images; the run's updates and seconds."""
+    """Accuracy on the validation images, and with ``test`` on the test images; the run's updates and seconds."""
     folder = work / f"{task.data}-{len(task.classes)}-{seed}"
     if not folder.is_dir():
         write_folder(folder, task, data, seed)
@@ -120,7 +120,7 @@ def measure(
 
 
 def shown(values: list[float]) -> str:
-    """Mean ± standard deviation (of the sample), where there are several."""
+    """Mean ± (sample) standard deviation, if there are several values."""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{spread}"
 

@@ -2,19 +2,19 @@
 
     python benchmarks/gpu.py --out gpu.json        # everything, at most ten minutes on an H200
 
-`benchmarks/gpu_day.py` measures the same in steps that can be cut off and gone on with, and more.
+`benchmarks/gpu_day.py` measures the same in steps that can be interrupted and resumed, and more.
 
-First, correctness: each layer at a small batch, in every type, on fresh random inputs and in memory filled with NaN,
-values and gradients against the reference in float64. Nothing is timed that fails there. Then, in bfloat16:
+First, correctness: each layer at a small batch, in every dtype, on new random inputs and in memory filled with NaN,
+values and gradients against the reference in float64. Layers that fail are not timed. Then, in bfloat16:
 
 * forward, and forward with backward, of the fused engine, the reference and the reference under
-  torch.compile: medians of CUDA events over inputs that take turns, so that no cache holds them;
+  torch.compile: medians of CUDA events over alternating inputs, so that no cache contains them;
 * the floors: operations at the rate of a large matrix product, bytes at that of a large copy (both measured first),
-  and the products with parents and couplings, which no tensor core can take, at the data sheet's float32 rate;
-* peak memory above the inputs, and kernels launched (as the profiler sees them; torch.compile's are not counted);
+  and the products with parents and couplings, for which tensor cores cannot be used, at the data sheet's float32 rate;
+* peak memory above the inputs, and number of kernel launches (from the profiler; torch.compile's are not counted);
 * a training step (autocast, SGD) of `idpa_resnet` at batch 128 against that of its backbone without capsules.
 
-What does not fit `--limit` seconds is left out and named.
+Measurements that do not fit `--limit` seconds are skipped and listed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.models import build  # noqa: E402
 from capszoo import layers  # noqa: E402
 from capszoo.layers.engine import use_engines  # noqa: E402
 
-#: ``||found - expected|| / ||expected||`` that a type's rounding explains.
+#: ``||found - expected|| / ||expected||`` that rounding in a dtype explains.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 #: Multiply-adds a second outside of the tensor cores: H100 and H200 (SXM) have 132 x 128 lanes at 1.98 GHz, data sheet.
@@ -49,10 +49,10 @@ CORE_RATE = 33.5e12
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and what a batch costs at the least.
+    """A layer and the minimum cost of a batch.
 
-    Multiply-adds and bytes are those of the task, not of a way to do it: votes made once, input, weights and result
-    moved once. ``passes`` counts the passes that need votes.
+    Multiply-adds and bytes are those of the task, not of an algorithm: votes formed once, input, weights and result
+    moved once. ``passes`` counts the iterations that need votes.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Case:
         return x(batch, *self.size, device=device).to(dtype)
 
     def result(self, layer: Any, x: Tensor) -> Tensor:
-        """What is compared: poses."""
+        """The compared result: poses."""
         return layer.route(x)[0] if isinstance(layer, layers.ConvEM) else layer(x)
 
     def expected(self, layer: Any, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Case:
             return self.result(layer, x)
 
     def numbers(self) -> int:
-        """Of all votes of a batch."""
+        """Number of elements in all votes of a batch."""
         return self.batch * self.routings * self.children * self.parents * self.pose
 
     def macs(self, backward: bool) -> int:
@@ -93,15 +93,15 @@ class Case:
         return self.numbers() * (self.depth + 2 * self.passes) * (3 if backward else 1)
 
     def core_macs(self, backward: bool) -> int:
-        """Multiply-adds of votes with numbers of their own parent or coupling, recomputation included.
+        """Multiply-adds of votes with scalars of their parent or coupling, including recomputation.
 
-        Forward: agreement and sum. Backward: agreement, gradients of couplings and parents; and, where the children's
-        and weights' gradients are made, agreement, gradient of couplings, and two for the votes' gradient.
+        Forward: agreement and sum. Backward: agreement, gradients of couplings and parents; and, for the children's
+        and weights' gradients, agreement, gradient of couplings, and two for the votes' gradient.
         """
         return self.numbers() * self.passes * (2 + (7 if backward else 0))
 
     def moved(self, weights: int, backward: bool, item: int = 2) -> int:
-        """Bytes: input, weights, result; backward those again with the gradients of input and weights."""
+        """Bytes: input, weights, result; for backward also these again and the gradients of input and weights."""
         inputs = self.batch * torch.Size(self.size).numel()
         results = self.batch * self.routings * self.parents * self.pose
         forward = inputs + weights + results
@@ -150,13 +150,13 @@ def cases() -> list[Case]:
 
 
 def em_layer(in_caps: int, out_caps: int) -> nn.Module:
-    """ConvEM 3x3 of stride 2 with the temperatures that networks give it, in relation to the children of a parent."""
+    """ConvEM 3x3 of stride 2 with the temperatures of the networks, relative to the children of a parent."""
     lam = 0.1 * out_caps / (9 * in_caps)
     return layers.ConvEM(in_caps, out_caps, 4, 3, 2, 2, lam_start=lam, lam_step=lam, init_beta_v=1.0)
 
 
 def em_case() -> Case:
-    """EM has no kernel: the layer as it is, against the reference. It computes in float32."""
+    """EM has no kernel: the layer's default engine against the reference. It computes in float32."""
     return Case(
         "EM conv, 32 to 32 types 4x4, 16x16 to 7x7, 2 it.",
         lambda: em_layer(32, 32),
@@ -173,7 +173,7 @@ def em_case() -> Case:
 
 
 def tiny_cases() -> dict[str, Case]:
-    """One case for each of `all_cases`, so small that Triton's interpreter takes seconds."""
+    """One case for each of `all_cases`, small enough for Triton's interpreter to take only seconds."""
     return {
         "idpa_conv": Case(
             "IDPA conv, tiny", lambda: layers.ConvIDPA(2, 3, 16, kernel_size=3, stride=2, num_iters=2),
@@ -197,7 +197,7 @@ def all_cases() -> dict[str, Case]:
 
 
 def poison(device: torch.device) -> None:
-    """Fill the memory that the next tensors will get with NaN."""
+    """Fill the memory of the next tensors with NaN."""
     if device.type == "cuda":
         blocks = [torch.full((n,), float("nan"), device=device) for n in (2**28, 2**24, 2**22, 2**18)]
         del blocks
@@ -230,7 +230,7 @@ def check(case: Case, dtype: torch.dtype, batch: int, device: torch.device) -> f
 
 
 def timed(runs: list[Callable[[], object]], device: torch.device, seconds: float = 1.0) -> float:
-    """Median milliseconds of one run; the runs (the same work on inputs of their own) take turns."""
+    """Median milliseconds of one run; the runs (the same work on different inputs) take turns."""
     for run in runs[:2] * 2:
         run()
     if device.type != "cuda":
@@ -254,7 +254,7 @@ def timed(runs: list[Callable[[], object]], device: torch.device, seconds: float
 
 
 def peak_mib(run: Callable[[], object], device: torch.device) -> float:
-    """Memory above what was allocated before."""
+    """Peak memory above the previous allocation."""
     if device.type != "cuda":
         return float("nan")
     torch.cuda.synchronize(device)
@@ -266,7 +266,7 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float:
 
 
 def launches(run: Callable[[], object], device: torch.device) -> int:
-    """Kernels that one run starts on the device (copies and fills counted too)."""
+    """Number of kernels that one run starts on the device (including copies and fills)."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -278,7 +278,7 @@ def launches(run: Callable[[], object], device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """Multiply-adds a second of a large bfloat16 product, bytes (read and written) a second of a large copy."""
+    """Multiply-adds per second of a large bfloat16 product, bytes (read and written) per second of a large copy."""
 
     macs: float
     bytes: float
@@ -403,7 +403,7 @@ def step_of(
 
 
 def measure_models(device: torch.device, batch: int, left: Callable[[], float]) -> dict[str, float]:
-    """Milliseconds of training steps: backbone, whole model, whole model in the reference; each compiled too."""
+    """Milliseconds of training steps: backbone, whole model, whole model with the reference; each compiled too."""
     times: dict[str, float] = {}
     for compiled in (False, True):
         suffix = ", compiled" if compiled else ""
@@ -495,7 +495,7 @@ def main() -> None:
             result.write(args.out)
             if not error <= tolerance:
                 raise SystemExit(f"error: {name} is wrong by {error:.1e}: nothing was timed")
-    # the reference is compiled for the first two alone where time is short
+    # if time is short, the reference is compiled only for the first two
     for case in cases():
         if left() < 60:
             print(f"left out, no time: {case.name}", file=sys.stderr)

@@ -1,16 +1,16 @@
-"""Everything that a GPU is needed for, in steps that are bounded, recorded and gone on with.
+"""All measurements that need a GPU, in bounded steps that are recorded and can be resumed.
 
     python benchmarks/gpu_day.py --minutes 9 --out gpu-day        # again, until it says that all is done
     python benchmarks/gpu_day.py --dry-run --out /tmp/gpu-day     # the same code on the CPU, with tiny sizes
 
-Needs torch, timm, Triton and the checkout; no installation. Each step runs in a process of its own: a kernel that hangs
-or breaks the device costs its own measurement and no other. `<out>/<step>.json` holds what was measured after each
-item; a second call goes on with the next item. What failed is recorded with its error and repeated with `--retry`.
-`<out>/report.md` and `<out>/report.json` say what was measured and which targets were reached.
+Needs torch, timm, Triton and the checkout; no installation. Each step runs in a separate process: a kernel that hangs
+or breaks the device affects only its measurement. `<out>/<step>.json` has the measurements after each
+item; a second call resumes with the next item. Failures are recorded with their error and repeated with `--retry`.
+`<out>/report.md` and `<out>/report.json` list the measurements and the reached targets.
 
 Steps: `tests` (pytest's mark `gpu`), `machine` (rates of a large product and copy), `check` (each routing layer against
 the reference in float64: fresh random inputs, memory filled with NaN), `layers` (times; a layer that failed its check
-is not timed), `train` (training steps of one network of each routing, images a second), `onnxruntime`,
+is not timed), `train` (training steps of one network of each routing, images per second), `onnxruntime`,
 `torch_tensorrt`. Shares of the floor are those of `--bandwidth` and `--flops`.
 """
 
@@ -39,7 +39,7 @@ from benchmarks.gpu_report import YARDSTICK, Settings, read, report, state, targ
 
 Item = Callable[[], Any]
 
-#: Seconds that one process of a step may take; what runs then is recorded as too slow, and the rest goes on in another.
+#: Seconds limit for one process of a step; the item running then is recorded as too slow, the rest runs in another.
 LIMITS = {
     "tests": 420,
     "machine": 60,
@@ -50,13 +50,13 @@ LIMITS = {
     "torch_tensorrt": 300,
 }
 
-#: Steps of a dry run whose kernels Triton's interpreter runs; in whole networks it would take minutes.
+#: Steps of a dry run whose kernels run in Triton's interpreter; for whole networks it would take minutes.
 INTERPRETED = ("check", "layers")
 
 #: Exit code of a step whose device is broken: the next item needs a new process.
 BROKEN = 3
 
-#: One network of each routing, and the two that they are compared with.
+#: One network of each routing, and the two networks that they are compared with.
 MODELS = {
     YARDSTICK: "resnet18_cifar",
     "IDPA": "idpa_resnet",
@@ -81,7 +81,7 @@ TINY_MODELS = {
 }
 
 
-# --- steps: names of items, and what measures each -----------------------------------------------------------------
+# --- steps: names of items, and their measurements - -----------------------------------------------------------------
 
 
 def tests(settings: Settings) -> dict[str, Item]:
@@ -93,10 +93,10 @@ def tests(settings: Settings) -> dict[str, Item]:
 
 
 def run_tests(files: list[Path]) -> dict[str, Any]:
-    """Outcome of the tests marked `gpu` of some files.
+    """Result of the tests marked `gpu` in some files.
 
     Raises:
-        RuntimeError: one failed, or none was found; with the end of pytest's output.
+        RuntimeError: a test failed, or none was found; with the end of pytest's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
@@ -131,7 +131,7 @@ def cases(settings: Settings) -> dict[str, Any]:
 
 
 def check(settings: Settings) -> dict[str, Item]:
-    """Largest relative error of values and gradients, by layer and type."""
+    """Largest relative error of values and gradients, by layer and dtype."""
     from benchmarks import gpu
 
     def one(case: Any, dtype: Any, tolerance: float) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def check(settings: Settings) -> dict[str, Item]:
 
 
 def layers(settings: Settings) -> dict[str, Item]:
-    """Times, memory and launches of each layer against the reference, and that under torch.compile."""
+    """Times, memory and launches of each layer against the reference, also under torch.compile."""
     from benchmarks import gpu
 
     limits = gpu.Machine(settings.flops / 2, settings.bandwidth)
@@ -193,7 +193,7 @@ def small_networks(settings: Settings) -> dict[str, str]:
 
 
 def missing(*modules: str) -> str:
-    """The first of these modules that is not installed, or an empty text."""
+    """The first of these modules that is not installed, or an empty string."""
     return next((name for name in modules if importlib.util.find_spec(name) is None), "")
 
 
@@ -280,11 +280,11 @@ STEPS: dict[str, Callable[[Settings], dict[str, Item]]] = {
     "torch_tensorrt": torch_tensorrt,
 }
 
-# --- one step, in a process of its own -----------------------------------------------------------------------------
+# --- one step, in a separate process -------------------------------------------------------------------------------
 
 
 def run_step(step: str, settings: Settings) -> int:
-    """Measure what the step has not measured yet; returns the exit code."""
+    """Run the step's missing measurements; return the exit code."""
     if settings.dry_run and step in INTERPRETED:
         from capszoo.layers import _triton
 
@@ -298,7 +298,7 @@ def run_step(step: str, settings: Settings) -> int:
         write(path, {**now, "running": name})
         try:
             now["items"][name] = item()
-        except Exception as error:  # whatever it is: recorded, and the others go on
+        except Exception as error:  # any error is recorded, and the others continue
             now["items"][name] = {"error": f"{type(error).__name__}: {error}"}
             if is_broken(error):
                 write(path, now)
@@ -309,16 +309,18 @@ def run_step(step: str, settings: Settings) -> int:
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether the process can use its device no longer."""
+    """True if the process can no longer use its device."""
     return "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
 
 
 def supervise(step: str, arguments: list[str], settings: Settings, seconds: float) -> str:
-    """Run a step in processes until it is finished; its outcome in a word or a line.
+    """Run a step in processes until it is finished; return its outcome as a word or a line.
 
     Args:
+        step: name of the step.
         arguments: of this script, for the step's process.
-        seconds: left for this call.
+        settings: settings of the run.
+        seconds: remaining for this call.
     """
     end = time.monotonic() + seconds
     environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if settings.dry_run else {})}
@@ -341,10 +343,10 @@ def supervise(step: str, arguments: list[str], settings: Settings, seconds: floa
             failed = [name for name, value in now["items"].items() if is_failure(value) or is_wrong(value)]
             return f"{len(failed)} failed: {', '.join(failed)}" if failed else "done"
         if code is None and left <= LIMITS[step]:
-            return "to be gone on with"  # this call's time was up, not the step's
+            return "to be gone on with"  # this call's time expired, not the step's
         error = f"took more than {LIMITS[step]} s" if code is None else f"its process exited with {code}"
         if code != BROKEN:
-            # what was running is what did it; before the first item, it is the step itself
+            # the running item is the cause; before the first item, the step itself
             now["items"][now["running"] or step] = {"error": error}
             now["running"] = None
         now["finished"] = len(now["items"]) == before or step in now["items"]
@@ -352,7 +354,7 @@ def supervise(step: str, arguments: list[str], settings: Settings, seconds: floa
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a step's process and what it started (compiler workers)."""
+    """End a step's process and its subprocesses (compiler workers)."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -373,7 +375,7 @@ def write_report(settings: Settings) -> None:
 
 
 def is_failure(value: Any) -> bool:
-    """Whether an item could not be measured, or was not timed because its check did not pass."""
+    """True if an item could not be measured, or was not timed because its check failed."""
     return (
         isinstance(value, dict)
         and "tolerance" not in value
@@ -382,12 +384,12 @@ def is_failure(value: Any) -> bool:
 
 
 def is_wrong(value: Any) -> bool:
-    """Whether an item is a check that did not pass."""
+    """True if an item is a failed check."""
     return isinstance(value, dict) and value.get("passed") is False
 
 
 def forget_failures(out: Path) -> None:
-    """Let the next call repeat what failed."""
+    """Make the next call repeat failed items."""
     for step in STEPS:
         now = state(out, step)
         kept = {key: value for key, value in now["items"].items() if not is_failure(value)}
@@ -416,7 +418,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--flops", type=float, default=790e12, help="bf16 operations a second (default: H200)"
     )
-    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)  # what a step's own process is told
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)  # passed to a step's process
     args = parser.parse_args(argv)
     unknown = [step for step in args.steps.split(",") if step not in STEPS]
     if unknown:

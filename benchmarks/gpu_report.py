@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: What the other networks' training steps are compared with.
+#: The reference for the other networks' training steps.
 YARDSTICK = "ResNet-18 (CIFAR)"
 
 
 class Settings(NamedTuple):
-    """What a step needs to know.
+    """Settings of a step.
 
     Attributes:
-        bandwidth: bytes a second, of the floor. flops: bfloat16 operations a second, two for a multiply-add.
+        bandwidth: bytes per second, for the floor. flops: bfloat16 operations per second, two for a multiply-add.
     """
 
     out: Path
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """Of torch.compile: the dry run traces and generates no code."""
+        """Backend of torch.compile: the dry run traces and generates no code."""
         return "aot_eager" if self.dry_run else "inductor"
 
     @property
@@ -40,27 +40,27 @@ class Settings(NamedTuple):
 
 
 def write(path: Path, content: Any) -> None:
-    """JSON, whole or not at all."""
+    """Write JSON, completely or not at all."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(part, path)
 
 
 def state(out: Path, step: str) -> dict[str, Any]:
-    """`{"items": {name: result}, "running": name, "finished": bool}` as far as the step has come."""
+    """`{"items": {name: result}, "running": name, "finished": bool}` for the current state of a step."""
     path = out / f"{step}.json"
     empty: dict[str, Any] = {"items": {}, "running": None, "finished": False}
     return json.loads(path.read_text()) if path.is_file() else empty
 
 
 def read(out: Path, step: str) -> dict[str, Any]:
-    """What a step has measured."""
+    """Measurements of a step."""
     items: dict[str, Any] = state(out, step)["items"]
     return items
 
 
 class Target(NamedTuple):
-    """A figure that is aimed at: reached where `found` is at least (or at most) `wanted`; None: not measured."""
+    """A target figure: reached if `found` is at least (or at most) `wanted`; None: not measured."""
 
     name: str
     found: float | None
@@ -75,13 +75,13 @@ class Target(NamedTuple):
 
 
 def row_of(out: Path, case: str) -> dict[str, Any]:
-    """Figures of a layer's forward and backward pass; empty where there are none."""
+    """Figures of a layer's forward and backward; empty if there are none."""
     rows = read(out, "layers").get(case)
     return rows[1] if isinstance(rows, list) else {}
 
 
 def quotient(a: float | None, b: float | None) -> float | None:
-    """a / b; None where one of them is absent, not a number, or b is zero."""
+    """a / b; None if one of them is missing, not a number, or b is zero."""
     return a / b if a and b and a == a and b == b else None
 
 
@@ -172,13 +172,13 @@ def train_lines(out: Path) -> list[str]:
 
 
 def flat(value: Any) -> str:
-    """On one line of a table, not too long."""
+    """A value on one line of a table, truncated."""
     text = next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
     return " ".join(str(text).replace("|", "/").split())[:300]
 
 
 def report(settings: Settings, hardware: dict[str, Any]) -> str:
-    """All that was measured so far, as markdown."""
+    """All measurements so far, as markdown."""
     out = settings.out
     title = (
         "# A dry run on the CPU: no figure below says anything about a GPU"

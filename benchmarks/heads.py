@@ -1,4 +1,4 @@
-"""What a capsule head costs on a backbone of 224 pixels, and heads on six backbones with their ONNX files.
+"""Cost of a capsule head on a backbone at 224 pixels, and heads on six backbones with their ONNX files.
 
     python benchmarks/heads.py --cost                # time and training memory of every routing on ResNet-50
     python benchmarks/heads.py --cost --no-time      # memory alone, which a busy machine does not disturb
@@ -6,10 +6,11 @@
 
 Cost: images of 224 pixels, ResNet-50's features 2048x7x7, batch 8, 37 classes. A head's share of the forward time is
 its time over that of the backbone just before it, on the same images; the median over the turns. Training memory is
-the high-water mark above start-up of a fresh process that makes two SGD steps with momentum, with the head against the
+the high-water mark above start-up of a new process that runs two SGD steps with momentum, with the head against the
 backbone alone. Nothing is downloaded: all weights are random.
 
-Results go to benchmarks/results/heads.json, of which scripts/generate.py makes the tables of docs/fine-tune-results.md.
+Results are written to benchmarks/results/heads.json, from which scripts/generate.py creates the tables of
+docs/fine-tune-results.md.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from capszoo.recipes.weights import hardware  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "heads.json"
 BACKBONE, CLASSES, BATCH = "resnet50", 37, 8
-#: Shares of the backbone's forward time and training memory that a head should not exceed.
+#: Target maximum shares of the backbone's forward time and training memory for a head.
 TIME_AIM, MEMORY_AIM = 0.25, 0.30
-#: Backbone -> the routing that it is exported with.
+#: Backbone -> the routing of its exported head.
 BACKBONES = {
     "resnet18": "idpa",
     "convnext_atto": "dynamic",
@@ -102,7 +103,7 @@ def peak_of(routing: str) -> float:
 
 
 def memory_in_subprocess(routing: str, threads: int, repeats: int) -> float:
-    """Median over ``repeats`` processes: peaks of equal processes differ by some percent."""
+    """Median over ``repeats`` processes: peaks of identical processes differ by a few percent."""
     return statistics.median(_peak_in_subprocess(routing, threads) for _ in range(repeats))
 
 
@@ -117,7 +118,7 @@ def _peak_in_subprocess(routing: str, threads: int) -> float:
 def measure_cost(
     routings: list[str], time: bool, memory: bool, iters: int, threads: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """A row for each routing; what is not measured is left out of it."""
+    """A row for each routing, without the values that are not measured."""
     rows: list[dict[str, Any]] = []
     for routing in routings:
         with torch.device("meta"):
@@ -137,7 +138,7 @@ def measure_cost(
 
 
 def measure_backbone(backbone: str, routing: str) -> dict[str, Any]:
-    """A backbone's features and what a head makes of them, in PyTorch and as an ONNX file."""
+    """A backbone's features and a head's results for them, in PyTorch and as an ONNX file."""
     from benchmarks.export import DAMPING, warm
     from capszoo.export.to_onnx import export
 
@@ -164,14 +165,14 @@ def measure_backbone(backbone: str, routing: str) -> dict[str, Any]:
 
 
 def stored(file: Path = RESULTS) -> dict[str, Any]:
-    """The kept results; empty where nothing has been measured."""
+    """The stored results; empty without measurements."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def keep(file: Path, part: str, rows: list[dict[str, Any]], key: str, order: Iterable[str] = ()) -> None:
-    """Lay new rows over the kept ones: of a row measured before, only what was measured anew changes.
+    """Merge new rows into the stored ones: in existing rows, only the newly measured values change.
 
-    Rows named in ``order`` stay although they were not measured; the others go.
+    Rows named in ``order`` stay although they were not measured; the others are deleted.
     """
     results = stored(file)
     old = {row[key]: row for row in results.get(part, {}).get("rows", [])}
@@ -191,7 +192,7 @@ def _percent(share: float | None, aim: float) -> str:
 
 
 def cost_table(results: dict[str, Any]) -> str:
-    """Each routing's share of the backbone's forward time and training memory, and the aims."""
+    """Each routing's share of the backbone's forward time and training memory, and the targets."""
     found = results.get("cost", {})
     lines = [
         "| head | parameters | forward, % of the backbone's | training memory, % of the backbone's | MiB |",

@@ -6,19 +6,19 @@
 
 The yardstick is timm's ``resnet18`` with a 3x3 stem and no max-pool, 10 classes, on 3x32x32 images, in the same
 batch size and on the same threads. Each measurement of a model is paired with one of the yardstick taken just
-before it, and the median of the paired ratios is what is printed: a busy machine slows both. Peak memory is the
-high-water mark of a fresh process that does nothing but two training steps.
+before it, and the median of the paired ratios is printed: a busy machine slows both. Peak memory is the
+high-water mark of a new process that runs only two training steps.
 
-``--channels-last`` and ``--compile`` treat the model and the yardstick alike where times are measured; memory is that
+``--channels-last`` and ``--compile`` apply to both the model and the yardstick when times are measured; memory is that
 of the reference.
 
-A model is named as ``name`` or ``name:argument=value,argument=value``; shell patterns take all that match.
-``name@stage`` is the net cut off after that stage (of ``model.stages``), with average pooling behind it: what is left
-of a capsule network without its capsules. Multiply-adds are those of matrix products and convolutions, as PyTorch's
-own counter sees them; the last ratio is the time's over theirs, 1 where a net runs at ResNet-18's speed.
-``--plain-capconv`` measures EncapNets without their capsules: nothing is squashed, the branches of a layer are added up
-unweighted, and what is left is convolutions (all of them), BatchNorm and ReLU.
-``--less STAGE`` adds what a model takes more than its default's first stages, up to that one, all three in turns.
+A model is given as ``name`` or ``name:argument=value,argument=value``; shell patterns select all matches.
+``name@stage`` is the net up to and including that stage (of ``model.stages``), followed by average pooling: a capsule
+network without its capsules. Multiply-adds are those of matrix products and convolutions, as counted by PyTorch's
+counter; the last ratio is the time's over theirs, 1 if a net runs at ResNet-18's speed.
+``--plain-capconv`` measures EncapNets without their capsules: nothing is squashed, the branches of a layer are added
+unweighted, and only convolutions (all of them), BatchNorm and ReLU remain.
+``--less STAGE`` adds a model's extra time over its default's first stages, up to that one, all three in turns.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from capszoo.layers.engine import Reference, use_engines  # noqa: E402
 
 YARDSTICK = "resnet18_cifar"
 
-#: What is measured beside each model at its defaults.
+#: Variants measured besides each model at its defaults.
 VARIANTS = (
     "idpa_resnet:routing_iters=1",
     "capsnet_em_norb_small:in_chans=1,img_size=28,num_classes=10",
 )
 
-#: Models too large for the common batch on a small machine, and the batch that they (and the yardstick) get.
+#: Models too large for the common batch on a small machine, and the batch of these models (and the yardstick).
 SMALL_BATCH = {"encapnet_v2*": 2, "encapnet_v3*": 2}
 
 
@@ -102,7 +102,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def cifar_resnet18() -> nn.Module:
-    """timm's ResNet-18 as it is used on CIFAR: 3x3 stem of stride 1, no max-pool."""
+    """timm's ResNet-18 in the form used on CIFAR: 3x3 stem of stride 1, no max-pool."""
     model = timm.create_model("resnet18", num_classes=10)
     model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
     model.maxpool = nn.Identity()
@@ -123,7 +123,7 @@ def build(spec: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def cut_after(model: Any, stage: str) -> nn.Module:
-    """The stages of a net up to and including ``stage``, and average pooling."""
+    """The stages of a net up to and including ``stage``, followed by average pooling."""
     names = [name for name, _ in model.stages.named_children()]
     if stage not in names:
         raise SystemExit(f"error: no stage '{stage}'; the stages are {', '.join(names)}")
@@ -132,7 +132,7 @@ def cut_after(model: Any, stage: str) -> nn.Module:
 
 
 def leave_capsules_out() -> None:
-    """Let capConv layers squash nothing, and add their branches up unweighted (their coefficients are still made)."""
+    """Make capConv layers squash nothing and add their branches unweighted (their coefficients are still computed)."""
 
     def same(self: SquashGroups, x: Tensor) -> Tensor:
         return x
@@ -170,7 +170,7 @@ def batch_of(spec: str, batch: int) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """How a model is run."""
+    """Settings for running a model."""
 
     device: torch.device
     channels_last: bool = False
@@ -231,7 +231,7 @@ def compare(
 ) -> tuple[float, float, float | None]:
     """Median milliseconds of ``model`` and median ratio to ``yardstick``, measured in turns.
 
-    With a part of the model, which then takes turns with them, also the median ratio of what is left without it.
+    With a part of the model, measured in the same turns, also the median ratio of the model without that part.
     """
     for _ in range(warmup):
         yardstick()
@@ -253,7 +253,7 @@ def compare(
 def _peak_mib() -> float:
     """High-water mark of this process's resident memory.
 
-    ``VmHWM`` where there is a /proc: ``ru_maxrss`` of a started process also counts the process that started it.
+    From ``VmHWM`` if there is a /proc: ``ru_maxrss`` of a child process also counts its parent.
     """
     status = Path("/proc/self/status")
     if status.is_file():
@@ -265,7 +265,7 @@ def _peak_mib() -> float:
 
 
 def measure_memory(spec: str, batch: int, device: torch.device) -> tuple[float, float]:
-    """In this process: peak of two training steps, whole and above what imports alone need."""
+    """In this process: peak of two training steps, in total and above the memory of the imports."""
     start = _peak_mib()
     step = train_step_of(spec, batch, Form(device))
     step()
@@ -300,7 +300,7 @@ def memory_in_subprocess(
 
 
 def chosen(patterns: list[str]) -> list[str]:
-    """Model specs for the patterns; all models and ``VARIANTS`` where there are none.
+    """Model specs for the patterns; all models and ``VARIANTS`` if there are none.
 
     Raises:
         SystemExit: a pattern matches nothing.
@@ -321,7 +321,7 @@ def chosen(patterns: list[str]) -> list[str]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a markdown table; columns that were not measured are left out."""
+    """The rows as a markdown table, without columns that were not measured."""
 
     def per_work(ratio: float | None, row: Row) -> str | None:
         return None if ratio is None else f"{ratio / row.macs_ratio:.2f}"
@@ -357,7 +357,7 @@ def table(rows: list[Row]) -> str:
 
 def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
     device = form.device
-    torch._dynamo.reset()  # graphs of the models before
+    torch._dynamo.reset()  # graphs of the previous models
     batch = batch_of(spec, args.batch)
     model, size = build(spec)
     macs = multiply_adds(spec)
@@ -445,7 +445,7 @@ def main() -> None:
     if args.plain_capconv:
         leave_capsules_out()
     torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)  # untrained deep EncapNets shrink to denormal numbers in eval mode
+    torch.set_flush_denormal(True)  # outputs of untrained deep EncapNets are denormal in eval mode
     torch.manual_seed(0)
     device = torch.device(args.device)
     if args.memory_of:
@@ -470,7 +470,7 @@ def main() -> None:
     for number, spec in enumerate(specs, 1):
         print(f"[{number}/{len(specs)}] {spec}", file=sys.stderr, flush=True)
         rows.append(measure(spec, args, Form(device, args.channels_last, args.compile)))
-        for path in args.out:  # after each model, so that a run cut short leaves what it measured
+        for path in args.out:  # after each model, so that an interrupted run keeps its measurements
             write(rows, path, settings)
     print(table(rows))
     print(

@@ -9,7 +9,7 @@ The floor of a layer is the larger of two times: its multiply-adds at the rate o
 bytes it cannot avoid (input, weights, result, once) at the speed of a large copy; both rates are measured first. A
 training step counts three times the multiply-adds and three times the bytes. The reference engine (the paper's
 procedure, line by line) is timed in turns with the engine that the layer chooses, after their values have been
-compared; the naive loops (`tests/reference`, in float64) on a layer small enough to wait for, and their time is given
+compared. The naive loops (`tests/reference`, in float64) run on a small layer, and their time is given
 per vote.
 """
 
@@ -44,7 +44,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def in_turns(runs: list[Callable[[], object]], iters: int) -> list[float]:
-    """Median seconds of each, measured in turns after one run of each that is not counted."""
+    """Median seconds of each, measured in turns after one untimed run of each."""
     for run in runs:
         run()
     times = [[seconds(run) for run in runs] for _ in range(iters)]
@@ -53,7 +53,7 @@ def in_turns(runs: list[Callable[[], object]], iters: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Multiply-adds and bytes (read and written) a second, of a large matrix product and a large copy."""
+    """Multiply-adds and bytes (read and written) per second, of a large matrix product and a large copy."""
 
     macs: float
     bytes: float
@@ -73,7 +73,7 @@ def measure_machine() -> Machine:
 
 @dataclass
 class Case:
-    """A layer, and what an image costs at the least."""
+    """A layer, and the minimum cost of an image."""
 
     name: str
     layer: nn.Module
@@ -88,18 +88,18 @@ class Case:
     """Inputs lie in 0..1 (activations among them)."""
 
     def reference(self, x: Tensor) -> Tensor:
-        """The layer by its reference engine."""
+        """Results of the layer's reference engine."""
         with use_engines("reference"):
             return self.run(x)
 
     def engine(self, batch: int, train: bool) -> str:
-        """Name of the engine that the layer chooses; "-" where it has one way alone."""
+        """Name of the engine that the layer chooses; "-" if it has only one way to compute."""
         with record_engines() as choices:
             runs(self, self.run, batch, train)()
         return choices[-1].engine.name if choices else "-"
 
     def moved(self, batch: int, out: int) -> float:
-        """Bytes that cannot be avoided: input, weights, result, in float32."""
+        """Minimum bytes: input, weights, result, in float32."""
         weights = sum(p.numel() for p in self.layer.parameters())
         return 4 * (batch * int(torch.Size(self.size).numel()) + weights + out)
 
@@ -121,7 +121,7 @@ def shared_dynamic_case(parents: int = 512, num_iters: int = 3, places: int = 64
     groups = 32
     layer = layers.SharedDynamicRouting(groups, 8, parents, 16, num_iters)
     votes = groups * places * parents
-    # the sums over places and the agreements happen in the children's 9 numbers, not in the votes' 16
+    # the sums over places and the agreements are in the children's 9 dimensions, not in the votes' 16
     passes = (2 * num_iters - 2) * votes * 9 + (2 * num_iters - 1) * groups * parents * 9 * 16
     return Case(
         f"dynamic, transforms shared, {groups}x{places}x8 to {parents}x16, {num_iters} it.",
@@ -136,7 +136,7 @@ def shared_dynamic_case(parents: int = 512, num_iters: int = 3, places: int = 64
 def conv_em_case(
     in_caps: int = 32, out_caps: int = 32, grid: int = 16, stride: int = 2, num_iters: int = 2
 ) -> Case:
-    # temperatures as the nets have them, in relation to the children per parent
+    # temperatures of the nets, relative to the children per parent
     share = out_caps / (9 * in_caps)
     layer = layers.ConvEM(
         in_caps,
@@ -155,7 +155,7 @@ def conv_em_case(
     def poses(x: Tensor) -> Tensor:
         return layer.route(x)[0]
 
-    # votes (4 each of 16 numbers), squares (1), means, variances and log-likelihoods (1 each, and per iteration)
+    # votes (4 for each of 16 elements), squares (1), means, variances and log-likelihoods (1 each, and per iteration)
     macs = votes * 16 * (4 + 1 + 2 * num_iters + (num_iters - 1))
     name = f"EM, 3x3 s{stride}, {in_caps} to {out_caps} types 4x4, {grid}x{grid}, {num_iters} it."
     channels = in_caps * 17
@@ -262,7 +262,7 @@ def runs(case: Case, run: Callable[[Tensor], Tensor], batch: int, train: bool) -
 
 
 def difference(case: Case, batch: int = 2) -> float:
-    """Largest difference between a layer and its reference engine, of the largest value, in float64."""
+    """Largest difference between a layer and its reference engine, relative to the largest value, in float64."""
     layer_type = next((p.dtype for p in case.layer.parameters()), torch.float32)
     case.layer.double()
     x = torch.rand(batch, *case.size, dtype=torch.float64)
@@ -336,7 +336,7 @@ def layer_table(args: argparse.Namespace) -> None:
 
 
 def peak_of_step(step: Callable[[], object]) -> int:
-    """Most bytes that the tensors of a training step held at once, beyond those alive before it."""
+    """Peak bytes of the tensors of a training step, above those alive before it."""
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -351,7 +351,7 @@ def peak_of_step(step: Callable[[], object]) -> int:
 
 
 def scaling_table(args: argparse.Namespace) -> None:
-    """Training cost per vote and pass over them, as multiples of the first line of each family."""
+    """Training cost per vote and iteration over them, as multiples of the first line of each family."""
     families: dict[str, list[tuple[Case, int]]] = {
         "IDPA conv, input": [(conv_idpa_case(g, num_iters=3), 3) for g in (16, 32, 64)],
         "IDPA conv, iterations": [(conv_idpa_case(num_iters=t), t) for t in (2, 3, 5)],
@@ -381,9 +381,9 @@ def scaling_table(args: argparse.Namespace) -> None:
 
 
 def over_eager(name: str, args: argparse.Namespace, train: bool) -> float:
-    """Time of a model, compiled or under bfloat16 autocast, over that of the plain one.
+    """Time of a model, compiled or under bfloat16 autocast, relative to the eager float32 model.
 
-    Raises where the routing breaks a compiled graph.
+    Raises an error if the routing breaks a compiled graph.
     """
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
     model: Any = capszoo.create_model(name).train(train).to(memory_format=layout)

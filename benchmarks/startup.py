@@ -1,7 +1,7 @@
-"""Seconds that the commands take which load no model: ``python benchmarks/startup.py``.
+"""Seconds taken by the commands that load no model: ``python benchmarks/startup.py``.
 
-Each command runs in a fresh process, three times (``--repeats``) after one run that fills the disk cache; the table has
-every time and the peak memory. The budget is half a second; ``--budget`` fails where the fastest run exceeds it.
+Each command runs in a new process, three times (``--repeats``) after one run that fills the disk cache; the table has
+every time and the peak memory. The budget is half a second; ``--budget`` fails if the fastest run exceeds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MEASURE = "import resource, runpy, sys, atexit\n" + (
 
 
 def completion_environment(words: str) -> dict[str, str]:
-    """What bash's completion sets before it calls the command."""
+    """Environment that bash's completion sets before it calls the command."""
     count = len(words.split()) - (0 if words.endswith(" ") else 1)
     return {"_CAPSZOO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
 

@@ -4,13 +4,13 @@
     python benchmarks/transfer.py --photos photos --seed 0                     # the images of one seed as a folder
     python benchmarks/transfer.py --out DIR --tiny                             # every step in a few minutes
 
-Every step is a `capszoo` command, run in DIR as docs/fine-tune-results.md prints it; all take over an hour. ResNet-20
+Every step is a `capszoo` command, run in DIR as printed in docs/fine-tune-results.md; all take over an hour. ResNet-20
 is trained on CIFAR-100, its weights become a folder, and each head is fine-tuned from them and from random weights on
-the same 500 training images a class of CIFAR-10, a fifth of which is held out for early stopping. Only the weights of
-the backbone differ, and the layers' rates, which are scaled where there are weights to keep. Test accuracy is measured
+the same 500 training images per class of CIFAR-10, a fifth of which is held out for early stopping. Only the weights of
+the backbone differ, and the layers' rates, which are scaled for pretrained weights. Test accuracy is measured
 once, at the end.
 
-The same command resumes: a run that has a line in DIR/runs.jsonl is not made again, one that was cut short goes on.
+The same command resumes: a run that has a line in DIR/runs.jsonl is skipped, an interrupted one continues.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pretrain_command(extra: tuple[str, ...] = ()) -> list[str]:
 
 
 def folder_command() -> list[str]:
-    """The run as a folder that `local-dir:` takes: config.json and model.safetensors."""
+    """The run as a folder for `local-dir:`: config.json and model.safetensors."""
     return ["publish", "runs/cifar100", "me/backbone", "--dry-run", "--out", "backbone"]
 
 
@@ -68,7 +68,7 @@ def eval_command(head: str, seed: int, scratch: bool) -> list[str]:
 
 
 def write_photos(folder: Path, seed: int, per_class: int = PER_CLASS) -> None:
-    """Training images of CIFAR-10 as PNG files, a sub-folder per class; the seed draws them."""
+    """Write training images of CIFAR-10 as PNG files, a sub-folder per class; the seed samples them."""
     import torch
     from PIL import Image
 
@@ -87,10 +87,10 @@ def write_photos(folder: Path, seed: int, per_class: int = PER_CLASS) -> None:
 
 
 def capszoo(command: list[str], out: Path, threads: int, capture: bool = False) -> str:
-    """Run a `capszoo` command in ``out``, in a process of its own.
+    """Run a `capszoo` command in ``out``, in a separate process.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the command failed.
     """
     count = str(threads)
     environment = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
@@ -134,12 +134,12 @@ def measure(head: str, seed: int, scratch: bool, out: Path, threads: int, tiny: 
 
 
 def stored(file: Path = RESULTS) -> dict[str, Any]:
-    """The kept results; empty where nothing has been measured."""
+    """The stored results; empty without measurements."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _shown(values: list[float]) -> str:
-    """Mean ± standard deviation of the sample, where there are several."""
+    """Mean ± (sample) standard deviation, if there are several values."""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{spread}"
 
@@ -171,7 +171,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def section(results: dict[str, Any] | None = None) -> str:
-    """What docs/fine-tune-results.md says of it: the commands of one seed, and the table."""
+    """The section of docs/fine-tune-results.md: the commands of one seed, and the table."""
     results = stored() if results is None else results
     commands = [
         pretrain_command(),
@@ -227,7 +227,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def backbone_of(out: Path, threads: int, tiny: bool) -> dict[str, Any]:
-    """The pretrained backbone as DIR/backbone; its accuracy on CIFAR-100."""
+    """Create the pretrained backbone as DIR/backbone; return its accuracy on CIFAR-100."""
     if not (out / "backbone").is_dir():
         capszoo(pretrain_command((*TINY, "schedule.warmup_epochs=0") if tiny else ()), out, threads)
         capszoo(folder_command(), out, threads)
@@ -238,7 +238,7 @@ def backbone_of(out: Path, threads: int, tiny: bool) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, out: Path, target: Path) -> list[dict[str, Any]]:
-    """Every run that has no line in runs.jsonl yet; results are written after each."""
+    """Run everything that has no line in runs.jsonl yet; results are written after each."""
     backbone = backbone_of(out, args.threads, args.tiny)
     log = out / "runs.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []

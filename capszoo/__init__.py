@@ -7,7 +7,7 @@
 >>> net = capszoo.create_model("resnet20_routingcaps", pretrained=True)  # the PyTorch module, as timm gives it
 
 Importing the package registers every architecture with timm, so ``timm.create_model`` knows the names too, whichever of
-the two is imported first. Nothing heavy is loaded before it is used: public names are resolved on first access (PEP
+the two is imported first. Heavy dependencies are loaded on first use: public names are resolved on first access (PEP
 562), so that ``capszoo --help`` starts without torch.
 """
 
@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 
 _checkout = _Path(__file__).resolve().parent.parent
 if (_checkout / "hubconf.py").is_file() and (_checkout / "recipes" / "__init__.py").is_file():
-    # a plain checkout has `recipes` and `export` beside the package; an install has them inside it
+    # a checkout has `recipes` and `export` beside the package; an installation has them inside it
     __path__.append(str(_checkout))
 
 __all__ = [
@@ -85,7 +85,7 @@ _DEFINED_IN = {
     "replace_global_pool": "models._surgery",
 }
 
-#: Modules that are attributes of the package without an import of their own.
+#: Modules that are attributes of the package without being imported by it.
 _MODULES = frozenset(
     ("cli", "data", "errors", "explain", "export", "facade", "inference", "layers", "losses", "models")
     + ("preprocess", "recipes", "scores", "summary")

@@ -46,7 +46,7 @@ __all__ = [
 
 
 def list_models(filter: str = "", pretrained: bool = False) -> list[str]:
-    """Names of the zoo's architectures, sorted; with ``pretrained`` those that have weights, with their tags.
+    """Names of the zoo's architectures, sorted; with ``pretrained`` those with weights, including their tags.
 
     Args:
         filter: shell pattern; a word without wildcards matches anywhere in the name.
@@ -88,10 +88,10 @@ def _check_name(name: str) -> None:
 
 
 def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    """Create what a ``config.json`` describes, of a repository of the Hub or of a folder.
+    """Create the model that a ``config.json`` describes, from a repository of the Hub or a folder.
 
-    timm reads such files, too, but would follow every source of weights that they name. Here they describe the model
-    (see :mod:`capszoo.models._metadata`), and weights come from ``model.safetensors`` beside them alone.
+    timm reads such files too, but would load from any source of weights that they name. Here they only describe the
+    model (see :mod:`capszoo.models._metadata`), and weights come only from ``model.safetensors`` beside them.
     """
     cache_dir = kwargs.get("cache_dir")
     if source == "hf-hub":
@@ -141,15 +141,15 @@ def create_model(
         name: registered name (``"idpa_resnet"``), name and tag (``"idpa_resnet.cifar10"``), ``"hf-hub:org/repo"``
             or ``"local-dir:folder"``.
         pretrained: load weights: bundled ones offline, others through the Hub.
-        num_classes: classes; the class capsules are new where it differs from the weights'. 0: pooled features.
-        in_chans: input channels; the first convolution is fitted to it.
+        num_classes: classes; if it differs from the weights', the class capsules are new. 0: pooled features.
+        in_chans: input channels; the first convolution is adapted to them.
         img_size: input size, one number or (height, width), in pixels.
-        routing_iters: routing iterations, where the architecture has them.
-        **kwargs: the architecture's own arguments; see its docstring.
+        routing_iters: routing iterations, if the architecture has any.
+        **kwargs: arguments of the architecture; see its docstring.
 
     Raises:
         UnknownModel: no such name, or no such weights.
-        UnknownArgument: a keyword that the architecture does not take.
+        UnknownArgument: a keyword that the architecture does not accept.
         WeightsError: the weights are missing, damaged or do not fit.
 
     Examples:
@@ -175,7 +175,7 @@ def create_model(
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a model without running it."""
+    """Facts about a model that need no forward pass."""
 
     name: str
     description: str
@@ -201,7 +201,7 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """
     _check_name(name)
     architecture, tag = split_model_name_tag(name)
-    trained = bundled_tags()[name].model_args if tag else {}  # what a checkpoint was built as
+    trained = bundled_tags()[name].model_args if tag else {}  # arguments that a checkpoint was built with
     model = create_model(name, device="meta", **{**trained, **kwargs})
     cfg = get_pretrained_cfg(name)
     weights = tuple(
@@ -228,18 +228,18 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
 
 
 def default_device() -> torch.device:
-    """CUDA where there is one, else the CPU."""
+    """CUDA if available, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def resolve_device(name: str | torch.device | None = None) -> torch.device:
-    """The device that a name means.
+    """Resolve the name of a device.
 
     Args:
-        name: ``cpu``, ``cuda`` (or ``cuda:N``), ``mps``; ``auto`` or None takes CUDA where there is one, else the CPU.
+        name: ``cpu``, ``cuda`` (or ``cuda:N``), ``mps``; ``auto`` or None selects CUDA if available, else the CPU.
 
     Raises:
-        UsageError: no such device, or none of it on this machine.
+        UsageError: an unknown device, or one that this machine does not have.
     """
     if isinstance(name, torch.device):
         return name

@@ -1,6 +1,6 @@
 """The zoo's models and checkpoints as plain data, for listings, completion and name checks without torch.
 
-``catalogue.json`` holds what is known of each architecture; ``make docs`` writes it from timm's registry, and a test
+``catalogue.json`` describes each architecture; ``make docs`` writes it from timm's registry, and a test
 compares the two. Checkpoints are read from their metadata files.
 """
 
@@ -52,7 +52,7 @@ def _entries() -> dict[str, dict[str, Any]]:
 
 
 def architectures() -> dict[str, dict[str, Any]]:
-    """Every architecture by its name: what ``capszoo info --json`` prints of it, but for its weights."""
+    """Every architecture by its name: the output of ``capszoo info --json``, except for its weights."""
     return {name: entry for name, entry in _entries().items() if "." not in name}
 
 
@@ -63,7 +63,7 @@ def checkpoints() -> dict[str, WeightsInfo]:
 
 
 def check_model_argument(name: str) -> None:
-    """Raise where a MODEL argument cannot lead to a model, before anything is loaded.
+    """Raise an error if a MODEL argument cannot refer to a model, before anything is loaded.
 
     Args:
         name: a name, ``name.tag``, ``hf-hub:…``, ``local-dir:…``, a folder or a file.
@@ -89,7 +89,7 @@ def check_model_argument(name: str) -> None:
 
 
 def checkpoint_row(info: WeightsInfo) -> dict[str, Any]:
-    """What listings say of a checkpoint."""
+    """Columns of a checkpoint in listings."""
     return {
         "name": info.name,
         "description": plain(info.description or architectures()[info.architecture]["description"]),
@@ -105,7 +105,7 @@ def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]
 
     Args:
         filter: part of a name or of a tag, or a shell pattern.
-        pretrained: checkpoints instead of architectures.
+        pretrained: list checkpoints instead of architectures.
     """
     pattern = filter if any(c in filter for c in "*?[") else f"*{filter}*"
     if pretrained:
@@ -135,9 +135,9 @@ def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]
 
 
 def describe(name: str) -> dict[str, Any] | None:
-    """What ``capszoo info --json`` prints of an architecture in its default configuration, or of a checkpoint.
+    """The output of ``capszoo info --json`` for an architecture in its default configuration, or for a checkpoint.
 
-    None for what the generated file does not hold: folders, files, repositories, checkpoints added since.
+    None for anything missing from the generated file: folders, files, repositories, checkpoints added since.
 
     Raises:
         UnknownModel: no such name.
@@ -154,7 +154,7 @@ def describe(name: str) -> dict[str, Any] | None:
 
 
 def weights_entry(info: WeightsInfo) -> dict[str, Any]:
-    """What ``capszoo info --json`` prints of a checkpoint."""
+    """The output of ``capszoo info --json`` for a checkpoint."""
     return {
         "name": info.name,
         "license": info.license,
@@ -169,5 +169,5 @@ def weights_entry(info: WeightsInfo) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """A docstring's line without its markup."""
+    """A line of a docstring without its markup."""
     return text.replace("``", "")

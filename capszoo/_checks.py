@@ -1,12 +1,12 @@
-"""Metadata of weights and configurations of repositories: written by strangers, so that little is taken from them.
+"""Check metadata of weights and configurations of repositories, which strangers write and which are not trusted.
 
-A ``config.json`` or a checkpoint's ``.json`` describes a model. It never says where something is to be read from: keys
-that name a file, an address, a repository or a device are dropped (:data:`_DESCRIBED` lists what is taken) or refused
-(:data:`_NOT_FOR_STRANGERS`), and a name of an architecture is a registered name alone, never ``hf-hub:`` or
+A ``config.json`` or a checkpoint's ``.json`` describes a model. It never determines where something is read from: keys
+that name a file, an address, a repository or a device are dropped (:data:`_DESCRIBED` lists the accepted keys) or
+refused (:data:`_NOT_FOR_STRANGERS`), and the name of an architecture must be a registered name, never ``hf-hub:`` or
 ``local-dir:``. Sizes have limits, and `capszoo.models._metadata.check_demand` compares them with the tensors of the
-file before a model is built. Nothing here imports torch, nor pydantic, whose import alone takes as long as the
-whole of ``capszoo list``. What is read less often has pydantic models: manifests of bundles, recipes, the typed record
-of a checkpoint.
+file before a model is built. This module imports neither torch nor pydantic, whose import alone takes as long as the
+whole of ``capszoo list``. Files that are read less often have pydantic models: manifests of bundles, recipes, the typed
+record of a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
     "read_json_object",
 ]
 
-#: Bytes of a JSON file that is read at all: a thousand times what the zoo's own have.
+#: Largest JSON file that is read, in bytes: a thousand times the size of the zoo's files.
 MAX_JSON_BYTES = 32 * 2**20
 MAX_CLASSES = 1_000_000
 MAX_CHANNELS = 4_096
-#: Pixels of a model's input.
+#: Largest input of a model, in pixels.
 MAX_INPUT_PIXELS = 4_096**2
-#: Largest whole number among a model's arguments.
+#: Largest integer among a model's arguments.
 MAX_ARGUMENT = 1_000_000
 
-#: What a configuration may say about a model: all of timm's ``PretrainedCfg`` but its sources (``url``, ``file``,
+#: Keys of a configuration that describe a model: all of timm's ``PretrainedCfg`` except its sources (``url``, ``file``,
 #: ``state_dict``, ``hf_hub_id``, ``hf_hub_filename``, ``source``, ``custom_load``).
 _DESCRIBED = frozenset(
     ("input_size", "test_input_size", "min_input_size", "fixed_input_size", "interpolation", "crop_pct")
@@ -59,8 +59,8 @@ _DESCRIBED = frozenset(
     + ("paper_name", "paper_ids", "notes", "tag", "architecture")
 )
 
-#: Arguments of ``create_model`` and of timm's builder that say where something is read from, how it is loaded or where
-#: it is put. A model's own arguments have none of these names.
+#: Arguments of ``create_model`` and of timm's builder that determine where something is read from, how it is loaded or
+#: where it is put. No model has an argument of these names.
 _NOT_FOR_STRANGERS = frozenset(
     (
         "cache_dir",
@@ -80,10 +80,10 @@ _NOT_FOR_STRANGERS = frozenset(
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
+    """Read a JSON file that contains an object.
 
     Raises:
-        WeightsError: not there, not readable, too large, no JSON, or no object.
+        WeightsError: the file is missing, not readable, too large, not JSON, or no object.
     """
     path = Path(path)
     try:
@@ -113,7 +113,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-# -- one value each: returned as it is used, or refused by the file's name and the key -------------------------------
+# -- one value each: returned in its final type, or refused with file and key ---------------------------------------
 
 
 def architecture_name(value: Any, where: str, key: str = "architecture") -> str:
@@ -260,10 +260,10 @@ _CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
 
 
 def checked_value(raw: Mapping[str, Any], key: str, where: str, default: Any = ...) -> Any:
-    """The value of a key of metadata, in the type that the package uses; ``default`` where it is absent or null.
+    """The value of a metadata key, in the type that the package uses; ``default`` if it is absent or null.
 
     Raises:
-        WeightsError: it is missing without a default, or of another type or size than the key's.
+        WeightsError: it is missing and has no default, or its type or size is invalid for the key.
     """
     value = raw.get(key)
     if value is None:
@@ -274,10 +274,10 @@ def checked_value(raw: Mapping[str, Any], key: str, where: str, default: Any = .
 
 
 def check_model_args(args: Any, where: str) -> dict[str, Any]:
-    """A model's arguments as metadata state them: plain values under names that choose no file, device or source.
+    """A model's arguments from metadata: plain values under names that determine no file, device or source.
 
     Raises:
-        WeightsError: one that does, or a value that is none of JSON's plain ones, or too large.
+        WeightsError: a name that does, or a value that is not a plain JSON value, or is too large.
     """
     if args is None:
         return {}
@@ -291,7 +291,7 @@ def check_model_args(args: Any, where: str) -> dict[str, Any]:
     if args.get("img_size") is not None:
         size = args["img_size"]
         _input_size([1, *(size if isinstance(size, list) else (size, size))], where, "model_args.img_size")
-    # the weights of a backbone are in the file itself: nothing is fetched for what it is loaded over
+    # the weights of a backbone are in the file itself: nothing is downloaded to initialise it
     return {name: value for name, value in args.items() if name != "backbone_pretrained"}
 
 
@@ -319,19 +319,19 @@ def _check_argument(value: Any, where: str, key: str, depth: int) -> None:
 
 
 def described(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a stranger's ``pretrained_cfg`` says about a model, checked; sources and unknown keys are left out."""
+    """The description of a model in a stranger's ``pretrained_cfg``, checked; drops sources and unknown keys."""
     taken = {key: _CHECKS[key](cfg[key], where, key) for key in _DESCRIBED if cfg.get(key) is not None}
-    for key in ("pool_size", "first_conv", "classifier"):  # timm tells null from absent for these
+    for key in ("pool_size", "first_conv", "classifier"):  # timm distinguishes null from absent for these
         if key in cfg:
             taken.setdefault(key, None)
     return taken
 
 
 def own_keys(value: Any, where: str) -> dict[str, Any]:
-    """The zoo's own keys of a configuration, checked; unknown ones are left out.
+    """The zoo's keys of a configuration, checked; drops unknown ones.
 
     Raises:
-        WeightsError: no object, or a value that makes no sense.
+        WeightsError: no object, or an invalid value.
     """
     if value is None:
         return {}
@@ -349,14 +349,14 @@ def own_keys(value: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A ``config.json`` as timm and the Hub have it, reduced to what is taken from a stranger.
+    """A ``config.json`` in the format of timm and the Hub, reduced to the keys accepted from a stranger.
 
     Attributes:
-        architecture: a name without source or tag; whether it is registered is for the caller to see.
-        cfg: keys of timm's ``PretrainedCfg`` that describe the model; no source of weights among them.
+        architecture: a name without source or tag; the caller checks whether it is registered.
+        cfg: keys of timm's ``PretrainedCfg`` that describe the model, without sources of weights.
         model_args: arguments of the architecture.
-        sha256: of ``model.safetensors``, where it is stated.
-        own_keys: the zoo's own keys (``config["capszoo"]``), see `own_keys`.
+        sha256: of ``model.safetensors``, if stated.
+        own_keys: the zoo's keys (``config["capszoo"]``), see `own_keys`.
     """
 
     architecture: str
@@ -367,14 +367,14 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path: str | Path, name: str | None = None) -> ModelConfig:
-        """Read ``config.json``; ``name`` is what errors call it.
+        """Read ``config.json``; ``name`` replaces the path in error messages.
 
         Raises:
-            WeightsError: not readable, or a value that makes no sense; the message names the file and the key.
+            WeightsError: not readable, or an invalid value; the message names the file and the key.
         """
         where = name or str(path)
         raw = read_json_object(path)
-        stated = raw.get("pretrained_cfg", raw)  # older ones are one flat object
+        stated = raw.get("pretrained_cfg", raw)  # older files are one flat object
         if not isinstance(stated, dict):
             raise WeightsError(f"{where}: pretrained_cfg must be an object, not {_kind(stated)}")
         stated = {**stated, **({"label_names": stated["labels"]} if "labels" in stated else {})}

@@ -1,4 +1,4 @@
-"""Files for users, written whole or not at all."""
+"""Write files for users, completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["cache_folder", "replacing", "write_csv"]
 
 
 def cache_folder() -> Path:
-    """Folder of what can be computed again; it need not exist."""
+    """Folder for files that can be recomputed; it need not exist."""
     stated = os.environ.get("CAPSZOO_CACHE")
     if stated:
         return Path(stated)
@@ -24,10 +24,10 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary file beside `path`, with its suffix, that takes its place at the end; after an error it goes.
+    """Yield a temporary file beside `path`, with its suffix, that replaces it at the end or is deleted on error.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file; its folder is created.
 
     Raises:
         CapszooError: the file cannot be written.
@@ -48,9 +48,9 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
     """Write a table; None is an empty cell.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file; its folder is created.
         header: names of the columns.
-        rows: their values.
+        rows: values of the rows.
 
     Raises:
         CapszooError: the file cannot be written.

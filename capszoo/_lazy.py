@@ -1,4 +1,4 @@
-"""Public names of a package that are resolved on first access (PEP 562), so that importing it loads nothing heavy."""
+"""Resolve public names of a package on first access (PEP 562), so that importing it loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["resolver"]
 def resolver(
     package: str, defined_in: Mapping[str, str], modules: Collection[str] = ()
 ) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package.
+    """Create the ``__getattr__`` of a package.
 
     Args:
-        package: its ``__name__``.
+        package: ``__name__`` of the package.
         defined_in: public name to the module, below the package, that defines it.
-        modules: further modules that are attributes of the package without an import of their own.
+        modules: further modules that are attributes of the package without being imported by it.
     """
 
     def find(name: str) -> Any:
         if name in defined_in:
             value = getattr(importlib.import_module(f".{defined_in[name]}", package), name)
-            setattr(sys.modules[package], name, value)  # found without this function from now on
+            setattr(sys.modules[package], name, value)  # later accesses bypass this function
             return value
         if name in modules:
             return importlib.import_module(f".{name}", package)

@@ -1,6 +1,6 @@
-"""Keep what PyTorch frees on a CPU for what it asks for next.
+"""Reuse the memory that PyTorch frees on a CPU for its next allocations.
 
-glibc hands a large block back to the system when it is freed, and the next one comes as new pages, which the kernel
+glibc returns a large block to the system when it is freed, and the next one consists of new pages, which the kernel
 clears one by one: up to a third of the time of a training step (docs/dev/measurements.md, "Memory that is kept").
 """
 
@@ -16,22 +16,22 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library to give no freed memory back to the system until the process ends.
+    """Tell the C library to return no freed memory to the system until the process ends.
 
-    Training and evaluation on a CPU call it (:mod:`capszoo.recipes`). Call it once in a program of your
-    own, before its first large tensors. The process stays as large as it was at its largest. The environment variable
-    ``CAPSZOO_KEEP_MEMORY=0`` forbids it.
+    Training and evaluation on a CPU call it (:mod:`capszoo.recipes`). In other programs, call it once, before the
+    first large tensors. The process keeps its maximum memory size. The environment variable
+    ``CAPSZOO_KEEP_MEMORY=0`` disables it.
 
     Returns:
-        Whether it will: False without glibc (macOS, Windows, musl), or where the variable forbids it.
+        True if enabled: False without glibc (macOS, Windows, musl), or if the variable disables it.
     """
     if sys.platform != "linux" or os.environ.get("CAPSZOO_KEEP_MEMORY", "1") == "0":
         return False
     try:
         libc = ctypes.CDLL(None)
-    except OSError:  # a program that is linked statically
+    except OSError:  # a statically linked program
         return False
     if not (hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt")):
         return False
-    # no block is a mapping of its own, which ends when the block is freed; and the heap is never cut (-1: never)
+    # no block is a separate mapping, which would be unmapped when freed; and the heap is never trimmed (-1: never)
     return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, -1))

@@ -1,6 +1,6 @@
 """The metadata files beside the weights (``<architecture>.<tag>.json``), read without torch.
 
-A checkpoint exists because its metadata file does. The file states the architecture and its arguments, the input that
+A checkpoint exists if its metadata file does. The file states the architecture and its arguments, the input that
 the weights were trained for, the recipe, the measured accuracy and the sha256 of the weights.
 """
 
@@ -23,13 +23,13 @@ __all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "run_we
 
 _logger = logging.getLogger(__name__)
 
-#: Namespace on the Hugging Face Hub under which every checkpoint is (to be) published, as ``<HUB_ORG>/<name>.<tag>``.
+#: Namespace on the Hugging Face Hub under which every checkpoint is to be published, as ``<HUB_ORG>/<name>.<tag>``.
 HUB_ORG = "capszoo"
 
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """A checkpoint's metadata file. ``raw`` holds everything (recipe, metrics, seeds, …)."""
+    """A checkpoint's metadata file. ``raw`` is its whole content (recipe, metrics, seeds, …)."""
 
     architecture: str
     tag: str
@@ -56,19 +56,19 @@ class WeightsInfo:
 
     @property
     def canonical(self) -> bool:
-        """Whether a bare architecture name means these weights."""
+        """Whether a bare architecture name refers to these weights."""
         return bool(self.raw.get("canonical"))
 
     @property
     def score_kind(self) -> str:
-        """What the scores are, see `capszoo.scores`; empty where neither the key nor the recipe says it."""
+        """Kind of the scores, see `capszoo.scores`; empty if neither the key nor the recipe determines it."""
         loss = self.raw.get("recipe", {}).get("loss", {}).get("name")
         stated = self.raw.get("score_kind") or (kind_for(loss) if loss else "")
         return str(stated) if stated in SCORE_KINDS else ""
 
     @property
     def own_keys(self) -> dict[str, Any]:
-        """What timm's configuration has no place for: a model's ``pretrained_cfg["capszoo"]``."""
+        """Facts for which timm's configuration has no field: a model's ``pretrained_cfg["capszoo"]``."""
         stated = {key: self.raw[key] for key in ("background", "object_size") if self.raw.get(key)}
         return stated | ({"score_kind": self.score_kind} if self.score_kind else {})
 
@@ -84,7 +84,7 @@ class WeightsInfo:
         """Read a checkpoint's metadata.
 
         Raises:
-            WeightsError: not readable, or a value that makes no sense; the message names the file and the key.
+            WeightsError: not readable, or an invalid value; the message names the file and the key.
         """
         raw, where = read_json_object(path), str(path)
         for key in ("recipe", "dataset", "metrics", "history", "versions", "per_class"):
@@ -109,15 +109,15 @@ class WeightsInfo:
 
 
 def weights_folders() -> tuple[Path, ...]:
-    """Where weight files are looked for: inside the package, then ``weights-large/`` of a checkout."""
+    """Folders searched for weight files: inside the package, then ``weights-large/`` of a checkout."""
     package = Path(__file__).resolve().parent
     return package / "weights", package.parent / "weights-large"
 
 
 def read_metadata(folders: Iterable[Path]) -> dict[str, WeightsInfo]:
-    """Every checkpoint whose metadata lie in ``folders``, by its full name, in alphabetical order.
+    """Every checkpoint with metadata in ``folders``, by its full name, in alphabetical order.
 
-    One whose metadata are damaged is left out, and a warning says so: the others do not depend on it.
+    A checkpoint with damaged metadata is skipped with a warning, since the others do not depend on it.
     """
     found: dict[str, WeightsInfo] = {}
     for folder in folders:
@@ -136,9 +136,9 @@ def read_metadata(folders: Iterable[Path]) -> dict[str, WeightsInfo]:
 
 
 def default_weights(known: Mapping[str, WeightsInfo], architecture: str) -> WeightsInfo | None:
-    """The checkpoint that a bare architecture name means: the canonical one, else the only one, else the first.
+    """The checkpoint that a bare architecture name refers to: the canonical one, else the only one, else the first.
 
-    A test holds that an architecture with several checkpoints has one canonical one.
+    A test checks that an architecture with several checkpoints has exactly one canonical one.
 
     Args:
         known: checkpoints by their full name.
@@ -149,10 +149,10 @@ def default_weights(known: Mapping[str, WeightsInfo], architecture: str) -> Weig
 
 
 def run_weights(folder: Path) -> Path:
-    """The weights that a finished run left in its folder, as ``<architecture>.<tag>.safetensors``.
+    """The weights that a finished run wrote to its folder, as ``<architecture>.<tag>.safetensors``.
 
     Raises:
-        CapszooError: none, or several.
+        CapszooError: there are none, or several.
     """
     found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
     if len(found) != 1:

@@ -1,4 +1,4 @@
-"""Arrays of an ``.npz`` file, sizes looked at before anything is unpacked; nothing is ever unpickled."""
+"""Read arrays of an ``.npz`` file. Sizes are checked before anything is unpacked; nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import CapszooError
 
 __all__ = ["read_npz"]
 
-#: Bytes that the arrays of a file may have together, unless the caller says otherwise.
+#: Total bytes that the arrays of a file may have, unless the caller sets another limit.
 MAX_BYTES = 256 * 2**20
 
 
@@ -20,12 +20,12 @@ def read_npz(path: str | Path, names: Iterable[str], max_bytes: int = MAX_BYTES)
     """Read some arrays of an ``.npz`` file.
 
     Args:
-        path: the file; zeros compress a thousandfold, so that its own size says little.
-        names: of the arrays.
-        max_bytes: of all that the file unpacks to.
+        path: the file; zeros compress a thousandfold, so the size of the file is no limit.
+        names: names of the arrays.
+        max_bytes: largest total unpacked size.
 
     Raises:
-        CapszooError: missing, damaged, too large, or an array is missing or no plain numbers.
+        CapszooError: the file is missing, damaged or too large, or an array is missing or not numeric.
     """
     path, names = Path(path), tuple(names)
     try:

@@ -1,4 +1,4 @@
-"""Registers the zoo's models with timm, without importing timm before somebody else does.
+"""Register the zoo's models with timm, without importing timm first.
 
 ``import timm, capszoo`` registers at once. After ``import capszoo`` alone, an import hook waits for timm: the models
 are registered when ``import timm`` ends. Importing :mod:`capszoo.models` registers them in any case.
@@ -20,7 +20,7 @@ _MODELS = f"{__package__}.models"
 
 
 def register_with_timm() -> None:
-    """Register now where timm is loaded, else as soon as it is."""
+    """Register now if timm is loaded, else as soon as it is."""
     if "timm" in sys.modules:
         importlib.import_module(_MODELS)
     elif not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
@@ -28,7 +28,7 @@ def register_with_timm() -> None:
 
 
 class _TimmFinder(MetaPathFinder):
-    """Finds timm as the other finders do, and gives it a loader that registers our models after loading."""
+    """Find timm through the other finders, and replace its loader by one that registers our models after loading."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -46,7 +46,7 @@ class _TimmFinder(MetaPathFinder):
 
 
 class _RegisteringLoader(Loader):
-    """timm's own loader, and our registration after it has run."""
+    """timm's loader, followed by our registration."""
 
     def __init__(self, loader: Loader, finder: _TimmFinder) -> None:
         self.loader, self.finder = loader, finder

@@ -19,7 +19,7 @@ _current = Verbosity.NORMAL
 
 
 def set_verbosity(value: Verbosity) -> None:
-    """Choose how much this process prints."""
+    """Set how much this process prints."""
     global _current
     _current = value
 

@@ -1,4 +1,4 @@
-"""What a MODEL argument means, decided once: for ``capszoo predict``, ``eval``, ``finetune``, ``publish``, ``export``.
+"""Resolve a MODEL argument, for all of ``capszoo predict``, ``eval``, ``finetune``, ``publish``, ``export``.
 
 >>> from capszoo.checkpoint import resolve
 >>> found = resolve("resnet20_routingcaps.mnist")
@@ -50,19 +50,19 @@ __all__ = ["Checkpoint", "NoWeights", "checkpoint_of", "model_from_file", "resol
 
 
 class NoWeights(CapszooError):
-    """An architecture of the zoo that has no pretrained weights."""
+    """An architecture of the zoo without pretrained weights."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a MODEL argument names.
+    """The checkpoint that a MODEL argument names.
 
     Attributes:
-        argument: as given.
+        argument: the MODEL argument.
         kind: ``name`` (of the zoo or of timm), ``hub``, ``folder`` (with a ``config.json``) or ``file``.
         path: the folder, or the file of the weights.
-        info: the metadata file of a zoo's checkpoint or of a file; None for the other kinds, and for a name without
-            weights.
+        info: the metadata file of a checkpoint of the zoo or of a file; None for the other kinds, and for a name
+            without weights.
     """
 
     argument: str
@@ -77,7 +77,7 @@ class Checkpoint:
 
         Args:
             pretrained: load the weights; False gives freshly initialised ones.
-            device: None is CUDA where there is one.
+            device: None selects CUDA if available.
             **kwargs: as for :func:`capszoo.create_model`.
 
         Raises:
@@ -95,7 +95,7 @@ class Checkpoint:
         return create[self.kind](pretrained, kwargs).eval().to(resolve_device(device))
 
     def metadata(self) -> Metadata:
-        """What the checkpoint states of itself; little where it has no metadata file.
+        """The checkpoint's metadata; sparse if it has no metadata file.
 
         Raises:
             CapszooError: a value of the wrong type.
@@ -111,19 +111,19 @@ class Checkpoint:
         return Metadata.read(_folder_metadata(self.path), self.argument)
 
     def weights(self) -> Path:
-        """The weights file on this machine, fetched where it must be; its sha256 is that of the metadata.
+        """The weights file on this machine, downloaded if necessary; its sha256 equals that of the metadata.
 
         Raises:
-            WeightsError: not to be had, or damaged.
+            WeightsError: the file is not available, or damaged.
         """
         if self.info is None:
             raise WeightsError(f"{self.argument}: no checkpoint of the zoo and no weights file")
         return locate_weights(self.info) if self.path is None else checked_pair(self.path)[0]
 
     def same_in_zoo(self) -> WeightsInfo | None:
-        """The zoo's checkpoint whose weights a folder or repository holds, by the sha256 that it states.
+        """The zoo's checkpoint with the same weights as a folder or repository, by the sha256 that it states.
 
-        Of a repository, once its ``config.json`` has been fetched.
+        For a repository, available once its ``config.json`` has been downloaded.
         """
         if self.kind == "hub":
             stated = hub_config(self.argument.removeprefix("hf-hub:")).sha256
@@ -165,13 +165,13 @@ class Checkpoint:
 
 
 def resolve(model: str | Path) -> Checkpoint:
-    """Decide what a MODEL argument names; nothing is loaded but metadata.
+    """Resolve a MODEL argument; loads only metadata.
 
     Args:
-        model: see the list at the head of this module.
+        model: see the list in the module docstring.
 
     Raises:
-        CapszooError: no such folder or file, or a folder that holds no finished run.
+        CapszooError: no such folder or file, or a folder without a finished run.
         WeightsError: a weights file without its metadata, or metadata that lack a key.
     """
     argument = str(model)
@@ -198,7 +198,7 @@ def resolve(model: str | Path) -> Checkpoint:
 
 
 def checkpoint_of(model: nn.Module) -> Checkpoint | None:
-    """The checkpoint that a model was created from, by its ``pretrained_cfg``; None where that names none.
+    """The checkpoint that a model was created from, by its ``pretrained_cfg``; None if that names none.
 
     The weights in memory may have changed since.
     """
@@ -218,7 +218,7 @@ def _folder_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _hub_metadata(repo_id: str) -> dict[str, Any]:
-    """That of a repository whose model has been loaded; ``model_args`` alone where it has none, or gives none."""
+    """Metadata of a repository whose model has been loaded; only ``model_args`` if it has or provides none."""
     from huggingface_hub import hf_hub_download
 
     name, _, revision = repo_id.partition("@")
@@ -254,7 +254,7 @@ def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: d
     described = {**stated, **info.model_args}
     arguments = {**described, **kwargs}
     create = partial(create_model, info.architecture)
-    # timm would adapt the first convolution of its own architectures from three channels, which they may not have
+    # timm would adapt the first convolution of its architectures from three channels, but the file may have others
     exact = info.architecture not in list_models() and all(arguments[k] == v for k, v in stated.items())
     state: dict[str, Tensor] = {}
     if pretrained:
@@ -270,12 +270,12 @@ def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: d
     cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     cfg.pop("state_dict", None)
     cfg["capszoo"] = info.own_keys
-    cfg["file"] = str(weights)  # where it came from; only now, for timm would read it
+    cfg["file"] = str(weights)  # the source; set only now, because timm would read it
     return model
 
 
 def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
-    """A trained model on the CPU, from ``<arch>.<tag>.safetensors`` or its ``.json``, and its metadata.
+    """A trained model on the CPU, from ``<arch>.<tag>.safetensors`` or its ``.json``; and its metadata.
 
     Raises:
         WeightsError: one of the two is missing, or the sha256 differs from the metadata's.

@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one line that says what is wrong, and what to do about it.
+"""Errors that a user can fix: one line that states what is wrong, and how to fix it.
 
 This module imports nothing heavy, so that the command line can name an error without loading torch.
 """
@@ -12,11 +12,11 @@ __all__ = ["CapszooError", "UnknownArgument", "UnknownModel", "UsageError", "Wei
 
 
 class CapszooError(Exception):
-    """Something failed for a reason that the user can act on; the command line prints it without a traceback.
+    """A failure with a reason that the user can act on; the command line prints it without a traceback.
 
     Args:
         message: what is wrong, in one line.
-        remedy: what to do about it, in one line; printed after the message.
+        remedy: how to fix it, in one line; printed after the message.
     """
 
     exit_code = 1
@@ -31,36 +31,36 @@ class CapszooError(Exception):
 
 
 class UsageError(CapszooError, ValueError):
-    """The call itself makes no sense (an impossible batch profile, an unknown gate)."""
+    """The call itself is invalid (an impossible batch profile, an unknown gate)."""
 
     exit_code = 2
 
 
 class UnknownModel(ValueError):
-    """A name that is no model of the zoo, or a tag that has no weights; the message names the nearest."""
+    """A name that is no model of the zoo, or a tag without weights; the message suggests the nearest."""
 
     exit_code = 2
 
 
 class UnknownArgument(TypeError):
-    """A keyword that the model does not take; the message names the nearest one that it takes."""
+    """A keyword that the model does not accept; the message suggests the nearest valid one."""
 
     exit_code = 2
 
 
 class WeightsError(RuntimeError):
-    """Weights are missing, damaged or do not fit; the message is one line and says what to do."""
+    """Weights are missing, damaged or do not fit; the message is one line and states how to fix it."""
 
     exit_code = 1
 
 
 def require(what: str, modules: Sequence[str], extra: str, error: type[CapszooError] = CapszooError) -> None:
-    """Raise ``error``, before anything is done, where modules that ``what`` needs are not installed.
+    """Raise ``error`` if modules that ``what`` needs are not installed, before anything else is done.
 
     Args:
         what: the work, as the subject of the sentence.
-        modules: their names for import; nothing is imported.
-        extra: of this package, which brings them.
+        modules: their import names; nothing is imported.
+        extra: extra of this package that installs them.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:

@@ -32,12 +32,12 @@ __all__ = ["ExportedModel", "LoadedModel", "load"]
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What :meth:`LoadedModel.export` wrote.
+    """Result of :meth:`LoadedModel.export`.
 
     Attributes:
         path: the ONNX file, or the folder of the bundle.
-        passed: whether every check that was run passed; nothing is written where one fails.
-        report: the export's full report, as ``capszoo export --json`` prints it.
+        passed: whether every check that was run passed; nothing is written if one fails.
+        report: the export's full report, the output of ``capszoo export --json``.
     """
 
     path: Path
@@ -46,14 +46,14 @@ class ExportedModel:
 
 
 class LoadedModel:
-    """A model with its weights, ready for images.
+    """A model with its weights, ready for inference.
 
     Attributes:
-        name: as it was loaded.
+        name: the name that it was loaded by.
         net: the PyTorch module, in eval mode.
         labels: names of the classes.
         input_size: channels, height and width of the network's input, in pixels.
-        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
+        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
     """
 
     def __init__(self, name: str, net: nn.Module) -> None:
@@ -66,7 +66,7 @@ class LoadedModel:
         size = "x".join(map(str, self.input_size))
         return f"{type(self).__name__}({self.name!r}, input={size}, classes={len(self.labels)})"
 
-    @overload  # a path is an iterable of characters to the type checker, and one image here
+    @overload  # to the type checker a path is an iterable of characters; here it is one image
     def predict(  # type: ignore[overload-overlap]
         self, images: ImageLike, topk: int = 5, batch_size: int = 32, **reading: Any
     ) -> ImagePrediction: ...
@@ -77,11 +77,11 @@ class LoadedModel:
     def predict(
         self, images: ImageLike | Iterable[ImageLike], topk: int = 5, batch_size: int = 32, **reading: Any
     ) -> ImagePrediction | list[ImagePrediction]:
-        """Classify one image, or each of several.
+        """Classify one image, or each of several images.
 
         Args:
             images: a path, a PIL image or an array (``[h, w, c]`` uint8, or ``[c, h, w]`` float in 0..1); or an
-                iterable of such.
+                iterable of these.
             topk: classes per image.
             batch_size: images per forward pass.
             **reading: ``background="black"`` or ``"white"`` for transparent pixels, ``invert=True`` for dark digits on
@@ -103,7 +103,7 @@ class LoadedModel:
         return found[0] if is_image_like(images) else found
 
     def explain(self, image: ImageLike, target: int | str | None = None, **reading: Any) -> Explanation:
-        """From where in an image a class capsule was routed.
+        """Show from which image positions a class capsule was routed.
 
         Args:
             image: as for :meth:`predict`.
@@ -118,7 +118,7 @@ class LoadedModel:
         return explain(self.net, transform(as_image(image)), target, name=self.name)
 
     def export(self, path: str | Path, **options: Any) -> ExportedModel:
-        """Write the model as an ONNX file, or as a bundle with everything that serving needs.
+        """Write the model as an ONNX file, or as a bundle with everything needed for serving.
 
         Args:
             path: ``FILE.onnx``, or a folder for a bundle.
@@ -126,7 +126,7 @@ class LoadedModel:
                 ``precision``, ``batch``, ``opset``, ``routing_iters``, …
 
         Raises:
-            CapszooError: a library is missing, or a check failed; nothing is written then.
+            CapszooError: a library is missing, or a check failed; then nothing is written.
         """
         from .export import bundle, to_onnx
 
@@ -151,11 +151,11 @@ def load(name: str, device: str | None = None, **kwargs: Any) -> LoadedModel:
     Args:
         name: ``name.tag`` or ``name`` of the zoo, ``hf-hub:org/repo``, the folder of a training run, or a
             ``.safetensors`` file.
-        device: where it computes; None is CUDA where there is one, else the CPU.
+        device: device of the model; None selects CUDA if available, else the CPU.
         **kwargs: as for :func:`capszoo.create_model`, such as ``routing_iters``.
 
     Raises:
         UnknownModel: no such name.
-        CapszooError: no weights exist, or nothing there that could be loaded.
+        CapszooError: there are no weights, or nothing that can be loaded.
     """
     return LoadedModel(name, load_model(name, device=device, **kwargs))

@@ -1,8 +1,8 @@
-"""One way to open an image: what ``predict``, ``explain``, ``eval``, ``finetune``, export and the data readers do.
+"""Open images in one way for ``predict``, ``explain``, ``eval``, ``finetune``, export and the data readers.
 
-An image file is small and may decode to anything. Its size is therefore looked at before a pixel is decoded, and an
-image is cropped before it is scaled. A bundle's ``infer.py`` has the same rules, copied by hand, for it imports nothing
-of this package; ``tests/test_images.py`` holds the two together.
+A small image file may decode to a huge image. Its size is therefore checked before a pixel is decoded, and an
+image is cropped before it is scaled. A bundle's ``infer.py`` has a copy of these rules, because it imports nothing
+from this package; ``tests/test_images.py`` checks that the two agree.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ __all__ = [
     "to_mode",
 ]
 
-#: What is taken for an image in a folder; a file named on its own may have any suffix.
+#: Suffixes of image files in a folder; a file given by name may have any suffix.
 IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 )
 
-#: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller says otherwise.
+#: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller sets another limit.
 MAX_PIXELS = 64_000_000
 
-# The limit here is an error, and lower than the size from which Pillow only warns.
+# The limit here raises an error, and is lower than the size at which Pillow only warns.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-#: Pixels that are converted at a time where Pillow cannot do it.
+#: Pixels converted at a time where Pillow has no conversion.
 _STRIP = 2**20
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """Files as they are, folders as the images under them (by suffix, sorted).
+    """Return files unchanged, and for folders the images under them (by suffix, sorted).
 
     Raises:
         CapszooError: a path that does not exist, or a folder without images.
@@ -70,7 +70,7 @@ def pixel_limit() -> int:
     """Pixels of the largest image that is decoded: :data:`MAX_PIXELS`, or the environment's ``CAPSZOO_MAX_PIXELS``.
 
     Raises:
-        UsageError: the variable is no whole number above 0.
+        UsageError: the variable is not an integer above 0.
     """
     stated = os.environ.get("CAPSZOO_MAX_PIXELS", "")
     if not stated:
@@ -95,17 +95,17 @@ def open_image(
     Args:
         source: path of a file, or a file's bytes.
         channels: 1 converts to grey, 3 to RGB (see :func:`to_mode`); None leaves the mode.
-        name: what errors call it; None takes the path.
-        max_pixels: an image with more is refused before it is decoded; None takes :func:`pixel_limit`.
-        side: the caller scales to this many pixels, so that a JPEG may be decoded at a smaller scale.
+        name: name in error messages; None uses the path.
+        max_pixels: an image with more is refused before it is decoded; None uses :func:`pixel_limit`.
+        side: size in pixels to which the caller scales, so that a JPEG may be decoded at a smaller scale.
 
     Raises:
-        CapszooError: no such file, not an image, a damaged one, or one with too many pixels.
+        CapszooError: the file is missing, not an image, damaged, or has too many pixels.
     """
     name = name or (source if isinstance(source, (str, Path)) else "an image")
     limit = max_pixels or pixel_limit()
     if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = limit  # Pillow's own limit would refuse what the caller allows
+        Image.MAX_IMAGE_PIXELS = limit  # Pillow's limit would refuse images that the caller allows
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if image.width * image.height > limit:
@@ -113,7 +113,7 @@ def open_image(
                     f"{name}: {image.width}x{image.height} are more than {limit:,} pixels",
                     "scale it down, or allow more with CAPSZOO_MAX_PIXELS",
                 )
-            if image.mode == "LAB":  # Pillow converts it by a colour profile alone
+            if image.mode == "LAB":  # Pillow converts it only with a colour profile
                 raise CapszooError(f"{name}: in LAB colours", "save it in grey or RGB")
             if side is not None:
                 image.draft({1: "L", 3: "RGB"}.get(channels or 0), (side, side))
@@ -134,7 +134,7 @@ def open_image(
         ) from None
     except MemoryError:
         raise CapszooError(f"{name}: too large for the memory of this machine", "scale it down") from None
-    except Exception as e:  # what Pillow's decoders raise for broken files is of many kinds
+    except Exception as e:  # Pillow's decoders raise many kinds of errors for broken files
         reason = " ".join(str(e).split())[:200] or type(e).__name__
         raise CapszooError(
             f"{name}: cannot be read ({reason})",
@@ -143,7 +143,7 @@ def open_image(
 
 
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
-    """An image of any mode in grey (1 channel) or RGB (3), 16 and 32 bits scaled down to 8, transparency composited."""
+    """Convert an image to grey (1 channel) or RGB (3): 16 and 32 bits scaled to 8, transparency composited."""
     mode = "L" if channels == 1 else "RGB"
     if image.mode.startswith("I") or image.mode == "F":
         image = _to_8_bits(image)
@@ -152,7 +152,7 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """16 or 32 bits to 8, a strip at a time: Pillow's own conversion would clip."""
+    """16 or 32 bits to 8, one strip at a time: Pillow's conversion would clip."""
     rows = max(1, _STRIP // image.width)
     strips = [
         np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
@@ -171,8 +171,8 @@ def resize_and_crop(
 ) -> Image.Image:
     """The centre of an image at ``size`` (height, width): the shorter side scaled to ``size / crop_pct``, then cropped.
 
-    What is cropped away is never scaled: an image of 1 x 1,000,000 pixels would take gigabytes. One that has the size
-    already is not resampled.
+    Only the cropped region is scaled: scaling a whole image of 1 x 1,000,000 pixels would take gigabytes. An image that
+    already has the size is not resampled.
     """
     height, width = size
     scale = max(height / image.height, width / image.width) / crop_pct

@@ -1,6 +1,6 @@
-"""Use a model on image files: find it under whatever name it was given, and predict.
+"""Apply a model to image files: resolve its name, and predict.
 
-What ``capszoo predict`` and ``capszoo explain`` do, as functions.
+The functions behind ``capszoo predict`` and ``capszoo explain``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ __all__ = [
 def load_model(
     name: str, pretrained: bool = True, device: str | torch.device | None = None, **kwargs: Any
 ) -> nn.Module:
-    """A model in eval mode, from whatever :mod:`capszoo.checkpoint` takes for a MODEL.
+    """A model in eval mode, from any MODEL that :mod:`capszoo.checkpoint` accepts.
 
     Args:
         name: registered name, ``name.tag``, ``hf-hub:org/repo``, the folder of a finished training run, a folder with
             a ``config.json`` (timm's and the Hub's layout), or a ``.safetensors`` file beside its metadata.
         pretrained: load weights; False gives freshly initialised ones.
-        device: where to put it: ``cpu``, ``cuda``, ``mps``; None or ``auto`` is CUDA where there is one, else the CPU.
+        device: device of the model: ``cpu``, ``cuda``, ``mps``; None or ``auto`` selects CUDA if available, else the
+            CPU.
         **kwargs: as for :func:`capszoo.create_model`.
 
     Raises:
         UnknownModel: no such name.
         NoWeights: an architecture without weights.
-        CapszooError: nothing there that could be loaded.
-        WeightsError: weights that are damaged or do not fit.
+        CapszooError: there is nothing that can be loaded.
+        WeightsError: the weights are damaged or do not fit.
 
     Examples:
         >>> net = load_model("resnet20_routingcaps.mnist", device="cpu")
@@ -55,7 +56,7 @@ def load_model(
 
 
 def label_names(model: nn.Module) -> list[str]:
-    """Names of a model's classes; their numbers where the weights have no names (or were made for other classes)."""
+    """Names of a model's classes; their indices if the weights have no names (or are for other classes)."""
     count = int(getattr(model, "num_classes", 0))
     names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
     return [str(name) for name in names] if len(names) == count else [str(i) for i in range(count)]
@@ -69,15 +70,15 @@ def predict(
     advance: Callable[[int], None] | None = None,
     transform: ImageTransform | None = None,
 ) -> list[ImagePrediction]:
-    """Classify images; a file that cannot be read gets a prediction that says so.
+    """Classify images; for a file that cannot be read, the prediction states the error.
 
     Args:
         model: in eval mode, on its device.
         images: one image or several: files, pictures, arrays (see `capszoo.preprocess.as_image`).
-        topk: classes per image, at most as many as there are.
+        topk: classes per image, limited to the number of classes.
         batch_size: images per forward pass.
         advance: called with the number of images done after each batch.
-        transform: how images are read; None takes `capszoo.preprocess.model_transform` of the model.
+        transform: how images are read; None uses `capszoo.preprocess.model_transform` of the model.
 
     Raises:
         UsageError: ``topk`` below 1, a model without classes, or an array that is no image.
@@ -108,7 +109,7 @@ def predict(
 
 
 def _image_name(image: ImageLike, index: int) -> str:
-    """A file's path, also that of a picture which Pillow opened; else a number."""
+    """Path of a file, also for a picture opened by Pillow; otherwise a number."""
     name = image if isinstance(image, (str, Path)) else getattr(image, "filename", "")
     return str(name or f"image {index + 1}")
 

@@ -1,11 +1,11 @@
-"""Training losses of capsule networks: pure functions, and :func:`create_loss` to have one by name.
+"""Training losses of capsule networks: pure functions, and :func:`create_loss` to create one by name.
 
 Sources: margin and reconstruction, Sabour et al. 2017 (section 4, Eq. 4, and 4.1); spread, Hinton et al. 2018
 (Eq. 3); schedules and ablations, Li et al. 2018 (appendix A.2). Each function is averaged over the batch. The
-feedback agreement (Sinkhorn, KL), which looks inside the model, is in ``capszoo.models._feedback``.
+feedback agreement (Sinkhorn, KL), which uses hidden features of the model, is in ``capszoo.models._feedback``.
 
-Letters: ``b`` batch, ``n`` classes, ``c h w`` image. Targets are class indices ``[b]``, or ``[b, n]`` with a one
-for each class that is present (MultiMNIST) where the function says so.
+Letters: ``b`` batch, ``n`` classes, ``c h w`` image. Targets are class indices ``[b]``, or where a function accepts
+it, ``[b, n]`` with a one for each class that is present (MultiMNIST).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def _presence(target: Tensor, scores: Tensor) -> Tensor:
-    """Targets ``[b]`` or ``[b, n]`` as ``[b, n]`` of zeros and ones, in the scores' type."""
+    """Targets ``[b]`` or ``[b, n]`` as ``[b, n]`` of zeros and ones, in the dtype of the scores."""
     if target.dim() == 1:
         return F.one_hot(target.long(), scores.shape[1]).to(scores.dtype)
     if target.shape != scores.shape:
@@ -57,8 +57,8 @@ def margin_loss(
     Args:
         scores: capsule lengths ``[b, n]``.
         target: ``[b]`` or ``[b, n]``.
-        m_plus: length from which a present class costs nothing.
-        m_minus: length below which an absent class costs nothing.
+        m_plus: length from which a present class has no loss.
+        m_minus: length below which an absent class has no loss.
         down_weight: lambda, weight of the absent classes.
     """
     scores = upcast_half(scores)
@@ -74,7 +74,7 @@ def spread_loss(scores: Tensor, target: Tensor, margin: float = 0.9) -> Tensor:
     Args:
         scores: activations ``[b, n]``.
         target: class indices ``[b]``.
-        margin: what the labelled class must lead by.
+        margin: required lead of the labelled class.
     """
     scores = upcast_half(scores)
     labelled = scores.gather(1, target.long()[:, None])  # [b, 1]
@@ -84,7 +84,7 @@ def spread_loss(scores: Tensor, target: Tensor, margin: float = 0.9) -> Tensor:
 
 
 def spread_margin(progress: float, low: float = 0.2, high: float = 0.9) -> float:
-    """Margin of the spread loss after a share ``progress`` (0 to 1) of the training: a straight line."""
+    """Margin of the spread loss after a share ``progress`` (0 to 1) of the training; linear."""
     return low + (high - low) * min(max(progress, 0.0), 1.0)
 
 
@@ -118,7 +118,7 @@ def reconstruction_loss(reconstruction: Tensor, image: Tensor, weight: float = 0
 
     Args:
         reconstruction, image: ``[b, c, h, w]``, pixels in 0 to 1.
-        weight: 0.0005, so that it does not dominate the margin loss.
+        weight: 0.0005, so that the reconstruction does not dominate the margin loss.
     """
     if reconstruction.shape != image.shape:
         raise ValueError(
@@ -145,9 +145,9 @@ class MarginLoss(nn.Module):
 
 
 class SpreadLoss(nn.Module):
-    """:func:`spread_loss` whose margin rises from ``margin_low`` to ``margin`` during training.
+    """:func:`spread_loss` with a margin that rises from ``margin_low`` to ``margin`` during training.
 
-    Call :meth:`set_progress` with the share of the training that is done, e.g. once an epoch; the straight line is
+    Call :meth:`set_progress` with the completed share of the training, e.g. once an epoch; the linear schedule is
     our choice. ``margin_low=None`` keeps the margin fixed ("fix_m" in Li et al. 2018, Table 5).
     """
 
@@ -208,7 +208,7 @@ class ReconstructionLoss(nn.Module):
         return f"weight={self.weight:g}"
 
 
-#: Losses of class scores and targets by name, as recipes name them; reconstruction compares images.
+#: Losses of class scores and targets, by their names in recipes; reconstruction compares images.
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "bce": BceLoss,
     "cross_entropy": CrossEntropyLoss,
@@ -219,14 +219,14 @@ LOSSES: dict[str, Callable[..., nn.Module]] = {
 
 
 def create_loss(name: str, **options: Any) -> nn.Module:
-    """A loss by name.
+    """Create a loss by name.
 
     Args:
         name: one of ``LOSSES``.
         **options: arguments of its class.
 
     Raises:
-        ValueError: unknown name; TypeError: unknown option. Both name the nearest valid one.
+        ValueError: unknown name; TypeError: unknown option. Both suggest the nearest valid one.
     """
     if name not in LOSSES:
         raise ValueError(unknown_name("loss", name, LOSSES))

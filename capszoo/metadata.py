@@ -1,8 +1,8 @@
-"""The metadata file of a checkpoint as a typed record: what it was trained on, how, and what was measured.
+"""The metadata file of a checkpoint as a typed record: training data, training settings, and measurements.
 
-Everything is optional, because checkpoints of earlier versions and of other people state less; keys that are not
-listed here are kept. ``WeightsInfo.metadata`` reads it when it is first asked for, so that ``import capszoo`` and
-``capszoo list`` do without pydantic.
+Everything is optional, because checkpoints of earlier versions and from other authors state less; keys that are not
+listed here are kept. ``WeightsInfo.metadata`` reads it on first access, so that ``import capszoo`` and
+``capszoo list`` do not need pydantic.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DatasetRecord(_Record):
 
 
 class Measurement(_Record):
-    """What was counted on one split; ``top1`` is the exact set, in per cent, where images have several labels."""
+    """Results on one split; ``top1`` is exact-set accuracy, in per cent, if images have several labels."""
 
     top1: float | None = None
     errors: int | None = None
@@ -50,7 +50,7 @@ class Measurement(_Record):
 
 
 class ClassCounts(_Record):
-    """Images and right answers of each class, in the order of the labels."""
+    """Number of images and of correct answers of each class, in the order of the labels."""
 
     split: str = ""
     images: list[int] = []
@@ -58,7 +58,7 @@ class ClassCounts(_Record):
 
 
 class AugmentRecord(_Record):
-    """The part of a recipe's augmentation that evaluation repeats."""
+    """The part of a recipe's augmentation that evaluation applies too."""
 
     shift: int | None = None
     flip: bool | str = False
@@ -87,13 +87,13 @@ class LossRecord(_Record):
 
 
 class InitRecord(_Record):
-    """The weights that a run began with."""
+    """The initial weights of a run."""
 
     weights: str | None = None
 
 
 class RecipeRecord(_Record):
-    """The recipe of a run, as the version of its time wrote it; ``capszoo.recipes.config.Recipe`` is today's."""
+    """The recipe of a run, as written by the version at that time; ``capszoo.recipes.config.Recipe`` is the current."""
 
     epochs: int | None = None
     seed: int | None = None
@@ -105,15 +105,15 @@ class RecipeRecord(_Record):
 
 
 class Metadata(_Record):
-    """All that a checkpoint states of itself.
+    """All metadata of a checkpoint.
 
     Attributes:
         storage: precision of the stored weights.
         pool_size: height and width of the last feature map.
-        model_args: what ``create_model`` needs beside classes, channels and size.
+        model_args: arguments of ``create_model`` besides classes, channels and size.
         epoch: epoch whose weights were kept; None for the last one.
-        metrics: by split.
-        history: columns of numbers, one per epoch.
+        metrics: results by split.
+        history: columns of values, one per epoch.
     """
 
     architecture: str = ""
@@ -142,16 +142,16 @@ class Metadata(_Record):
 
     @property
     def trained(self) -> RecipeRecord:
-        """The recipe; an empty one where the checkpoint states none."""
+        """The recipe; an empty one if the checkpoint states none."""
         return self.recipe or RecipeRecord()
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str) -> Metadata:
-        """Check values as they were read from JSON.
+        """Validate values read from JSON.
 
         Args:
             values: the file's content.
-            where: what the message names.
+            where: name of the file in error messages.
 
         Raises:
             CapszooError: a value of the wrong type.

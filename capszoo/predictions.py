@@ -1,4 +1,4 @@
-"""What a prediction is, whichever runtime computed it; imports no runtime."""
+"""The format of a prediction, for every runtime; imports none."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["ImagePrediction", "ScoredClass"]
 
 @dataclass(frozen=True)
 class ScoredClass:
-    """A class, its name where the weights have names, its score, and what the score means as a probability.
+    """A class, its name if the weights have names, its score, and the score as a probability.
 
     Attributes:
-        index: number of the class.
-        label: its name.
-        score: what the network gives (capsule length, activation or logit).
-        probability: the score between 0 and 1, see `capszoo.scores`.
+        index: index of the class.
+        label: name of the class.
+        score: output of the network (capsule length, activation or logit).
+        probability: the score mapped to 0..1, see `capszoo.scores`.
     """
 
     index: int
@@ -29,15 +29,15 @@ class ScoredClass:
 
 @dataclass(frozen=True)
 class ImagePrediction:
-    """The highest-scored classes of an image, best first; or why it could not be read.
+    """The highest-scored classes of an image, best first; or the reason why it could not be read.
 
     Attributes:
         image: path as given; ``"image"`` and a number for a picture or an array.
         top: the classes.
-        size: width and height of the image as it was given.
-        error: empty where all went well.
-        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
-        notes: what a person should know of how the image was read.
+        size: original width and height of the image.
+        error: empty without an error.
+        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
+        notes: notes for the user on how the image was read.
     """
 
     image: str

@@ -1,7 +1,7 @@
-"""From an image file to what a model takes: reading, resizing, cropping, normalising.
+"""Convert an image file to a model's input: reading, resizing, cropping, normalising.
 
 The transform of a model is read from its pretrained configuration (size, mean, std, interpolation, crop), so that
-``predict``, ``explain`` and the export's checks on real images all see exactly the same pixels.
+``predict``, ``explain`` and the export's checks on real images all use exactly the same pixels.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def load_image(path: str | Path) -> Image.Image:
     """Read an image file, upright: :func:`capszoo.images.open_image` of a path.
 
     Raises:
-        CapszooError: no such file, not an image, a damaged one, or one with too many pixels.
+        CapszooError: the file is missing, not an image, damaged, or has too many pixels.
     """
     return open_image(path)
 
 
 def is_image_like(value: object) -> bool:
-    """Whether a value is one image, not several: a path, a picture, an array."""
+    """True if a value is one image, not several: a path, a picture, an array."""
     return isinstance(value, (str, Path, Image.Image, np.ndarray, Tensor))
 
 
 def as_image(image: ImageLike) -> Image.Image:
-    """One image, however it is given, as a picture.
+    """Convert any representation of one image to a picture.
 
     Args:
         image: a file's path; a picture; an array or tensor, ``[h, w, c]`` (or ``[h, w]``) of uint8 or ``[c, h, w]`` of
@@ -68,7 +68,7 @@ def as_image(image: ImageLike) -> Image.Image:
 
     Raises:
         CapszooError: a file that cannot be read.
-        UsageError: an array of another shape, type or range, or no image at all.
+        UsageError: an array of an invalid shape, dtype or range, or no image at all.
     """
     if isinstance(image, (str, Path)):
         return load_image(image)
@@ -99,7 +99,7 @@ def as_image(image: ImageLike) -> Image.Image:
 class ImageTransform:
     """Image to normalised tensor: shorter side resized, centre cropped, scaled to 0..1, normalised.
 
-    An image that has the size already is not resampled.
+    An image that already has the size is not resampled.
 
     Attributes:
         channels: 1 (grey) or 3 (RGB).
@@ -107,12 +107,12 @@ class ImageTransform:
         mean, std: per channel, for values in 0..1.
         interpolation: ``nearest``, ``bilinear``, ``bicubic`` or ``lanczos``.
         crop_pct: share of the resized image that the crop keeps.
-        background: ``black`` or ``white``: what transparent pixels are composited on.
-        object_size: height and width that objects had in training on a larger canvas (affNIST, MultiMNIST): an image is
-            resized and cropped to it, then padded to ``size``. One that has ``size`` already is a whole canvas. None:
+        background: ``black`` or ``white``: background for transparent pixels.
+        object_size: height and width of objects in training on a larger canvas (affNIST, MultiMNIST): an image is
+            resized and cropped to it, then padded to ``size``. One that already has ``size`` is a whole canvas. None:
             images fill the frame.
-        invert: dark for bright.
-        fit: centre and scale a drawing as MNIST's makers did (:func:`capszoo.reading.fit_drawing`).
+        invert: swap dark and bright.
+        fit: centre and scale a drawing like the makers of MNIST (:func:`capszoo.reading.fit_drawing`).
     """
 
     channels: int
@@ -131,7 +131,7 @@ class ImageTransform:
         return self.read(image)[0]
 
     def read(self, image: Image.Image) -> tuple[Image.Image, tuple[str, ...]]:
-        """What the model sees of the image, and notes on how it was read."""
+        """The image as the model sees it, and notes on how it was read."""
         image, note = flatten(image, self.background, self.channels)
         image = to_mode(image, self.channels)
         image = invert(image) if self.invert else image
@@ -151,7 +151,7 @@ class ImageTransform:
         return self.normalise(self.view(image))
 
     def normalise(self, view: Image.Image) -> Tensor:
-        """What :meth:`view` or :meth:`read` gave to ``[c, h, w]``, float32."""
+        """The result of :meth:`view` or :meth:`read` to ``[c, h, w]``, float32."""
         pixels = np.asarray(view, dtype=np.float32) / 255
         tensor = torch.from_numpy(pixels.reshape(*self.size, self.channels)).permute(2, 0, 1)
         return (tensor - self._column(self.mean)) / self._column(self.std)
@@ -165,10 +165,10 @@ class ImageTransform:
 
 
 def model_input_size(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width that a model takes: its own ``img_size``, else its pretrained configuration's.
+    """Channels, height and width of a model's input: its ``img_size``, else its pretrained configuration's.
 
     Raises:
-        UsageError: the model says neither.
+        UsageError: the model states neither.
     """
     cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     configured = tuple(cfg.get("input_size") or ())
@@ -186,12 +186,12 @@ def model_transform(
     """The transform that a model's weights were trained for.
 
     Args:
-        model: its configuration says the rest.
-        background: ``black`` or ``white`` for transparent pixels; None takes what the weights' metadata say.
+        model: its configuration determines the other settings.
+        background: ``black`` or ``white`` for transparent pixels; None uses the value in the weights' metadata.
         invert, fit: see :class:`ImageTransform`.
 
     Raises:
-        CapszooError: a model whose input is no single grey or colour image.
+        CapszooError: the model's input is not a single grey or colour image.
     """
     cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = model_input_size(model)
@@ -220,6 +220,6 @@ def model_transform(
 
 
 def per_channel(values: Iterable[float], channels: int) -> tuple[float, ...]:
-    """As many values as channels: repeated from one, averaged to one."""
+    """One value per channel; if the number of values differs, their mean for each channel."""
     given = tuple(float(value) for value in values)
     return given if len(given) == channels else (sum(given) / len(given),) * channels

@@ -1,9 +1,9 @@
-"""Batch prediction with Ray Data: what ``capszoo predict --ray ADDRESS`` does.
+"""Batch prediction with Ray Data: the implementation of ``capszoo predict --ray ADDRESS``.
 
-The images are cut into shards of so many files. A worker answers a shard and writes it as one parquet file, which
-appears under its name when it is whole: `part-000000.parquet` and so on. A worker that dies is started again by Ray,
-and its shard with it; a second call answers the shards whose files are missing. Every node must see the images, the
-model and the folder of the answers under the same paths.
+The images are divided into shards of a fixed number of files. A worker predicts a shard and writes it as one parquet
+file, which appears under its final name when it is complete: `part-000000.parquet` and so on. Ray restarts a worker
+that dies, and retries its shard; a second call predicts the shards whose files are missing. Every node must see the
+images, the model and the output folder under the same paths.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .predictions import ImagePrediction
 
 __all__ = ["Job", "Summary", "predict_by_ray"]
 
-_METADATA = b"capszoo"  # key of a part's schema under which its job and counts stand
-_ATTEMPTS = 3  # at a shard: if its worker dies that often, something about the shard kills it
-_PATIENCE = 10.0  # seconds for a cluster to take a connection
+_METADATA = b"capszoo"  # key of a part's schema for its job and counts
+_ATTEMPTS = 3  # per shard: if its worker dies this often, the shard is the cause
+_PATIENCE = 10.0  # seconds for a cluster to accept a connection
 _RESUMES = "finished shards are kept: the same command answers the others"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every shard of a call has in common.
+    """Settings shared by all shards of a call.
 
     Attributes:
         model: a MODEL argument; a path is absolute.
-        sha256: of the weights, where they are on this machine.
-        root: folder that the images' names begin in.
-        out: folder of the answers, absolute.
+        sha256: of the weights, if they are on this machine.
+        root: folder to which the images' names are relative.
+        out: output folder, absolute.
         topk: classes per image.
         batch_size: images per forward pass.
-        device: of each worker.
+        device: device of each worker.
         options: arguments of the model.
         reading: arguments of `capszoo.preprocess.model_transform`.
     """
@@ -59,7 +59,7 @@ class Job:
     reading: dict[str, Any] = field(default_factory=dict)
 
     def key(self, files: Sequence[str]) -> str:
-        """Names a shard of this job: another model, other options or other images have another key."""
+        """Key of a shard of this job; it depends on the model, the options and the images."""
         same = {
             name: value for name, value in asdict(self).items() if name not in ("batch_size", "device", "out")
         }
@@ -72,7 +72,7 @@ class Job:
 
 @dataclass
 class Summary:
-    """What a call did: images answered in all and how many of them could not be read; shards in all and found done."""
+    """Result of a call: images predicted and how many were unreadable; shards in total and already done."""
 
     images: int = 0
     errors: int = 0
@@ -92,15 +92,16 @@ def predict_by_ray(
     """Classify files on a Ray cluster, into a folder of parquet files.
 
     Args:
-        job: what to do.
-        files: images; a name that is not absolute begins in the job's root.
-        address: of the cluster as Ray has it: ``local`` starts one here, ``auto``, ``HOST:PORT``, ``ray://HOST:PORT``.
-        workers: processes; None: one for each of the cluster's CPUs (GPUs where the device is ``cuda``).
+        job: settings of the call.
+        files: images; a relative name is relative to the job's root.
+        address: of the cluster in Ray's format: ``local`` starts one here, ``auto``, ``HOST:PORT``,
+            ``ray://HOST:PORT``.
+        workers: processes; None: one for each of the cluster's CPUs (GPUs if the device is ``cuda``).
         shard_size: images per parquet file.
         advance: called with the number of images after each shard.
 
     Raises:
-        CapszooError: Ray is not installed, no cluster answers, or the folder holds answers of another call.
+        CapszooError: Ray is not installed, no cluster responds, or the folder contains results of another call.
     """
     require("--ray", ("ray", "pyarrow"), "ray")
     shards = [list(files[k : k + shard_size]) for k in range(0, len(files), shard_size)]
@@ -122,14 +123,14 @@ def predict_by_ray(
 
 
 def _clear(job: Job) -> None:
-    """Remove what workers that died have left."""
+    """Remove files left by workers that died."""
     for pattern in (".*.part-*.parquet", ".part-*.tried"):
         for leftover in Path(job.out).glob(pattern):
             leftover.unlink(missing_ok=True)
 
 
 def _find_done(job: Job, shards: Sequence[Sequence[str]]) -> tuple[Summary, list[int]]:
-    """What an earlier call has answered, and the numbers of the shards that are missing."""
+    """Results of an earlier call, and the numbers of the missing shards."""
     summary, missing = Summary(shards=len(shards)), []
     known = {job.part(number).name for number in range(len(shards))}
     out = Path(job.out)
@@ -155,7 +156,7 @@ def _find_done(job: Job, shards: Sequence[Sequence[str]]) -> tuple[Summary, list
 
 
 def _read_note(part: Path) -> dict[str, Any] | None:
-    """What a part says of itself; None where there is none, or a damaged one."""
+    """The job and counts stored in a part; None if it is missing or damaged."""
     import pyarrow.parquet as pq
 
     try:
@@ -166,7 +167,7 @@ def _read_note(part: Path) -> dict[str, Any] | None:
 
 
 def _check_address(address: str) -> None:
-    """Refuse an address at which nothing listens: Ray itself tries for many minutes."""
+    """Refuse an address at which nothing listens; Ray itself would retry for many minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if address in ("local", "auto"):
         return
@@ -187,11 +188,11 @@ def _no_cluster(address: str, reason: str) -> CapszooError:
 
 @contextmanager
 def _cluster(address: str, workers: int | None) -> Iterator[Any]:
-    """Ray, connected to a cluster for as long as the block lasts; it is silent, for we say what happens."""
+    """Connect Ray to a cluster within this context, without Ray's output: we report progress ourselves."""
     _check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its errors reach us as exceptions
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # errors are raised as exceptions anyway
     import ray
     import ray.data
 
@@ -204,7 +205,7 @@ def _cluster(address: str, workers: int | None) -> Iterator[Any]:
             log_to_driver=False,
             **({"include_dashboard": False} if local else {}),
         )
-    except Exception as error:  # ConnectionError, ValueError, RuntimeError, TimeoutError, grpc's own
+    except Exception as error:  # ConnectionError, ValueError, RuntimeError, TimeoutError, grpc's errors
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise _no_cluster(address, reason) from error
     context = ray.data.DataContext.get_current()
@@ -212,9 +213,7 @@ def _cluster(address: str, workers: int | None) -> Iterator[Any]:
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     try:
-        with redirect_stdout(
-            sys.stderr
-        ):  # Ray says there that a worker died; stdout is for what was asked for
+        with redirect_stdout(sys.stderr):  # Ray reports worker deaths there; stdout is for results
             yield ray
     finally:
         ray.shutdown()
@@ -223,14 +222,14 @@ def _cluster(address: str, workers: int | None) -> Iterator[Any]:
 def _answered(
     ray: Any, job: Job, shards: Sequence[Sequence[str]], missing: Sequence[int], workers: int | None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each shard of `missing` as it is finished."""
+    """Yield a row for each shard of `missing` when it is finished."""
     on_gpu = str(job.device).startswith("cuda")
     available = ray.cluster_resources().get("GPU" if on_gpu else "CPU", 0)
     if on_gpu and not available:
         raise UsageError("--device cuda: the cluster has no GPUs", "leave --device out")
     count = max(1, min(workers or int(available), len(missing)))
     rows = [{"number": number, "files": json.dumps(shards[number])} for number in missing]
-    # A block is a row, so that a worker's death costs no more than the shard it was at.
+    # A block is a row, so that the death of a worker loses only its current shard.
     answered = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         ShardPredictor,
         fn_constructor_kwargs={"job": job},
@@ -246,17 +245,17 @@ def _answered(
 
 
 class ShardPredictor:
-    """Answers shards in a worker process, with a model that is loaded once."""
+    """Predict shards in a worker process, with a model that is loaded once."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.model: Any = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Answer the one shard of a batch; what goes wrong is said in a value, since Ray would wrap an error."""
+        """Predict the one shard of a batch; errors are returned as values, because Ray would wrap exceptions."""
         number, files = int(batch["number"][0]), json.loads(str(batch["files"][0]))
         row: dict[str, Any] = {"number": number, "images": 0, "errors": 0, "failure": ""}
-        # Ray starts a dead worker again, and without end: attempts are counted in a file that outlives the worker.
+        # Ray restarts a dead worker without limit: attempts are counted in a file that outlives the worker.
         tried = self.job.part(number).with_name(f".part-{number:06d}.tried")
         try:
             tried.parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +291,7 @@ class ShardPredictor:
 def _write_part(
     part: Path, names: Sequence[str], results: Sequence[ImagePrediction], note: dict[str, Any]
 ) -> None:
-    """A parquet file of the columns that ``predict --out FILE.csv`` has, a row per image and class."""
+    """Write a parquet file with the columns of ``predict --out FILE.csv``, one row per image and class."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -310,7 +309,7 @@ def _write_part(
     )
     rows: list[tuple[Any, ...]] = []
     for name, result in zip(names, results, strict=True):
-        name = name.encode("utf-8", "backslashreplace").decode()  # parquet's texts are UTF-8
+        name = name.encode("utf-8", "backslashreplace").decode()  # parquet strings are UTF-8
         for rank, one in enumerate(result.top, start=1):
             rows.append((name, rank, one.index, one.label, one.probability, one.score, None))
         if result.error:

@@ -1,8 +1,8 @@
-"""From any picture to one that looks like the training images: transparency, polarity, framing, canvas.
+"""Make any picture look like the training images: transparency, polarity, framing, canvas.
 
-Training images have one way of being drawn (white digits on black, in the middle of the frame). What people bring has
-others. Transparency is always composited; inverting and re-framing are done where the caller asks for it, and an image
-that looks inverted gets a note. A bundle's ``infer.py`` has the same rules, copied by hand, for it imports nothing of
+Training images are drawn in one way (white digits on black, in the middle of the frame). Users' images
+differ. Transparency is always composited; inverting and re-framing are done on request, and an image
+that looks inverted gets a note. A bundle's ``infer.py`` has a copy of these rules, because it imports nothing from
 this package; a test compares the two.
 """
 
@@ -23,13 +23,13 @@ __all__ = [
     "pad_to",
 ]
 
-#: What transparent pixels may be composited on, and its value.
+#: Backgrounds for transparent pixels, and their values.
 BACKGROUNDS = {"black": 0, "white": 255}
 
-#: Mean difference from the background, of 255, below which opaque pixels are taken to vanish on it.
+#: Mean difference from the background, out of 255, below which opaque pixels count as invisible.
 VANISHES_BELOW = 32
 
-#: Share of the frame's side that MNIST's digits were scaled to: 20 of 28 pixels.
+#: Ratio of the size of MNIST's digits to the side of the frame: 20 of 28 pixels.
 FITTED = 20 / 28
 
 
@@ -41,23 +41,23 @@ def default_background(channels: int) -> str:
 def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.Image, str]:
     """Composite a picture's transparent pixels on a background.
 
-    Where its opaque pixels would vanish on the background, the opposite one is taken; for a model of grey images the
-    result is inverted then, so that it is drawn on the background that the model knows.
+    If its opaque pixels would be invisible on the background, the opposite one is used. For a model of grey images the
+    result is then inverted, so that it has the background that the model was trained on.
 
     Args:
-        image: of any mode; one without transparency comes back as it is.
+        image: of any mode; one without transparency is returned unchanged.
         background: ``black`` or ``white``.
-        channels: 1 or 3, of the model.
+        channels: of the model, 1 or 3.
 
     Returns:
-        The picture without transparency, and a note for the user; empty where the background was the one asked for.
+        The picture without transparency, and a note for the user, empty if the requested background was used.
     """
     if not image.has_transparency_data:
         return image, ""
     rgba = image.convert("RGBA")
     step = max(
         1, round((rgba.width * rgba.height / 1e6) ** 0.5)
-    )  # a sample of about a million pixels will do
+    )  # a sample of about a million pixels is enough
     opacity = np.asarray(rgba.getchannel("A"))[::step, ::step].astype(np.float64)
     grey = np.asarray(rgba.convert("RGB").convert("L"))[::step, ::step].astype(np.float64)
     total = opacity.sum()
@@ -76,12 +76,12 @@ def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.I
 
 
 def invert(image: Image.Image) -> Image.Image:
-    """Dark for bright, in grey or RGB."""
+    """Swap dark and bright, in grey or RGB."""
     return ImageChops.invert(image)
 
 
 def looks_inverted(image: Image.Image, mean: Sequence[float]) -> str:
-    """A note where a grey picture is bright with a bright edge, and training images are dark; else empty.
+    """A note if a grey picture is bright with a bright edge, but training images are dark; else empty.
 
     Args:
         image: as the model sees it, in grey or RGB.
@@ -97,10 +97,10 @@ def looks_inverted(image: Image.Image, mean: Sequence[float]) -> str:
 
 
 def fit_drawing(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Centre and scale a drawing as MNIST's makers did: 20 of 28 pixels, its centre of mass at the middle.
+    """Centre and scale a drawing like the makers of MNIST: 20 of 28 pixels, its centre of mass in the middle.
 
     Args:
-        image: in grey or RGB, bright on dark. What is darker than a fifth of its range counts as background.
+        image: in grey or RGB, bright on dark. Pixels below a fifth of its range count as background.
         size: height and width of the result, in pixels.
     """
     height, width = size
@@ -125,7 +125,7 @@ def fit_drawing(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def pad_to(image: Image.Image, size: tuple[int, int], background: str = "black") -> Image.Image:
-    """A picture in the middle of a canvas of ``size`` (height, width) that is at least as large."""
+    """A picture in the middle of a canvas of ``size`` (height, width), which must be at least as large."""
     height, width = size
     value = BACKGROUNDS[background]
     canvas = Image.new(image.mode, (width, height), value if image.mode == "L" else (value,) * 3)

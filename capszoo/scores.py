@@ -1,8 +1,8 @@
-"""What class scores mean, and how they become probabilities.
+"""The meaning of class scores, and their conversion to probabilities.
 
-A model's scores are whatever its loss was written for: logits, capsule lengths, EM activations. Their argmax is the
-prediction in every case; as numbers they say something only together with their kind. The kind is part of the metadata
-of the weights (``score_kind``), and :func:`probabilities` turns scores of any kind into numbers between 0 and 1.
+A model's scores depend on the loss that it was trained with: logits, capsule lengths, EM activations. Their argmax is
+always the prediction; their values can be interpreted only together with their kind. The kind is part of the metadata
+of the weights (``score_kind``), and :func:`probabilities` maps scores of any kind to values between 0 and 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCORE_KINDS", "kind_for", "probabilities", "score_kind"]
 
-#: Kind of score -> how it becomes a probability, in words.
+#: Kind of score -> how it is converted to a probability, in words.
 SCORE_KINDS = {
     "logits": "softmax over the classes",
     "log_probabilities": "softmax over the classes",
@@ -40,7 +40,7 @@ def kind_for(loss: str, single_label: bool = True) -> str:
 
 
 def score_kind(model: Any) -> str:
-    """Kind of a model's scores: that of its weights' metadata, else what its architecture gives."""
+    """Kind of a model's scores: that in its weights' metadata, else that of its architecture."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     stated = (cfg.get("capszoo") or {}).get("score_kind")
     kind = stated or getattr(model, "score_kind", None)
@@ -48,12 +48,12 @@ def score_kind(model: Any) -> str:
 
 
 def probabilities(scores: Tensor, kind: str) -> Tensor:
-    """Scores ``[..., n]`` of a kind to numbers in 0..1; they sum to 1 where an image has one class.
+    """Map scores ``[..., n]`` of a kind to values in 0..1; they sum to 1 if an image has one class.
 
-    Normalised capsule lengths order classes and compare images; they are no calibrated frequencies of being right.
+    Normalised capsule lengths order classes and compare images; they are not calibrated probabilities.
 
     Raises:
-        KeyError: a kind that is none of `SCORE_KINDS`.
+        KeyError: a kind that is not in `SCORE_KINDS`.
 
     Examples:
         >>> import torch

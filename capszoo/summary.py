@@ -1,4 +1,4 @@
-"""Everything that is known of a model, for ``capszoo info``: size, arithmetic, the papers' results, our weights."""
+"""A summary of a model, for ``capszoo info``: size, arithmetic, the papers' results, our weights."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = [
     "summarise",
 ]
 
-#: Names under which layers and models keep their iteration count.
+#: Attribute names of the iteration count in layers and models.
 ITERATION_ATTRIBUTES = ("num_iters", "routing_iters")
 
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What ``capszoo info`` prints.
+    """The contents of ``capszoo info``.
 
     Attributes:
-        info: the registry's view.
+        info: the model in the registry.
         multiply_adds: of one image, in convolutions and matrix products.
         routing_iters: the distinct iteration counts of its routings; empty without routing.
-        figures: what the papers report for this architecture.
+        figures: the papers' results for this architecture.
     """
 
     info: ModelInfo
@@ -49,7 +49,7 @@ class ModelSummary:
     figures: tuple[PaperFigure, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
+        """Only plain types, for JSON."""
         info = self.info
         return {
             "name": info.name,
@@ -67,14 +67,14 @@ class ModelSummary:
 
 
 def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | None = None) -> int:
-    """Multiply-adds of one image in convolutions and matrix products, as PyTorch's counter sees them.
+    """Multiply-adds of one image in convolutions and matrix products, as PyTorch's counter counts them.
 
     Elementwise work (squash, softmax, norms) is not counted, and routings are counted as their references: the counter
-    does not see into the operators of other engines. On a model on the meta device nothing is computed.
+    does not see into the operators of other engines. For a model on the meta device nothing is computed.
 
     Args:
         model: any model; run once in eval mode.
-        input_size: channels, height and width; None takes the model's own.
+        input_size: channels, height and width; None uses the model's.
     """
     size = input_size or model_input_size(model)
     like = next(model.parameters())
@@ -89,12 +89,12 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
 
 
 def iteration_attributes(module: nn.Module) -> list[str]:
-    """Names under which this module itself, not its parts, keeps an iteration count; empty unless it routes."""
+    """Names of the iteration counts of this module itself, without its submodules; empty unless it routes."""
     return [name for name in ITERATION_ATTRIBUTES if type(getattr(module, name, None)) is int]
 
 
 def routing_iterations(model: nn.Module) -> list[int]:
-    """The distinct iteration counts of a model's routings, ascending; empty where there is no routing."""
+    """The distinct iteration counts of a model's routings, ascending; empty without routing."""
     counts = {getattr(module, name) for module in model.modules() for name in iteration_attributes(module)}
     return sorted(counts)
 
@@ -104,7 +104,7 @@ def list_summaries(filter: str = "", pretrained: bool = False) -> list[dict[str,
 
     Args:
         filter: part of a name or of a tag, or a shell pattern.
-        pretrained: checkpoints instead of architectures.
+        pretrained: list checkpoints instead of architectures.
     """
     return list_rows(filter, pretrained)
 
@@ -113,7 +113,7 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
     """Describe a model without computing anything.
 
     Args:
-        name: registered name, with or without a tag, or what :func:`capszoo.inference.load_model` takes beside it.
+        name: registered name, with or without a tag, or any other name for :func:`capszoo.inference.load_model`.
         **kwargs: as for :func:`capszoo.create_model`.
 
     Raises:
@@ -149,13 +149,13 @@ def engine_rows(name: str, batch: int = 32, training: bool = False, **kwargs: An
 
     Args:
         name: as for :func:`summarise`.
-        batch: images.
-        training: with gradients, in training mode.
+        batch: batch size.
+        training: report the choice for training mode with gradients.
         **kwargs: as for :func:`capszoo.create_model`.
 
     Returns:
         One row per call of a routing layer: ``layer``, ``engine``, ``routings``, ``children``, ``parents``, ``votes``
-        (numbers in them) and ``refused``, engine to reason.
+        (their number of elements) and ``refused``, engine to reason.
     """
     model, _ = _untrained(name, kwargs)
     choices = engine_report(model, batch, training, input_size=model_input_size(model))

@@ -1,11 +1,11 @@
-"""Export of models to other runtimes, each with proof that the result equals the original.
+"""Export of models to other runtimes, with a proof that each result equals the original.
 
 ``options`` declares and checks every option. ``unroll`` prepares a model (fixed iterations, folded BatchNorm,
-prepared weight layouts), ``prepare`` keeps it with its original, and ``passes`` are further changes to it.
-``to_onnx`` writes the ONNX file through the gate of ``verify``, and notes all in a ``report``; ``to_tensorrt`` and
-``to_aoti`` make engines; ``bundle`` writes and checks the folder that is served; ``compare`` holds the runners and
-the one comparator; ``cached`` keeps files for ``capszoo predict --runtime``. Modules are imported on first access, and
-the optional libraries (onnx, onnxscript, onnxruntime) when a function needs them, not before.
+prepared weight layouts), ``prepare`` pairs it with its original, and ``passes`` are further changes to it.
+``to_onnx`` writes the ONNX file through the gate of ``verify``, and records everything in a ``report``;
+``to_tensorrt`` and ``to_aoti`` build engines; ``bundle`` writes and checks the folder for serving; ``compare`` has the
+runners and the comparator; ``cached`` stores files for ``capszoo predict --runtime``. Modules are imported on first
+access, and the optional libraries (onnx, onnxscript, onnxruntime) only when a function needs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A temporary name beside a target, and what an export that was killed left under such names."""
+"""Temporary names beside a target, and clean-up after killed exports."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["old_name", "remove_stale", "workplace"]
 
 _MARK = "capszoo-export"
 
-#: Between making a name and locking it lies an instant; what is younger than this, in seconds, is left alone.
+#: Seconds for which a new name is left alone, because it is created a moment before it is locked.
 _YOUNG = 60.0
 
 
 @contextmanager
 def workplace(target: Path, folder: bool) -> Iterator[Path]:
-    """An empty file or folder under a hidden name beside ``target``; what is there at the end is removed.
+    """An empty file or folder under a hidden name beside ``target``; what remains of it at the end is removed.
 
-    It is locked while it is in use: the system drops the lock with the process, however that ends, so that
-    :func:`remove_stale`, which is called first, can tell what is left over from what is at work.
+    It is locked while it is in use. The system releases the lock when the process ends for any reason, so that
+    :func:`remove_stale`, which is called first, can distinguish remains from work in progress.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(target)
@@ -43,17 +43,17 @@ def workplace(target: Path, folder: bool) -> Iterator[Path]:
 
 
 def old_name(work: Path) -> Path:
-    """Where an older target waits while the new one, at ``work``, takes its name."""
+    """Temporary name of an older target while the new one, at ``work``, takes its name."""
     return work.with_suffix(".old")
 
 
 def remove_stale(target: Path) -> list[Path]:
-    """Remove what killed exports to the same target left beside it; returns what was removed.
+    """Remove remains of killed exports to the same target beside it; return the removed paths.
 
-    Only names that :func:`workplace` gives, that nobody has locked and nobody made a moment ago. An older target
-    that was waiting under such a name when its export was killed gets its name back, where that is free.
+    Removes only names from :func:`workplace` that are neither locked nor very new. An older target that was moved to
+    such a name when its export was killed gets its name back, if that is free.
     """
-    # where nothing can be locked (no fcntl: Windows) nothing is known to be left over
+    # without locks (no fcntl: Windows) remains cannot be detected
     pattern = re.compile(rf"\.{re.escape(target.name)}\.{_MARK}\.\d+\.(tmp|old)")
     with suppress(OSError):
         found = sorted(p for p in target.parent.iterdir() if pattern.fullmatch(p.name))
@@ -68,7 +68,7 @@ def remove_stale(target: Path) -> list[Path]:
 
 
 def _lock(handle: int) -> bool:
-    """Lock an open file or folder for this process; False where another has it, or where there are no locks."""
+    """Lock an open file or folder for this process; False if another process has it, or without locks."""
     try:
         import fcntl
 

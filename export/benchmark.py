@@ -1,4 +1,4 @@
-"""Throughput and latency of a model on this machine, by batch and runtime: what ``capszoo benchmark`` prints."""
+"""Throughput and latency of a model on this machine, by batch and runtime: the output of ``capszoo benchmark``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .report import first_line
 
 __all__ = ["RUNTIMES", "benchmark", "time_models"]
 
-#: What a model can be timed in.
+#: Runtimes in which a model can be timed.
 RUNTIMES = ("eager", "compiled", "onnxruntime")
 
 
@@ -36,7 +36,7 @@ class _Compiled(EagerRunner):
 
 
 class _Own:
-    """A runner that always runs its own images: models of several input sizes are timed in turns."""
+    """A runner with fixed images, to time models of several input sizes in turns."""
 
     def __init__(self, runner: Runner, images: np.ndarray, name: str) -> None:
         self.runner, self.images, self.name = runner, images, name
@@ -58,13 +58,13 @@ def benchmark(
     Args:
         model: in eval mode, on its device.
         batches: images per call.
-        runtimes: of :data:`RUNTIMES`; the first is what the others' ratios refer to.
+        runtimes: of :data:`RUNTIMES`; the first is the reference for the others' ratios.
         repeats: timed calls of each.
         onnx_file: an exported file that serves these batches; None exports one to a temporary folder.
         progress: called with one line before each step.
 
     Returns:
-        The timings, batch by batch, and a note for each runtime that could not be timed here.
+        The timings, batch by batch, and a note for each runtime that could not be timed.
 
     Raises:
         UsageError: no such runtime, or batches below 1.
@@ -83,9 +83,9 @@ def benchmark(
             progress(f"preparing {kind}")
             try:
                 runner = _open(kind, model, batches, onnx_file, Path(folder), progress)
-                for count in batches:  # compiles, and shows what does not run here
+                for count in batches:  # compiles, and detects what does not run here
                     runner(probe_input("random", (count, *size)))
-            except Exception as error:  # a missing library or compiler: of many kinds
+            except Exception as error:  # a missing library or compiler raises many kinds
                 notes.append(f"{kind} was not timed: {first_line(error)}")
             else:
                 runners.append(runner)
@@ -125,12 +125,12 @@ def time_models(
     """Time several models in PyTorch, in turns, each with its own input size.
 
     Args:
-        models: name to model, in eval mode, on its device; the first is what ratios refer to.
+        models: name to model, in eval mode, on its device; the first is the reference for ratios.
         batches: images per call.
         repeats: timed calls of each.
 
     Returns:
-        Rows as `capszoo.export.compare.Timing.to_dict` gives them.
+        Rows in the format of `capszoo.export.compare.Timing.to_dict`.
     """
     rows: list[dict[str, Any]] = []
     for count in sorted(set(batches)):

@@ -1,7 +1,7 @@
-"""Exported files that ``capszoo predict --runtime`` keeps, keyed by the sha256 of the weights; used without torch.
+"""Cache of exported files for ``capszoo predict --runtime``, keyed by the sha256 of the weights; used without torch.
 
 A cached file is a bundle (see `capszoo.export.bundle`): its gate compared it with the model before it was written, and
-its manifest holds the sha256 of every file, which is checked before use. The cache lies in ``$CAPSZOO_CACHE``, else in
+its manifest has the sha256 of every file, which is checked before use. The cache is in ``$CAPSZOO_CACHE``, else in
 ``$XDG_CACHE_HOME/capszoo``, else in ``~/.cache/capszoo``; deleting it is safe.
 """
 
@@ -25,12 +25,12 @@ __all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "wei
 
 
 def _exports_folder() -> Path:
-    """Where this version keeps exported files."""
+    """Folder of this version's exported files."""
     return cache_folder() / "onnx" / capszoo.__version__
 
 
 def weights_file(model: str) -> Path | None:
-    """The weights file of a MODEL argument on this machine; None for what must be fetched or has none."""
+    """The weights file of a MODEL argument on this machine; None if it must be downloaded or does not exist."""
     name = model
     if model in architectures():
         info = default_weights(checkpoints(), model)
@@ -49,12 +49,14 @@ def weights_file(model: str) -> Path | None:
 
 
 def _place(model: str, img_size: tuple[int, int] | None, routing_iters: int | None) -> Path | None:
-    """Where the exported file of a model is kept: by the bytes of its weights and its metadata, and the options."""
+    """Cache path of a model's exported file, from the bytes of its weights and its metadata, and the options."""
     weights = weights_file(model)
     if weights is None:
         return None
     key = hashlib.sha256(weights.read_bytes())
-    key.update(weights.with_suffix(".json").read_bytes())  # labels, normalisation: they go into the bundle
+    key.update(
+        weights.with_suffix(".json").read_bytes()
+    )  # labels and normalisation become part of the bundle
     name = key.hexdigest()
     if img_size is not None:
         name += f"-{img_size[0]}x{img_size[1]}"
@@ -66,14 +68,14 @@ def _place(model: str, img_size: tuple[int, int] | None, routing_iters: int | No
 def find_cached(
     model: str, img_size: tuple[int, int] | None = None, routing_iters: int | None = None
 ) -> Path | None:
-    """The cached bundle of a model, every file as it was written; None where there is none, or a damaged one.
+    """The cached bundle of a model, with every file intact; None if there is none, or a damaged one.
 
     Args:
         model: a MODEL argument.
-        img_size: height and width, if not the model's own.
-        routing_iters: routing iterations, if not the model's own.
+        img_size: height and width, if they differ from the model's.
+        routing_iters: routing iterations, if they differ from the model's.
     """
-    # where nothing was ever exported, the weights need not be read for their sha256
+    # if nothing was ever exported, the weights need not be hashed
     if importlib.util.find_spec("onnxruntime") is None or not _exports_folder().is_dir():
         return None
     place = _place(model, img_size, routing_iters)
@@ -94,7 +96,7 @@ def export_to_cache(
     """Export a model into the cache; see :func:`find_cached` for the arguments.
 
     Raises:
-        UsageError: a model whose weights are not a file on this machine.
+        UsageError: the model's weights are not a file on this machine.
         CapszooError: the export failed, or a library is missing.
     """
     place = _place(model, img_size, routing_iters)
@@ -115,14 +117,14 @@ def export_to_cache(
 
 
 class CachedModel:
-    """A bundle in ONNX Runtime that classifies images as `capszoo.inference.predict` does.
+    """A bundle in ONNX Runtime that classifies images like `capszoo.inference.predict`.
 
     Args:
         folder: of the bundle.
 
     Attributes:
-        spec: its ``preprocess.json``.
-        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
+        spec: content of ``preprocess.json``.
+        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -130,7 +132,7 @@ class CachedModel:
 
         try:
             self._classifier = infer.Classifier(folder)
-        except Exception as error:  # ONNX Runtime's own errors are of many kinds
+        except Exception as error:  # ONNX Runtime raises many kinds of errors
             reason = infer.first_line(error)
             raise WeightsError(f"{folder}: the cached file cannot be loaded ({reason}): delete it") from None
         self.spec: dict[str, Any] = self._classifier.spec
@@ -144,12 +146,12 @@ class CachedModel:
         advance: Callable[[int], None] | None = None,
         **reading: Any,
     ) -> list[ImagePrediction]:
-        """Classify image files; one that cannot be read gets a prediction that says so.
+        """Classify image files; for one that cannot be read, the prediction states the error.
 
         Args:
-            files: of images.
+            files: image files.
             topk: classes per image.
-            batch_size: images per pass; None, or more than the file takes, is as many as it takes.
+            batch_size: images per forward pass; None, or more than the file supports, uses the maximum.
             advance: called with the number of images done after each batch.
             **reading: ``background``, ``invert``, ``fit``, as for `capszoo.preprocess.model_transform`.
         """

@@ -1,7 +1,7 @@
-"""Hold one runtime against another: runners that take and give numpy arrays, and the one comparator.
+"""Compare runtimes: runners with numpy arrays as inputs and outputs, and the one comparator.
 
 A runner is a callable with a ``name``: ``runner(images) -> list of outputs``. The comparator needs nothing else, so a
-new runtime is a new runner and no new comparison.
+new runtime needs only a new runner.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ __all__ = [
     "time_runners",
 ]
 
-#: Every way to run a bundle: see :func:`capszoo.export.bundle.open_runner`.
+#: All runners for a bundle: see :func:`capszoo.export.bundle.open_runner`.
 RUNNERS = ("eager", "onnxruntime", "onnxruntime-cuda", "tensorrt", "aoti")
 
 PROBES = ("random", "zero", "constant", "x100")
 
-#: Seconds of rest before each measurement. A runtime's threads spin on for some milliseconds after a run, waiting for
-#: more work, and would take a core from whatever is measured next.
+#: Seconds of rest before each measurement. A runtime's threads keep spinning for some milliseconds after a run, waiting
+#: for more work, and would take a core from the next measurement.
 SETTLE = 0.05
 
-# Outputs smaller than this are compared as if they were this large: near zero a relative difference says nothing.
+# Minimum scale of an output in comparisons: near zero a relative difference is meaningless.
 _SCALE_FLOOR = 1e-3
 
 
 class Runner(Protocol):
-    """Anything that runs a model on a batch of images."""
+    """A callable that runs a model on a batch of images."""
 
     name: str
 
@@ -58,11 +58,11 @@ class Runner(Protocol):
 class EagerRunner:
     """A PyTorch module, run eagerly without gradients on the device of its parameters.
 
-    Floating images are cast to the module's ``input_dtype``, or where it does not say one to its parameters' dtype.
+    Floating-point images are cast to the module's ``input_dtype``, or without one to its parameters' dtype.
 
     Args:
         model: called in eval mode.
-        target: route by the engines of graphs for this target (:data:`capszoo.layers.engine.TARGETS`).
+        target: route with the engines of graphs for this target (:data:`capszoo.layers.engine.TARGETS`).
     """
 
     name = "eager"
@@ -85,12 +85,12 @@ class OnnxRunner:
 
     Args:
         model: path of the file, or the serialised model.
-        threads: threads within an operator; None takes PyTorch's number.
+        threads: threads within an operator; None uses PyTorch's number.
         optimize: let ONNX Runtime rewrite the graph.
         provider: execution provider, such as ``CUDAExecutionProvider``.
 
     Raises:
-        CapszooError: this ONNX Runtime has no such provider.
+        CapszooError: ONNX Runtime has no such provider.
     """
 
     name = "onnxruntime"
@@ -126,16 +126,16 @@ class OnnxRunner:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a candidate's outputs lie from a reference's, on one input.
+    """Difference between a candidate's and a reference's outputs, on one input.
 
     Attributes:
-        probe: what the input was.
+        probe: name of the input.
         batch: images in the batch.
         max_abs, mean_abs: largest and mean absolute difference over all outputs.
         relative: the largest difference of an output divided by that output's largest reference value (at least
             1e-3), worst over the outputs.
         finite: whether every value of both is finite.
-        top1_agreement: share of the images whose first output has the same argmax; 1.0 where an output is no
+        top1_agreement: share of the images whose first output has the same argmax; 1.0 if an output is not a
             ``[b, n]`` score.
         reference, candidate: names of the runners.
     """
@@ -151,7 +151,7 @@ class Difference:
     candidate: str = ""
 
     def passed(self, tolerance: float) -> bool:
-        """Finite on both sides and within ``tolerance`` of the largest output."""
+        """True if both are finite and the difference is within ``tolerance`` of the largest output."""
         return self.finite and self.relative <= tolerance
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def compare_outputs(
     """Compare two lists of outputs of the same input.
 
     Raises:
-        ValueError: another number of outputs, or other shapes.
+        ValueError: different numbers or shapes of outputs.
     """
     if len(reference) != len(candidate) or any(
         r.shape != c.shape for r, c in zip(reference, candidate, strict=False)
@@ -242,7 +242,7 @@ def compare_probes(
 ) -> list[Difference]:
     """One comparison per probe, at a batch of ``count`` images of ``size`` (channels, height, width).
 
-    A batch with room for all probes is run once, with the probes in turns: what a graph gives for an image must not
+    If the batch has room for all probes, it is run once, with alternating probes: the output for an image must not
     depend on its neighbours, and a large batch of a large network takes long.
     """
     inputs = {probe: probe_input(probe, (count, *size), count, dtype) for probe in probes}
@@ -251,7 +251,7 @@ def compare_probes(
     mixed = np.stack([inputs[probes[i % len(probes)]][i] for i in range(count)])
     outputs = reference(mixed), candidate(mixed)
     names, found = (reference.name, candidate.name), []
-    compare_outputs(*outputs, names=names)  # shapes, before they are cut
+    compare_outputs(*outputs, names=names)  # checks shapes, before they are cut
     for i, probe in enumerate(probes):
         own = [[output[i :: len(probes)] for output in side] for side in outputs]
         found.append(replace(compare_outputs(own[0], own[1], probe, names), batch=count))
@@ -275,14 +275,14 @@ def compare_on_probes(
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a runner takes for a batch.
+    """Time of a runner for a batch.
 
     Attributes:
-        runner: its name.
+        runner: name of the runner.
         batch: images in the batch.
-        milliseconds: median time of a call, input and output as numpy arrays included.
+        milliseconds: median time of a call, including input and output as numpy arrays.
         images_per_second: at that time.
-        ratio: of this time to the first runner's, each measured right after the other; the median.
+        ratio: median ratio of this time to the first runner's, each measured directly after the other.
     """
 
     runner: str
@@ -296,10 +296,10 @@ class Timing:
 
 
 def time_runners(runners: Sequence[Runner], images: np.ndarray, repeats: int = 20) -> list[Timing]:
-    """Time runners on one batch, in turns, so that a slow moment of the machine strikes all of them.
+    """Time runners on one batch, in turns, so that a slow moment of the machine affects all of them.
 
-    Before each measurement the threads of the one before come to rest (``SETTLE`` seconds), and one run goes untimed:
-    it wakes the runner's own threads and fills the caches, as a run that follows another finds them.
+    Before each measurement there is a pause for the previous runner's threads to stop (``SETTLE`` seconds), and one
+    untimed run, which wakes the runner's threads and fills the caches as in consecutive runs.
 
     Raises:
         ValueError: ``repeats`` below 1.

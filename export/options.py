@@ -1,4 +1,4 @@
-"""Every option of an export: its name, its default, what it means, and what is refused.
+"""Every option of an export: its name, default, meaning, and validation.
 
 :func:`capszoo.export.to_onnx.export`, :func:`capszoo.export.bundle.export_bundle` and
 :func:`capszoo.export.to_torch_tensorrt.compile_module` take these as keywords, or an object of them.
@@ -32,23 +32,23 @@ __all__ = [
     "collect",
 ]
 
-#: What a graph can give.
+#: Possible outputs of a graph.
 OUTPUTS = ("scores", "poses", "activations", "couplings")
 
-#: What the model computes in before the graph is made; int8 is put into the graph afterwards.
+#: Dtype of the model when the graph is traced; int8 is added to the graph afterwards.
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
 
 #: Allowed difference as a share of the largest output. Those of bf16, with its 8 bits, and of int8, on real images
-#: only, are our choice; int8 must keep its accuracy, too.
+#: only, are our choice; int8 must also preserve its accuracy.
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "int8": 0.25}
 
-#: All probes, batches and graphs, or some.
+#: All probes, batches and graphs, or a selection.
 GATES = ("full", "quick")
 
-#: What an ONNX file is written for.
+#: Targets of an ONNX file.
 RUNTIMES = ("cpu", "gpu")
 
-#: What a bundle can hold.
+#: Formats in a bundle.
 FORMATS = ("onnx", "tensorrt", "aoti")
 
 #: First ONNX opset that torch.onnx writes.
@@ -57,12 +57,12 @@ MIN_OPSET = 18
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """How a TensorRT engine is built.
+    """Settings for building a TensorRT engine.
 
     Attributes:
         workspace_mib: memory that a layer's tactic may use, MiB.
         optimization_level: 0 (quick build) to 5 (all tactics).
-        timing_cache: file that keeps measured tactics between builds; made where it does not exist.
+        timing_cache: file that stores measured tactics between builds; created if it does not exist.
         version_compatible: run on later TensorRT versions too.
         hardware_compatible: run on other GPUs of Ampere and later too.
         refit: allow new weights without a new build.
@@ -88,36 +88,36 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How a model is exported; a value that makes no sense is refused (UsageError) when the object is made.
+    """Settings for exporting a model; an invalid value raises UsageError when the object is created.
 
     Attributes:
-        name: what the report and the messages call the model; its class where empty.
+        name: name of the model in the report and the messages; its class if empty.
         pretrained: for a model given by name: load its weights; False exports freshly initialised ones.
-        routing_iters: iterations to unroll; None keeps the model's own.
+        routing_iters: iterations to unroll; None keeps the model's number.
         outputs: any of :data:`OUTPUTS`; all but the scores need a capsule network of the zoo. Couplings become one
             output per routing layer.
-        opset: ONNX opset; refused where the exporter would silently take another. None: 20, for bf16 22 (the first
-            whose convolution takes bfloat16).
+        opset: ONNX opset; refused if the exporter would silently use another. None: 20, for bf16 22 (the first
+            with bfloat16 convolutions).
         batch: (smallest, usual, largest) batch the file must serve; one number fixes the batch.
         dynamic_batch: False fixes the batch at the usual one.
-        input_size: channels, height and width; None takes the model's own.
+        input_size: channels, height and width; None uses the model's.
         precision: ``fp32``, ``fp16``, ``bf16`` or ``int8``; inputs and outputs stay float32, as do norms, squash,
-            softmax logits and EM variances. With ``int8`` convolutions and large linear layers outside of the routing
-            compute in it (:mod:`capszoo.export.passes.int8`).
-        uint8_input: take images as uint8 and normalise them inside the graph.
+            softmax logits and EM variances. With ``int8``, convolutions and large linear layers outside of the routing
+            are computed in it (:mod:`capszoo.export.passes.int8`).
+        uint8_input: accept uint8 images and normalise them inside the graph.
         optimize: let the exporter fold constants and simplify.
-        check: run the gate; without it the report says that nothing was checked.
+        check: run the gate; otherwise the report states that nothing was checked.
         gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
             batch 1 and an odd one).
-        runtime: what the ONNX file is written for. ``cpu``: EM layers of windows a few positions at a time and, in
-            fp32, some convolutions as matrix products (:mod:`capszoo.export.passes.conv_to_matmul`), which ONNX
-            Runtime's CPU provider is faster with; ``gpu``: whole maps, in few nodes, all convolutions. None: ``gpu``
+        runtime: target of the ONNX file. ``cpu``: EM layers of windows a few positions at a time and, in
+            fp32, some convolutions as matrix products (:mod:`capszoo.export.passes.conv_to_matmul`), which are faster
+            in ONNX Runtime's CPU provider; ``gpu``: whole maps, in few nodes, all convolutions. None: ``gpu``
             for half precision or a TensorRT engine, else ``cpu``.
-        tolerance: allowed difference as a share of the largest output; None takes :data:`TOLERANCES`.
-        images: real images ``[b, c, h, w]`` as the graph takes them (normalised, or uint8); if given, their top-1
-            must agree. For int8 they are needed: it may lose 0.5 points on them (where their classes are not known,
-            turn as many answers).
-        calibration: real images that give int8 its ranges; others than ``images``.
+        tolerance: allowed difference as a share of the largest output; None uses :data:`TOLERANCES`.
+        images: real images ``[b, c, h, w]`` in the format of the graph's input (normalised, or uint8); if given, their
+            top-1 must agree. int8 requires them: it may lose 0.5 points on them (without known classes, change as
+            many answers).
+        calibration: real images that determine int8's ranges, distinct from ``images``.
         progress: called with one line before each step.
     """
 
@@ -161,9 +161,9 @@ class ExportOptions:
         return (self.batch,) * 3 if isinstance(self.batch, int) else tuple(self.batch)
 
     def check_images(self) -> None:
-        """Refuse int8 without the images that it needs, and images that nothing needs.
+        """Refuse int8 without its required images, and images that are not needed.
 
-        Apart from the other checks, so that the command line may make options before it reads images.
+        Separate from the other checks, so that the command line can create options before it reads images.
         """
         have = 0 if self.calibration is None else len(self.calibration)
         if self.precision != "int8":
@@ -190,7 +190,7 @@ class ExportOptions:
 
     @property
     def target(self) -> str:
-        """The runtime, chosen where it was left open."""
+        """The runtime, with the default resolved."""
         return self.runtime or ("gpu" if self.precision in ("fp16", "bf16") else "cpu")
 
     @property
@@ -199,7 +199,7 @@ class ExportOptions:
 
     @property
     def allowed(self) -> float:
-        """The tolerance, that of the precision where it was left open."""
+        """The tolerance, by default that of the precision."""
         return TOLERANCES[self.precision] if self.tolerance is None else self.tolerance
 
     @property
@@ -212,20 +212,20 @@ class ExportOptions:
         return _real(self.calibration)
 
     def say(self, line: str) -> None:
-        """Report progress to whoever asked for it."""
+        """Report progress to the ``progress`` callback, if any."""
         if self.progress:
             self.progress(line)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BundleOptions(ExportOptions):
-    """How a bundle is made: with which formats, and as :class:`ExportOptions` say.
+    """Settings for creating a bundle: its formats, and the options of :class:`ExportOptions`.
 
     Attributes:
-        source: the name under which ``capszoo.inference.load_model`` finds the model again.
-        formats: any of :data:`FORMATS`. The ONNX file is always written: the gate runs on it.
+        source: the name with which ``capszoo.inference.load_model`` finds the model again.
+        formats: any of :data:`FORMATS`. The ONNX file is always written, because the gate runs on it.
         triton: add a model repository for Triton Inference Server.
-        engine: how a TensorRT engine is built.
+        engine: settings for building a TensorRT engine.
     """
 
     source: str = ""
@@ -256,11 +256,11 @@ Options = TypeVar("Options", bound=ExportOptions)
 
 
 def collect(kind: type[Options], options: Options | None, changes: Mapping[str, Any]) -> Options:
-    """Options of a kind: those given, or the defaults, with some changed by keyword.
+    """Options of a kind: the given ones, or the defaults, with changes by keyword.
 
     Raises:
-        TypeError: an unknown keyword; the message names the nearest one.
-        UsageError: a value that makes no sense.
+        TypeError: an unknown keyword; the message suggests the nearest one.
+        UsageError: an invalid value.
     """
     known = [option.name for option in fields(kind)]
     for name in changes:
@@ -277,7 +277,7 @@ def _one_of(what: str, given: str, known: Sequence[str] | Mapping[str, Any]) -> 
 
 
 def _each_of(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse an unknown word, and none at all."""
+    """Refuse an unknown word, and an empty sequence."""
     for word in given or ("",):
         _one_of(what, word, known)
 

@@ -1,4 +1,4 @@
-"""A model prepared for export, whatever the format, with the original that every result is held against."""
+"""A model prepared for export to any format, with the original that every result is compared with."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = ["PreparedModel", "check_dtype", "prepare", "quiet"]
 
 @dataclass
 class PreparedModel:
-    """A model prepared for export, with the original that every result is held against.
+    """A model prepared for export, with the original that every result is compared with.
 
     Attributes:
         name: of the model.
-        original: float32, unprepared, with the interface of the graph; routes as often as the graph does.
-        served: what is exported.
+        original: float32, unprepared, with the interface of the graph and its number of routing iterations.
+        served: the model that is exported.
         size: channels, height, width.
         output_names: of the graph.
         batch: smallest, usual, largest.
         precision: of ``served``.
         tolerance: allowed difference as a share of the largest output.
         routing_iters: distinct iteration counts.
-        options: how it was prepared, and how it is to be written.
-        samples: some of the real images that the gate was given.
+        options: settings of the preparation and of the export.
+        samples: some of the real images given to the gate.
         engines: the engine of each routing layer in the last trace, by the layer's name.
     """
 
@@ -74,20 +74,20 @@ class PreparedModel:
         """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
 
         Args:
-            target: what the graph is written for, one of :data:`capszoo.layers.engine.TARGETS`: ``"onnx_cpu"`` is a
-                runtime that takes it node by node, ``"gpu"`` a compiler (of either device).
+            target: target of the graph, one of :data:`capszoo.layers.engine.TARGETS`: ``"onnx_cpu"`` is a
+                runtime that runs it node by node, ``"gpu"`` a compiler (for either device).
 
         Raises:
             ExportError: the model cannot be traced.
         """
         smallest, usual, largest = self.batch
-        # torch.export takes a batch of 1 for a constant: trace with 2 where the batch is to stay free
+        # torch.export treats a batch of 1 as a constant: trace with 2 for a symbolic batch
         count = usual if smallest == largest else 2
         inputs, shapes = (self.example(count),), self.dynamic_shapes()
         with quiet(), use_engines(target=target), record_engines() as choices:
             try:
                 program = torch.export.export(self.served, inputs, dynamic_shapes=shapes, strict=False)
-            except Exception as e:  # torch raises many kinds here, several without a common base
+            except Exception as e:  # torch raises many kinds here, some without a common base
                 if "Constraints violated" in str(e):
                     raise ExportError(
                         f"{self.name}: its forward turns the batch size into a number",
@@ -104,16 +104,16 @@ class PreparedModel:
 
 
 def prepare(model: nn.Module | str, options: ExportOptions | None = None, **changes: Any) -> PreparedModel:
-    """Prepare a model for export, whatever the format.
+    """Prepare a model for export to any format.
 
     Args:
-        model: a module (left as it is), or a name that ``capszoo.create_model`` takes.
-        options: see :class:`ExportOptions`; None takes the defaults.
+        model: a module (not modified), or a name for ``capszoo.create_model``.
+        options: see :class:`ExportOptions`; None uses the defaults.
         **changes: options by keyword.
 
     Raises:
         ExportError: a model that cannot be exported.
-        UsageError: options that make no sense.
+        UsageError: invalid options.
     """
     options = collect(ExportOptions, options, changes)
     name = options.name
@@ -138,7 +138,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
     outputs = tuple(options.outputs)
     _check_outputs(model, outputs)
     with _evaluating(model):
-        # the reference must route as often as the graph does, but stay as unprepared as the user's model
+        # the reference must have the graph's number of iterations, but stay as unprepared as the user's model
         original = copy.deepcopy(model)
         if options.routing_iters is not None:
             unroll.set_routing_iterations(original, options.routing_iters)
@@ -190,7 +190,7 @@ def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; each module gets its own mode back (a frozen BatchNorm may differ from the rest)."""
+    """Eval mode within this context; each module's mode is restored (a frozen BatchNorm may differ from the rest)."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -201,14 +201,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_dtype(images: torch.Tensor, prepared: PreparedModel) -> None:
-    """Refuse images (UsageError) of another type than the graph takes."""
+    """Refuse images (UsageError) of another dtype than the graph's input."""
     if str(images.dtype) != f"torch.{prepared.input_dtype}":
         raise UsageError(f"the images are {images.dtype}", f"the graph takes {prepared.input_dtype} images")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the exporter's messages (deprecations, a line per step), but with `--verbose`."""
+    """Silence the exporter's messages (deprecations, a line per step), except with `--verbose`."""
     if is_verbose():
         yield
         return

@@ -1,4 +1,4 @@
-"""What an export found: the report with the steps of its gate, and the error of a step that failed."""
+"""The report of an export, with the steps of its gate, and the error of a failed step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ExportError(CapszooError, RuntimeError):
     """A model could not be exported, or failed a step of the gate; no file was written.
 
     Attributes:
-        report: what was found up to the failing step, or None where there was no graph yet.
+        report: the report up to the failing step, or None if there was no graph yet.
     """
 
     def __init__(self, message: str, remedy: str = "", report: ExportReport | None = None) -> None:
@@ -29,7 +29,7 @@ class ExportError(CapszooError, RuntimeError):
 
 @dataclass(frozen=True)
 class GateStep:
-    """One step of the gate; ``passed`` is None where it was not run, with the reason in ``detail``."""
+    """One step of the gate; ``passed`` is None if it was not run, with the reason in ``detail``."""
 
     name: str
     passed: bool | None
@@ -39,7 +39,7 @@ class GateStep:
 
 @dataclass
 class ExportReport:
-    """What was exported, and the checks that it passed.
+    """Description of an export, and the checks that it passed.
 
     Attributes:
         path: the ONNX file.
@@ -49,18 +49,18 @@ class ExportReport:
         input_name, input_shape: the input; its first entry is ``"batch"`` or the fixed batch.
         outputs: output name → shape, in order.
         batch: profile (smallest, usual, largest batch).
-        routing_iters: distinct iteration counts that the graph holds unrolled.
+        routing_iters: distinct iteration counts unrolled in the graph.
         node_types: operator → count.
         max_rank: dimensions of the largest tensor.
         file_bytes: size of the file.
-        versions: library → version that made and checked the file.
+        versions: library → version that created and checked the file.
         precision: ``fp32``, ``fp16``, ``bf16`` or ``int8``.
         input_dtype: ``float32`` or ``uint8``.
-        precision_map: ``operators``: operator → type → count; ``weights``: type → numbers stored.
+        precision_map: ``operators``: operator → dtype → count; ``weights``: dtype → number of stored elements.
         comparisons: ONNX Runtime against eager PyTorch, one per probe and batch.
         half_comparisons: half precision against float32, both in eager PyTorch.
         float_comparisons: int8: the graph before quantisation against eager PyTorch.
-        accuracy: int8, where the classes are known: ``eager``, ``int8`` and ``lost`` in points, ``images``.
+        accuracy: int8 with known classes: ``eager``, ``int8`` and ``lost`` in points, ``images``.
         gate: the steps, run and not run.
     """
 
@@ -93,7 +93,7 @@ class ExportReport:
 
     @property
     def max_abs_diff(self) -> float:
-        """Largest absolute difference over all comparisons; NaN where a value was not finite or nothing was run."""
+        """Largest absolute difference over all comparisons; NaN if a value was not finite or nothing was run."""
         return _worst([d.max_abs for d in self.comparisons])
 
     @property
@@ -109,11 +109,11 @@ class ExportReport:
 
     @property
     def passed(self) -> bool:
-        """Whether steps were run and none failed."""
+        """True if steps were run and none failed."""
         return any(step.passed for step in self.gate) and all(step.passed is not False for step in self.gate)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
+        """Only plain types, for JSON."""
         figures = dict(
             num_nodes=self.num_nodes,
             max_abs_diff=self.max_abs_diff,
@@ -128,6 +128,6 @@ def _worst(values: Sequence[float]) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its class where it says nothing."""
+    """The message of an error, in one line; its class if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0].strip() if text else type(error).__name__

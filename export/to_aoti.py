@@ -1,7 +1,7 @@
-"""AOTInductor packages: the model compiled ahead of time for the present device, run without Python code of ours.
+"""AOTInductor packages: the model compiled ahead of time for the current device, run without Python code of ours.
 
-A package (``.pt2``) belongs to the kind of device it was compiled on; the portable ``torch.export`` program beside it
-is compiled again on another by :func:`compile_program` (``python -m capszoo.export.to_aoti PROGRAM OUT``).
+A package (``.pt2``) only runs on the kind of device it was compiled on; :func:`compile_program` compiles the portable
+``torch.export`` program beside it on another (``python -m capszoo.export.to_aoti PROGRAM OUT``).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PROGRAM = "program.pt2"
 
 
 class AotiRunner:
-    """A compiled package.
+    """Runner for a compiled package.
 
     Args:
         path: the ``.pt2`` file.
-        device: that it was compiled for.
+        device: device that it was compiled for.
     """
 
     name = "aoti"
@@ -60,9 +60,9 @@ def compile_program(
     """Compile a ``torch.export`` program for a device of this machine.
 
     Args:
-        program: the program, or the ``.pt2`` file that ``torch.export.save`` wrote.
+        program: the program, or a ``.pt2`` file from ``torch.export.save``.
         path: package to write.
-        device: ``cpu`` or ``cuda``; None is CUDA where there is one.
+        device: ``cpu`` or ``cuda``; None selects CUDA if available.
 
     Raises:
         ExportError: no C++ compiler, or the compiler failed.
@@ -86,20 +86,20 @@ def compile_program(
 
 
 def recompile_command(package: str = "model.pt2") -> str:
-    """The line that compiles the portable program again on another machine."""
+    """The command that compiles the portable program on another machine."""
     return f"python -m capszoo.export.to_aoti {PROGRAM} {package}"
 
 
 def write(
     prepared: PreparedModel, folder: Path, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Write the portable program and the package for the present device, and compare the package with the original.
+    """Write the portable program and the package for the current device, and compare the package with the original.
 
     Returns:
-        What the manifest says of it.
+        The manifest's entry.
 
     Raises:
-        ExportError: it cannot be compiled, or gives other results.
+        ExportError: it cannot be compiled, or its results differ.
     """
     say = progress or (lambda line: None)
     program = prepared.trace()

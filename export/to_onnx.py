@@ -6,9 +6,9 @@
 (True, True)
 
 The model is prepared (:mod:`capszoo.export.unroll`), exported through ``torch.export`` with a symbolic batch, stripped
-of the exporter's notes (they hold source paths) and put through the gate: structure, parity with eager PyTorch in
-ONNX Runtime, agreement of the optimised graph with the plain one. A step that fails raises :class:`ExportError`; the
-file appears under its name only after the last step.
+of the exporter's metadata (which contain source paths) and verified by the gate: structure, parity with eager PyTorch
+in ONNX Runtime, agreement of the optimised graph with the unoptimised one. A step that fails raises
+:class:`ExportError`; the file appears under its name only after the last step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 
-#: Number of nodes from which the exporter's optimisation is kept from quadratic time.
+#: Number of nodes from which the quadratic part of the exporter's optimisation is disabled.
 MANY_NODES = 2000
 
 
@@ -77,12 +77,12 @@ def export(
     options: ExportOptions | None = None,
     **changes: Any,
 ) -> ExportReport:
-    """Export a classifier to ONNX and prove it equal to the original.
+    """Export a classifier to ONNX and verify that it equals the original.
 
     Args:
-        model: a module (left as it is), or a name that ``capszoo.create_model`` takes.
+        model: a module (not modified), or a name for ``capszoo.create_model``.
         path: file to write.
-        options: see :class:`capszoo.export.options.ExportOptions`; None takes the defaults.
+        options: see :class:`capszoo.export.options.ExportOptions`; None uses the defaults.
         **changes: options by keyword, such as ``precision="fp16"``.
 
     Returns:
@@ -90,7 +90,7 @@ def export(
 
     Raises:
         ExportError: the model cannot be exported or failed the gate; nothing was written.
-        UsageError: options that make no sense.
+        UsageError: invalid options.
     """
     options = collect(ExportOptions, options, changes)
     target = Path(path)
@@ -106,7 +106,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
     Args:
         prepared: the model.
         path: file to write.
-        **changes: options that do not change the model, where they are to differ from those that it was prepared with.
+        **changes: options that do not affect the model, if they differ from those of its preparation.
     """
     options = collect(type(prepared.options), prepared.options, changes)
     options.check_images()
@@ -117,7 +117,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
     prepared.samples = None if real is None else real.images[:32].cpu().numpy()
     say("tracing")
     program = _to_onnx_program(prepared, opset, options.target == "cpu")
-    proto = stripped(program.model_proto)  # plain: before the exporter's optimisation
+    proto = stripped(program.model_proto)  # unoptimised: before the exporter's optimisation
     plain = proto
     if options.optimize:
         say("optimising")
@@ -168,7 +168,7 @@ def _quantised(
     calibration: RealImages,
     say: Callable[[str], None],
 ) -> tuple[onnx.ModelProto, ExportReport]:
-    """Quantise a float32 graph; with ``plain`` (unoptimised) given, prove that graph equal to eager first."""
+    """Quantise a float32 graph; with ``plain`` (unoptimised) given, first verify that graph against eager."""
     before = replace(prepared, precision="fp32", tolerance=TOLERANCES["fp32"])
     proved = _describe(proto, target, before)
     if plain is not None:
@@ -186,7 +186,7 @@ def _quantised(
         )
     try:
         quantised = int8.quantise(proto, weights, calibration.images, prepared.batch)
-    except Exception as e:  # onnxruntime's exceptions have no common base class of their own
+    except Exception as e:  # onnxruntime's exceptions have no common base class
         raise ExportError(f"{prepared.name}: ONNX Runtime cannot quantise it: {first_line(e)}") from e
     report = _describe(stripped(quantised), target, prepared)
     report.float_comparisons = proved.comparisons
@@ -216,7 +216,7 @@ def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
                 optimize=False,
                 verbose=False,
             )
-        except Exception as e:  # torch raises many kinds here, several without a common base
+        except Exception as e:  # torch raises many kinds here, some without a common base
             raise ExportError(f"{prepared.name}: torch.onnx cannot translate it: {first_line(e)}") from e
     if program is None:
         raise ExportError(f"{prepared.name}: torch.onnx gave no program")
@@ -225,17 +225,17 @@ def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
 
 @contextmanager
 def linear_rewriting(nodes: int) -> Iterator[None]:
-    """onnxscript's optimisation without what takes quadratic time, for large graphs.
+    """onnxscript's optimisation for large graphs, without its quadratic part.
 
-    For a rule whose pattern ends in several nodes it lists the whole graph again at every node: minutes for the 7,000
-    nodes of a network of a hundred layers. There is one such rule (two slices become a Split), and nothing needs it.
+    For a rule whose pattern ends in several nodes it lists the whole graph at every node: minutes for the 7,000
+    nodes of a network of a hundred layers. There is one such rule (two slices become a Split), which is not needed.
     """
     from onnxscript import rewriter
 
     before: Any = getattr(rewriter, "_DEFAULT_REWRITE_RULES", None)
     try:
         quick = tuple(rule for rule in before or () if rule._target_pattern.has_single_output_node)
-    except AttributeError:  # another version: it takes what it takes
+    except AttributeError:  # another version: accept its running time
         quick = ()
     if nodes <= MANY_NODES or not quick:
         yield

@@ -1,10 +1,10 @@
 """TensorRT engines from the exported ONNX file, on TensorRT's Python API (10.9 and later, and 11).
 
-The network is strongly typed: precision lies in the graph, as TensorRT 11 wants it and 10 can. An engine belongs to the
-GPU and the TensorRT version that built it (unless asked to be compatible), so the ONNX file, the profile and the
-``trtexec`` line that builds it elsewhere are written in any case.
+The network is strongly typed: the graph determines the precision, as TensorRT 11 requires and 10 supports. An engine
+only runs on the kind of GPU and the TensorRT version that built it (unless built to be compatible), so the ONNX file,
+the profile and the ``trtexec`` line that builds it elsewhere are written in any case.
 
-The API is taken as an argument: NVIDIA's TensorRT-RTX, whose parser and builder run without a GPU, has the same one.
+The API is an argument: NVIDIA's TensorRT-RTX, whose parser and builder run without a GPU, has the same one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "write",
 ]
 
-#: What to install; printed where TensorRT is absent.
+#: Installation instructions; printed if TensorRT is missing.
 INSTALL = "pip install 'capszoo[tensorrt]' on a machine with an NVIDIA GPU (TensorRT 10.9 or later)"
 
 _FOLDER = "tensorrt"
@@ -55,7 +55,7 @@ class EngineReport:
         api: library and version.
         layers: layers of the parsed network.
         file_bytes: size of the engine.
-        inspection: layer information in JSON, where the engine could be loaded for it.
+        inspection: layer information in JSON, if the engine could be loaded for it.
     """
 
     api: str
@@ -73,7 +73,7 @@ def find_tensorrt() -> Any | None:
 
 
 def find_rtx() -> Any | None:
-    """TensorRT-RTX's Python API, or None; a gate for the graph that needs no GPU, and not TensorRT."""
+    """TensorRT-RTX's Python API, or None; it checks the graph without a GPU, but is not TensorRT."""
     for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
         with suppress(ImportError, OSError):
             return importlib.import_module(name)
@@ -81,10 +81,10 @@ def find_rtx() -> Any | None:
 
 
 def rtx_step(onnx: Path, report: ExportReport, rtx: Any = None) -> GateStep:
-    """Gate, step 4: NVIDIA's parser and builder take the graph, where TensorRT-RTX is installed.
+    """Gate, step 4: NVIDIA's parser and builder accept the graph, if TensorRT-RTX is installed.
 
     Raises:
-        ExportError: they do not.
+        ExportError: they refuse it.
     """
     name = "TensorRT-RTX parses and builds the graph"
     rtx = rtx or find_rtx()
@@ -92,7 +92,7 @@ def rtx_step(onnx: Path, report: ExportReport, rtx: Any = None) -> GateStep:
         return GateStep(name, None, "not run: TensorRT-RTX is not installed")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        # for a GPU that need not be here, nor its memory: EM's votes of 32 images alone take more than a GiB
+        # for a GPU that this machine may lack, with its memory: EM's votes of 32 images take more than a GiB
         options = BuildOptions(compute_capability="SM89", detailed=False, workspace_mib=16384)
         built = build_engine(onnx, Path(folder) / "rtx.plan", report, options, rtx)
     detail = f"{built.api} for SM89, {built.layers} layers; built, not run, and not TensorRT itself"
@@ -106,7 +106,7 @@ def shapes(report: ExportReport) -> dict[str, list[int]]:
 
 
 def trtexec_line(report: ExportReport, options: BuildOptions, onnx: str, engine: str) -> list[str]:
-    """The ``trtexec`` call that builds the same engine, as arguments (TensorRT 10 wants ``--stronglyTyped`` added)."""
+    """The ``trtexec`` call that builds the same engine, as arguments (TensorRT 10 needs ``--stronglyTyped`` added)."""
     line = ["trtexec", f"--onnx={onnx}", f"--saveEngine={engine}"]
     if report.batch[0] != report.batch[2]:
         for key, shape in shapes(report).items():
@@ -139,11 +139,11 @@ def build_engine(
         onnx: the file.
         engine: file to write.
         report: of the export: input name, shape and batch profile.
-        options: how to build.
+        options: build settings.
         trt: the API; None imports ``tensorrt``.
 
     Raises:
-        ExportError: TensorRT is absent or too old, or does not take or build the graph.
+        ExportError: TensorRT is missing or too old, or cannot parse or build the graph.
     """
     options = options or BuildOptions()
     trt = trt or find_tensorrt()
@@ -158,7 +158,7 @@ def build_engine(
         raise ExportError(
             f"{api} makes no builder: {log.last or 'no reason given'}", "it needs an NVIDIA GPU"
         )
-    # TensorRT 11 knows strongly typed networks only, 10 must be asked
+    # TensorRT 11 has only strongly typed networks, 10 needs the flag
     typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if typed is None else 1 << int(typed))
     parser = trt.OnnxParser(network, log)
@@ -184,7 +184,7 @@ def build_engine(
 
 
 def _configure(trt: Any, config: Any, options: BuildOptions, api: str) -> Any:
-    """Settings of a build; returns the timing cache, if there is to be one."""
+    """Set the build configuration; return the timing cache, if there is one."""
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
     if hasattr(config, "builder_optimization_level"):
         config.builder_optimization_level = options.optimization_level
@@ -208,7 +208,7 @@ def _configure(trt: Any, config: Any, options: BuildOptions, api: str) -> Any:
 
 
 def _add_profile(builder: Any, network: Any, config: Any, report: ExportReport) -> None:
-    """One profile for every input with a free batch; without one TensorRT refuses to build."""
+    """Add one profile for every input with a dynamic batch; without one TensorRT refuses to build."""
     if report.batch[0] == report.batch[2]:
         return
     profile, wanted = builder.create_optimization_profile(), shapes(report)
@@ -220,7 +220,7 @@ def _add_profile(builder: Any, network: Any, config: Any, report: ExportReport) 
 
 
 def _inspect(trt: Any, log: Any, data: bytes, options: BuildOptions) -> str:
-    """Layer information of the engine in JSON; empty where the engine cannot be loaded (another GPU, or none)."""
+    """Layer information of the engine in JSON; empty if the engine cannot be loaded (another GPU, or none)."""
     if not options.detailed or options.compute_capability:
         return ""
     engine = trt.Runtime(log).deserialize_cuda_engine(data)
@@ -230,7 +230,7 @@ def _inspect(trt: Any, log: Any, data: bytes, options: BuildOptions) -> str:
 
 
 def _logger(trt: Any) -> Any:
-    """A logger that keeps the last error instead of printing everything."""
+    """A logger that stores the last error instead of printing everything."""
 
     class Log(trt.ILogger):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -268,13 +268,13 @@ def write(
     progress: Callable[[str], None] | None = None,
     trt: Any = None,
 ) -> tuple[dict[str, Any], list[GateStep]]:
-    """Write the profile, the command, and where TensorRT is installed the engine, into a bundle.
+    """Write the profile, the command, and, if TensorRT is installed, the engine into a bundle.
 
     Returns:
-        What the manifest says of it (``note`` is empty where the engine was built), and the steps of the gate.
+        The manifest's entry (``note`` is empty if the engine was built), and the steps of the gate.
 
     Raises:
-        ExportError: TensorRT is there and refuses the graph, or the engine gives other results.
+        ExportError: TensorRT is installed and refuses the graph, or the engine's results differ.
     """
     place = folder / _FOLDER
     place.mkdir()
@@ -328,7 +328,7 @@ typed=$(trtexec --help | grep -q -- --stronglyTyped && echo --stronglyTyped || t
 
 
 class TensorRTRunner:
-    """An engine, run on CUDA memory that PyTorch holds.
+    """Runner for an engine, on CUDA memory allocated by PyTorch.
 
     Args:
         path: the ``.plan`` file.
@@ -349,7 +349,7 @@ class TensorRTRunner:
         try:
             self.runtime = trt.Runtime(self.log)
             self.engine = self.runtime.deserialize_cuda_engine(Path(path).read_bytes())
-        except Exception as e:  # the bindings raise their own kinds
+        except Exception as e:  # the bindings raise their own kinds of errors
             raise CapszooError(f"{path}: {first_line(e)}") from e
         if self.engine is None:
             raise CapszooError(
@@ -367,7 +367,7 @@ class TensorRTRunner:
             raise CapszooError(f"the engine takes no batch of {len(images)}", "build it with a wider profile")
         self.context.set_tensor_address(self.input, x.data_ptr())
         results = []
-        for name in self.outputs:  # float32, as the graph has them
+        for name in self.outputs:  # float32, as in the graph
             result = torch.empty(tuple(self.context.get_tensor_shape(name)), device=self.device)
             self.context.set_tensor_address(name, result.data_ptr())
             results.append(result)

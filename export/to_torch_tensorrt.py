@@ -1,12 +1,12 @@
-"""A PyTorch module that runs on TensorRT, by Torch-TensorRT, for who wants to stay in PyTorch.
+"""A PyTorch module that runs on TensorRT, through Torch-TensorRT.
 
 >>> from capszoo.export.to_torch_tensorrt import compile_module
 >>> fast = compile_module(model, batch=(1, 8, 32), precision="fp16")  # doctest: +SKIP
 >>> scores = fast(images.cuda())  # doctest: +SKIP
 
-What TensorRT does not take runs in PyTorch. The module is compared with the original on the gate's probes before it is
-returned. Torch-TensorRT's API is that of its documentation (2.x, ``torch_tensorrt.dynamo.compile``); no model of the
-project has been compiled with it yet, for it needs an NVIDIA GPU.
+Operators that TensorRT does not support run in PyTorch. The module is compared with the original on the gate's probes
+before it is returned. Torch-TensorRT's API is that of its documentation (2.x, ``torch_tensorrt.dynamo.compile``); no
+model of the project has been compiled with it yet, because it needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_torch_tensorrt() -> Any | None:
     """Torch-TensorRT, or None."""
     try:
         return importlib.import_module("torch_tensorrt")
-    except (ImportError, OSError, RuntimeError):  # its libraries are missing, or fit another torch
+    except (ImportError, OSError, RuntimeError):  # its libraries are missing, or are for another torch
         return None
 
 
@@ -48,22 +48,22 @@ def compile_module(
     torch_tensorrt: Any = None,
     **changes: Any,
 ) -> nn.Module:
-    """Compile a classifier with Torch-TensorRT; precision lies in the model, as for the other formats.
+    """Compile a classifier with Torch-TensorRT; the model determines the precision, as for the other formats.
 
     Args:
-        model: a module (left as it is), or a name that ``capszoo.create_model`` takes.
-        export_options: see :class:`capszoo.export.options.ExportOptions`; no int8, and nothing of the ONNX file.
-        options: how engines are built.
+        model: a module (not modified), or a name for ``capszoo.create_model``.
+        export_options: see :class:`capszoo.export.options.ExportOptions`; no int8, and no options of the ONNX file.
+        options: settings for building engines.
         device: of the result.
         torch_tensorrt: the API; None imports it.
         **changes: export options by keyword, such as ``precision="fp16"``.
 
     Returns:
-        A module that takes and gives float32 (or takes uint8) on ``device``.
+        A module with float32 (or uint8) input and float32 output on ``device``.
 
     Raises:
-        ExportError: Torch-TensorRT is absent, does not compile the model, or the result differs from the original.
-        UsageError: options that make no sense.
+        ExportError: Torch-TensorRT is missing, cannot compile the model, or the result differs from the original.
+        UsageError: invalid options.
     """
     export_options = collect(ExportOptions, export_options, changes)
     if export_options.precision == "int8":
@@ -113,7 +113,7 @@ def _arguments(function: Any, options: BuildOptions) -> dict[str, Any]:
     if options.timing_cache:
         arguments["timing_cache_path"] = options.timing_cache
     known = inspect.signature(function).parameters
-    # a release that types networks strongly in any case, or refits always, may have dropped these two
+    # a release that always types networks strongly, or always refits, may have dropped these two
     if "immutable_weights" not in known:
         del arguments["immutable_weights"]
     if "use_explicit_typing" in known:
@@ -122,7 +122,7 @@ def _arguments(function: Any, options: BuildOptions) -> dict[str, Any]:
 
 
 class _Runner:
-    """The compiled module with numpy arrays."""
+    """Runner for the compiled module, with numpy arrays."""
 
     name = "torch_tensorrt"
 

@@ -1,10 +1,10 @@
-"""A model made ready for export: a copy in eval mode that computes the same function with less.
+"""Prepare a model for export: a copy in eval mode that computes the same function with fewer operations.
 
 The iteration count of every routing is fixed (a Python ``for`` over an int, which tracing unrolls). BatchNorm is folded
-into the convolution before it wherever the traced graph shows that this is safe. Weights are laid out as the engines of
-graphs use them (:meth:`.RoutingLayer.freeze`, or a module's own ``prepare_for_export()``). What the asked outputs do
-not need is dropped. :func:`prepare_for_export` leaves the original untouched. :class:`Served` puts around it what the
-graph has beside the model: normalisation, another precision, the outputs that were asked for.
+into the convolution before it wherever the traced graph shows that this is safe. Weights are stored in the layout of
+the graphs' engines (:meth:`.RoutingLayer.freeze`, or a module's ``prepare_for_export()``). Parts that the requested
+outputs do not need are dropped. :func:`prepare_for_export` does not modify the original. :class:`Served` adds the
+graph's other parts: normalisation, another precision, the requested outputs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def prepare_for_export(model: nn.Module, routing_iters: int | None = None, fold: bool = True) -> nn.Module:
-    """Copy a model, prepared for export; the copy computes the same scores as the original in eval mode.
+    """Copy a model and prepare the copy for export; it computes the same scores as the original in eval mode.
 
     Args:
-        model: any classifier of the zoo or of timm; not changed.
-        routing_iters: iterations of every routing; None keeps the model's own.
+        model: any classifier of the zoo or of timm; not modified.
+        routing_iters: iterations of every routing; None keeps the model's number.
         fold: fold BatchNorm into convolutions.
 
     Raises:
@@ -81,18 +81,18 @@ def set_routing_iterations(model: nn.Module, routing_iters: int) -> None:
 
 
 def fold_batchnorm(model: nn.Module) -> int:
-    """Fold each eval-mode BatchNorm into the convolution before it, in place; returns how many were folded.
+    """Fold each eval-mode BatchNorm into the convolution before it, in place; return how many were folded.
 
-    A pair qualifies when the symbolically traced graph shows that the convolution's output goes to that BatchNorm
-    alone, and that either module runs once. A subclass of a convolution may compute with other weights than its own,
-    so it qualifies only if it says so (``folds_batchnorm = True``). A model that cannot be traced is left as it is.
+    A pair qualifies if the symbolically traced graph shows that the convolution's output is used only by that
+    BatchNorm, and that each module runs once. A subclass of a convolution may compute with other weights than its own,
+    so it qualifies only if it declares ``folds_batchnorm = True``. A model that cannot be traced is not changed.
     """
     graph = _trace(model)
     if graph is None:
         return 0
     modules = dict(model.named_modules())
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    # a parameter that is also read on its own must keep its value
+    # a parameter that is also read directly must keep its value
     read_apart = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
     folded = 0
     for node in graph.nodes:
@@ -116,14 +116,14 @@ def fold_batchnorm(model: nn.Module) -> int:
 
 
 def is_plain_conv(module: nn.Module) -> bool:
-    """Whether the output is linear in the module's own weight and bias, one output channel each."""
+    """True if the output is linear in the module's own weight and bias, for each output channel separately."""
     return type(module) in _CONVS or (
         isinstance(module, _CONVS) and getattr(module, "folds_batchnorm", False)
     )
 
 
 def _fold(conv: Any, norm: Any) -> nn.Module:
-    """One convolution that equals ``norm(conv(x))``; the product is taken in float64, then rounded once."""
+    """One convolution that equals ``norm(conv(x))``; the product is computed in float64, then rounded once."""
     fused = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
     return fused.to(conv.weight.dtype).eval().requires_grad_(False)
 
@@ -131,7 +131,7 @@ def _fold(conv: Any, norm: Any) -> nn.Module:
 def _call_hooks(model: nn.Module) -> None:
     """Call ``prepare_for_export()`` of every submodule that defines it, children before parents.
 
-    A hook changes its module in place and returns None, or returns the module that takes its place.
+    A hook changes its module in place and returns None, or returns a module that replaces it.
     """
     names = [
         name
@@ -146,15 +146,15 @@ def _call_hooks(model: nn.Module) -> None:
 
 
 class Served(nn.Module):
-    """A model as it is served: float32 or uint8 images in, the asked outputs in float32, flat.
+    """A model for serving: float32 or uint8 images as input, the requested outputs in float32, flat.
 
-    In half precision the parameters, convolutions and vote products are half; the zoo's layers themselves compute
+    In half precision, parameters, convolutions and vote products are half; the zoo's layers compute
     norms, squash, softmax logits and EM variances in float32.
 
     Args:
         model: any classifier; changed in place to ``dtype``.
         outputs: fields of ``forward_capsules``; only ``scores`` calls ``forward``.
-        mean, std: per channel, for values in 0..1: the graph then takes uint8 images and normalises them.
+        mean, std: per channel, for values in 0..1: if given, the graph accepts uint8 images and normalises them.
         dtype: precision of the model.
     """
 
@@ -174,7 +174,7 @@ class Served(nn.Module):
         self.outputs, self.dtype, self.uint8 = tuple(outputs), dtype, bool(mean)
         self.input_dtype = torch.uint8 if mean else torch.float32
         if mean:
-            # (x / 255 - mean) / std as one product and one difference; the constants are made in float64
+            # (x / 255 - mean) / std as one product and one difference; the constants are computed in float64
             like = next(model.parameters())
             m, s = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
             self.register_buffer("scale", (1 / (255 * s)).float().to(like.device), persistent=False)
@@ -195,7 +195,7 @@ class Served(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx tracing that keeps the modules whole that timm declares untraceable."""
+    """torch.fx tracing that treats modules which timm declares untraceable as leaves."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = isinstance(m, tuple(get_notrace_modules())) or is_plain_conv(m)
@@ -205,12 +205,12 @@ class _Tracer(fx.Tracer):
 def _trace(model: nn.Module) -> fx.Graph | None:
     try:
         return _Tracer(autowrap_functions=tuple(get_notrace_functions())).trace(model)
-    except Exception:  # tracing runs the model's own Python on proxies: anything may be raised
+    except Exception:  # tracing runs the model's Python on proxies: anything may be raised
         return None
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether more happens when the module is called than its own forward."""
+    """True if calling the module does more than its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"))
 
 
@@ -220,6 +220,6 @@ def _replace(model: nn.Module, name: str, replacement: nn.Module) -> None:
 
 
 def non_finite_weights(model: nn.Module) -> list[str]:
-    """Names of the parameters and buffers that hold a NaN or an infinity."""
+    """Names of the parameters and buffers that contain NaN or infinity."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, t in tensors if t.is_floating_point() and not bool(torch.isfinite(t).all())]

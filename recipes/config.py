@@ -1,7 +1,7 @@
-"""What a recipe is: a YAML file read into these models, where every unknown key and wrong value is one clear line.
+"""Recipe models: a YAML file is validated by these models, and every unknown key or wrong value is one clear line.
 
-A file may hold `profiles: {short: {epochs: 20, ...}}`: other settings for the same model and tag, chosen by name
-(`--profile short`), laid over the file's own key by key; `null` gives a key its default back.
+A file may contain `profiles: {short: {epochs: 20, ...}}`: other settings for the same model and tag, selected by name
+(`--profile short`) and merged into the file's settings key by key; `null` resets a key to its default.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BACKBONE = "backbone:"
 
 
 def _no_flag(value: Any) -> Any:
-    """Refuse `true` where a number is meant: Python counts it as 1."""
+    """Refuse `true` for a number: Python treats it as 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     return value
@@ -73,7 +73,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class RecipeError(UsageError):
-    """A recipe is missing or wrong; the message is one line that names the key and the remedy."""
+    """A recipe is missing or invalid; the message is one line that names the key and the remedy."""
 
 
 class _Section(BaseModel):
@@ -81,7 +81,7 @@ class _Section(BaseModel):
 
 
 class AugmentConfig(_Section):
-    """Per-sample augmentation of the training images, on the device; `capszoo.data.Augment` says more."""
+    """Per-sample augmentation of the training images, on the device; see `capszoo.data.Augment`."""
 
     shift: NonNegative = 0
     """Largest shift in pixels, filled with black; the same as padding by it and cropping at random."""
@@ -124,7 +124,7 @@ class AugmentConfig(_Section):
         return scale
 
     def build(self) -> Augment:
-        from capszoo.data.augment import Augment  # torch: not needed to read a recipe
+        from capszoo.data.augment import Augment  # imports torch, which reading a recipe does not need
 
         return Augment(**self.model_dump(exclude={"cutout_off_epochs"}))
 
@@ -164,7 +164,7 @@ class DataConfig(_Section):
 
 
 class StageConfig(_Section):
-    """Some of the first epochs of a run on images of another size."""
+    """A number of first epochs of a run, on images of another size."""
 
     size: Positive
     """Side of the images in pixels."""
@@ -174,7 +174,7 @@ class StageConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """An optimiser of timm's factory (which has torch's too); biases and norms are kept free of weight decay."""
+    """An optimiser of timm's factory (which has torch's too); biases and norms have no weight decay."""
 
     name: str = "adamw"
     lr: Rate = 1e-3
@@ -211,7 +211,7 @@ class LossConfig(_Section):
 
 
 class FeedbackConfig(_Section):
-    """Feedback agreement (`capszoo.models.FeedbackAgreement`) between levels of the net; gone after training."""
+    """Feedback agreement (`capszoo.models.FeedbackAgreement`) between levels of the net; removed after training."""
 
     pairs: Literal["encapnet"] | tuple[tuple[str, str], ...] = "encapnet"
     """(lower, higher) modules by name, of any net; "encapnet": the pairs that the model itself names."""
@@ -224,7 +224,7 @@ class FeedbackConfig(_Section):
 
 
 class InitConfig(_Section):
-    """Weights to start from; without this section a net starts from random ones."""
+    """Initial weights; without this section they are random."""
 
     weights: str
     """What `capszoo predict` takes: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file. Or
@@ -236,7 +236,7 @@ class InitConfig(_Section):
 
 
 class Recipe(_Section):
-    """One recipe: one checkpoint, one tag."""
+    """A recipe, which gives one checkpoint with one tag."""
 
     arch: str
     tag: str
@@ -278,7 +278,7 @@ class Recipe(_Section):
     @field_validator("tag")
     @classmethod
     def _begins_with_data_set(cls, tag: str, info: Any) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", tag):  # it becomes the name of files
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", tag):  # it becomes part of file names
             raise ValueError(
                 "a tag is a short name of letters, digits, '_' and '-', without '.' or '/', beginning with its data set"
             )
@@ -287,7 +287,7 @@ class Recipe(_Section):
     @field_validator("model_args")
     @classmethod
     def _states_no_source(cls, args: dict[str, Any]) -> dict[str, Any]:
-        """Weights with such arguments could not be loaded: better said before training than after."""
+        """Weights with such arguments could not be loaded, so refuse them before training, not after."""
         try:
             check_model_args(args, "the recipe")
         except WeightsError as error:
@@ -328,7 +328,7 @@ def _section_at(location: tuple[Any, ...]) -> type[BaseModel]:
     section: type[BaseModel] = Recipe
     for key in location:
         found = section.model_fields[str(key)].annotation if str(key) in section.model_fields else None
-        kinds = (found, *get_args(found))  # a section, or one or None
+        kinds = (found, *get_args(found))  # a section, or an optional section
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         if not inner:
             break
@@ -347,7 +347,7 @@ def _one_line(error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{where}: the key '{key}' is missing"
     message = first["msg"].removeprefix("Value error, ")
-    if not key:  # several keys together are wrong; the message names them
+    if not key:  # a combination of keys is invalid; the message names them
         return f"{where}: {message}"
     if isinstance(first["input"], str | int | float | bool | None):
         return f"{where}: '{key}: {first['input']}' is wrong: {message}"
@@ -355,14 +355,14 @@ def _one_line(error: ValidationError, where: str) -> str:
 
 
 def list_recipes() -> list[str]:
-    """Names of the recipes that come with the package, `<arch>.<tag>`."""
+    """Names of the recipes in the package, `<arch>.<tag>`."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def find_recipe(name: str | Path) -> Path:
-    """A recipe's file: a path to a YAML file, or the name of one that comes with the package."""
+    """File of a recipe: a path to a YAML file, or the name of a recipe in the package."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml", ".json"):  # JSON is YAML: older runs state their recipe so
+    if path.suffix in (".yaml", ".yml", ".json"):  # JSON is YAML: older runs have a JSON recipe
         if path.is_file():
             return path
         if (CONFIGS / path.name).is_file():
@@ -392,7 +392,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`tree` with `over` laid over it: mappings key by key, all else replaced, keys set to null left out."""
+    """Merge `over` into `tree`: mappings key by key, all else replaced; keys set to null are removed."""
     result = dict(tree)
     for key, value in over.items():
         if value is None:
@@ -413,7 +413,7 @@ def _validate(tree: dict[str, Any], where: str) -> Recipe:
 
 
 def _profiles(tree: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """Take the profiles out of a recipe file's tree, each laid over the file's own settings, and check them all."""
+    """Remove the profiles from a recipe file's tree, merge each into the file's settings, and validate them all."""
     profiles = tree.pop("profiles", None)
     if profiles is None:
         return {}
@@ -458,12 +458,13 @@ def load_recipe(
 ) -> Recipe:
     """Read and check a recipe.
 
-    Arguments:
-        recipe: path, name of a recipe of the package, a `Recipe`, or the tree of one.
-        overrides: `key=value` lines with dotted keys; values are YAML. They come after the profile.
-        profile: name of one of the recipe's profiles; None takes its own settings.
+    Args:
+        recipe: path, name of a recipe of the package, a `Recipe`, or a recipe's tree.
+        overrides: `key=value` lines with dotted keys; values are YAML. They override the profile.
+        profile: name of one of the recipe's profiles; None uses the recipe's settings.
 
-    Raises `RecipeError`, one line that names the key and the nearest valid one.
+    Raises:
+        RecipeError: one line that names the key and the nearest valid one.
     """
     profiles: dict[str, dict[str, Any]] = {}
     if isinstance(recipe, Recipe):

@@ -1,4 +1,4 @@
-"""Accuracy of a model on a data set: what `capszoo eval` counts, and `python -m capszoo.recipes.evaluate` in short.
+"""Accuracy of a model on a data set: the count of `capszoo eval`; short form: `python -m capszoo.recipes.evaluate`.
 
 For a name with weights the data set is that of its metadata, and the accuracy is compared with the stated one.
 """
@@ -55,18 +55,20 @@ def evaluate(
     batch_size: int = 500,
     device: str | torch.device | None = None,
 ) -> dict[str, Any]:
-    """Top-1 accuracy, in float32 and eval mode; an image with several labels counts where exactly these are found.
+    """Top-1 accuracy, in float32 and eval mode; an image with several labels counts if exactly these are predicted.
 
-    Arguments:
+    Args:
         model: a module, a name with weights (`resnet20_routingcaps.mnist`), or the path of a weights file.
-        dataset: a name, or images in memory; None takes the data set the weights were trained on.
+        dataset: a name, or images in memory; None uses the data set that the weights were trained on.
         split: "test", "train" or another split of the data set.
-        data: folder of the data set; None asks `CAPSZOO_DATA`.
-        device: None takes CUDA where there is one.
+        data: folder of the data set; None uses `CAPSZOO_DATA`.
+        batch_size: images per forward pass.
+        device: None selects CUDA if available.
 
-    Returns `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated"}`: `accuracy` says
-    what `top1` counts, "top-1" or, of images with several labels, the "exact set"; `stated` is the metadata's top1
-    for a whole test split, else None.
+    Returns:
+        `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated"}`: `accuracy` is the kind
+        of `top1`, "top-1" or, for images with several labels, the "exact set"; `stated` is the metadata's top1
+        for a whole test split, else None.
     """
     target = prepare(model, dataset, split, data, device=device)
     result = assess(target, batch_size)

@@ -1,9 +1,9 @@
-"""Fine-tune a model to classes of your own: `capszoo finetune MODEL --data FOLDER`.
+"""Fine-tune a model to new classes: `capszoo finetune MODEL --data FOLDER`.
 
-A model with weights and a folder of images become a recipe, and `train` does the rest: one loop, the same run folder,
-exact resume by the same command. What this file decides are the settings that the model and the data leave open; all
-of them are in the run's `recipe.yaml`, and `overrides` changes any. At the end the folder also holds the names of the
-classes, a confusion matrix and a model card.
+A model with weights and a folder of images determine a recipe, and `train` does the rest: one loop, the same run
+folder, exact resume by the same command. This file selects the settings that the model and the data leave open; all
+of them are in the run's `recipe.yaml`, and `overrides` changes any. At the end the folder also contains the names of
+the classes, a confusion matrix and a model card.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .weights import amend_metadata
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
 
-# Settings for small sets; docs/fine-tune.md has what was tried by `python benchmarks/finetune.py --search`.
+# Settings for small sets; docs/fine-tune.md has the results of `python benchmarks/finetune.py --search`.
 LEARNING_RATE = 0.003
 LAYER_DECAY = 0.8
 UPDATES = 240
@@ -68,14 +68,14 @@ FINISHED = {"labels": LABELS, "confusion": CONFUSION, "card": "README.md"}
 
 @dataclass(frozen=True)
 class Source:
-    """What fine-tuning takes over from a model.
+    """What fine-tuning uses from a model.
 
     Attributes:
-        model_args: what `create_model` needs to make the net again, beside classes, channels and size.
+        model_args: arguments with which `create_model` recreates the net, besides classes, channels and size.
         input_size: channels, height and width.
         mean, std: per channel, for images in 0..1.
         loss: as in a recipe.
-        label_names: of the weights; empty where they have none.
+        label_names: of the weights; empty if they have none.
     """
 
     architecture: str
@@ -88,18 +88,19 @@ class Source:
 
 
 def find_source(model: str, weights: bool = True) -> Source:
-    """Look up what a model is, under any name that `capszoo predict` takes.
+    """Look up a model under any name that `capszoo predict` accepts.
 
-    Arguments:
-        weights: False for an architecture that is to start from random weights, and may have none.
+    Args:
+        model: the name.
+        weights: False for an architecture that starts from random weights, and may have no others.
 
-    Raises what `capszoo.checkpoint.resolve` and its `create` raise.
+    Raises the errors of `capszoo.checkpoint.resolve` and its `create`.
     """
     found = resolve(model)
     net = found.create(pretrained=weights, device="cpu")
     cfg: dict[str, Any] = net.pretrained_cfg  # type: ignore[assignment]
     architecture = str(cfg["architecture"])
-    # of an architecture that is to start from random weights, those that it has say nothing
+    # for an architecture that starts from random weights, its existing weights are irrelevant
     bare = found.kind == "name" and "." not in found.argument
     stated = Metadata() if bare and not weights else found.metadata()
     args = {key: value for key, value in stated.model_args.items() if key not in _DECIDED}
@@ -113,13 +114,15 @@ def find_source(model: str, weights: bool = True) -> Source:
 
 
 def backbone_source(backbone: str, head: str) -> Source:
-    """A timm backbone with a capsule head (`caps_head`) as a start, without a look at the backbone's weights.
+    """A timm backbone with a capsule head (`caps_head`) as a start, without reading the backbone's weights.
 
-    Arguments:
-        backbone: name of timm, hf-hub:org/repo or local-dir:folder.
+    Args:
+        backbone: timm name, hf-hub:org/repo or local-dir:folder.
         head: a routing of `capszoo.models._heads.HEADS`.
 
-    Raises `UsageError`, one line, for an unknown name, and `WeightsError` for a repository that cannot be reached.
+    Raises:
+        UsageError: an unknown name; one line.
+        WeightsError: a repository that cannot be reached.
     """
     if head not in HEADS:
         raise UsageError(str(unknown_routing(head)))
@@ -127,7 +130,7 @@ def backbone_source(backbone: str, head: str) -> Source:
         cfg = create_backbone_cfg(backbone)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    # a finished run is rebuilt from its own weights: it must not need the source of its initial ones
+    # a finished run is rebuilt from its weights: it must not need the source of its initial ones
     known = str(cfg.get("architecture") or backbone) if parse_model_name(backbone)[0] else backbone
     channels, rows, columns = cfg.get("input_size") or (3, 224, 224)
     return Source(
@@ -141,12 +144,12 @@ def backbone_source(backbone: str, head: str) -> Source:
     )
 
 
-#: Arguments that follow from the data.
+#: Arguments that are determined by the data.
 _DECIDED = ("num_classes", "in_chans", "img_size", "pretrained")
 
 
 def _usual_loss(architecture: str) -> dict[str, Any]:
-    """The loss of the architecture's recipes for images with one label; cross-entropy for nets of others."""
+    """The loss of the architecture's recipes for images with one label; cross-entropy for other nets."""
     for name in list_recipes():
         if name.startswith(f"{architecture}."):
             loss = load_recipe(name).loss
@@ -178,9 +181,9 @@ def finetune_recipe(
     root: str | Path | None = None,
     read: Callable[..., Any] = read_split,
 ) -> Recipe:
-    """The recipe of a fine-tuning; the arguments are those of `finetune`, and `read` that of `load_data`.
+    """The recipe of a fine-tuning run; the arguments are those of `finetune`, and `read` is that of `load_data`.
 
-    It reads the training images, for it follows from their number.
+    It reads the training images, because the recipe depends on their number.
     """
     if (model is None) == (backbone is None):
         raise UsageError("fine-tuning starts from a MODEL or from a --backbone", "give one of them")
@@ -195,7 +198,7 @@ def finetune_recipe(
             f"{model} takes {source.input_size[1]}x{source.input_size[2]} images", "give --img-size N"
         )
     size = img_size or source.input_size[1]
-    # Loaded as training will load them: what is wrong with the folder is said before anything is written.
+    # Loaded as in training: problems with the folder are reported before anything is written.
     images, _ = read(name, "train", root, size, size, skip_bad)
     splits = {"train", "test"} if name in DATASETS else find_splits(name, root)
     if images.spec.multi_label:
@@ -210,7 +213,7 @@ def finetune_recipe(
         wanted = max(images.spec.num_classes, round(VALIDATION_SHARE * count))
         validation = min(wanted, VALIDATION_MOST, count - 1)
         count = len(split_validation(images, validation, stratified=True)[0])
-    world = int(os.environ.get("WORLD_SIZE", 1))  # processes, which share a batch evenly
+    world = int(os.environ.get("WORLD_SIZE", 1))  # number of processes, which share a batch evenly
     batch = max(min(BATCH, count) // world, 1) * world
     steps = count // batch
     epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
@@ -228,7 +231,7 @@ def finetune_recipe(
             "test": "test" in splits,
             "balance": True,
             "skip_bad": skip_bad,
-            # The weights know images normalised in this way.
+            # The weights were trained on images with this normalisation.
             "mean": per_channel(source.mean, channels),
             "std": per_channel(source.std, channels),
             "augment": {"resize": size, "shift": max(1, size // 14), "rotation": 10, "scale": [0.9, 1.1]},
@@ -272,34 +275,33 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tune a model, or resume an interrupted call with the same arguments.
 
-    Arguments:
+    Args:
         model: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file; with `from_scratch` also an
             architecture without weights. None with `backbone`.
-        backbone: in place of a model, a timm name, hf-hub:org/repo or local-dir:folder: its features, with its weights
+        backbone: instead of a model, a timm name, hf-hub:org/repo or local-dir:folder: its features, with its weights
             unless `from_scratch`, and a new capsule head.
         head: routing of that head, a name of `capszoo.models._heads.HEADS`.
         data: a folder with a sub-folder of images per class (or those below train/, val/ and test/), `hf:OWNER/NAME`,
             another prefix of `capszoo.data.PREFIXES`, or the name of a data set.
         out: folder of the run; None: `runs/<arch>.<tag>`.
-        tag: name of the new weights after the architecture's; None takes the data's.
-        img_size: side of the images; None takes that of the weights.
-        freeze: "body", "all" (but the class capsules), or modules by name.
-        layer_decay: factor of the learning rate from each layer to the one before it; None takes the default, 1 none.
-        epochs: maximum number; None takes as many as give about `UPDATES` updates.
+        tag: name of the new weights after the architecture's; None uses the data's.
+        img_size: side of the images; None uses that of the weights.
+        freeze: "body", "all" (except the class capsules), or modules by name.
+        layer_decay: factor of the learning rate from each layer to the one before it; None uses the default, 1 none.
+        epochs: maximum number; None uses as many as give about `UPDATES` updates.
         from_scratch: start from random weights, for comparison.
-        skip_bad: leave out images that cannot be read.
-        overrides: `key=value` lines that change keys of the recipe, as `capszoo train --set` does.
-        root: folder below which named sets and repositories lie; None asks `CAPSZOO_DATA`.
-        cpu: leave an accelerator unused.
+        skip_bad: skip images that cannot be read.
+        overrides: `key=value` lines that change keys of the recipe, as in `capszoo train --set`.
+        root: folder of named sets and repositories; None uses `CAPSZOO_DATA`.
+        cpu: do not use an accelerator.
         stop_after, accept_data: as for `train`.
 
-    Returns what `train` returns and, once finished, paths: `"labels"`, `"confusion"`, `"card"`.
+    Returns:
+        The result of `train` and, once finished, paths: `"labels"`, `"confusion"`, `"card"`.
 
     Raises `DataError`, `RecipeError`, `TrainingError` or `WeightsError`, each one line with a remedy.
     """
-    read = functools.cache(
-        read_split
-    )  # each split once: what the recipe follows from, is trained on, is measured
+    read = functools.cache(read_split)  # read each split once: for the recipe, for training, for evaluation
     recipe = finetune_recipe(
         model,
         data,
@@ -325,10 +327,10 @@ def finetune(
 
 
 def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[str, Any]:
-    """Write what people look at: names of the classes, confusion matrix, model card."""
+    """Write files for users: names of the classes, confusion matrix, model card."""
     target = prepare(weights, images.measured, device=device)
     result, split = assess(target), target.images.split
-    assert result.confusion is not None  # one label an image
+    assert result.confusion is not None  # one label per image
     counts = {"images": result.confusion.sum(1).tolist(), "right": result.confusion.diagonal().tolist()}
     info = amend_metadata(weights, per_class={"split": split, **counts})
     paths = {kind: weights.with_name(name) for kind, name in FINISHED.items()}

@@ -1,8 +1,8 @@
 """Publish a checkpoint on the Hugging Face Hub: a finished run, a weights file, or a checkpoint of the zoo.
 
-Everything is written into a folder, loaded back from it and held against the golden outputs before the first call; then
-it goes up as one commit. Whatever stops it half-way (no network, no right, a limit) is one line, and the same command
-resumes: large files that arrived are not sent again, and what has not changed is not committed again.
+Everything is written into a folder, loaded back from it and compared with the golden outputs before the first call;
+then it is uploaded as one commit. An interruption (no network, no permission, a limit) is reported in one line, and the
+same command resumes: large files that were uploaded are not sent again, and unchanged files are not committed again.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ __all__ = ["PublishError", "publish", "publish_all", "stage"]
 
 ResultT = TypeVar("ResultT")
 
-#: Seconds that the Hub may ask to wait before a call is made again; what is longer is left to the user.
+#: Longest wait in seconds, as requested by the Hub, before a call is repeated; longer ones are left to the user.
 LONGEST_WAIT = 60
-#: Times that a call is made again after such a wait.
+#: Number of repetitions of a call after such a wait.
 RETRIES = 2
-#: Raw images whose scores are kept where a run kept none.
+#: Number of raw images for golden outputs if a run has none.
 GOLDEN_IMAGES = 4
 
 
 class PublishError(CapszooError):
-    """It cannot be published, or the Hub did not take it."""
+    """The checkpoint cannot be published, or the Hub refused it."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is published: a weights file, its metadata, and images [b, c, h, w] uint8 with their scores [b, n]."""
+    """The files to publish: a weights file, its metadata, and images [b, c, h, w] uint8 with their scores [b, n]."""
 
     info: WeightsInfo
     weights: Path
@@ -81,11 +81,11 @@ class Checkpoint:
 
 
 def find_checkpoint(run: str | Path) -> Checkpoint:
-    """The checkpoint behind a run's folder, a `.safetensors` file beside its metadata, or a name of the zoo.
+    """The checkpoint of a run's folder, a `.safetensors` file beside its metadata, or a name of the zoo.
 
     Raises:
         WeightsError: no finished run, or files that do not belong together.
-        PublishError: no such thing.
+        PublishError: it does not exist.
     """
     path = Path(run)
     found = resolve(finished_run(path) if str(run) not in bundled_tags() and path.is_dir() else run)
@@ -116,7 +116,7 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
 
 
 def _check_golden(arrays: dict[str, np.ndarray], info: WeightsInfo, path: Path) -> None:
-    """Golden outputs are a few raw images of the model's size, and their scores."""
+    """Check golden outputs: a few raw images of the model's size, and their scores."""
     pixels, scores = arrays["pixels"], arrays["scores"]
     count = len(pixels) if pixels.ndim else 0
     if pixels.dtype != np.uint8 or pixels.shape[1:] != info.input_size or not 1 <= count <= 1024:
@@ -132,7 +132,7 @@ def _check_golden(arrays: dict[str, np.ndarray], info: WeightsInfo, path: Path) 
 
 
 def _config(found: Checkpoint) -> dict[str, Any]:
-    """`config.json` as timm reads it, with the sha256 that our loading checks."""
+    """`config.json` in timm's format, with the sha256 that our loading verifies."""
     info = found.info
     own: dict[str, Any] = getattr(found.net, "pretrained_cfg", None) or {}
     kept = ("first_conv", "classifier", "fixed_input_size", "paper_name", "paper_ids")
@@ -162,10 +162,10 @@ def _config(found: Checkpoint) -> dict[str, Any]:
 
 
 def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) -> WeightsInfo:
-    """Write all that a repository holds into the empty `folder`, load it back from there and compare.
+    """Write all files of a repository into the empty `folder`, load the model from there and compare.
 
     Raises:
-        PublishError: what was written does not give the golden outputs.
+        PublishError: the written files do not reproduce the golden outputs.
         WeightsError: see `find_checkpoint`.
     """
     found = find_checkpoint(run)
@@ -181,7 +181,7 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
     history = info.metadata.history
     if history:
         draw_curves(folder / CURVES, info.name, records_of(history))
-    confusion = found.weights.with_name(CONFUSION)  # as fine-tuning draws it
+    confusion = found.weights.with_name(CONFUSION)  # drawn by fine-tuning
     if confusion.is_file():
         shutil.copyfile(confusion, folder / CONFUSION)
     pictures = [file for file in (CURVES, CONFUSION) if (folder / file).is_file()]
@@ -192,7 +192,7 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
 
 
 def _check(folder: Path, found: Checkpoint) -> None:
-    """Both libraries load the folder, and what they load gives the golden outputs."""
+    """Check that both libraries can load the folder, and that the loaded models reproduce the golden outputs."""
     if sha256_of(folder / HUB_FILENAME) != found.info.sha256:
         raise PublishError(f"{found.weights}: the copy differs from its metadata", "look at the disk")
     images = normalize(found.pixels, found.info.mean, found.info.std)
@@ -216,7 +216,7 @@ def _listing(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _staging(out: Path | None) -> Iterator[Path]:
-    """A folder to write into: it becomes `out` when all went well, and goes away else."""
+    """A temporary folder that becomes `out` on success, and is deleted otherwise."""
     if out is not None and out.exists():
         raise PublishError(f"{out} exists already", "name another folder, or remove it")
     if out is not None:
@@ -225,7 +225,7 @@ def _staging(out: Path | None) -> Iterator[Path]:
     try:
         yield made
         if out is not None:
-            made.chmod(0o755)  # mkdtemp's is for its owner alone
+            made.chmod(0o755)  # mkdtemp creates a folder that only its owner can read
             made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -241,20 +241,21 @@ def publish(
 ) -> dict[str, Any]:
     """Publish one checkpoint.
 
-    Arguments:
+    Args:
         run: folder of a finished run, a `.safetensors` file beside its metadata, or a name of the zoo.
-        repo_id: `user/repository`; made where it does not exist.
-        private: for a repository that is new, or private already.
-        dry_run: write and check everything, and make no call.
-        out: keep what was written in this folder, which must not exist.
-        say: told what is going on, a line each.
+        repo_id: `user/repository`; created if it does not exist.
+        private: for a repository that is new, or already private.
+        dry_run: write and check everything, without network calls.
+        out: keep the written files in this folder, which must not exist.
+        say: called with each line of progress.
 
-    Returns `{"repo_id", "model", "files": [{"name", "bytes", "sha256"}], "url", "commit", "changed"}`; the last three
-    are None with `dry_run`, and `changed` is False where the repository held everything already.
+    Returns:
+        `{"repo_id", "model", "files": [{"name", "bytes", "sha256"}], "url", "commit", "changed"}`; the last three
+        are None with `dry_run`, and `changed` is False if the repository already had everything.
 
     Raises:
-        UsageError: no name of a repository.
-        PublishError, WeightsError: one line; the same command can be given again.
+        UsageError: an invalid repository name.
+        PublishError, WeightsError: one line; the same command can be repeated.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
         raise UsageError(f"'{repo_id}' is no name of a repository", "give USER/NAME, such as me/my-capsules")
@@ -275,7 +276,7 @@ def publish_all(
 ) -> list[dict[str, Any]]:
     """Publish every checkpoint of the zoo as `<org>/<name>`; arguments and errors as for `publish`.
 
-    It stops at the first failure: the next call finds what is there already, and resumes.
+    It stops at the first failure; the next call skips what is already published, and resumes.
     """
     done: list[dict[str, Any]] = []
     for name in bundled_tags():
@@ -314,7 +315,7 @@ def _upload(
 
 
 def _with_patience(call: Callable[[], ResultT], repo_id: str, say: Callable[[str], None]) -> ResultT:
-    """The call's result. It is made again after a wait that the Hub asks for; any other failure is one line."""
+    """Result of a call. It is repeated after a wait requested by the Hub; any other failure is one line."""
     for left in range(RETRIES, -1, -1):
         try:
             return call()
@@ -329,7 +330,7 @@ def _with_patience(call: Callable[[], ResultT], repo_id: str, say: Callable[[str
 
 
 def _response(error: BaseException) -> Any:
-    """The Hub's answer behind an error, which may be wrapped in others; None where there was none."""
+    """The Hub's response behind an error, which may be wrapped in others; None if there was none."""
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)
@@ -353,7 +354,7 @@ def _wait(error: BaseException) -> int | None:
 
 
 def _explained(error: Exception, status: int | None, wait: int | None, repo_id: str) -> PublishError:
-    """One line about what the Hub did, and what to do."""
+    """One line about the Hub's response, and the remedy."""
     again = "then give the same command again"
     namespace = repo_id.partition("/")[0]
     if status == 401:
@@ -385,7 +386,7 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
     reason = " ".join(str(said).split())[:200]
     if status is not None:
         return PublishError(f"the Hub refuses {repo_id} ({status}: {reason})", "mend that first")
-    if not is_hub_error(error):  # its client stumbled over the answer: a redirect, or a page that is no JSON
+    if not is_hub_error(error):  # its client failed on the response: a redirect, or a page that is not JSON
         return PublishError(
             f"the Hub's answer makes no sense ({type(error).__name__}: {reason})",
             "check HF_ENDPOINT and any proxy, then give the same command again",

@@ -1,17 +1,17 @@
 """Train a recipe: `python -m capszoo.recipes.train RECIPE --data FOLDER`, or `capszoo train RECIPE`.
 
-One loop, `_train`: epochs with validation on images held out of the training set, a checkpoint after each, and at the
-end, once, the test set. The last epoch's weights are what is kept; nothing is selected. `Run` is what stays the same,
-`TrainState` what changes (`training/state.py`); a recipe with `stages` makes a new state for each size of the images
+One loop, `_train`: epochs with validation on images held out of the training set, a checkpoint after each, and the
+test set once, at the end. The last epoch's weights are kept, without selection. `Run` has the constant parts,
+`TrainState` the changing ones (`training/state.py`); a recipe with `stages` creates a new state for each image size
 (`training/stages.py`).
 
-The same command resumes a run that was cut short, and ends with the same weights bit for bit on the CPU: the order of
+The same command resumes an interrupted run, and ends with the same weights bit for bit on the CPU: the order of
 the data, the augmentation and the random numbers of the net are functions of (seed, epoch, step), everything else is
 in the checkpoint.
 
 Several processes: `accelerate launch -m capszoo.recipes.train RECIPE …`. They share each batch; all of them need the
-run's folder. `training/distributed.py` makes them fail and stop together, `training/log.py` says how it goes,
-`training/anomaly.py` finds where a value that is not finite came from.
+run's folder. `training/distributed.py` makes them fail and stop together, `training/log.py` reports progress,
+`training/anomaly.py` finds the origin of a value that is not finite.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ GOLDEN_IMAGES = 4
 
 
 class TrainStep(nn.Module):
-    """The net and its loss as one module, so that Accelerate's precision and processes wrap the whole of a step."""
+    """The net and its loss as one module, so that Accelerate's precision and processes wrap the whole step."""
 
     def __init__(self, net: Any, recipe: Recipe, feedback: FeedbackAgreement | None = None) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class TrainStep(nn.Module):
         if recipe.compile and recipe.loss.reconstruction:
             self.forward_poses = torch.compile(
                 self.forward_poses
-            )  # a compiled net compiles its `forward` alone
+            )  # a compiled net compiles only its `forward`
         self.feedback = feedback
         self.criterion: Any = create_loss(recipe.loss.name, **recipe.loss.options)
         self.reconstruction = recipe.loss.reconstruction
 
     def set_progress(self, progress: float) -> None:
-        """Tell a loss that changes in the course of training which share of it is done."""
+        """Set the completed share of the training, for a loss that depends on it."""
         if hasattr(self.criterion, "set_progress"):
             self.criterion.set_progress(progress)
 
@@ -135,7 +135,7 @@ class TrainStep(nn.Module):
         parts: Tensor | None = None,
         part_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the loss (mean over the batch, a scalar) and the scores [b, n]."""
+        """Return the loss (mean over the batch, a scalar) and the scores [b, n]."""
         if self.reconstruction:
             scores, poses = self.forward_poses(images)
             loss = self._criterion(scores, labels)
@@ -149,26 +149,26 @@ class TrainStep(nn.Module):
         return self._criterion(scores, labels), scores
 
     def _criterion(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the scores, and the feedback agreement of the forward that gave them."""
+        """The loss of the scores, plus the feedback agreement of the forward pass that computed them."""
         loss: Tensor = self.criterion(scores.float(), labels)
         return loss if self.feedback is None else loss + self.feedback()
 
     def _rebuilding(self, poses: Tensor, labels: Tensor, pixels: Tensor) -> Tensor:
-        """Reconstruction loss of images [b, c, h, w] from the capsules of `labels` [b]; -1 costs nothing."""
+        """Reconstruction loss of images [b, c, h, w] from the capsules of `labels` [b]; -1 contributes nothing."""
         rebuilt = self.reconstruct(poses, labels.clamp(min=0)).float()
-        rebuilt = torch.where((labels >= 0)[:, None, None, None], rebuilt, 0.0)  # its pixels are black
+        rebuilt = torch.where((labels >= 0)[:, None, None, None], rebuilt, 0.0)  # -1: black pixels
         return reconstruction_loss(rebuilt, pixels.float() / 255, self.reconstruction)
 
 
 def _seed_update(seed: int, step: int, rank: int) -> None:
-    """Seed the net's random numbers (dropout) for one update, so that they need no place in the checkpoint."""
+    """Seed the net's random numbers (dropout) for one update, so that they are not part of the checkpoint."""
     digest = hashlib.sha256(f"update/{seed}/{step}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 @contextmanager
 def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
-    """Accelerate keeps its settings in a process-wide singleton: give it back, so that the next run may differ."""
+    """Accelerate keeps its settings in a process-wide singleton: reset it afterwards, for runs with other settings."""
     precision = "no" if recipe.precision == "fp32" else recipe.precision
     unfit = f"precision {recipe.precision} does not work on this device"
     try:
@@ -204,23 +204,24 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe to its end, or resume an interrupted run.
 
-    Arguments:
-        recipe: path of a YAML file, name of a recipe that comes with the package, or a `Recipe`.
+    Args:
+        recipe: path of a YAML file, name of a recipe in the package, or a `Recipe`.
         overrides: `key=value` lines with dotted keys, e.g. `optimizer.lr=0.001`.
         out: folder of the run; None: `runs/<arch>.<tag>`.
-        data: folder of the data set; None asks `CAPSZOO_DATA`. Or what `load_data` has read of it for this recipe.
-        resume: False refuses a folder that already holds a run.
-        cpu: leave an accelerator unused.
+        data: folder of the data set; None uses `CAPSZOO_DATA`. Or the result of `load_data` for this recipe.
+        resume: False refuses a folder that already contains a run.
+        cpu: do not use an accelerator.
         stop_after: number of updates of this call after which it saves and stops (for trials and tests).
-        profile: name of one of the recipe's profiles; None takes its own settings.
-        threads: CPU threads; None: those that the run began with, else PyTorch's.
-        accept_data: continue with other images than those that the run has seen so far.
+        profile: name of one of the recipe's profiles; None uses the recipe's settings.
+        threads: CPU threads; None: as many as at the start of the run, else PyTorch's.
+        accept_data: continue with other images than those of the run so far.
 
-    Returns `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
-    `"validation"` and `"test"`, as far as there are such images.
+    Returns:
+        `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
+        `"validation"` and `"test"`, if there are such images.
 
-    Raises `RecipeError`, `DataError` or `TrainingError`, each one line with a remedy; of several processes the first
-    one does, the others exit.
+    Raises `RecipeError`, `DataError` or `TrainingError`, each one line with a remedy; with several processes the first
+    one raises it, the others exit.
     """
     recipe = load_recipe(recipe, overrides, profile)
     run = Path(out) if out else Path("runs") / recipe.name
@@ -241,13 +242,13 @@ def _prepare(
     lock: RunLock,
     accept_data: bool,
 ) -> Run:
-    """Check what can be checked before anything is built, and read the data."""
+    """Run all checks that are possible before anything is built, and read the data."""
     world = accelerator.num_processes
     if accelerator.device.type == "cpu":
         keep_freed_memory()
         if threads or (threads := threads_of_run(out)):
             torch.set_num_threads(threads)
-    if not accelerator.is_main_process:  # what is worth a warning is so on all of them: one says it
+    if not accelerator.is_main_process:  # warnings are the same on all processes: one prints them
         logging.getLogger("capszoo").setLevel(logging.ERROR)
     if recipe.batch_size % (world * recipe.accumulate):
         raise RecipeError(
@@ -258,7 +259,7 @@ def _prepare(
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             check_run(recipe, out, resume)
-            if out.is_dir():  # else it is made, and held, when nothing is wrong with the recipe or the data
+            if out.is_dir():  # else it is created and locked after recipe and data are checked
                 lock.acquire()
         found = data if isinstance(data, RunData) else load_data(recipe, data)
         steps = len(found.training) // recipe.batch_size
@@ -270,7 +271,7 @@ def _prepare(
 
 
 def _create_state(run: Run, stage: Stage) -> TrainState:
-    """Everything that a stage trains with, from random (or the recipe's initial) weights."""
+    """Create all objects that a stage trains with, from random (or the recipe's initial) weights."""
     recipe, device = run.recipe, run.device
     training, validation = staged_data(recipe, run.data, stage)
     augment = recipe.data.augment
@@ -294,7 +295,7 @@ def _create_state(run: Run, stage: Stage) -> TrainState:
     accelerate.utils.set_seed(recipe.seed)
     net = create_net(recipe, training.spec).to(device).to(memory_format=run.layout)
     if _normalises(net) and run.world > 1 and device.type == "cuda":
-        net = convert_sync_batchnorm(net)  # the statistics of the whole batch, as on one GPU
+        net = convert_sync_batchnorm(net)  # statistics of the whole batch, as on one GPU
     ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
     feedback = create_feedback(recipe, net)
     optimizer = create_optimizer(recipe, net, feedback)
@@ -334,7 +335,7 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
         checkpoint, skipped = latest_checkpoint(run.out)
         epoch = checkpoint.state["step"] // run.steps if checkpoint else 0
         state = _create_state(run, stage_at(run.recipe, epoch))
-        # Only now, when nothing is wrong with the recipe or the data, the run's folder.
+        # Create the run's folder only now, after recipe and data are checked.
         if run.main:
             open_run(run.recipe, run.out, run.lock)
             check_room(run.out, run.recipe, state.net)
@@ -361,7 +362,7 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
     if _normalises(state.net) and run.world > 1 and run.device.type != "cuda":
         log.say("note: on CPUs, BatchNorm takes the statistics of each process's share of a batch alone")
     if not checkpoint:
-        # A folder that cannot be written is found now, and a failure in the first updates can be traced.
+        # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
         save_state(run, state)
     return state, log
 
@@ -382,13 +383,13 @@ def _note_session(run: Run, state: TrainState) -> None:
 
 
 def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str, str] | None:
-    """The engine that each routing layer trains with on images of ``size``, by the layer's name.
+    """The engine with which each routing layer trains on images of ``size``, by the layer's name.
 
     None for a network that cannot run without data (on the meta device), such as some backbones.
     """
     batch = run.recipe.batch_size // run.world // run.recipe.accumulate
     images = (run.data.training.spec.input_size[0], *size)
-    if run.sharded:  # the report asks a net without data, which shares are not
+    if run.sharded:  # the report needs a net on the meta device, which shards are not
         with torch.device("meta"):
             net = create_net(run.recipe.model_copy(update={"init": None}), run.data.training.spec)
     try:
@@ -399,13 +400,13 @@ def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str,
 
 
 def _next_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
-    """The state of the stage after this one, from the checkpoint that it ended with."""
+    """The state of the next stage, from the checkpoint at the end of this one."""
     checkpoint, _ = latest_checkpoint(run.out)
     if checkpoint is None or checkpoint.state["step"] != before.step:
         raise TrainingError(f"the checkpoint of update {before.step} in {run.out} cannot be read")
     run.accelerator.free_memory()
     if run.recipe.compile:
-        torch._dynamo.reset()  # else the next size would be compiled for any size
+        torch._dynamo.reset()  # else the next size would be compiled with dynamic shapes
     state = _create_state(run, stage_at(run.recipe, before.step // run.steps))
     distribute(run, state)
     restore(run, state, checkpoint)
@@ -415,7 +416,7 @@ def _next_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
 
 
 def _train_step(run: Run, state: TrainState, batch: Batch) -> Tensor:
-    """Make update number `state.step`, counted from 0, and return its loss."""
+    """Perform update number `state.step`, counted from 0, and return its loss."""
     recipe = run.recipe
     _seed_update(recipe.seed, state.step, run.accelerator.process_index)
     if state.scheduler:
@@ -431,7 +432,7 @@ def _train_step(run: Run, state: TrainState, batch: Batch) -> Tensor:
 
 
 def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest) -> int:
-    """Are the losses since the last look finite? Has a signal come (its number, else 0)? All processes agree."""
+    """Check on all processes that the new losses are finite; return the number of a received signal, else 0."""
     bad, mean = 0, torch.zeros((), device=run.device)
     if state.losses:
         values = torch.stack(state.losses)
@@ -457,7 +458,7 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest) -
 
 
 def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> None:
-    """Go back to the last checkpoint, repeat the updates up to `bad` and watch the last two; raises."""
+    """Go back to the last checkpoint, repeat the updates up to `bad` and inspect the last two; always raises."""
     log.say(
         f"the loss is not finite at update {bad}: repeating updates {state.saved_step + 1} to {bad} to find the layer"
     )
@@ -465,7 +466,7 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
     place = ""
     if checkpoint:
         restore(run, state, checkpoint)
-        state.step_module.net = state.net  # hooks see nothing inside a compiled net
+        state.step_module.net = state.net  # hooks do not run inside a compiled net
         place = _replay(run, state, bad)
     place = next((text for text in gather_object([place]) if text), "which did not happen again there")
     sync_error(
@@ -478,7 +479,7 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
 
 
 def _replay(run: Run, state: TrainState, bad: int) -> str:
-    """Repeat the updates up to `bad`; where a value that is not finite arose, or an empty text."""
+    """Repeat the updates up to `bad`; return where a value that is not finite arose, or an empty string."""
     while state.step < bad:
         for batch in state.batches.epoch(*divmod(state.step, run.steps)):
             scaled = run.accelerator.scaler is not None
@@ -497,14 +498,14 @@ def _replay(run: Run, state: TrainState, bad: int) -> str:
 
 
 class _Pause(Exception):
-    """This call has made the updates that it was asked for."""
+    """This call has performed its requested number of updates."""
 
 
 def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, clock: _Clock) -> None:
-    """The updates of one epoch, or what is left of it.
+    """The updates of one epoch, or the remaining ones.
 
     Raises:
-        Stopped: a signal came. _Pause: `stop_after` updates were made. Both after a checkpoint.
+        Stopped: a signal came. _Pause: `stop_after` updates are done. Both after a checkpoint.
     """
     epoch, start = divmod(state.step, run.steps)
     every = run.recipe.checkpoint_every
@@ -535,14 +536,14 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
 
 
 def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
-    """Validation, record and checkpoint of an epoch that is complete."""
+    """Validation, record and checkpoint of a completed epoch."""
     recipe, epoch = run.recipe, state.step // run.steps - 1
     rate = (state.step - state.epoch_first) * recipe.batch_size / (time.monotonic() - state.epoch_began)
     record = _epoch_record(run.accelerator, state.sums, state.optimizer, state.step, epoch, rate)
     if recipe.stages:
         record["size"] = state.batches.target[0]
     if state.held_out:
-        if run.world > 1:  # on CPUs norms have the statistics of each process's share: the first one's count
+        if run.world > 1:  # on CPUs norms have statistics per process: use the first one's
             for buffer in state.evaluated.buffers():
                 torch.distributed.broadcast(buffer, 0)
         threshold = score_threshold(recipe.loss.name)
@@ -555,7 +556,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
     state.seconds = clock.seconds()
     record["seconds"] = round(state.seconds, 1)
     state.sums.zero_()
-    # The record first: a run that is killed between the two makes its epoch's end again.
+    # The record first: a run that is killed between the two repeats its epoch's end.
     with raise_on_all_ranks(run.accelerator):
         if state.probe:
             record["routing"] = state.probe.measure(state.evaluated)
@@ -570,7 +571,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
 
 
 class _Clock:
-    """Seconds trained, over all sessions, and the updates that this call may make."""
+    """Seconds trained, over all sessions, and the remaining updates of this call."""
 
     def __init__(self, state: TrainState) -> None:
         self.first, self.earlier, self.began = state.step, state.seconds, time.monotonic()
@@ -583,7 +584,7 @@ class _Clock:
 
 
 def _over(run: Run, state: TrainState) -> bool:
-    """Whether the run has come to its end."""
+    """True if the run is complete."""
     at_epoch = state.step % run.steps == 0
     return state.step >= run.total or bool(
         state.best and at_epoch and state.best.over(state.step // run.steps)
@@ -623,7 +624,7 @@ def _train(run: Run) -> dict[str, Any]:
 
 
 def _finished(run: Run) -> dict[str, Any] | None:
-    """The result of a run that ended before, from its metadata; None where there is something left to do."""
+    """The result of a run that finished earlier, from its metadata; None if it is not complete."""
     metadata = finished_metadata(run.out)
     checkpoint, _ = latest_checkpoint(run.out) if metadata else (None, [])
     measured = (metadata or {}).get("metrics", {})
@@ -645,7 +646,7 @@ def _finished(run: Run) -> dict[str, Any] | None:
 
 
 def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
-    """Write the weights, and measure the test set, once, from the file that is kept."""
+    """Write the weights, and evaluate the stored file once on the test set."""
     recipe, spec = run.recipe, run.data.training.spec
     result: dict[str, Any] = {
         "out": run.out,
@@ -690,7 +691,7 @@ def _finish(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
 
 
 def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
-    """What the metadata of the weights say about the run."""
+    """Metadata of the weights that describe the run."""
     recipe, data, spec = run.recipe, run.data, run.data.training.spec
     details: dict[str, Any] = {
         "description": recipe.description or None,
@@ -714,7 +715,7 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         details["epoch"] = state.best.epoch
     composed = isinstance(data.training, ImageSet) and data.training.composer
     if not composed and state.batches.margin[0]:
-        # as evaluation crops, so does predict
+        # predict crops in the same way as evaluation
         details["crop_pct"] = spec.input_size[1] / data.training.size[0]
     if state.held_out:
         top1 = state.best.top1 if state.best else log.records()[-1]["val_top1"]
@@ -723,7 +724,7 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate; where layers have their own, the highest."""
+    """The learning rate; the highest one if layers have different rates."""
     return max(group["lr"] for group in optimizer.param_groups)
 
 
@@ -743,13 +744,13 @@ def _update(
     sums: Tensor,
     known: int | None,
 ) -> Tensor:
-    """One update of the weights from one batch, in parts; adds to `sums` and returns the mean loss (a scalar)."""
+    """Update the weights once from one batch, in parts; add to `sums` and return the mean loss (a scalar)."""
     mean_loss = torch.zeros((), device=sums.device)
     threshold = score_threshold(recipe.loss.name)
     for number, part in enumerate(batch.chunk(recipe.accumulate), start=1):
         images, labels, pixels, parts, part_labels = part
         share = len(labels) / len(batch.labels)
-        # Gradients travel between processes with the last part only.
+        # Gradients are synchronised between processes only with the last part.
         with _unsynced(accelerator, ddp_module, number < recipe.accumulate):
             images = images.contiguous(memory_format=layout)
             loss, scores = ddp_module(images, labels, pixels, parts, part_labels)
@@ -824,11 +825,11 @@ def main(argv: list[str] | None = None) -> int:
             accept_data=args.accept_data,
         )
     except (CapszooError, WeightsError, OSError) as error:
-        # What is wrong with the call is wrong on every process: one says so.
+        # An invalid call fails on every process: only one prints it.
         if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
-    except KeyboardInterrupt:  # before the first update or after the last: there is nothing to save
+    except KeyboardInterrupt:  # before the first update or after the last: nothing to save
         print("error: stopped; the same command resumes", file=sys.stderr)
         return 130
     return 0

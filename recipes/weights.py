@@ -68,7 +68,7 @@ LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT = 80_000_000, 160_000_000
 
 
 def source_commit() -> str | None:
-    """The commit of the checkout this package runs from ("+changes" where a file in use differs); None outside one."""
+    """The commit of the checkout that this package runs from ("+changes" if a used file differs); None outside one."""
     package = Path(capszoo.__file__).parent
     root = package.resolve().parent
 
@@ -109,7 +109,7 @@ def golden_outputs(
 
 
 def _feature_grid(net: nn.Module, input_size: tuple[int, int, int]) -> list[int] | None:
-    """Height and width of the net's last feature map at this input size; None where it has none."""
+    """Height and width of the net's last feature map at this input size; None if it has none."""
     forward_features: Any = getattr(net.eval(), "forward_features", None)
     if forward_features is None:
         return None
@@ -120,9 +120,9 @@ def _feature_grid(net: nn.Module, input_size: tuple[int, int, int]) -> list[int]
 
 
 def _as_stored(tensors: Mapping[str, Tensor], limit: int | None = None) -> tuple[dict[str, Tensor], str]:
-    """The tensors as they are stored, and the name of the precision: half for more than `limit` (`FILE_LIMIT`) bytes.
+    """The tensors as stored, and the name of the precision: half for more than `limit` (`FILE_LIMIT`) bytes.
 
-    Vectors (biases, BatchNorm's statistics) stay as they are, and so does what half precision cannot hold.
+    Vectors (biases, BatchNorm's statistics) stay unchanged, and so do values that half precision cannot represent.
     """
     limit = FILE_LIMIT if limit is None else limit
     if sum(t.numel() * t.element_size() for t in tensors.values()) <= limit:
@@ -135,7 +135,7 @@ def _as_stored(tensors: Mapping[str, Tensor], limit: int | None = None) -> tuple
 
 
 def _metadata_text(metadata: Mapping[str, Any]) -> str:
-    """Metadata as JSON for people to read, but for the history: one line of it instead of one line a number."""
+    """Metadata as readable JSON, with the history in one line instead of one line per number."""
     rest = {key: value for key, value in metadata.items() if key != "history"}
     text = json.dumps(rest, indent=1, ensure_ascii=False)
     if "history" in metadata:
@@ -144,7 +144,7 @@ def _metadata_text(metadata: Mapping[str, Any]) -> str:
 
 
 def amend_metadata(weights: Path, **more: Any) -> WeightsInfo:
-    """Add to the metadata beside a weights file what was found out about it later; returns the new metadata."""
+    """Add later findings to the metadata beside a weights file; return the new metadata."""
     path = weights.with_suffix(".json")
     write_atomically(path, _metadata_text(json.loads(path.read_text(encoding="utf-8")) | more))
     return WeightsInfo.from_json(path)
@@ -158,9 +158,9 @@ def golden_file(info: WeightsInfo) -> Path:
 
 
 def finished_run(run: str | Path) -> Path:
-    """The weights that a finished run left in its folder, whose metadata states metrics.
+    """The weights that a finished run wrote to its folder, whose metadata states metrics.
 
-    Raises `WeightsError` where there are none. Whether the two belong together, `checked_pair` finds out.
+    Raises `WeightsError` if there are none. `checked_pair` verifies that weights and metadata belong together.
     """
     try:
         weights = run_weights(Path(run))
@@ -173,7 +173,7 @@ def finished_run(run: str | Path) -> Path:
 
 
 def finished_metadata(run: Path) -> dict[str, Any] | None:
-    """The metadata that a finished run left in its folder; None where it is not finished."""
+    """The metadata that a finished run wrote to its folder; None if it is not finished."""
     try:
         found: dict[str, Any] = json.loads(finished_run(run).with_suffix(".json").read_text(encoding="utf-8"))
     except (WeightsError, OSError, ValueError):
@@ -197,12 +197,15 @@ def write_weights(
     golden_pixels: Tensor,
     details: Mapping[str, Any],
 ) -> Path:
-    """Write `<architecture>.<tag>` as safetensors, json and golden.npz into `folder`; returns the safetensors' path.
+    """Write `<architecture>.<tag>` as safetensors, json and golden.npz into `folder`; return the safetensors' path.
 
-    Arguments:
+    Args:
+        folder: target folder.
         net: the trained net.
-        model_args: what `create_model` needs beside classes, channels and size.
-        golden_pixels: a few raw images [b, c, h, w] uint8 whose scores are kept as golden outputs.
+        architecture, tag: name of the checkpoint.
+        model_args: arguments of `create_model` besides classes, channels and size.
+        spec: specification of the data set.
+        golden_pixels: a few raw images [b, c, h, w] uint8 whose scores are stored as golden outputs.
         details: further metadata: recipe, seed, commit, metrics, hardware, …
     """
     stem = f"{architecture}.{tag}"
@@ -234,10 +237,10 @@ def write_weights(
 
 
 def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:
-    """Metadata that say how to read a model's input and output.
+    """Metadata about reading a model's input and output.
 
-    `score_kind` names the kind of the scores (`capszoo.scores`), `background` what transparent pixels are composited
-    on, and `object_size` the height and width of an object where training images are composed of objects on a larger
+    `score_kind` is the kind of the scores (`capszoo.scores`), `background` the background for transparent pixels,
+    and `object_size` the height and width of an object if training images are composed of objects on a larger
     canvas (None: images fill the frame).
     """
     objects = DATASETS[spec.base].input_size[1:] if spec.base and spec.base in DATASETS else None
@@ -249,10 +252,10 @@ def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:
 
 
 def canonical_keys(known: Mapping[str, WeightsInfo]) -> dict[str, bool]:
-    """`canonical` of every checkpoint: whether a bare architecture name means it.
+    """`canonical` of every checkpoint: whether a bare architecture name refers to it.
 
-    An architecture keeps the canonical checkpoint that it has. Without one it is the only checkpoint, or the first
-    whose tag is its data set's name alone, a set of photographs or scans before a composed one.
+    An architecture keeps its canonical checkpoint. Without one it is the only checkpoint, or the first
+    whose tag is only its data set's name, with photographs or scans before a composed data set.
     """
     chosen: dict[str, str] = {}
     for info in sorted(known.values(), key=_standing):
@@ -267,7 +270,7 @@ def _standing(info: WeightsInfo) -> tuple[bool, bool, bool, str]:
 
 
 def _write_golden(weights: Path, pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Golden outputs beside a weights file: of the file as it was written, not of a net in memory."""
+    """Write golden outputs beside a weights file: those of the written file, not of a net in memory."""
     reread, _ = model_from_file(weights)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, pixels=pixels.numpy(), scores=golden_outputs(reread, pixels, mean, std))
@@ -275,14 +278,16 @@ def _write_golden(weights: Path, pixels: Tensor, mean: tuple[float, ...], std: t
 
 
 def store_half(run: str | Path, data: str | Path | None = None) -> Path:
-    """A finished run's weights in half precision, with the test accuracy and golden outputs of that file.
+    """Write a finished run's weights in half precision, with the test accuracy and golden outputs of that file.
 
-    The three files lie in the run's folder `half/`, from where `bundle` takes them.
+    The three files are in the run's folder `half/`, from which `bundle` copies them.
 
-    Arguments:
-        data: folder of the data set; None asks `CAPSZOO_DATA`.
+    Args:
+        run: folder of the run.
+        data: folder of the data set; None uses `CAPSZOO_DATA`.
 
-    Raises `WeightsError` where the run is not finished.
+    Raises:
+        WeightsError: the run is not finished.
     """
     source = finished_run(run)
     net, info = model_from_file(source)
@@ -305,12 +310,13 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
 def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
     """Copy a finished run's weights, metadata and golden outputs into the zoo, or into `folder`.
 
-    In the zoo the three lie in the package's `weights/`; weights that are too large for it, in `weights-large/`.
+    In the zoo the three are in the package's `weights/`; weights that are too large for it, in `weights-large/`.
 
-    Raises `WeightsError` where the run is not finished, or where neither has room.
+    Raises:
+        WeightsError: the run is not finished, or neither folder has room.
     """
     weights = finished_run(run)
-    _, info = model_from_file(weights)  # checks the pair, and that a net can be made of it
+    _, info = model_from_file(weights)  # checks the pair, and that a net can be created from it
     if "test" not in info.metadata.metrics:
         raise WeightsError(f"{run} has no accuracy on a test set: run its recipe to the end first")
     small, large = (Path(folder), Path(folder)) if folder else weights_folders()
@@ -334,7 +340,7 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
             if history:  # runs of earlier versions did not write it into the metadata
                 metadata["history"] = history
             images, loss = metadata["dataset"].get("name"), metadata.get("recipe", {}).get("loss")
-            if images in DATASETS and loss:  # nor did they write how images are read
+            if images in DATASETS and loss:  # nor did they write how to read images
                 metadata = reading_keys(DATASETS[images], loss["name"]) | metadata
             if not folder:
                 metadata["canonical"] = canonical_keys(dict(bundled_tags()) | {info.name: info})[info.name]
@@ -344,7 +350,7 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
             shutil.copyfile(file, temporary)
             temporary.replace(into / file.name)
         copied.append(into / file.name)
-    if not folder:  # it may have been there before, small enough or too large
+    if not folder:  # an earlier version may exist in either folder
         ((large if target is small else small) / weights.name).unlink(missing_ok=True)
     return copied
 

@@ -1,4 +1,4 @@
-"""YAML texts as trees of plain values, with a limit on what their anchors expand to."""
+"""Read YAML as trees of plain values, with a limit on the size that their anchors expand to."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import yaml
 
 __all__ = ["YamlError", "read_yaml"]
 
-#: Values of a tree, each anchor counted as often as it is used: 26 nested anchors of a kilobyte are 2**26 mappings.
+#: Maximum values of a tree, each anchor counted as often as it is used: 26 nested anchors of a kilobyte are 2**26
+#: mappings.
 MAX_VALUES = 100_000
 MAX_TEXT = 4 * 2**20
-#: Levels of a tree.
+#: Maximum depth of a tree.
 MAX_DEPTH = 64
 
 
 class YamlError(ValueError):
-    """No YAML of plain values; the message is one line, and says the line where it is known."""
+    """Not YAML of plain values; the message is one line, and states the line number if it is known."""
 
 
 def read_yaml(text: str) -> Any:
     """Read YAML into mappings, lists and plain values.
 
     Raises:
-        YamlError: not valid, too large, nested too deep, or a value that is not of the kind that its tag says.
+        YamlError: not valid, too large, nested too deep, or a value does not match its tag.
     """
     if len(text) > MAX_TEXT:
         raise YamlError(f"larger than {MAX_TEXT // 2**20} MiB")
     try:
-        _check_depth(text)  # before a tree is made, whose time grows with the square of its depth
+        _check_depth(text)  # before building a tree, whose time is quadratic in its depth
         loader = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
@@ -53,7 +54,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _check_depth(text: str) -> None:
-    """Raise YamlError where brackets or indentation open more than MAX_DEPTH levels."""
+    """Raise YamlError if brackets or indentation open more than MAX_DEPTH levels."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):

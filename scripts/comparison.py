@@ -1,11 +1,11 @@
-"""Eight heads on one backbone under one recipe: the runs' commands, their metadata, and docs/comparison.md out of these.
+"""Eight heads on one backbone with one recipe: the runs' commands, their metadata, and docs/comparison.md from these.
 
     python scripts/comparison.py --commands           # what to run: every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
     python scripts/comparison.py                      # write docs/comparison.md (and its plot) from what is kept
 
-Every figure of the page comes from the metadata of a run; a head without runs says so. What is kept lies in
-benchmarks/results/comparison, one file a run.
+Every figure of the page comes from the metadata of a run; a head without runs is marked. Metadata are stored in
+benchmarks/results/comparison, one file per run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent 
 
 @dataclass(frozen=True)
 class Row:
-    """One head: what its runs' metadata state, and what follows from its architecture."""
+    """One head: the metadata of its runs, and values derived from its architecture."""
 
     head: str
     recipe: str
@@ -83,7 +83,7 @@ class Row:
 
 
 def recipe_settings(name: str) -> dict[str, Any]:
-    """What a run must have been trained with to count."""
+    """Settings that a run must have been trained with to count."""
     tree = load_recipe(name, profile=PROFILE).model_dump(mode="json")
     return {
         key: tree[key]
@@ -95,7 +95,7 @@ def recipe_settings(name: str) -> dict[str, Any]:
 
 
 def commands(seeds: tuple[int, ...] = SEEDS) -> list[str]:
-    """Every run, seed by seed, so that each head has one before any has two."""
+    """Commands of all runs, seed by seed, so that each head has one run before any has two."""
     return [
         f"capszoo train {recipe} --profile {PROFILE} --set seed={seed} --out runs/comparison/{recipe}.{seed}"
         for seed in seeds
@@ -104,7 +104,7 @@ def commands(seeds: tuple[int, ...] = SEEDS) -> list[str]:
 
 
 def collect(folder: Path, kept: Path = KEPT) -> list[str]:
-    """Copy the metadata of finished runs below a folder; returns a line about each, and about each that is left out.
+    """Copy the metadata of finished runs below a folder; return a line about each, including skipped ones.
 
     A run counts if its recipe's settings are those of the profile.
     """
@@ -132,7 +132,7 @@ def collect(folder: Path, kept: Path = KEPT) -> list[str]:
 
 
 def rows(kept: Path = KEPT) -> list[Row]:
-    """A row for each head; the last one is the best head of two layers, or says that there is none yet."""
+    """A row for each head; the last one is the best head of two layers, or states that there is none yet."""
 
     def row(head: str, recipe: str) -> Row:
         files = sorted(kept.glob(f"{recipe}.[0-9]*.json"))
@@ -188,7 +188,7 @@ def table(found: list[Row]) -> list[str]:
 
 
 def conclusion(found: list[Row]) -> str:
-    """What the figures say of each head against average pooling, beyond or within two standard errors."""
+    """Comparison of each head with average pooling: beyond or within two standard errors."""
     by_head = {row.head: row for row in found}
     twin = by_head["avg"]
     routed = [row for row in found if row.head not in ("avg", "conv") and len(row.runs) > 1]
@@ -233,7 +233,7 @@ def page(kept: Path = KEPT) -> str:
 
 
 def draw(found: list[Row], path: Path = PLOT) -> None:
-    """Accuracy against multiply-adds, with error bars over the seeds."""
+    """Plot accuracy against multiply-adds, with error bars over the seeds."""
     from capszoo.explain.plotting import new_figure, save
 
     figure = new_figure(6.4, 4.2)

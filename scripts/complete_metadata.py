@@ -1,7 +1,7 @@
-"""Adds to the bundled weights' metadata the keys that came after them: ``python scripts/complete_metadata.py``.
+"""Add newer keys to the metadata of the bundled weights: ``python scripts/complete_metadata.py``.
 
-``canonical`` (which weights a bare name means) and what `capszoo.recipes.weights.reading_keys` derives from the recipe
-and the data set. Keys that are there stay as they are, but for ``canonical``, which is decided again.
+``canonical`` (which weights a bare name refers to) and the keys that `capszoo.recipes.weights.reading_keys` derives
+from the recipe and the data set. Existing keys are kept, except ``canonical``, which is determined again.
 """
 
 from __future__ import annotations

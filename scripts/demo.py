@@ -1,6 +1,6 @@
 """``make demo``: a capsule network with bundled weights reads real digits, shows where it looked, and is exported.
 
-Every step is one call of the ``capszoo`` command, printed before it runs; the files lie in ``demo/`` afterwards.
+Every step is one call of the ``capszoo`` command, printed before it runs; the files are in ``demo/`` afterwards.
 Nothing is downloaded.
 """
 
@@ -20,9 +20,9 @@ DIGITS = "capszoo/assets"
 
 
 def step(title: str, *arguments: str) -> None:
-    """Print and run one ``capszoo`` command; stop the demo where it fails."""
+    """Print and run one ``capszoo`` command; stop the demo if it fails."""
     print(f"\n{title}\n$ capszoo {shlex.join(arguments)}", flush=True)
-    # the network must not be needed: what the demo uses is in the repository
+    # no network access: all files of the demo are in the repository
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     code = subprocess.run([sys.executable, "-m", "capszoo", *arguments], cwd=ROOT, env=environment).returncode
     if code:

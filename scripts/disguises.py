@@ -1,8 +1,8 @@
-"""How many of the ten digits of ``capszoo/assets`` are read right in six disguises: ``python scripts/disguises.py``.
+"""Count which of ``capszoo/assets``' ten digits are recognised in six disguises: ``python scripts/disguises.py``.
 
-Each digit as it is, in black and in white ink on a transparent picture, inverted, off-centre on a large canvas, and
-small in the middle of one. Read by ``predict``'s function and by the ``infer.py`` of a freshly exported bundle, without
-options and with the option that is meant for the disguise. Prints a markdown table.
+Each digit unchanged, in black and in white ink on a transparent picture, inverted, off-centre on a large canvas, and
+small in the middle of one. Read by ``predict``'s function and by the ``infer.py`` of a newly exported bundle, without
+options and with the option for the disguise. Prints a markdown table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import capszoo  # noqa: E402
 
 ASSETS = Path(capszoo.__file__).parent / "assets"
 
-#: Disguise -> the option that is meant for it.
+#: Disguise -> the option for it.
 DISGUISES = {
     "plain": "",
     "transparent, black ink": "",
@@ -51,7 +51,7 @@ def disguise(digit: Image.Image, how: str) -> Image.Image:
 
 
 def write(folder: Path, how: str) -> list[Path]:
-    """The ten digits as PNG files, in order."""
+    """Write the ten digits as PNG files, in order."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for number in range(10):
@@ -62,13 +62,13 @@ def write(folder: Path, how: str) -> list[Path]:
 
 
 def right_by_predict(model: capszoo.LoadedModel, files: Sequence[Path], option: str) -> int:
-    """Digits that ``predict`` reads right."""
+    """Number of digits that ``predict`` recognises."""
     reading = {option.removeprefix("--"): True} if option else {}
     return sum(found.label == Path(found.image).stem for found in model.predict(files, **reading))
 
 
 def right_by_infer(bundle: Path, files: Sequence[Path], option: str) -> int:
-    """Digits that a bundle's ``infer.py`` reads right."""
+    """Number of digits that a bundle's ``infer.py`` recognises."""
     command = [
         sys.executable,
         str(bundle / "infer.py"),

@@ -1,7 +1,7 @@
-"""Evaluates the bundled checkpoints on their test sets, against their metadata: ``make eval-weights``.
+"""Evaluate the bundled checkpoints on their test sets, and compare with their metadata: ``make eval-weights``.
 
-Arguments go to ``python -m capszoo.recipes.evaluate``: ``make eval-weights ARGS="--data FOLDER"``. The data sets are
-looked for in the folder that ``CAPSZOO_DATA`` names.
+Arguments are passed to ``python -m capszoo.recipes.evaluate``: ``make eval-weights ARGS="--data FOLDER"``. The data
+sets are searched in the folder given by ``CAPSZOO_DATA``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Writes what is derived (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
+"""Write derived files (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
 docs/models.md, recipes/README.md, docs/benchmarks.md, docs/export-benchmarks.md and docs/fine-tune-results.md,
 docs/cli.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
 
-The sources are timm's registry (names, docstrings, parameter counts), the recipe files with the comments at their
-heads, the metadata beside the weights, and what benchmarks/models.py, export.py, heads.py, transfer.py and
-``make test-trt-rtx`` left in benchmarks/results. ``--check`` writes nothing and fails where a file is out of date; a
+The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header
+comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py, transfer.py and
+``make test-trt-rtx`` in benchmarks/results. ``--check`` writes nothing and fails if a file is out of date; a
 test does the same.
 """
 
@@ -74,7 +74,7 @@ def first_line(name: str) -> str:
 
 
 def hubconf() -> str:
-    """The whole of hubconf.py."""
+    """The complete hubconf.py."""
     parts = [HUBCONF_HEAD]
     for name in capszoo.list_models():
         parts.append(
@@ -86,10 +86,10 @@ def hubconf() -> str:
 
 
 def replace_block(text: str, block: str, content: str) -> str:
-    """``text`` with what stands between ``<!-- block:start -->`` and ``<!-- block:end -->`` replaced.
+    """Replace the part of ``text`` between ``<!-- block:start -->`` and ``<!-- block:end -->``.
 
     Raises:
-        ValueError: the marks are missing.
+        ValueError: the markers are missing.
     """
     start, end = f"<!-- {block}:start -->\n", f"<!-- {block}:end -->"
     before, found_start, rest = text.partition(start)
@@ -127,7 +127,7 @@ def weights_table() -> str:
 
 
 def defaults_table() -> str:
-    """What a name without a tag loads."""
+    """The checkpoint that a name without a tag loads."""
     lines = ["| name | default weights | data set | other weights |", "|---|---|---|---|"]
     known = bundled_tags()
     for name in sorted({info.architecture for info in known.values()}):
@@ -140,7 +140,7 @@ def defaults_table() -> str:
 
 
 def results_table() -> str:
-    """The checkpoints and their measured figures, from the metadata beside the weights."""
+    """The checkpoints and their measured results, from the metadata beside the weights."""
     lines = [
         "| weights | data set | top-1, % | wrong of | runs | paper | parameters | recipe |",
         "|---|---|---:|---:|---|---|---:|---|",
@@ -167,7 +167,7 @@ def _unless_top1(info: WeightsInfo) -> str:
 
 
 def recipe_table() -> str:
-    """The recipes: the papers' figures, ours, the commands, what a run costs."""
+    """The recipes: the papers' results, ours, the commands, the cost of a run."""
     lines = [
         "| recipe | paper | ours, top-1 % | command | cost |",
         "|---|---|---|---|---|",
@@ -201,7 +201,7 @@ def recipe_table() -> str:
 
 
 def card_header() -> str:
-    """The head of a model card, as an example: of a checkpoint for which there is a paper's figure."""
+    """Header of a model card, as an example: of a checkpoint with a paper's result."""
     infos = list(bundled_tags().values())
     info = next((info for info in infos if paper_figures(info)), infos[0])
     return f"```yaml\n{card_data(info).to_yaml()}\n```"
@@ -221,13 +221,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def stored(name: str) -> dict[str, Any]:
-    """A file of results; empty where nothing has been measured."""
+    """A file of results; empty without measurements."""
     file = RESULTS / name
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def rtx_cell(built: dict[str, Any]) -> str:
-    """What TensorRT-RTX made of a model in each precision."""
+    """Results of TensorRT-RTX for a model in each precision."""
     words = {True: "built", False: "refused", None: "not run"}
     found = {key: words[built.get(key, {}).get("passed")] for key in ("fp32", "fp16")}
     if len(set(found.values())) == 1:
@@ -264,14 +264,14 @@ def export_table() -> str:
 
 
 def benchmark_table() -> str:
-    """Time and memory of every model in PyTorch, as benchmarks/models.py prints them."""
+    """Time and memory of every model in PyTorch, as printed by benchmarks/models.py."""
     from benchmarks.models import Row, table
 
     return table([Row(**row) for row in stored("models.json")["rows"]])
 
 
 def outputs() -> dict[Path, str]:
-    """Every generated file and what it should hold."""
+    """Every generated file and its expected content."""
     readme = ROOT / "README.md"
     text = replace_block(readme.read_text(encoding="utf-8"), "weights", weights_table())
     models = ROOT / "docs" / "models.md"

@@ -1,4 +1,4 @@
-"""docs/cli.md: the help of every command, as ``capszoo COMMAND --help`` prints it."""
+"""docs/cli.md: the help of every command, as printed by ``capszoo COMMAND --help``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from capszoo.cli.help import HelpCommand, help_text
 
 __all__ = ["WIDTH", "every_context", "help_page"]
 
-#: Columns of the text on the page.
+#: Width of the text on the page in columns.
 WIDTH = 100
 
 HEAD = """# Command line
@@ -24,7 +24,7 @@ What `capszoo COMMAND --help` prints. Written by `make docs` from the parser; a 
 
 
 def every_context() -> Iterator[Any]:
-    """The parser's context of each command, groups before their commands; hidden ones left out."""
+    """The parser's context of each command, groups before their commands, without hidden ones."""
     root = get_command(app)
     yield from _below(root, HelpCommand.context_class(root, info_name="capszoo", **root.context_settings))
 

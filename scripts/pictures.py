@@ -1,8 +1,8 @@
-"""Pictures of the checkpoints at work, `docs/pictures`, on real test images packed with the tests (by `make docs`).
+"""Pictures of the checkpoints' results, `docs/pictures`, on real test images stored with the tests (by `make docs`).
 
 For each checkpoint with routing, the heat maps of a few images; for each with a decoder, reconstructions of images
-that it gets right and of some that it gets wrong. A picture states which weights drew it, and is drawn again when
-they change; drawn with other versions of PyTorch or matplotlib it may differ in a pixel, and need not be.
+that it classifies correctly and of some that it does not. A picture states its weights, and is drawn again when
+they change; other versions of PyTorch or matplotlib may change a pixel, which needs no update.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tests.support import is_packed, packed
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Images in a picture of heat maps, and right and wrong ones in one of reconstructions.
+#: Number of images in a picture of heat maps, and of right and wrong ones in one of reconstructions.
 COUNT, RIGHT, WRONG = 8, 5, 3
 
-#: Counts the ways of drawing a kind of picture: one that was drawn in another way is stale.
+#: Version of the drawing code for each kind of picture: a picture of another version is stale.
 STYLES = {"heat": 2, "decoded": 2}
 
 #: Data sets whose reconstructions are not shown: affNIST's decoders give uniform blurs.
@@ -35,7 +35,7 @@ NOT_DECODED = ("affnist",)
 
 DECODED = "the first test images that are recognised, and the first that are not"
 
-#: The picture's kind → what its caption says.
+#: The picture's kind → text of its caption.
 KINDS = {
     "heat": "From where the predicted class was routed: test images, couplings as multiples of an even share, overlay",
     "decoded": "Test images and their reconstructions, first of recognised images, then of others",
@@ -45,24 +45,24 @@ KINDS = {
 def stale_files(
     sources: Mapping[Path, str], there: Iterable[Path], states: Callable[[Path, str], bool]
 ) -> list[Path]:
-    """Drawn files that are not as they should be: those that are missing or of another source, then those to remove.
+    """Stale drawn files: those that are missing or have another source, then those to remove.
 
     Args:
-        sources: what each file is drawn from.
-        there: the files that there are.
-        states: whether a file says of itself that it is drawn from this.
+        sources: source of each file.
+        there: the existing files.
+        states: whether a file states that it was drawn from this source.
     """
     stale = [path for path, source in sources.items() if not path.is_file() or not states(path, source)]
     return stale + [path for path in there if path not in sources]
 
 
 def picture_file(docs: Path, name: str, kind: str) -> Path:
-    """Where a picture of a checkpoint lies."""
+    """Path of a picture of a checkpoint."""
     return docs / "pictures" / f"{name}.{kind}.png"
 
 
 def kinds_of(info: WeightsInfo) -> list[str]:
-    """The pictures that there are of a checkpoint: none without packed images of its data set."""
+    """The pictures of a checkpoint: none without stored images of its data set."""
     if not is_packed(_data_name(info)):
         return []
     heat = ["heat"] if info.model_args.get("pool") not in ("avg", "max") else []
@@ -75,12 +75,12 @@ def _data_name(info: WeightsInfo) -> str:
 
 
 def _source(info: WeightsInfo, kind: str) -> str:
-    """What a picture is drawn from, as it states it itself."""
+    """Source of a picture's data, as stated in the picture."""
     return f"{kind} of {info.name}, weights {info.sha256[:16]}, style {STYLES[kind]}"
 
 
 def stale_pictures(docs: Path) -> list[Path]:
-    """Pictures that are missing or drawn from other weights, or of a checkpoint that is gone."""
+    """Pictures that are missing or drawn from other weights, or of a checkpoint that no longer exists."""
     sources = {
         picture_file(docs, info.name, kind): _source(info, kind)
         for info in bundled_tags().values()
@@ -96,7 +96,7 @@ def _states(path: Path, source: str) -> bool:
 
 
 def write_picture(path: Path) -> None:
-    """Draw one of :func:`stale_pictures`; remove one that is no longer drawn, or of a checkpoint that is gone."""
+    """Draw one of :func:`stale_pictures`, or remove it if it is obsolete or its checkpoint no longer exists."""
     name, _, kind = path.stem.rpartition(".")
     info = bundled_tags().get(name)
     if info is None or kind not in kinds_of(info):

@@ -1,7 +1,7 @@
 """The page of results, `docs/results.md`, with a picture of each checkpoint's training (written by `make docs`).
 
-Everything on it comes from the metadata beside the weights, the recipes and the papers' figures. The pictures state
-what they were drawn from; drawn again with another version of matplotlib they may differ, and need not be.
+Everything on it comes from the metadata beside the weights, the recipes and the papers' results. The pictures state
+their sources; other versions of matplotlib may draw them differently, which needs no update.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ marks minutes of runs that kept no times: the epoch's share of the whole run.
 
 
 def times_file(docs: Path) -> Path:
-    """Where the picture of all runs' time to accuracy lies."""
+    """Path of the picture of all runs' time to accuracy."""
     return docs / "curves" / "time_to_accuracy.svg"
 
 
 def write_times(docs: Path) -> bool:
-    """Draw time to accuracy again where the picture is missing or drawn from other runs; whether it was."""
+    """Draw time to accuracy again if the picture is missing or has another source; return whether it was drawn."""
     infos, path = list(bundled_tags().values()), times_file(docs)
     if path.is_file() and times_source(infos) in path.read_text(encoding="utf-8"):
         return False
@@ -76,18 +76,18 @@ def write_times(docs: Path) -> bool:
 
 
 def curve_file(docs: Path, name: str) -> Path:
-    """Where the picture of a checkpoint's training lies."""
+    """Path of the picture of a checkpoint's training."""
     return docs / "curves" / f"{name}.svg"
 
 
 def _source(info: WeightsInfo) -> str:
-    """What a picture is drawn from, as it states it itself."""
+    """Source of a picture's data, as stated in the picture."""
     history = json.dumps(info.metadata.history)
     return f"training of {info.name}, history {hashlib.sha256(history.encode()).hexdigest()[:16]}, style 2"
 
 
 def stale_curves(docs: Path) -> list[Path]:
-    """Pictures that are missing, or drawn from another history, or of a checkpoint that is gone."""
+    """Pictures that are missing, or drawn from another history, or of a checkpoint that no longer exists."""
     sources = {
         curve_file(docs, name): _source(info)
         for name, info in bundled_tags().items()
@@ -98,7 +98,7 @@ def stale_curves(docs: Path) -> list[Path]:
 
 
 def write_curves(path: Path) -> None:
-    """Draw the picture again; remove that of a checkpoint that is gone."""
+    """Draw the picture again, or remove it if its checkpoint no longer exists."""
     info = bundled_tags().get(path.stem)
     if info is None:
         path.unlink()
@@ -129,8 +129,8 @@ def _section(info: WeightsInfo) -> str:
 
 
 def _accuracy(name: str) -> tuple[str, tuple[float, float] | None]:
-    """A checkpoint's accuracy as text, and with its standard error: over the seeds where there are several, else that
-    which the number of test images alone brings."""
+    """A checkpoint's accuracy as text, and with its standard error: over the seeds if there are several, else from
+    the number of test images alone."""
     info = bundled_tags().get(name)
     test = info.metadata.metrics.get("test") if info else None
     if not test:
@@ -150,7 +150,7 @@ def _twin_lines(group: list[str]) -> list[str]:
     base_text, base_found = _accuracy(base)
     for name in others:
         text, found = _accuracy(name)
-        # Where both were trained, they must have been trained alike, and not only be meant so.
+        # If both were trained, their actual settings must be equal, not only their recipes.
         trained = [bundled_tags()[twin].raw["recipe"] for twin in (base, name) if twin in bundled_tags()]
         meant = [load_recipe(twin).model_dump(mode="json") for twin in (base, name)]
         changed = recipe_differences(*(trained if len(trained) == 2 else meant))
@@ -176,7 +176,7 @@ def _papers(name: str) -> str:
 
 
 def results_page() -> str:
-    """The whole of `docs/results.md`."""
+    """The complete `docs/results.md`."""
     sections = [_section(info) for info in bundled_tags().values()]
     groups = [group for group in twin_groups() if any(name in bundled_tags() for name in group)]
     if groups:

@@ -1,8 +1,8 @@
-"""Runs timm's own ``tests/test_models.py``, unmodified, on our models: ``make test-timm``.
+"""Run timm's ``tests/test_models.py``, unmodified, on our models: ``make test-timm``.
 
 The source distribution of the *installed* timm is downloaded with pip; its test file and ``conftest.py`` are
-unpacked into ``.timm-tests/`` (git-ignored) and kept for the next run. What is run and what is left out, with
-reasons, is decided in ``tests/timm_plugin.py``. Further arguments go to pytest: ``-k test_model_forward -x``.
+unpacked into ``.timm-tests/`` (git-ignored) and kept for the next run. ``tests/timm_plugin.py`` selects the tests
+and gives reasons for skipping. Further arguments are passed to pytest: ``-k test_model_forward -x``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ WANTED = ("tests/test_models.py", "tests/conftest.py", "pyproject.toml")
 
 
 def fetch(folder: Path, timm_version: str) -> None:
-    """Downloads timm's source distribution and unpacks ``WANTED`` into ``folder``.
+    """Download timm's source distribution and unpack ``WANTED`` into ``folder``.
 
     Raises:
-        SystemExit: the download failed, or the archive carries no test file.
+        SystemExit: the download failed, or the archive contains no test file.
     """
     print(f"downloading the source distribution of timm {timm_version}", flush=True)
     with tempfile.TemporaryDirectory() as download:
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
         fetch(folder, timm_version)
     command = [sys.executable, "-m", "pytest", str(folder / "tests" / "test_models.py")]
     command += ["-c", str(folder / "pyproject.toml"), "--rootdir", str(folder), "-p", "tests.timm_plugin"]
-    # timm's per-test limits are meant for a faster machine than two shared cores; TIMEOUT is its own switch.
+    # timm's per-test limits are meant for a faster machine than two shared cores; TIMEOUT overrides them.
     environment = {"TIMEOUT": "1200", **os.environ}
     return subprocess.run([*command, *arguments], cwd=ROOT, env=environment).returncode
 

@@ -1,4 +1,4 @@
-"""What the page shows of a model: its answer, couplings, reconstructions, and couplings by iteration.
+"""A model for the page: its answer, couplings, reconstructions, and couplings by iteration.
 
 Scores and class capsules come from the model's exported ONNX file, run by ONNX Runtime; that file passed the export's
 gate before it was loaded. Couplings come from `capszoo.explain`, reconstructions from the network's decoder.
@@ -33,7 +33,7 @@ __all__ = ["MAX_FILE_MB", "MAX_PIXELS", "MAX_ITERATIONS", "Answer", "AppModel", 
 #: Pixels of the largest image that the page reads.
 MAX_PIXELS = 16_000_000
 
-#: Size of the largest file that the page takes, in MB.
+#: Size of the largest file that the page accepts, in MB.
 MAX_FILE_MB = 10
 
 #: Length of the largest drawing that the page sends, in characters.
@@ -45,18 +45,17 @@ MAX_ITERATIONS = 8
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model says of an image.
+    """A model's answer for an image.
 
     Attributes:
         labels: names of the classes.
         probabilities: of the classes ``[n]``, as `capszoo.scores` defines them.
-        scores: of the classes ``[n]``, as the exported file gives them.
+        scores: of the classes ``[n]``, from the exported file.
         poses: class capsules ``[n, e]``; None for a network without class capsules.
         predicted: class with the highest score.
-        explanation: couplings of the predicted class; None where it was not asked for or the network routes
-            nothing.
+        explanation: couplings of the predicted class; None if not requested, or for a network without routing.
         seen: the normalised input ``[c, h, w]``.
-        view: what the model sees, as a picture.
+        view: the model's input as a picture.
         notes: how the image was read.
         milliseconds: from the picture to this answer.
     """
@@ -96,10 +95,10 @@ class Answer:
 
 
 class AppModel:
-    """A model for the page. Making one exports it, which takes some seconds.
+    """A model for the page. Creating one exports it, which takes some seconds.
 
     Args:
-        name: as ``capszoo predict`` takes it.
+        name: a name for ``capszoo predict``.
         folder: where the exported file is written; it is read into memory and deleted.
 
     Attributes:
@@ -108,7 +107,7 @@ class AppModel:
         labels: names of the classes.
         dims: dimensions of a class capsule that a decoder reads; 0 without a decoder.
         routes: whether it has couplings.
-        iterations: the network's own number of routing iterations; 0 where it has none.
+        iterations: the network's number of routing iterations; 0 without any.
 
     Raises:
         CapszooError: no such model, or its export failed.
@@ -128,7 +127,7 @@ class AppModel:
         self.has_decoder = getattr(self.net, "decoder", None) is not None
         counts = routing_iterations(self.net)
         self.iterations = max(counts) if counts else 0
-        self._lock = threading.Lock()  # `settle` changes the network for a while
+        self._lock = threading.Lock()  # `settle` changes the network temporarily
         self._session, self.outputs = self._export(Path(folder))
         self.dims = self._pose_dims() if self.has_decoder else 0
         first = self.answer(Image.new("L", self.transform.size[::-1]))  # the first call of a session is slow
@@ -166,7 +165,7 @@ class AppModel:
 
         Args:
             image: of any mode and size.
-            drawn: centre and scale it as MNIST's digits were.
+            drawn: centre and scale the image like MNIST's digits.
             explained: compute the couplings as well.
         """
         start = time.perf_counter()
@@ -198,7 +197,7 @@ class AppModel:
                 return None
 
     def reconstruct(self, answer: Answer, offsets: Sequence[float] = ()) -> Image.Image:
-        """What the decoder draws of the predicted class's capsule.
+        """Reconstruct the predicted class's capsule with the decoder.
 
         Args:
             answer: of this model.
@@ -235,13 +234,13 @@ class AppModel:
 
 
 def read_drawing(url: str | None) -> Image.Image | None:
-    """The drawing of a canvas, white on black; None where nothing was drawn.
+    """Read the drawing of a canvas, white on black; None if nothing was drawn.
 
     Args:
         url: a PNG file as a ``data:`` URL.
 
     Raises:
-        CapszooError: something else, or more than the page sends.
+        CapszooError: not such a URL, or too long.
     """
     if not url:
         return None
@@ -260,7 +259,7 @@ def read_upload(path: str | Path) -> Image.Image:
     """Open an uploaded file.
 
     Raises:
-        CapszooError: no image, a damaged one, or one of more than `MAX_PIXELS` pixels. The message does not name the
-            folder in which the server keeps the file.
+        CapszooError: not an image, a damaged one, or more than `MAX_PIXELS` pixels. The message does not name the
+            server's folder of the file.
     """
     return open_image(path, name=Path(path).name, max_pixels=MAX_PIXELS)

@@ -28,13 +28,13 @@ from .pictures import (
 
 __all__ = ["DEFAULT_MODEL", "MAX_DIMS", "Models", "build", "run"]
 
-#: The model that the page begins with: small, with a decoder.
+#: The model at the start: small, with a decoder.
 DEFAULT_MODEL = "capsnet_dynamic.mnist"
 
 #: Sliders for the dimensions of a capsule.
 MAX_DIMS = 16
 
-#: What a dimension may be changed by, at most. Fig. 4 of Sabour et al. (2017) takes 0.25.
+#: Largest change of a dimension. Fig. 4 of Sabour et al. (2017) uses 0.25.
 MOST_OFFSET = 0.5
 
 #: Seconds after which a request's files are deleted.
@@ -44,14 +44,14 @@ NO_MODEL = "none"
 
 NOTHING = "Draw a digit, or drop an image."
 
-#: Of an event that is answered at once. Gradio's queue costs 0.3 s.
+#: Options of an event that is answered immediately, without Gradio's queue, which costs 0.3 s.
 QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False}
 
 CANVAS = f"""<div>Draw a digit</div>
 <canvas width="{SIDE}" height="{SIDE}" style="touch-action:none;cursor:crosshair;border:1px solid #888"></canvas>
 <div style="margin-top:6px"><button type="button">Clear</button></div>"""
 
-#: Sends what is drawn to the server.
+#: Sends the drawing to the server.
 CONNECT = """
 capszooCanvas(element.querySelector("canvas"), element.querySelector("button"),
   (canvas) => trigger("input", { drawing: canvas === null ? "" : canvas.toDataURL("image/png") }));
@@ -59,10 +59,10 @@ capszooCanvas(element.querySelector("canvas"), element.querySelector("button"),
 
 
 class Models:
-    """The models of the page, each loaded and exported when it is first chosen.
+    """The models of the page, each loaded and exported when it is first selected.
 
     Args:
-        folder: where exports are written for a moment.
+        folder: folder for temporary exports.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -70,7 +70,7 @@ class Models:
         self._models: dict[str, AppModel] = {}
 
     def get(self, name: str) -> AppModel:
-        """The model of a name; `CapszooError` where it cannot be used."""
+        """The model of a name; raises `CapszooError` if it cannot be used."""
         with self._lock:
             if name not in self._models:
                 self._models[name] = AppModel(name, self._folder)
@@ -96,17 +96,17 @@ class _Column:
 
     @property
     def scored(self) -> list[Any]:
-        """What `_score` fills."""
+        """Components updated by `_score`."""
         return [self.status, self.label, self.seen]
 
     @property
     def explained(self) -> list[Any]:
-        """What `_explain` fills. The sliders are none of it: each part that is filled costs the browser time."""
+        """Components updated by `_explain`, without the sliders, because each update costs the browser time."""
         return [self.answer, self.couplings, self.overlay, self.reconstruction, self.settled]
 
     @property
     def controls(self) -> list[Any]:
-        """What is moved by hand; an answer is shown with it as it stands."""
+        """Controls of the user; their current values apply to an answer."""
         return [self.iterations, *self.sliders]
 
 
@@ -134,7 +134,7 @@ def _explain(
     try:
         model = models.get(name)
         answer = model.answer(image, drawn)
-    except CapszooError:  # `_score` says it
+    except CapszooError:  # reported by `_score`
         return [None] * 5
     couplings = overlay = settled = None
     if answer.explanation is not None:
@@ -151,7 +151,7 @@ def _settled(model: AppModel, answer: Answer, iterations: int) -> str | None:
 
 
 def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], folder: Path) -> str:
-    """A ZIP file of what is seen: for each model its pictures, scores and settings."""
+    """A ZIP file of the displayed results: for each model its pictures, scores and settings."""
     made = Path(tempfile.mkdtemp(dir=folder)) / "capszoo.zip"
     with zipfile.ZipFile(made, "w") as archive:
 
@@ -232,9 +232,9 @@ def build(models: Models, names: Sequence[str], first: str, folder: Path) -> Any
     """The page as Gradio blocks.
 
     Args:
-        models: behind it.
-        names: to choose from.
-        first: of the first column.
+        models: the models of the page.
+        names: models to choose from.
+        first: model of the first column.
         folder: for the files of a request.
     """
     import gradio as gr
@@ -265,7 +265,7 @@ def build(models: Models, names: Sequence[str], first: str, folder: Path) -> Any
 
 
 def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], shared: tuple[Any, ...]) -> None:
-    """Connect what is done on the page with what is shown."""
+    """Connect the page's inputs with its outputs."""
     sketch, upload, message, export, exported, picture = shared
 
     def score(image: Any, drawn: bool, values: Sequence[Any]) -> list[Any]:
@@ -296,11 +296,11 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
     for function in (score_drawing, explain_drawing):
         function.__annotations__["event"] = (
             gr.EventData
-        )  # gradio looks at the class, which is not known above
+        )  # gradio inspects the class, which is not known above
     asked = [part for column in columns for part in (column.model, *column.controls)]
     scored = [picture, message, *(part for column in columns for part in column.scored)]
     explained = [part for column in columns for part in column.explained]
-    # Both at once: the couplings take several times as long as the scores, which do not wait for them.
+    # Both start at once: the couplings take several times as long as the scores, which do not wait for them.
     sketch.input(score_drawing, asked, scored, trigger_mode="always_last", **QUICK)
     sketch.input(explain_drawing, asked, explained, trigger_mode="always_last", **QUICK)
     upload.change(dropped, [upload, *asked], [*scored, *explained], trigger_mode="always_last", **QUICK)
@@ -321,7 +321,7 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
 
 
 def _or_message(read: Any, source: str) -> tuple[Any, str]:
-    """What a function reads from a source, or what is wrong with the source."""
+    """The result of reading a source, or an error message about it."""
     try:
         return read(source), ""
     except CapszooError as error:
@@ -335,7 +335,7 @@ def _split(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:
 
 
 def _wire_column(gr: Any, models: Models, column: _Column, picture: Any) -> None:
-    """Connect what is chosen and moved in a column with what it shows."""
+    """Connect the inputs of a column with its outputs."""
 
     def choose(name: str, picture: tuple[Any, bool]) -> list[Any]:
         dims = own = 0
@@ -376,9 +376,9 @@ def run(
     """Serve the page until it is stopped.
 
     Args:
-        names: models to choose from, the first one first; none takes `DEFAULT_MODEL` and every checkpoint.
-        host: address to listen on. ``127.0.0.1`` is this machine alone.
-        port: port to listen on; None takes the first free one from 7860 on.
+        names: models to choose from, the first one first; empty uses `DEFAULT_MODEL` and every checkpoint.
+        host: address to listen on. ``127.0.0.1`` accepts only this machine.
+        port: port to listen on; None uses the first free one from 7860 on.
         browser: open the page in a browser.
 
     Raises:
@@ -389,12 +389,12 @@ def run(
         check_model_argument(name)
     offered = list(names) or [DEFAULT_MODEL, *(n for n in sorted(checkpoints()) if n != DEFAULT_MODEL)]
     if threading.current_thread() is threading.main_thread():
-        # a page that is stopped by a signal removes its files, too
+        # a page that is stopped by a signal removes its files too
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="capszoo-app-") as folder:
         # read when gradio is imported, and with every upload
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-        os.environ["GRADIO_RUN_HISTORY"] = "False"  # it keeps drawings in the browser
+        os.environ["GRADIO_RUN_HISTORY"] = "False"  # it stores drawings in the browser
         os.environ["GRADIO_TEMP_DIR"] = folder
         import gradio as gr
 

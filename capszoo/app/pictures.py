@@ -1,4 +1,4 @@
-"""Pictures of the page, drawn with numpy because every stroke redraws them."""
+"""Pictures of the page, drawn with numpy because they are updated with every stroke."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
 #: Side of a picture on the page, in pixels.
 SIDE = 280
 
-#: A picture of the page as Gradio's template; its value is a ``data:`` URL, so that no file is written or fetched.
+#: Gradio template of a picture; its value is a ``data:`` URL, so that no file is written or fetched.
 PICTURE = """<div style="visibility:${value ? "visible" : "hidden"}"><div>TITLE</div>
 <div class="frame">${value ? `<img src="${value}" alt="TITLE">` : ""}</div></div>"""
 
-#: Its style. Enlarged pixels stay squares.
+#: Style of a picture. Enlarged pixels stay squares.
 PICTURE_STYLE = f"""
 .frame {{ width: 100%; max-width: {SIDE}px; aspect-ratio: 1; border: 1px solid var(--border-color-primary); }}
 .frame img {{ width: 100%; height: 100%; object-fit: contain; image-rendering: pixelated; }}
@@ -64,11 +64,11 @@ def _colours(relative: np.ndarray) -> np.ndarray:
 
 
 def couplings_picture(found: Explanation, side: int | None = SIDE) -> Image.Image:
-    """The grid of couplings: white is an even share, blue less, red more; grey where no window looks.
+    """The grid of couplings: white is an even share, blue less, red more; grey where no window covers it.
 
     Args:
         found: the couplings.
-        side: of the picture; None makes one pixel a position.
+        side: side of the picture; None makes one pixel per position.
     """
     grid = _colours(found.relative.nan_to_num(1.0).numpy())
     grid[~found.covered.numpy()] = 160
@@ -77,7 +77,7 @@ def couplings_picture(found: Explanation, side: int | None = SIDE) -> Image.Imag
 
 
 def overlay_picture(found: Explanation, view: Image.Image, side: int = SIDE) -> Image.Image:
-    """The image under its couplings; a colour is stronger the further a share is from even."""
+    """The image overlaid with its couplings; opacity grows with the distance from an even share."""
     base = np.asarray(enlarged(view, side), dtype=np.float64)
     heat = found.heat_at(*base.shape[:2]).numpy()
     strength = 0.8 * np.abs(heat - 1).clip(0, 1)[..., None]

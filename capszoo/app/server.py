@@ -1,13 +1,13 @@
 """An HTTP endpoint on a model's exported file, to try it out: ``capszoo serve`` (extra ``serve``).
 
 - ``POST /predict?topk=5`` with an image file as the body: classes, scores, probabilities as JSON.
-- ``GET /health``: 200 once the model answers.
+- ``GET /health``: 200 once the model is ready.
 - ``GET /metrics``: counts and times in Prometheus' text format.
 
-One process, one request at a time; what is more waits in a bounded queue, and beyond that is refused with 503.
+One process, one request at a time; further requests wait in a bounded queue, and are refused with 503 if it is full.
 """
 
-# No `from __future__ import annotations` here: FastAPI looks annotations up in the module, where its classes are not.
+# No `from __future__ import annotations` here: FastAPI resolves annotations in the module, which lacks its classes.
 import tempfile
 import threading
 import time
@@ -25,7 +25,7 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Metrics:
-    """Counts of answers by status, and a histogram of the time that predictions took."""
+    """Number of responses by status, and a histogram of prediction times."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class Metrics:
         self.seconds, self.count = 0.0, 0
 
     def add(self, status: int, seconds: float) -> None:
-        """Note an answer; only answers with status 200 enter the histogram."""
+        """Record a response; only those with status 200 enter the histogram."""
         with self._lock:
             self.answers[status] += 1
             if status == 200:
@@ -63,8 +63,8 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
     """The endpoint as an ASGI application.
 
     Args:
-        model: exported.
-        queue: requests that may be under way or wait; further ones get 503.
+        model: the exported model.
+        queue: maximum number of active and waiting requests; further ones get 503.
     """
     from fastapi import FastAPI, HTTPException, Query, Request, Response
     from starlette.concurrency import run_in_threadpool
@@ -75,7 +75,7 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
     limit = MAX_FILE_MB * 1_000_000
 
     async def body_of(request: Request) -> bytes:
-        """The body, read no further than the limit."""
+        """The body, read only up to the limit."""
         stated = request.headers.get("content-length", "0")
         if stated.isdecimal() and int(stated[:18]) > limit:  # int() refuses numbers of thousands of digits
             raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
@@ -145,9 +145,9 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64)
     """Serve a model until the process is stopped.
 
     Args:
-        name: as ``capszoo predict`` takes it.
-        host, port: to listen on.
-        queue: requests that may wait.
+        name: a name for ``capszoo predict``.
+        host, port: address to listen on.
+        queue: maximum number of waiting requests.
 
     Raises:
         CapszooError: an extra is missing, or the model cannot be used.

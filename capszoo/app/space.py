@@ -1,7 +1,7 @@
 """A Hub Space with the app: ``capszoo publish --space``.
 
 A Space is a folder: ``app.py``, a README with a header for the Hub, ``requirements.txt``, the package itself (it is
-published on no index) and the weights of the chosen models. It needs nothing but what it holds and its requirements.
+published on no index) and the weights of the chosen models. It needs only its contents and its requirements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import CapszooError, UsageError
 
 __all__ = ["REQUIREMENTS", "upload_space", "write_space"]
 
-#: What the Space installs: the dependencies of the package and of the extra ``app``, as pyproject.toml has them.
+#: Requirements of the Space: the dependencies of the package and of the extra ``app``, as in pyproject.toml.
 REQUIREMENTS = (
     "torch>=2.11",
     "torchvision",
@@ -37,7 +37,7 @@ REQUIREMENTS = (
     "gradio>=6.0",
 )
 
-#: The version that the Hub installs: the one that the app was tested with.
+#: Version of Gradio installed by the Hub, with which the app was tested.
 GRADIO = "6.31.0"
 
 APP = '''"""The app of this Space: a capsule network to draw for."""
@@ -76,14 +76,14 @@ def write_space(names: Sequence[str], folder: str | Path, title: str = "Capsule 
 
     Args:
         names: checkpoints of the zoo, as ``name`` or ``name.tag``; the first one is shown first.
-        folder: new, or empty.
-        title: of the Space.
+        folder: a new or empty folder.
+        title: title of the Space.
 
     Returns:
         The files, relative to the folder.
 
     Raises:
-        UsageError: no model, or a folder with something in it.
+        UsageError: no models, or a folder that is not empty.
         CapszooError: a model that is no checkpoint of the zoo.
     """
     folder = Path(folder)
@@ -107,18 +107,18 @@ def write_space(names: Sequence[str], folder: str | Path, title: str = "Capsule 
 
 
 def upload_space(folder: str | Path, repo_id: str, private: bool = False) -> dict[str, Any]:
-    """Send a folder of :func:`write_space` to the Hub, as one commit.
+    """Upload a folder from :func:`write_space` to the Hub, as one commit.
 
     Args:
-        folder: with the Space.
-        repo_id: ``user/name``; made where it does not exist.
-        private: for a Space that is new.
+        folder: folder of the Space.
+        repo_id: ``user/name``; created if it does not exist.
+        private: for a new Space.
 
     Returns:
         ``url`` and ``commit``.
 
     Raises:
-        CapszooError: the Hub did not take it; the same command can be given again.
+        CapszooError: the Hub refused it; the same command can be repeated.
     """
     from huggingface_hub import HfApi
 
@@ -151,7 +151,7 @@ def _weights_of(name: str) -> list[Path]:
 
 
 def _copy_package(package: Path) -> None:
-    """Copy what is installed as ``capszoo``, from an installation or a checkout, without `LEFT_OUT`."""
+    """Copy the installed package ``capszoo``, from an installation or a checkout, without `LEFT_OUT`."""
     from .. import export
 
     junk = shutil.ignore_patterns("__pycache__", "*.pyc")

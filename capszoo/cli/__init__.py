@@ -1,7 +1,7 @@
-"""The ``capszoo`` command: it parses, calls one function, prints.
+"""The ``capszoo`` command: each command parses its arguments, calls one function and prints the result.
 
-Results go to stdout, errors, notes and progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage. An error is one
-line that says what to do; ``--debug`` shows the traceback instead.
+Results go to stdout, errors, notes and progress to stderr. Exit codes: 0 success, 1 failure, 2 wrong usage. An error is
+one line that states how to fix it; ``--debug`` shows the traceback instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``capszoo benchmark`` and ``compare``: how fast a model is here, and two models side by side."""
+"""``capszoo benchmark`` and ``compare``: speed of a model on this machine, and two models side by side."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _is_bundle(name: str) -> bool:
 
 
 def _load(name: str, device: str | None, **options: Any) -> nn.Module:
-    """A model to time, with its weights or without: how fast it is does not depend on them."""
+    """A model to time, with or without its weights, on which its speed does not depend."""
     from ..inference import NoWeights, load_model
 
     try:
@@ -272,7 +272,7 @@ def _about(name: str) -> dict[str, Any]:
 def _measure_agreement(
     names: list[str], dataset: str | None, data: str | None, limit: int, seed: int, device: str | None
 ) -> dict[str, Any] | None:
-    """Accuracy and agreement on the same images; None where no images were named."""
+    """Accuracy and agreement on the same images; None if no images are given."""
     if data is None and dataset is None:
         return None
     from ..recipes.evaluation.agreement import agreement

@@ -1,4 +1,4 @@
-"""What the commands share: where they print, options and arguments, progress."""
+"""Shared by the commands: output streams, options and arguments, progress."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ __all__ = [
 ]
 
 
-#: Kinds of pictures, and their styles (`capszoo.explain.plotting.STYLES`, which needs torch).
+#: Picture formats, and styles (`capszoo.explain.plotting.STYLES`, which needs torch).
 PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
 
-#: Seconds after which work shows its progress.
+#: Seconds after which progress is shown.
 PROGRESS_AFTER = 2.0
 
 
@@ -152,23 +152,23 @@ def check_paths(paths: Iterable[Path]) -> None:
 
 
 def stdout() -> Console:
-    """Where results go."""
+    """Console for results."""
     return Console(width=_width(sys.stdout), highlight=False)
 
 
 def stderr() -> Console:
-    """Where notes and progress go; prints nothing with ``--quiet``."""
+    """Console for notes and progress; prints nothing with ``--quiet``."""
     return Console(width=_width(sys.stderr), highlight=False, stderr=True, quiet=is_quiet())
 
 
 def print_error(line: str) -> None:
-    """Print an error, in one line, to stderr; ``--quiet`` does not hide it."""
+    """Print an error, in one line, to stderr; also with ``--quiet``."""
     console = Console(width=_width(sys.stderr), highlight=False, stderr=True)
     console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
 
 
 def check_picture_options(format: str | None, style: str) -> None:
-    """Raise `UsageError` for a ``--format`` or a ``--style`` that does not exist, before anything is loaded."""
+    """Raise `UsageError` for an invalid ``--format`` or ``--style``, before anything is loaded."""
     if format is not None and format not in PICTURES:
         raise UsageError(unknown_name("format", format, PICTURES))
     if style not in STYLES:
@@ -177,28 +177,28 @@ def check_picture_options(format: str | None, style: str) -> None:
 
 @dataclass(frozen=True)
 class Picture:
-    """A file that is drawn, and how."""
+    """A picture file and its style."""
 
     path: Path
     dpi: int | None = None
     style: str = "screen"
 
     def drawn(self) -> AbstractContextManager[None]:
-        """Pictures saved inside have its style."""
+        """Apply the style to pictures saved within this context."""
         from ..explain.plotting import style
 
         return style(self.dpi, self.style)
 
 
 def picture(out: Path | None, format: str | None, style: str, dpi: int | None, name: str) -> Picture:
-    """What ``--out``, ``--format``, ``--style`` and ``--dpi`` ask for.
+    """The picture described by ``--out``, ``--format``, ``--style`` and ``--dpi``.
 
     Args:
         out, format, style, dpi: the options.
-        name: of the file, without a suffix, where ``--out`` was not given.
+        name: of the file, without a suffix, if ``--out`` is not given.
 
     Raises:
-        UsageError: an unknown format or style, or a format that is not that of ``out``.
+        UsageError: an unknown format or style, or a format that differs from that of ``out``.
     """
     check_picture_options(format, style)
     if out is not None and format is not None and out.suffix != f".{format}":
@@ -207,17 +207,17 @@ def picture(out: Path | None, format: str | None, style: str, dpi: int | None, n
 
 
 def _width(stream: Any) -> int | None:
-    """A terminal's own width; in a pipe, a row of a table stays one line, however long."""
+    """None on a terminal, for its width; in a pipe a width at which a row of a table stays one line."""
     return None if stream.isatty() or "COLUMNS" in os.environ else 10_000
 
 
 def print_json(value: Any) -> None:
-    """A document, alone on stdout."""
+    """Print a JSON document, as the only output on stdout."""
     typer.echo(json.dumps(_plain(value), indent=1, allow_nan=False, ensure_ascii=False))
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no NaN: it becomes null."""
+    """Replace NaN, which JSON does not have, by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -229,7 +229,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar with the time left, on a terminal and after two seconds; gives the function that advances it."""
+    """A progress bar with the remaining time, on a terminal and after two seconds; yields a function to advance it."""
     console = stderr()
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -248,7 +248,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
+    """The options that were given, without those that are None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -80,7 +80,7 @@ def curves_command(
 
 
 def _reports(files: list[str]) -> dict[str, dict[str, Any]]:
-    """Name to content of ``eval.json`` files, or of the folders that hold them."""
+    """Map names to contents of ``eval.json`` files, or of the folders that contain them."""
     found = {}
     for name in files:
         path = Path(name) / "eval.json" if Path(name).is_dir() else Path(name)

@@ -1,4 +1,4 @@
-"""``capszoo data``: the data sets that have a name."""
+"""``capszoo data``: the named data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``capszoo doctor``: what is installed, what this machine has, where data lie."""
+"""``capszoo doctor``: installed packages, hardware, and data folders of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .common import JsonOption, print_json, stdout
 
 LIBRARIES = ("torch", "torchvision", "timm", "huggingface-hub", "safetensors", "numpy", "pillow", "pydantic")
 
-#: Extra of the package -> modules that it brings, and the commands that need it.
+#: Extra of the package -> modules that it installs, and the commands that need it.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "explain": (("matplotlib",), "explain, curves, eval --out"),
     "train": (
@@ -100,7 +100,7 @@ def _devices() -> dict[str, str]:
 
 
 def _data_folders() -> dict[str, Any]:
-    """Folders of ``CAPSZOO_DATA`` and the named data sets whose sub-folders lie there; None for one that is missing."""
+    """Folders of ``CAPSZOO_DATA`` and the named data sets whose sub-folders they contain; None for a missing folder."""
     from ..data import DATASETS
 
     found: dict[str, Any] = {}

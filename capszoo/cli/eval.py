@@ -1,4 +1,4 @@
-"""``capszoo eval``: the metrics that model cards state."""
+"""``capszoo eval``: the metrics of the model cards."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def eval_command(
 
 
 def _check_options(eps: str | None, robustness: bool, routing: bool, crops: str, out: Path | None) -> None:
-    """Refuse options that do not go together, before the model is loaded."""
+    """Refuse incompatible options, before the model is loaded."""
     from ..explain.plotting import require_matplotlib
     from ..recipes.evaluation.robustness import parse_radii
 

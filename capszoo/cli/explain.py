@@ -1,4 +1,4 @@
-"""``capszoo explain``: pictures of what a capsule network sees."""
+"""``capszoo explain``: pictures of a capsule network's couplings and reconstructions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ExplainGroup(HelpGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = args[0] if args else ""
         if first.startswith("-") and first not in ("-h", "--help"):
-            args = ["old", *args]  # the old spelling with its options first
+            args = ["old", *args]  # the old spelling, with options first
         return super().parse_args(ctx, args)
 
 
@@ -213,7 +213,7 @@ explain_app.command("old", cls=HelpCommand, hidden=True)(_old_command)
 
 
 def _numbers(text: str | None) -> list[int] | None:
-    """``0,3`` to numbers."""
+    """``0,3`` to a list of numbers."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
@@ -237,7 +237,7 @@ def _draw_image(
     check_paths([image])
     from ..explain.plotting import require_matplotlib
 
-    require_matplotlib("explain")  # said before the model is loaded and run
+    require_matplotlib("explain")  # fails before the model is loaded and run
     from ..explain import explain, save_figure
     from ..inference import load_model
     from ..preprocess import load_image, model_transform

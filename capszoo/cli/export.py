@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..export.verify.images import RealImages
 
 
-#: What ``--format`` takes (`capszoo.export.options.FORMATS`, which needs torch).
+#: Valid values of ``--format`` (`capszoo.export.options.FORMATS`, which needs torch).
 FORMATS = ("onnx", "tensorrt", "aoti")
 
 
@@ -255,15 +255,17 @@ def _export(
     as_json: bool,
     skipped: list[str] | None = None,
 ) -> None:
-    """Load the model and its images, write what the options ask for, and print what was verified.
+    """Load the model and its images, write the requested formats, and print the verification.
 
     Args:
-        model: as the user named it.
-        load: how it is loaded.
-        out: folder, or file of the ONNX graph alone.
-        images: where the images lie whose answers are compared.
-        calibrate: where those lie that give INT8 its ranges.
+        model: MODEL argument of the user.
+        load: arguments for loading it.
+        out: folder, or file for the ONNX graph alone.
+        options: export options.
+        images: location of the images whose outputs are compared.
+        calibrate: location of the images that determine INT8's ranges.
         data: folder of the data sets.
+        as_json: print the report as JSON.
         skipped: receives a line for each image that cannot be read; None refuses such images.
     """
     from ..export import bundle, to_onnx
@@ -308,7 +310,7 @@ def _export(
 
 
 def check_bundle_folder(folder: str, as_json: bool) -> None:
-    """Verify a bundle and print each step; `CapszooError` where one fails."""
+    """Verify a bundle and print each step; raises `CapszooError` if one fails."""
     from ..export.bundle import check_bundle
 
     found = check_bundle(folder)

@@ -1,4 +1,4 @@
-"""How every command ends: an error is one line on stderr, and an exit code."""
+"""Error handling for every command: one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _FLAGS = ("--debug", *_LEVELS)
 
 
 class OneLineErrors(HelpGroup):
-    """Every error, of the parser and of the commands, as one line on stderr with the right exit code."""
+    """Print every error, of the parser and of the commands, as one line on stderr, with the right exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """In the order of the panels of ``capszoo --help``; typer lists groups after commands."""
+        """In the order of the panels of ``capszoo --help``, because typer lists groups after commands."""
         order = list(EXAMPLES)
         return sorted(super().list_commands(ctx), key=order.index)
 
     def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         given = list(sys.argv[1:] if args is None else args)
         end = given.index("--") if "--" in given else len(given)
-        # taken anywhere on the line, as users put them last
+        # accepted anywhere on the line, because users put them last
         debug = "--debug" in given[:end]
         set_verbosity(min((_LEVELS[arg] for arg in given[:end] if arg in _LEVELS), default=Verbosity.NORMAL))
         given = [arg for i, arg in enumerate(given) if arg not in _FLAGS or i > end]
@@ -60,16 +60,16 @@ class OneLineErrors(HelpGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-#: Characters of the longest message.
+#: Maximum length of a message in characters.
 MAX_MESSAGE = 500
 
 
 def _printable(line: str) -> str:
-    """A message without control characters, which names of files, keys and tensors may bring to the terminal."""
+    """Remove control characters from a message; names of files, keys and tensors may contain them."""
     line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
     if len(line) <= MAX_MESSAGE:
         return line
-    half = (MAX_MESSAGE - 3) // 2  # a message begins with what is wrong and ends with what to do
+    half = (MAX_MESSAGE - 3) // 2  # a message begins with the problem and ends with the remedy
     return f"{line[:half]} … {line[-half:]}"
 
 
@@ -77,9 +77,7 @@ def _one_line(error: Exception) -> tuple[str, int]:
     """The message of an error and its exit code."""
     if isinstance(error, CapszooError):
         return " ".join(str(error).split()), error.exit_code
-    if hasattr(
-        error, "format_message"
-    ):  # the parser's own: unknown command, option or value, missing argument
+    if hasattr(error, "format_message"):  # parser errors: unknown command, option or value, missing argument
         message = " ".join(error.format_message().split()).rstrip(".")
         if not message:  # called without a command: the help has been printed
             return "", 2

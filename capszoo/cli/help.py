@@ -1,6 +1,6 @@
-"""``--help``: usage, what the command does, arguments and options in panels, examples.
+"""``--help``: usage, description of the command, arguments and options in panels, examples.
 
-One layout whichever version of typer is installed; ``docs/cli.md`` holds the same text.
+The layout does not depend on the installed version of typer; ``docs/cli.md`` has the same text.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typer.core import TyperCommand, TyperGroup
 
 __all__ = ["HelpCommand", "HelpGroup", "help_text"]
 
-#: Columns of the widest help, also on wider terminals.
+#: Maximum width of the help in columns, also on wider terminals.
 MAX_WIDTH = 100
 
 
 def help_text(context: Any, width: int = MAX_WIDTH, colour: bool = False) -> str:
-    """The help of a command.
+    """Format the help of a command.
 
     Args:
         context: of the command.
-        width: columns.
-        colour: with the escape sequences of a terminal.
+        width: width in columns.
+        colour: use the escape sequences of a terminal.
     """
     command = context.command
     console = Console(
@@ -60,7 +60,7 @@ def _argument(param: Any) -> str:
 
 
 def _panels(command: Any, context: Any) -> dict[str, list[tuple[str, str, str]]]:
-    """Rows (name, value, text) of each panel, in the order in which a reader needs them."""
+    """Rows (name, value, text) of each panel, most relevant first."""
     arguments: list[tuple[str, str, str]] = []
     options: dict[str, list[tuple[str, str, str]]] = {"Options": []}
     for param in command.get_params(context):
@@ -85,7 +85,7 @@ def _panels(command: Any, context: Any) -> dict[str, list[tuple[str, str, str]]]
 
 
 def _names(param: Any) -> list[str]:
-    """Short spellings, then the long one; further long ones are old spellings, which still work."""
+    """Short spellings, then the long one; further long ones, old spellings that still work, are omitted."""
     short = [name for name in param.opts if not name.startswith("--")]
     return [*short, *[name for name in param.opts if name.startswith("--")][:1], *param.secondary_opts]
 
@@ -126,14 +126,14 @@ def _write(command: Any, context: Any, formatter: Any) -> None:
 
 
 class HelpCommand(TyperCommand):
-    """A command with the help of this module."""
+    """A command whose help has the layout of this module."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _write(self, ctx, formatter)
 
 
 class HelpGroup(TyperGroup):
-    """A group of commands with the help of this module."""
+    """A group of commands whose help has the layout of this module."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _write(self, ctx, formatter)

@@ -154,7 +154,7 @@ def predict_command(
 
 
 def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -> None:
-    """Refuse options that do not go together, before anything is loaded."""
+    """Refuse incompatible options, before anything is loaded."""
     if ray is None:
         if out is not None and out.suffix == ".parquet":
             raise UsageError(
@@ -179,7 +179,7 @@ def _by_ray(
     shard_size: int,
     settings: dict[str, Any],
 ) -> None:
-    """Answer on a Ray cluster, and say what was written; exit code 1 where images could not be read."""
+    """Predict on a Ray cluster and report the written files; exit code 1 if images could not be read."""
     from ..checkpoint import resolve
     from ..ray_predict import Job, predict_by_ray
 
@@ -204,7 +204,7 @@ def _by_ray(
 
 
 def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any]) -> Path | None:
-    """The exported file that answers; None for PyTorch. With ``onnx`` it is exported where it does not exist yet."""
+    """The exported file used for prediction; None for PyTorch. With ``onnx`` it is exported if it does not exist."""
     if runtime not in RUNTIMES:
         raise UsageError(unknown_name("runtime", runtime, RUNTIMES))
     on_cpu = device in (None, "auto", "cpu")
@@ -222,7 +222,7 @@ def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any
         return export_to_cache(model, **options)
 
 
-#: Predictions, kind of the scores, and height and width of what an image is scaled to and of the network's input.
+#: Predictions, kind of the scores, and height and width to which images are scaled, and of the network's input.
 _Answer = tuple[list["ImagePrediction"], str, tuple[int, int], tuple[int, int]]
 
 
@@ -261,7 +261,7 @@ _COLUMNS = ("image", "rank", "index", "class", "probability", "score", "error")
 
 
 def _rows(results: Sequence[ImagePrediction]) -> Iterator[tuple[Any, ...]]:
-    """The rows of the table of ``--out``; an image that could not be read has one, with its error."""
+    """Rows of the table of ``--out``; an image that could not be read has one, with its error."""
     for result in results:
         for rank, one in enumerate(result.top, start=1):
             yield result.image, rank, one.index, one.label, f"{one.probability:.6g}", f"{one.score:.6g}", None
@@ -291,7 +291,7 @@ def _print_resizing(
 
 
 def _print_notes(results: Sequence[ImagePrediction]) -> None:
-    """Each note once, with the first image that it is about and the number of others."""
+    """Print each note once, with the first image that it applies to and the number of others."""
     about: dict[str, list[str]] = {}
     for result in results:
         for said in result.notes:

@@ -1,4 +1,4 @@
-"""``capszoo recipes``: the training recipes of the package, and recipes of one's own."""
+"""``capszoo recipes``: the package's training recipes, and recipes of users."""
 
 from __future__ import annotations
 

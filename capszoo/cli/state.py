@@ -1,4 +1,4 @@
-"""``capszoo state``: carry an unfinished run to another machine."""
+"""``capszoo state``: move an unfinished run to another machine."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ SeedOption = Annotated[
 
 
 def _settings(overrides: list[str] | None, **options: Any) -> list[str]:
-    """`--set` lines, with the options that are short for one; they come after, so that an option wins."""
+    """The `--set` lines, followed by lines for the options that abbreviate one, so that these take precedence."""
     keys = {"lr": "optimizer.lr"}
     short = [f"{keys.get(name, name)}={value}" for name, value in options.items() if value is not None]
     return [*(overrides or ()), *short]
 
 
 def _use_cpu(device: str | None, cpu: bool) -> bool:
-    """Whether training leaves an accelerator unused; `UsageError` where the device asked for is not there."""
+    """True if training should not use an accelerator; raises `UsageError` if the requested device is missing."""
     if cpu and device not in (None, "auto", "cpu"):
         raise UsageError(f"--cpu and --device {device} exclude each other", "give one of them")
     if cpu or device in (None, "auto", "cpu"):
@@ -70,7 +70,7 @@ def _use_cpu(device: str | None, cpu: bool) -> bool:
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that the package brings."""
+    """Names of the recipes in the package."""
     from .. import recipes
 
     folders = (Path(folder) / "configs" for folder in recipes.__path__)
@@ -78,7 +78,7 @@ def recipe_names() -> list[str]:
 
 
 def check_recipe_argument(name: str) -> None:
-    """Raise `UsageError` where a RECIPE argument is neither a file nor a recipe of the package."""
+    """Raise `UsageError` if a RECIPE argument is neither a file nor a recipe of the package."""
     if Path(name).suffix in (".yaml", ".yml", ".json"):
         if not Path(name).is_file():
             raise UsageError(f"no recipe at {name}", "check the path, or give a recipe's name")
@@ -254,7 +254,7 @@ def train_command(
         raise UsageError(f"{len(recipes)} recipes were given", "--together trains them side by side")
     from ..recipes.config import load_recipe
 
-    load_recipe(recipes[0], overrides, profile)  # what is wrong with it is said before torch is loaded
+    load_recipe(recipes[0], overrides, profile)  # reports errors before torch is loaded
     from ..recipes.train import train
 
     given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
@@ -270,7 +270,7 @@ def resolved_yaml(recipe: Any) -> str:
 
 
 def _dry_run(recipes: list[str], overrides: list[str], profile: str | None, cpu: bool) -> None:
-    """Print each recipe as it would be trained, and how long that takes here."""
+    """Print each resolved recipe, and the estimated training time on this machine."""
     from ..data import DataError
     from ..recipes.config import load_recipe
     from ..recipes.training.estimate import estimate
@@ -476,7 +476,7 @@ def finetune_command(
     _check_training()
     from ..data.specs import source_name
 
-    source_name(data)  # what is wrong with the line is said before torch is loaded
+    source_name(data)  # reports errors before torch is loaded
     if model is not None:
         check_model_argument(model)
     from ..recipes.finetune import finetune
@@ -502,7 +502,7 @@ def finetune_command(
 
 
 def _check_training() -> None:
-    """Say what is not installed that training needs."""
+    """Report missing dependencies of training."""
     require("training", ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib"), "train")
 
 
@@ -590,7 +590,7 @@ def publish_command(
 def _publish_space(
     names: list[str], repo_id: str, private: bool, dry_run: bool, out: Path | None, as_json: bool
 ) -> None:
-    """Write a Space and, without `dry_run`, send it."""
+    """Write a Space and, without `dry_run`, upload it."""
     import tempfile
 
     from ..app.space import upload_space, write_space
@@ -610,7 +610,7 @@ def _publish_space(
 
 
 def _print_run(result: dict[str, Any]) -> None:
-    """Files that fine-tuning writes beside the weights; the run's log has printed weights and accuracy."""
+    """Print the files that fine-tuning writes besides the weights; the run's log has printed weights and accuracy."""
     console = stdout()
     for file in ("labels", "confusion", "card"):
         if file in result:

@@ -1,6 +1,6 @@
-"""Data sets by name, in memory or streamed, with batched augmentation. Nothing is downloaded without a folder.
+"""Data sets by name, in memory or streamed, with batched augmentation. Downloads require an explicit folder.
 
-Public names are resolved on first access (PEP 562): what only names data sets starts without torch.
+Public names are resolved on first access (PEP 562): listing the names of data sets does not load torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Augmentation of a batch as tensor operations, each image by its own random numbers, on the images' device.
+"""Augmentation of a batch as tensor operations on the images' device, with separate random numbers for each image.
 
-`Augment.draw` takes the random numbers of a whole global batch from one CPU generator, `Augment.apply` uses the share
-of one process: every device and every number of processes sees the same images.
+`Augment.draw` draws the random numbers of a whole global batch from one CPU generator, `Augment.apply` uses one
+process's share of them: the images are the same on every device and for every number of processes.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ Draws = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Augment:
-    """What is done to each training image, in this order; the defaults leave it as it is.
+    """Augmentation of training images, applied in this order; the defaults change nothing.
 
     Attributes:
-        resize: side to which the images are resized once, when they are loaded; a patch of the size that the model
-            sees is then cropped at random (in the middle where nothing is random).
+        resize: side to which the images are resized once, when they are loaded; a patch of the model's input size
+            is then cropped at random (in the middle without randomness).
         rotation: largest angle in degrees, either way.
         shear: largest horizontal shear, either way: a row y pixels off the middle moves by shear * y.
         scale: smallest and largest factor of the size.
-        shift: largest shift in pixels, filled with black; the same as padding by it and cropping at random.
-        flip: mirror half of the images left to right, drawn again in each epoch; or ``"alternating"``: an image that is
-            mirrored in one epoch is not in the next, which half begins is drawn once (Jordan 2024, arXiv:2404.00498).
-        pad_mode: what a shift brings in: ``"constant"`` (black) or ``"reflect"`` (the image mirrored at its edge).
-        cutout: side in pixels of a square that is set to the data set's mean, its middle drawn uniformly over the
-            image, so that part of it may lie outside (DeVries and Taylor 2017, arXiv:1708.04552); 0: none.
-        brightness, contrast, saturation: largest relative change; the factor lies in 1 - x to 1 + x.
+        shift: largest shift in pixels, filled with black; equivalent to padding by it and cropping at random.
+        flip: mirror half of the images left to right, drawn again in each epoch; or ``"alternating"``: each image is
+            mirrored in every other epoch, and its first epoch is drawn once (Jordan 2024, arXiv:2404.00498).
+        pad_mode: content that a shift brings in: ``"constant"`` (black) or ``"reflect"`` (the image mirrored at its
+            edge).
+        cutout: side in pixels of a square that is set to the data set's mean; its middle is uniform over the
+            image, so part of it may lie outside (DeVries and Taylor 2017, arXiv:1708.04552); 0: none.
+        brightness, contrast, saturation: largest relative change x; the factor is in 1 - x to 1 + x.
         hue: largest change as a share of the colour circle, at most 0.5.
-        tilt: rotate half of the images; the angle in degrees is this times a normal number of standard deviation 0.33,
-            clipped to -1..1.
-        squeeze: largest share by which the width shrinks about the middle, 0 to 1 (not 1).
+        tilt: rotate half of the images; the angle in degrees is this times a normal variable of standard deviation
+            0.33, clipped to -1..1.
+        squeeze: largest relative reduction of the width about the middle, at least 0 and below 1.
         shift_in_margin: shift each image at random within its blank (black) margin, so that nothing is cut off.
-        erase: side of a square, anywhere inside the image, that becomes black.
+        erase: side of a square, entirely inside the image, that becomes black.
     """
 
     resize: int | None = None
@@ -109,11 +110,11 @@ class Augment:
 
     @property
     def changes(self) -> list[str]:
-        """Names of the settings that differ from "leave it as it is"."""
+        """Names of the settings that differ from the defaults, which change nothing."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
     def check_channels(self, channels: int) -> None:
-        """Raise `DataError` where a setting needs colour and there is none."""
+        """Raise `DataError` if a setting needs colour and there is none."""
         if channels != 3 and (self.saturation or self.hue):
             raise DataError(f"augment.saturation and augment.hue need 3 channels, the images have {channels}")
 
@@ -125,18 +126,18 @@ class Augment:
         mirrored: Tensor | None = None,
         size: tuple[int, int] | None = None,
     ) -> Draws:
-        """Random numbers of a batch.
+        """Draw the random numbers of a batch.
 
         Args:
             n: images in the global batch.
             margin: rows and columns by which the images are larger than the model's input.
-            generator: of this batch.
-            mirrored: bool [n], images to mirror instead of a random half; what alternating flips need.
-            size: rows and columns of the model's input; what cutout needs.
+            generator: generator for this batch.
+            mirrored: bool [n], images to mirror instead of a random half; required for alternating flips.
+            size: rows and columns of the model's input; required for cutout.
         """
         draws: Draws = {}
         if self.shift or self.flip or any(margin):
-            # The order of these two is part of what a seed means: a run that resumes must see the same images.
+            # The order of these two must not change: with the same seed, a resumed run must see the same images.
             draws["top"], draws["left"] = (
                 torch.randint(0, 2 * self.shift + space + 1, (n,), generator=generator) for space in margin
             )
@@ -162,7 +163,7 @@ class Augment:
         if self.cutout:
             if size is None:
                 raise ValueError("cutout needs the size of the model's input")
-            # The middle of the square; the last numbers drawn, so that runs without cutout see what they saw before.
+            # The middle of the square. Drawn last, so that runs without cutout are not affected.
             draws["cut_row"], draws["cut_col"] = (
                 torch.randint(0, side, (n,), generator=generator) for side in size
             )
@@ -175,7 +176,7 @@ class Augment:
         return draws
 
     def _tilt_and_squeeze(self, n: int, before: Tensor | None, generator: torch.Generator) -> Tensor:
-        """Matrices [n, 2, 2] of the squeeze and then the tilt, after those of `before`."""
+        """Matrices [n, 2, 2] of the squeeze and then the tilt, applied after those of `before`."""
         tilted = torch.rand(n, generator=generator) < 0.5
         angle = self.tilt * (0.33 * torch.randn(n, generator=generator)).clamp_(-1, 1) * tilted
         width = 1 - self.squeeze * torch.rand(n, generator=generator)
@@ -186,9 +187,9 @@ class Augment:
     def apply(
         self, pixels: Tensor, draws: Draws, size: tuple[int, int], fill: tuple[float, ...] | None = None
     ) -> Tensor:
-        """uint8 [b, c, h, w] to uint8 [b, c, *size] by the numbers of `draw`.
+        """Augment uint8 [b, c, h, w] to uint8 [b, c, *size] with the random numbers of `draw`.
 
-        `fill`: what cutout puts in, per channel in 0..1 (the mean of the data set); None: black.
+        `fill`: colour of cutout, per channel in 0..1 (the mean of the data set); None: black.
         """
         result = pixels
         if "matrix" in draws:
@@ -205,7 +206,7 @@ class Augment:
             name: draws[name] for name in ("brightness", "contrast", "saturation", "hue") if name in draws
         }
         if colours:
-            # Planes of one colour each: a crop leaves the colours of a pixel side by side, which is slower here.
+            # Channels-first planes: a crop's result is channels-last, which is slower here.
             planes = result.to(torch.float32, memory_format=torch.contiguous_format)
             result = jitter(planes / 255, **colours) * 255
         if result.dtype != torch.uint8:
@@ -235,7 +236,7 @@ RANGES = {
 
 
 def share(draws: Draws, rank: int, world: int) -> Draws:
-    """The random numbers of one process's images."""
+    """The random numbers for one process's images."""
     return draws if world == 1 else {name: numbers[rank::world] for name, numbers in draws.items()}
 
 
@@ -248,17 +249,18 @@ def crop(
     mirrored: Tensor | None = None,
     pad_mode: str = "constant",
 ) -> Tensor:
-    """Cut a window out of each padded image, and mirror some of them left to right.
+    """Crop a window from each padded image, and mirror some of them left to right.
 
-    Arguments:
+    Args:
         images: [b, c, h, w], any dtype and memory format.
         top, left: first row and column of each window [b], counted in the padded image.
         size: rows and columns of the windows.
         padding: pixels added on each side.
         mirrored: bool [b], or None.
-        pad_mode: ``"constant"``: they are black; ``"reflect"``: the image mirrored at its edge, which is not repeated.
+        pad_mode: ``"constant"``: black; ``"reflect"``: the image mirrored at its edge, which is not repeated.
 
-    Returns [b, c, *size].
+    Returns:
+        [b, c, *size].
     """
     device = images.device
     rows = top[:, None] + torch.arange(size[0])  # [b, rows]
@@ -280,22 +282,23 @@ def crop(
 
 
 def reflected(places: Tensor, size: int) -> Tensor:
-    """Places beyond an edge (-size < p < 2 size - 1) mirrored into 0 to size - 1: -1 becomes 1, size size - 2."""
+    """Places beyond an edge (-size < p < 2 size - 1) reflected into 0 to size - 1: -1 becomes 1, size size - 2."""
     return (size - 1) - ((size - 1) - places.abs()).abs()
 
 
 def cut_out(
     images: Tensor, row: Tensor, col: Tensor, side: int, fill: tuple[float, ...] | None = None
 ) -> Tensor:
-    """Set a square of each image to one colour; what of it lies outside is lost.
+    """Set a square of each image to one colour; parts of it outside the image are ignored.
 
     Args:
         images: uint8 [b, c, h, w].
         row, col: middle of each square [b].
-        side: of the squares, in pixels.
+        side: side of the squares, in pixels.
         fill: colour, per channel in 0..1; None: black.
 
-    Returns uint8 [b, c, h, w].
+    Returns:
+        uint8 [b, c, h, w].
     """
     h, w = images.shape[2:]
 
@@ -310,13 +313,14 @@ def cut_out(
 
 
 def shift_in_margin(images: Tensor, draws: Tensor) -> Tensor:
-    """Shift each image within its blank margin, so that no pixel that is not black is cut off.
+    """Shift each image within its blank margin, so that no non-black pixel is cut off.
 
-    Arguments:
+    Args:
         images: [b, c, h, w], 0..255; a pixel below 0.5 in all channels is black.
-        draws: [b, 2], in 0..1: the place of the content, from the first possible row (column) to the last.
+        draws: [b, 2], in 0..1: place of the content, from the first possible row (column) to the last.
 
-    Returns a tensor like `images`.
+    Returns:
+        A tensor like `images`.
     """
     shape = images.shape
     index = []
@@ -325,16 +329,16 @@ def shift_in_margin(images: Tensor, draws: Tensor) -> Tensor:
         filled = (images >= 0.5).any(dim=1).any(dim=4 - axis)  # [b, size]
         ahead = filled.int().argmax(1)  # blank rows before the content
         free = ahead + filled.flip(1).int().argmax(1)
-        shift = (u * (free + 1)).floor().clamp(max=free) - ahead  # all of an empty image is the same
+        shift = (u * (free + 1)).floor().clamp(max=free) - ahead  # any shift leaves an empty image the same
         index.append((torch.arange(size, device=images.device) - shift[:, None]).remainder(size).long())
     batch = torch.arange(shape[0], device=images.device)[:, None, None]
-    # within the margin, a cyclic shift moves black pixels alone around the edge
+    # within the margin, a cyclic shift moves only black pixels around the edge
     picked = images.permute(0, 2, 3, 1)[batch, index[0][:, :, None], index[1][:, None, :]]
     return picked.permute(0, 3, 1, 2)
 
 
 def erase(images: Tensor, draws: Tensor, side: int) -> Tensor:
-    """Blacken a square of each image, wholly inside it; its first row and column by `draws` [b, 2] in 0..1."""
+    """Blacken a square of each image, entirely inside it; `draws` [b, 2] in 0..1 determine its first row and column."""
     inside = []
     for axis, u in zip((2, 3), draws.to(images.device).unbind(1), strict=True):
         size = images.shape[axis]
@@ -357,14 +361,15 @@ def affine_matrices(degrees: Tensor, shear: Tensor, scale_y: Tensor, scale_x: Te
 
 
 def warp(images: Tensor, matrices: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-    """Map each image about its middle by a 2x2 matrix, bilinearly, black where nothing lands.
+    """Transform each image about its middle by a 2x2 matrix, bilinearly; pixels without a source are black.
 
-    Arguments:
+    Args:
         images: float [b, c, h, w].
         matrices: [b, 2, 2] on pixel coordinates (x, y) relative to the middle, from image to result.
         size: rows and columns of the result, which has the same middle; None keeps h and w.
 
-    Returns float [b, c, *size].
+    Returns:
+        float [b, c, *size].
     """
     b, c, h, w = images.shape
     rows, cols = size or (h, w)
@@ -372,7 +377,7 @@ def warp(images: Tensor, matrices: Tensor, size: tuple[int, int] | None = None) 
         torch.arange(rows) - (rows - 1) / 2, torch.arange(cols) - (cols - 1) / 2, indexing="ij"
     )
     points = torch.stack((x, y), dim=-1).view(1, -1, 2)
-    # Where each pixel of the result comes from, in grid_sample's units: -1 and 1 are the image's edges.
+    # Source of each pixel of the result, in grid_sample's units: -1 and 1 are the image's edges.
     sources = points @ torch.linalg.inv(matrices).mT * torch.tensor([2 / w, 2 / h])
     grid = sources.view(b, rows, cols, 2).to(images)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
@@ -385,16 +390,17 @@ def jitter(
     saturation: Tensor | None = None,
     hue: Tensor | None = None,
 ) -> Tensor:
-    """Change colours, each image by its own factors, in this order (torchvision's operations, its order drawn).
+    """Change colours, each image by its factors, in this order (torchvision's operations; it draws the order).
 
-    Arguments:
+    Args:
         images: float [b, c, h, w] in 0..1; c = 3 for saturation and hue.
         brightness: factors [b] of the values.
         contrast: factors [b] of the distance to the image's mean grey.
         saturation: factors [b] of the distance to the pixel's grey.
-        hue: [b], shares of the colour circle by which hues turn.
+        hue: [b], rotations of the hue as shares of the colour circle.
 
-    Returns float [b, c, h, w] in 0..1.
+    Returns:
+        float [b, c, h, w] in 0..1.
     """
 
     def blend(other: Tensor | float, factor: Tensor) -> Tensor:
@@ -421,7 +427,7 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def _turn_hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Turn hues by `turn` [b] of the circle, leaving HSV's saturation and value."""
+    """Rotate hues by `turn` [b] of the circle, keeping HSV's saturation and value."""
     r, g, b = images.unbind(1)  # [b, h, w]
     value, low = images.amax(1), images.amin(1)
     chroma = value - low
@@ -431,7 +437,7 @@ def _turn_hue(images: Tensor, turn: Tensor) -> Tensor:
         value == r, (g - b) / safe, torch.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe)
     )
     sixth = sixth + 6 * turn.view(-1, 1, 1)
-    # Back in closed form: a channel is the value less the chroma by a trapezium over the hue.
+    # Inverse in closed form: a channel is the value minus the chroma times a trapezium function of the hue.
     offsets = torch.tensor([5.0, 3.0, 1.0], device=images.device).view(1, 3, 1, 1)
     k = (offsets + sixth[:, None]).remainder(6)
     fall = torch.minimum(k, 4 - k).clamp_(0, 1)

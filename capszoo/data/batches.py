@@ -1,8 +1,8 @@
 """Batches of a data set, reproducible at any position.
 
-The order of an epoch depends on (seed, epoch) and the random numbers of a batch on (seed, epoch, step) alone, so a run
-that resumes in the middle of an epoch sees exactly what the uninterrupted run saw, and so do several processes that
-share a global batch.
+The order of an epoch depends only on (seed, epoch), and the random numbers of a batch only on (seed, epoch, step). So a
+run that resumes in the middle of an epoch sees exactly the images of the uninterrupted run, and so do several processes
+that share a global batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Batch", "Batches", "balanced_order"]
 def balanced_order(labels: Tensor, generator: torch.Generator) -> Tensor:
     """As many indices as there are images, in random order, with each class equally often (or one less).
 
-    The images of a small class come several times, all of them before any of them again; of a large class, each epoch
-    shows others. Where all classes are of one size, this is a permutation.
+    Images of a small class occur several times, each of them once before any is repeated; of a large class, each epoch
+    has different images. If all classes have the same size, this is a permutation.
 
-    Arguments:
+    Args:
         labels: int64 [n].
-        generator: its random numbers.
+        generator: source of random numbers.
     """
     classes = labels.unique()
     share, extra = divmod(len(labels), len(classes))
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
     """One batch.
 
     `images` float32 [b, c, h, w], normalised; `labels` int64 [b], or float [b, n] of zeros and ones; `pixels` uint8
-    [b, c, h, w], before normalisation. Of composed images also `parts` uint8 [b, k, c, h, w], each object alone, and
+    [b, c, h, w], before normalisation. Composed images also have `parts` uint8 [b, k, c, h, w], each object alone, and
     `part_labels` int64 [b, k], -1 for none.
     """
 
@@ -68,18 +68,18 @@ class Batch(NamedTuple):
 class Batches:
     """Iterate over a data set.
 
-    Arguments:
-        data: an `ImageSet` on the device where batches are wanted, or a `StreamedSet` that knows it. In evaluation,
-            composed images are made once, by a fixed seed.
+    Args:
+        data: an `ImageSet` on the device of the batches, or a `StreamedSet` configured for it. In evaluation,
+            composed images are created once, with a fixed seed.
         batch_size: images per step over all processes together.
         train: shuffle, augment and drop the last incomplete batch.
-        augment: what is done to the images in training. Images larger than the data set's input size are cropped to
+        augment: augmentation in training. Images larger than the data set's input size are cropped to
             it: at random in training, in the middle otherwise.
         seed: of order, composition and augmentation.
         rank, world: this process takes images rank, rank + world, … of each global batch.
-        mean, std: normalisation; None takes the data set's.
+        mean, std: normalisation; None uses the data set's.
         balance: in training, show each class equally often (see `balanced_order`).
-        cutout_epochs: epochs, counted from the first, in which `augment.cutout` is on; None: all.
+        cutout_epochs: number of first epochs in which `augment.cutout` is on; None: all.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Batches:
         if train and isinstance(data, ImageSet) and data.composer:
             self.index = ByClass.of(data.labels, data.spec.num_classes)
             if data.spec.multi_label and self.augment.changes:
-                # The parts of an image would have to go the same way; the protocols have no augmentation.
+                # The parts of an image would need the same augmentation; the protocols have none.
                 raise DataError(
                     f"{data.spec.title} is composed afresh for every batch: augment must be left out"
                 )
@@ -147,14 +147,14 @@ class Batches:
         augment = self.augment
         if self.cutout_epochs is not None and epoch >= self.cutout_epochs:
             augment = replace(augment, cutout=0)
-        # A half of the images, drawn once, is mirrored in the even epochs, the other half in the odd ones.
+        # One half of the images, drawn once, is mirrored in even epochs, the other half in odd ones.
         alternating = augment.flip == "alternating"
         mirrored = (
             torch.rand(n, generator=keyed_generator(self.seed, "mirrored")) < 0.5 if alternating else None
         )
         streamed = self.data.read(mine) if isinstance(self.data, StreamedSet) else None
         for step, everyone, picked in zip(steps, globally, mine, strict=True):
-            # Random numbers are drawn for the whole global batch: each process uses its share of them.
+            # Random numbers are drawn for the whole global batch; each process uses its share.
             generator = keyed_generator(self.seed, epoch, step)
             composing, augmenting = (
                 share(draws, self.rank, self.world)
@@ -177,7 +177,7 @@ class Batches:
     def _draw(
         self, picked: Tensor, generator: torch.Generator, augment: Augment, mirrored: Tensor | None
     ) -> tuple[Draws, Draws]:
-        """Random numbers of a global batch: for composition and for augmentation."""
+        """Random numbers of a global batch, for composition and for augmentation."""
         if not self.train:
             if not any(self.margin):
                 return {}, {}

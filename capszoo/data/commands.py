@@ -1,4 +1,4 @@
-"""What ``capszoo data`` and ``python -m capszoo.data`` do: one function a command, which returns lines to print."""
+"""Implementation of ``capszoo data`` and ``python -m capszoo.data``: one function per command returns its output."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["build_h_imagenet", "check_set", "fetch_set"]
 
 
 def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
-    """Read a data set whole; a line for each split.
+    """Read a whole data set; yield a line for each split.
 
     Args:
-        name: of the data set.
-        data: its folder; None asks ``CAPSZOO_DATA``.
+        name: name of the data set.
+        data: its folder; None uses ``CAPSZOO_DATA``.
 
     Raises:
         DataError: not found, or damaged.
@@ -37,14 +37,14 @@ def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
 
 
 def fetch_set(name: str, to: str | Path) -> str:
-    """Download a data set's files, with checksums; returns what to say of it.
+    """Download a data set's files and verify their checksums; return a message about it.
 
     Args:
         name: of the data set, or ``hf:OWNER/NAME``.
-        to: the folder that receives them.
+        to: target folder.
 
     Raises:
-        DataError: the set cannot be fetched, or a checksum differs.
+        DataError: the set cannot be downloaded, or a checksum differs.
     """
     if name.startswith("hf:"):
         from .folders import fetch_repository
@@ -63,14 +63,14 @@ def fetch_set(name: str, to: str | Path) -> str:
 def build_h_imagenet(
     ilsvrc: str | Path, out: str | Path, accuracies: str | None, weights: str | None, device: str = "cpu"
 ) -> Iterator[str]:
-    """Build h-ImageNet from a copy of ILSVRC 2012; a line for each part.
+    """Build h-ImageNet from a copy of ILSVRC 2012; yield a line for each part.
 
     Args:
         ilsvrc: folder with ``Data/CLS-LOC`` and ``Annotations/CLS-LOC``.
-        out: folder that receives it.
+        out: target folder.
         accuracies: JSON file of the top-1 accuracy by class; None measures them with ``weights``.
         weights: file of torchvision's ResNet-18 weights.
-        device: where they are measured.
+        device: device for the measurement.
     """
     from .imagenet import Ilsvrc, build, class_accuracies, load_judge
 

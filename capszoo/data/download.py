@@ -1,4 +1,4 @@
-"""Fetching of public files into a folder that the caller names, with checksums; nothing else here downloads."""
+"""Download public files into a folder that the caller specifies, with checksums; no other module here downloads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NYU = "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small"
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file to fetch: its addresses, of which the first that answers is taken, and its md5.
+    """A file to download: its addresses, of which the first that responds is used, and its md5.
 
-    `members` are the files to take out of a tar archive; () keeps the file as it is.
+    `members` are the files to extract from a tar archive; () keeps the file unchanged.
     """
 
     urls: tuple[str, ...]
@@ -30,7 +30,7 @@ class RemoteFile:
         return self.urls[0].rsplit("/", 1)[1]
 
 
-# md5 sums: CIFAR's from its page; smallNORB's from a public loader (they could not be compared with the files here).
+# md5 sums: CIFAR's from its page; smallNORB's from a public loader (not compared with the original files here).
 _CIFAR = {
     "cifar10": RemoteFile(
         (f"{_TORONTO}/cifar-10-binary.tar.gz",),
@@ -67,7 +67,7 @@ _NORB = {
 
 
 def remote_files(name: str, split: str) -> tuple[RemoteFile, ...]:
-    """What a split of a named set consists of; () where it cannot be fetched."""
+    """Files of a split of a named set; () if it cannot be downloaded."""
     if name in _CIFAR:
         return (_CIFAR[name],)
     if name == "smallnorb":
@@ -75,7 +75,7 @@ def remote_files(name: str, split: str) -> tuple[RemoteFile, ...]:
         return tuple(RemoteFile((f"{_NYU}/{stem}-{kind}.mat.gz",), md5) for kind, md5 in sums.items())
     if name not in ("mnist", "fashion_mnist", "svhn"):
         return ()
-    from torchvision import datasets  # its tables of addresses and sums
+    from torchvision import datasets  # its tables of addresses and checksums
 
     if name == "svhn":
         url, _, md5 = datasets.SVHN.split_list[split]
@@ -90,9 +90,13 @@ def remote_files(name: str, split: str) -> tuple[RemoteFile, ...]:
 
 
 def fetch(name: str, split: str, folder: str | Path) -> Path:
-    """Fetch a split's files to `folder`/`name`, as far as they are not there yet with the right checksum.
+    """Download a split's files to `folder`/`name`, except those that exist with the right checksum.
 
-    Returns that folder. Raises `DataError` where nothing answers, a checksum differs or the disk is full.
+    Returns:
+        That folder.
+
+    Raises:
+        DataError: no address responds, a checksum differs or the disk is full.
     """
     target = Path(folder).expanduser() / name
     files = remote_files(name, split)
@@ -123,14 +127,14 @@ def _fetch_file(file: RemoteFile, target: Path) -> None:
             return
         except (URLError, TimeoutError, ConnectionError) as error:
             reasons.append(f"{url}: {getattr(error, 'reason', error)}")
-        except RuntimeError as error:  # torchvision's word for a wrong checksum
+        except RuntimeError as error:  # raised by torchvision for a wrong checksum
             (target / file.name).unlink(missing_ok=True)
             raise DataError(f"what {url} sent has another md5 than {file.md5}; nothing was kept") from error
     raise DataError(f"cannot fetch {file.name}: {'; '.join(reasons)}")
 
 
 def _extract(archive: Path, member: str, target: Path) -> None:
-    """Write one member of a tar archive to its place below the folder."""
+    """Extract one member of a tar archive to its place below the folder."""
     place = target / member
     with tarfile.open(archive) as tar:
         try:

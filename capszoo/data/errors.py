@@ -1,4 +1,4 @@
-"""The one error the data package raises on purpose."""
+"""The error type of the data package."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["DataError"]
 
 
 class DataError(CapszooError, ValueError):
-    """A data set is missing, truncated or not what its name says; the message is one line with a remedy."""
+    """A data set is missing, truncated or does not match its name; the message is one line with a remedy."""

@@ -1,6 +1,6 @@
-"""Data sets that a path or a repository names: folders of images, shards, the Hub's parquet and repositories, idx.
+"""Data sets given by a path or a repository: folders of images, shards, the Hub's parquet and repositories, idx.
 
-What fits into 2 GB as uint8 is decoded once and held in memory; larger folders and repositories are streamed.
+Sets of up to 2 GB as uint8 are decoded once and stored in memory; larger folders and repositories are streamed.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def open_set(
 ) -> ImageSet | StreamedSet:
     """Open `imagefolder:`, `wds:`, `parquet:`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
 
-    Images of folders and repositories are scaled and cut to squares of side `resize`, by default 8/7 of `size`, which
-    is 224 unless given. Images of idx and parquet files keep their size unless one is given.
+    Images of folders and repositories are scaled and cropped to squares of side `resize`, by default 8/7 of `size`,
+    whose default is 224. Images of idx and parquet files keep their size unless one is given.
     """
     kind, _, where = name.partition(":")
     if split not in _SPLITS:
@@ -96,7 +96,7 @@ def open_set(
 
 
 def _locate(name: str, where: str, data: str | Path | None) -> Path:
-    """The folder itself, or below one of the data folders."""
+    """The folder itself, or the one below a data folder."""
     roots = (
         [data] if data else [part for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep) if part]
     )
@@ -125,7 +125,7 @@ def _spec(
     )
 
 
-# Small sets in files of their own.
+# Small sets in single files.
 
 
 def _read_idx(
@@ -139,7 +139,7 @@ def _read_idx(
     images, labels = read_idx_pair(pair)
     if len(images) != len(labels) or not len(images):
         raise DataError(f"{pair[0]} has {len(images)} images, {pair[1]} {len(labels)} labels")
-    # Both splits must agree on the number of classes, whichever is asked for.
+    # Both splits must have the same number of classes, whichever is requested.
     training = idx_pair(folder, "train")
     top = int(read_idx_pair(training)[1].max()) if training and split != "train" else 0
     return images, labels, [str(k) for k in range(max(int(labels.max()), top) + 1)]
@@ -172,7 +172,7 @@ def _shards(folder: Path, names: Sequence[str]) -> list[Path]:
 
 @dataclass(frozen=True)
 class FileDecoder:
-    """Images in files of their own."""
+    """Images in separate files."""
 
     root: Path
     paths: tuple[str, ...]
@@ -191,7 +191,7 @@ class FileDecoder:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Images in a data set of the library datasets, whose files are mapped into memory, not read."""
+    """Images in a data set of the library datasets, whose files are memory-mapped."""
 
     rows: Any
     column: str
@@ -208,17 +208,17 @@ class _Rows:
 
 
 def _cell(cell: dict[str, Any], folder: Path) -> bytes | Path:
-    """An image's bytes, or its file, which must lie in the repository: a table may name any path."""
+    """An image's bytes, or its file, which must be in the repository: a table could name any path."""
     return cell["bytes"] or image_below(folder, str(cell["path"]), f"a table of {folder}")
 
 
 def _to_tensor(image: np.ndarray) -> Tensor:
-    tensor = torch.from_numpy(np.array(image))  # Pillow's array may not be written to
+    tensor = torch.from_numpy(np.array(image))  # Pillow's array is read-only
     return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1).contiguous()
 
 
 def available_workers() -> int:
-    """Processors this process may use, at most 8."""
+    """Number of processors available to this process, at most 8."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -231,9 +231,9 @@ def _decode_or_stream(
     skipped: list[str] | None = None,
     shards: Tensor | None = None,
 ) -> ImageSet | StreamedSet:
-    """In memory where it fits, else streamed.
+    """Decode into memory if the set fits, else stream it.
 
-    Images that cannot be read are all named in one error, or left out and added to `skipped` where that is a list
+    Images that cannot be read are all listed in one error, or skipped and added to `skipped` if that is a list
     (a streamed set is then decoded once to find them).
     """
     n = len(labels)
@@ -251,11 +251,11 @@ def _decode_or_stream(
 
     sound = torch.arange(n)
     if held or skipped is not None:
-        with ThreadPoolExecutor(available_workers()) as pool:  # Pillow decodes outside of Python's lock
+        with ThreadPoolExecutor(available_workers()) as pool:  # Pillow releases the GIL while decoding
             failures = list(pool.map(fill, range(n)))
         bad = [failure for failure in failures if failure]
         if bad and skipped is None:
-            # A line has room for one reason: of the others, the files' names.
+            # A line has room for one reason; the other files are only named.
             others = "; ".join(failure.partition(": ")[0] for failure in bad[1:4])
             more = "" if len(bad) == 1 else f", and {len(bad) - 1} more: {others}"
             more += "; …" if len(bad) > 4 else ""
@@ -281,16 +281,16 @@ def _decode_or_stream(
 
 
 def _mode_of(modes: Callable[[int], str], count: int) -> str:
-    """ "RGB" where any of the images (a thousand of them, evenly spaced) has colour, else "L"."""
+    """ "RGB" if any of the images (a sample of a thousand, evenly spaced) has colour, else "L"."""
     for index in range(0, count, -(-count // _MODE_SAMPLE) or 1):
-        with suppress(DataError):  # what cannot be read is said when it is decoded
+        with suppress(DataError):  # unreadable images are reported when they are decoded
             if modes(index) == "RGB":
                 return "RGB"
     return "L"
 
 
 def _sides(size: int | None, resize: int | None) -> tuple[int, int]:
-    """Side of the model's input and of the images kept."""
+    """Side of the model's input, and of the stored images."""
     size = size or DEFAULT_SIZE
     side = resize or round(size * 8 / 7)
     if side < size:
@@ -307,7 +307,7 @@ def _open_images(
     spec: DatasetSpec | None = None,
     skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
-    """A folder with a sub-folder per class, below one per split; without those, all of it is the training split."""
+    """A folder with a sub-folder per class, in a folder per split; without split folders, all is the training split."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
     root = _split_folder(folder, _SPLITS[split])
@@ -350,7 +350,7 @@ def _open_images(
 
 
 def _split_folder(folder: Path, names: Sequence[str]) -> Path | None:
-    """The sub-folder of a split; for the training split the folder itself, where it has classes but no splits."""
+    """The sub-folder of a split; for the training split the folder itself, if it has classes but no splits."""
     found = next((folder / name for name in names if (folder / name).is_dir()), None)
     if found is None and "train" in names and not any((folder / name).is_dir() for name in _SPLITS["test"]):
         return folder if any(sub.is_dir() for sub in folder.iterdir()) else None
@@ -358,7 +358,7 @@ def _split_folder(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def _relative(root: Path, numbers: dict[str, int]) -> tuple[str, ...]:
-    """Images of a folder with a sub-folder per class, relative to it."""
+    """Images of a folder with a sub-folder per class, as paths relative to it."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     samples = make_dataset(str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=True)
@@ -368,7 +368,7 @@ def _relative(root: Path, numbers: dict[str, int]) -> tuple[str, ...]:
 def open_h_imagenet(
     spec: DatasetSpec, split: str, folders: Sequence[Path], *, size: int | None, resize: int | None
 ) -> ImageSet | StreamedSet:
-    """h-ImageNet as `capszoo.data.imagenet.build` wrote it; its counts must be those of its manifest."""
+    """h-ImageNet as written by `capszoo.data.imagenet.build`; its counts must match its manifest."""
     folder = next((folder for folder in folders if (folder / "h_imagenet.json").is_file()), None)
     if folder is None:
         raise DataError(f"{spec.title} not found in any data folder: {spec.remedy}")
@@ -393,7 +393,7 @@ class _Members:
     side: int
 
     def encoded(self, number: int) -> tuple[bytes, Path, int]:
-        """The bytes of an image, its shard, and where in it they lie."""
+        """The bytes of an image, its shard, and their offset in it."""
         path, offset = self.index.paths[self.index.shards[number]], int(self.index.offsets[number])
         return read_member(path, offset, int(self.index.sizes[number])), path, offset
 
@@ -401,7 +401,7 @@ class _Members:
         encoded, path, offset = self.encoded(index)
         try:
             return _to_tensor(decode_image(encoded, self.mode, path, self.side))
-        except DataError:  # only now the name, which takes another read
+        except DataError:  # reading the name takes another access, so it happens only on errors
             return _to_tensor(
                 decode_image(encoded, self.mode, f"{path}/{member_name(path, offset)}", self.side)
             )
@@ -413,7 +413,7 @@ class _Members:
 
 
 def _find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
-    """All shards that `wds:` and a path name: of a folder, also those of its sub-folders of splits."""
+    """All shards that `wds:` and a path name; for a folder, including those in its split sub-folders."""
     last = where.rpartition("/")[2]
     if any(c in last for c in "{*?["):
         parent = where[: -len(last) - 1] or ("/" if where.startswith("/") else ".")
@@ -461,7 +461,7 @@ def _open_shards(
     if not paths:
         raise DataError(f"{name} has no shards of a {split} split ({'-*.tar, '.join(_SPLITS[split])}-*.tar)")
     index = read_index(paths, available_workers())
-    # Colour and number of classes are those of the training split, so that all splits agree.
+    # Colour and number of classes come from the training split, so that all splits agree.
     training = shards_of_split(every, _SPLITS["train"], known)
     looked = read_index(training, available_workers()) if split != "train" and training else index
     label_names = _shard_names(index, looked)
@@ -479,13 +479,13 @@ def _open_shards(
 
 
 def fetch_repository(repository: str, folder: str | Path) -> Path:
-    """Download a data set's repository from the Hub to `folder`/OWNER/NAME, as far as it is not there yet."""
+    """Download a data set's repository from the Hub to `folder`/OWNER/NAME, except files that already exist."""
     from huggingface_hub import snapshot_download
 
     target = Path(folder).expanduser() / repository
     try:
         snapshot_download(repository, repo_type="dataset", local_dir=target)
-    except Exception as error:  # no network, no such repository, no access, disk full: of many kinds
+    except Exception as error:  # no network, no such repository, no access, disk full: many kinds
         raise DataError(
             f"cannot fetch hf:{repository}: {(str(error) or repr(error)).splitlines()[0]}"
         ) from error
@@ -502,10 +502,8 @@ def _open_hub(
     download: str | Path | None,
     skipped: list[str] | None,
 ) -> ImageSet | StreamedSet:
-    """A split of a repository of the Hub, fetched before or now."""
-    found, folder = _hub_splits(
-        name, repository, data, download
-    )  # which says so where the library is missing
+    """A split of a Hub repository, downloaded earlier or now."""
+    found, folder = _hub_splits(name, repository, data, download)  # raises an error if the library is missing
     import datasets
 
     names = _SPLITS[split]
@@ -537,7 +535,7 @@ def _open_hub(
 def _hub_splits(
     name: str, repository: str, data: str | Path | None, download: str | Path | None
 ) -> tuple[Any, Path]:
-    """All splits of a repository by name, through the library datasets, and its folder, which holds the cache, too."""
+    """All splits of a repository by name, through the library datasets; and its folder, which also has the cache."""
     configuration = None
     if not Path(repository).expanduser().is_dir():
         repository, _, configuration = repository.partition(":")
@@ -557,13 +555,13 @@ def _hub_splits(
     read: Callable[..., Any] = datasets.load_dataset
     try:
         found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
-    except Exception as error:  # the library's errors are of many kinds
+    except Exception as error:  # the library raises many kinds of errors
         raise DataError(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
     return found, folder
 
 
 def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:
-    """Which of train, val and test a set named by a path or repository has, each under a name of its own."""
+    """Which of train, val and test a set given by a path or repository has, each under a separate name."""
     kind, _, where = name.partition(":")
     own: dict[str, tuple[str, ...]] = {**_SPLITS, "test": ("test",)}
     if kind == "hf":

@@ -1,11 +1,11 @@
-"""Sets composed from digits, in batches, on the digits' device: affNIST's protocol, MultiMNIST, DiverseMultiMNIST.
+"""Compose sets from digits, in batches, on the digits' device: affNIST's protocol, MultiMNIST, DiverseMultiMNIST.
 
-A composer draws the random numbers of a whole global batch on the CPU (`draw`) and makes images from one process's
-share of them (`compose`), so that images are functions of (seed, epoch, step) at any number of processes.
+A composer draws the random numbers of a whole global batch on the CPU (`draw`) and composes images from one process's
+share of them (`compose`), so that images are functions of (seed, epoch, step) for any number of processes.
 
 Sources: MultiMNIST and the expanded (shifted) MNIST, Sabour et al. 2017, sections 5.1 and 6; DiverseMultiMNIST, Tsai
 et al. 2020 (arXiv 2002.04764), appendix B.2; affNIST's ranges, the page of its author (Tieleman): rotation within 20
-degrees, shear within 0.2, each side scaled by 0.8 to 1.2 on its own, moved to any place where no ink is cut off.
+degrees, shear within 0.2, each side scaled independently by 0.8 to 1.2, moved to any place where no ink is cut off.
 
 Letters: `b` batch, `c h w` image, `n` classes, `k` digits of an image.
 """
@@ -42,10 +42,10 @@ class ByClass(NamedTuple):
 
 
 class Composed(NamedTuple):
-    """Images made from digits.
+    """Images composed from digits.
 
-    `images` uint8 [b, c, h, w]; `labels` [b] classes or float [b, n] with a one for each class that is there; `parts`
-    uint8 [b, k, c, h, w], each digit alone, black where there is none, and `part_labels` int64 [b, k], -1 there.
+    `images` uint8 [b, c, h, w]; `labels` [b] classes or float [b, n] with a one for each class present; `parts`
+    uint8 [b, k, c, h, w], each digit alone, black for a missing one, and `part_labels` int64 [b, k], -1 for it.
     """
 
     images: Tensor
@@ -55,21 +55,21 @@ class Composed(NamedTuple):
 
 
 class Composer(Protocol):
-    """How images come from digits; equal settings have equal `repr`."""
+    """A way to compose images from digits; equal settings have equal `repr`."""
 
     @property
     def size(self) -> int:
-        """Side of the images."""
+        """Side of the images in pixels."""
 
     def draw(self, index: ByClass, picked: Tensor, generator: torch.Generator) -> Draws:
         """Random numbers for the digits `picked` [b], on the CPU."""
 
     def compose(self, digits: Tensor, labels: Tensor, picked: Tensor, draws: Draws) -> Composed:
-        """Images around the digits `picked` [b] out of `digits` uint8 [n, c, h, w] with `labels` [n]."""
+        """Images around the digits `picked` [b] of `digits` uint8 [n, c, h, w] with `labels` [n]."""
 
 
 def place(digits: Tensor, top: Tensor, left: Tensor, size: int) -> Tensor:
-    """Digits uint8 [b, c, h, w] on black squares, upper left corners at (top, left) [b]; parts outside are cut."""
+    """Place digits uint8 [b, c, h, w] on black squares, upper left corners at (top, left) [b]; crop parts outside."""
     room = size - min(digits.shape[2:])
     return crop(digits, room - top, room - left, (size, size), padding=room)
 
@@ -93,7 +93,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Distort:
-    """One digit, rotated, sheared, scaled, and moved to a place where all of its ink is inside: affNIST regenerated."""
+    """One digit, rotated, sheared, scaled, and moved to a place where all its ink is inside: affNIST regenerated."""
 
     size: int = 40
     rotation: float = 20.0
@@ -123,7 +123,7 @@ class Distort:
         return Composed(crop(moved, top, left, (self.size, self.size), padding=self.size), labels[picked])
 
     def _start(self, ink: Tensor, u: Tensor, canvas: int) -> Tensor:
-        """First row (or column) of the window in the padded canvas, so that the ink [b, canvas] stands inside it."""
+        """First row (or column) of the window in the padded canvas, so that the ink [b, canvas] lies inside it."""
         first = ink.byte().argmax(1)
         last = canvas - 1 - ink.flip(1).byte().argmax(1)
         room = (self.size - (last - first + 1)).clamp(min=0)
@@ -134,12 +134,12 @@ class Distort:
 class Overlay:
     """Two digits of different classes, each moved by up to `shift` pixels, added and clipped; or one digit alone.
 
-    The digit picked is the first; the second is drawn uniformly from all digits of other classes in the same set.
+    The first digit is the one picked; the second is drawn uniformly from all digits of other classes in the same set.
 
     Attributes:
-        size: side of the image; a digit that is not moved stands in its middle.
+        size: side of the image; a digit without a shift is in its middle.
         shift: largest shift, each way.
-        single: probability of an image with the first digit alone.
+        single: probability of an image with only the first digit.
         num_classes: length of the target.
     """
 
@@ -153,7 +153,7 @@ class Overlay:
             raise DataError("overlapping digits of different classes need at least two classes")
         b, own = len(picked), index.labels[picked]
         corner = torch.randint(0, 2 * self.shift + 1, (b, 2, 2), generator=generator)
-        # One of the n - counts digits of other classes: skip the block of the own class.
+        # One of the n - counts digits of other classes: skip the block of the digit's class.
         u = torch.rand(b, dtype=torch.float64, generator=generator)
         other = (u * (len(index.labels) - index.number[own])).long()
         other += index.number[own] * (other >= index.start[own])

@@ -1,15 +1,15 @@
-"""h-ImageNet, built once from an ILSVRC 2012 folder: the 200 classes that a ResNet-18 knows worst, cropped to objects.
+"""Build h-ImageNet from an ILSVRC 2012 folder: the 200 classes with a ResNet-18's lowest accuracy, cropped to objects.
 
 Li et al. 2018 (EncapNet), section 4.1, state the number of classes, ResNet-18 as the judge, the counts (255,725 for
-training, 17,101 for validation) and that objects are cropped with some padding. What they leave open is **our choice**:
+training, 17,101 for validation) and that objects are cropped with some padding. The rest is **our choice**:
 
 - a class's accuracy is measured on the 50,000 validation images (256 pixels, middle 224);
 - padding is a tenth of the box on each side;
-- training has one crop per image, of its first box, and the whole image where it has none: 200 classes have at most
-  260,000 training images; validation has one crop per box: 200 classes have 10,000 images, fewer than are stated;
+- training has one crop per image, of its first box, or the whole image without a box: 200 classes have at most
+  260,000 training images; validation has one crop per box: 200 classes have 10,000 images, fewer than stated;
 - crops are kept at most 256 pixels on their shorter side.
 
-The counts that result are held against the paper's and written to the manifest, as is the list of classes.
+The resulting counts are compared with the paper's and written to the manifest, with the list of classes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Box = tuple[int, int, int, int]
 
 
 class Ilsvrc:
-    """Where things lie in a copy of ILSVRC 2012 as it is distributed (`Data/CLS-LOC`, `Annotations/CLS-LOC`)."""
+    """Paths in a copy of ILSVRC 2012 with its original layout (`Data/CLS-LOC`, `Annotations/CLS-LOC`)."""
 
     def __init__(self, folder: str | Path) -> None:
         root = Path(folder).expanduser()
@@ -60,7 +60,7 @@ class Ilsvrc:
                 self.titles = {line[:9]: line[10:].split(",")[0] for line in lines if line}
 
     def boxes(self, part: str) -> tuple[str | None, list[Box]]:
-        """The class and the boxes of an image by its annotation, `train/<class>/<stem>` or `val/<stem>`."""
+        """The class and the boxes of an image from its annotation, `train/<class>/<stem>` or `val/<stem>`."""
         path = self.notes / f"{part}.xml"
         if not path.is_file():
             return None, []
@@ -78,7 +78,7 @@ class Ilsvrc:
             raise DataError(f"{path} is damaged: {error}") from error
 
     def validation(self) -> Iterator[tuple[Path, str, list[Box]]]:
-        """Validation images with their class and boxes, in the order of their names."""
+        """Validation images with their class and boxes, ordered by name."""
         for path in sorted((self.images / "val").iterdir()):
             if path.suffix in _SUFFIXES:
                 wnid, boxes = self.boxes(f"val/{path.stem}")
@@ -89,14 +89,14 @@ class Ilsvrc:
                 yield path, wnid, boxes
 
     def training(self, wnid: str) -> Iterator[tuple[Path, list[Box]]]:
-        """Training images of a class with their boxes, in the order of their names."""
+        """Training images of a class with their boxes, ordered by name."""
         for path in sorted((self.images / "train" / wnid).iterdir()):
             if path.suffix in _SUFFIXES:
                 yield path, self.boxes(f"train/{wnid}/{path.stem}")[1]
 
 
 def load_judge(weights: str | Path | None = None) -> nn.Module:
-    """timm's ResNet-18 with torchvision's ImageNet weights, from a local file where one is given."""
+    """timm's ResNet-18 with torchvision's ImageNet weights, from a local file if given."""
     import timm
 
     overlay = {"file": str(weights)} if weights else None
@@ -142,14 +142,14 @@ def class_accuracies(
 
 
 def hardest(accuracies: Mapping[str, float], count: int = 200) -> list[str]:
-    """The classes of lowest accuracy, in the order of their names; equal accuracies in the order of names too."""
+    """The classes of lowest accuracy, ordered by name; names break ties too."""
     if len(accuracies) < count:
         raise DataError(f"{count} classes cannot be chosen out of {len(accuracies)}")
     return sorted(sorted(accuracies, key=lambda wnid: (accuracies[wnid], wnid))[:count])
 
 
 def _cut(source: Path, box: Box | None, target: Path) -> None:
-    """Write one crop, unless it is there already."""
+    """Write one crop, unless it already exists."""
     from PIL import Image
 
     from capszoo.images import open_image
@@ -184,13 +184,14 @@ def build(
 ) -> dict[str, Any]:
     """Write h-ImageNet: `train/<class>/*.jpg`, `val/<class>/*.jpg` and the manifest `h_imagenet.json`.
 
-    Arguments:
+    Args:
         folder: a copy of ILSVRC 2012 with its annotations.
-        out: where to write; an interrupted call resumes.
+        out: target folder; an interrupted call resumes.
         accuracies: top-1 accuracy of each class, from `class_accuracies` or another source.
         count: number of classes.
 
-    Returns the manifest: `classes`, `accuracies`, `titles`, `counts` and the `paper`'s counts.
+    Returns:
+        The manifest: `classes`, `accuracies`, `titles`, `counts` and the `paper`'s counts.
     """
     ilsvrc = Ilsvrc(folder)
     if unknown := sorted(set(accuracies) - set(ilsvrc.classes)):

@@ -1,11 +1,11 @@
 """Readers of file formats: idx, parquet with encoded images, CIFAR's binary batches, SVHN's .mat, NORB's matrices.
 
-Each returns uint8 images [n, c, h, w] and int64 labels [n] (or the plain tensor of one file), or raises `DataError` in
-one line that names the file. Nothing is ever unpickled: that can run whatever code a file holds.
+Each returns uint8 images [n, c, h, w] and int64 labels [n] (or the plain tensor of one file), or raises `DataError`
+with one line that names the file. Nothing is ever unpickled, because a pickle can run arbitrary code.
 Sources of the formats: idx: the table at the foot of LeCun's MNIST page; parquet: the Hub's `Image` feature, a
 struct of `bytes` and `path`, next to an integer `label`; CIFAR binary: one label byte (CIFAR-100 two, the coarse class
 first), then 3 planes of 1,024 bytes; SVHN: MATLAB 5 with X [32, 32, 3, n] and y [n, 1], in which the digit 0 is class
-10; NORB: a little-endian magic number that states the type, the rank, at least three sizes, then the values.
+10; NORB: a little-endian magic number that states the dtype, the rank, at least three sizes, then the values.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ MAX_FILE_BYTES = 2 * 2**30
 """Bytes that a file of images may unpack to, where the size of its set is not known beforehand."""
 MAX_LABEL = 100_000
 """Largest label of a set: each number up to it is a class."""
-_NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # its largest file: two images of 108 x 108 each
+_NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # largest file: two images of 108 x 108 per example
 _CIFAR_BYTES = 50_000 * (2 + 3 * 32 * 32)
-_SVHN_IMAGES = 531_131  # in the extra set
+_SVHN_IMAGES = 531_131  # size of the extra set
 _CIFAR_PIXELS = 3 * 32 * 32
 _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 
 
 def _read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """A file's bytes, unzipped where they are gzip, which may hold a thousand times its own size."""
+    """A file's bytes, decompressed if they are gzip, which may expand a thousandfold."""
     try:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
@@ -70,9 +70,10 @@ def _read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_idx(path: str | Path, limit: int = MAX_FILE_BYTES) -> Tensor:
-    """Read one idx file of unsigned bytes, gzipped or not; one with more than `limit` bytes is refused.
+    """Read one idx file of unsigned bytes, gzipped or not; a file of more than `limit` bytes is refused.
 
-    Returns a uint8 tensor of the shape the header states.
+    Returns:
+        A uint8 tensor of the shape in the header.
     """
     path = Path(path)
     raw = _read_bytes(path, limit)
@@ -90,7 +91,7 @@ def read_idx(path: str | Path, limit: int = MAX_FILE_BYTES) -> Tensor:
 
 
 def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
-    """Files of images and labels of a split, by the names that are in use; None where they are not there."""
+    """Files of images and labels of a split, under any of the common names; None if they do not exist."""
 
     def find(kind: str) -> Path | None:
         names = (f"{stem}-{kind}-ubyte", f"{stem}-{kind.replace('-idx', '.idx')}-ubyte")
@@ -101,7 +102,7 @@ def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
 
 
 def read_idx_pair(pair: tuple[Path, Path], limit: int = MAX_FILE_BYTES) -> tuple[Tensor, Tensor]:
-    """Images [n, 1, h, w] and labels [n] of a split; files with more than `limit` bytes are refused."""
+    """Images [n, 1, h, w] and labels [n] of a split; files of more than `limit` bytes are refused."""
     images, labels = read_idx(pair[0], limit), read_idx(pair[1], limit)
     if images.ndim != 3 or labels.ndim != 1:
         raise DataError(f"{pair[0]} and {pair[1]} do not hold images and labels")
@@ -109,7 +110,7 @@ def read_idx_pair(pair: tuple[Path, Path], limit: int = MAX_FILE_BYTES) -> tuple
 
 
 def _check_shards(files: Sequence[Path]) -> None:
-    """Hub shards say in their names how many there are: `train-00000-of-00004.parquet`."""
+    """Check that no Hub shard is missing: their names contain the number of shards, `train-00000-of-00004.parquet`."""
     match = re.search(r"-of-(\d+)\.parquet$", files[0].name)
     if match and int(match[1]) != len(files):
         raise DataError(
@@ -120,13 +121,14 @@ def _check_shards(files: Sequence[Path]) -> None:
 def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int | None = None) -> np.ndarray:
     """Decode one image.
 
-    Arguments:
-        encoded: its bytes, or the path of its file.
+    Args:
+        encoded: bytes of the image, or the path of its file.
         mode: "L" or "RGB".
-        source: what an error names.
-        side: scale and cut the middle out to a square of this side; None leaves the size.
+        source: name in error messages.
+        side: scale and crop the middle to a square of this side; None keeps the size.
 
-    Returns uint8 [h, w] or [h, w, 3].
+    Returns:
+        uint8 [h, w] or [h, w, 3].
     """
     from PIL import Image, ImageOps
 
@@ -137,12 +139,12 @@ def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int
     except CapszooError as error:
         raise DataError(f"{source} holds a damaged image: {error}") from error
     if side is not None and result.size != (side, side):
-        result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)  # which crops first
+        result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)  # crops first
     return np.asarray(result)
 
 
 def parquet_label_names(file: str | Path) -> tuple[str, ...]:
-    """Class names from the Hub's metadata in a parquet file; () where it states none that can be read."""
+    """Class names from the Hub's metadata in a parquet file; () if it has none that can be read."""
     import pyarrow.parquet as pq
 
     try:
@@ -161,12 +163,12 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
     try:
         with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
             return "L" if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I") else "RGB"
-    except Exception as error:  # what Pillow raises for broken files is of many kinds
+    except Exception as error:  # Pillow raises many kinds of errors for broken files
         raise DataError(f"{source} holds a damaged image: {error}") from error
 
 
 def _encoded(cell: Any, source: Path, folder: Path | None) -> bytes | Path:
-    """An image's bytes; or its path, where it may be read: never a text alone, which may name any file."""
+    """An image's bytes, or its path below ``folder``; without one paths are refused, because they may name any file."""
     held = cell.get("bytes") if isinstance(cell, dict) else cell
     if isinstance(held, bytes):
         return held
@@ -182,9 +184,10 @@ def _encoded(cell: Any, source: Path, folder: Path | None) -> bytes | Path:
 
 
 def image_below(folder: Path, named: str, source: Path | str) -> Path:
-    """The file that a data set names, which must be a regular one below a folder.
+    """The file that a data set names, which must be a regular file below a folder.
 
-    Raises `DataError` for any other.
+    Raises:
+        DataError: any other file.
     """
     try:
         found = (folder / named).resolve()
@@ -203,15 +206,16 @@ def read_parquet(
 ) -> tuple[Tensor, Tensor]:
     """Read parquet shards with one image column (a struct with `bytes`, or plain bytes) and one integer column.
 
-    A column of texts, which would name files of this machine, is refused unless a folder is given.
+    A string column, which would name files of this machine, is refused unless a folder is given.
 
-    Arguments:
+    Args:
         files: all shards of one split.
-        channels: 1 decodes to grey, 3 to RGB; None takes what the first image has.
-        side: scale and cut the images to squares of this side; None: they must all be of one size.
-        paths_below: texts are paths of images below this folder; None asks `CAPSZOO_IMAGE_PATHS`.
+        channels: 1 decodes to grey, 3 to RGB; None uses that of the first image.
+        side: scale and crop the images to squares of this side; None: they must all have the same size.
+        paths_below: strings are paths of images below this folder; None uses `CAPSZOO_IMAGE_PATHS`.
 
-    Returns images [n, c, h, w] uint8 and labels [n] int64, in file order.
+    Returns:
+        Images [n, c, h, w] uint8 and labels [n] int64, in file order.
     """
     try:
         import pyarrow as pa
@@ -272,9 +276,9 @@ def read_parquet(
 def read_cifar_binary(files: Sequence[str | Path], label_bytes: int = 1) -> tuple[Tensor, Tensor]:
     """Read CIFAR's binary batches (`data_batch_1.bin`, …; `train.bin`): images [n, 3, 32, 32] uint8, labels [n] int64.
 
-    Arguments:
+    Args:
         files: all batches of a split.
-        label_bytes: 1 for CIFAR-10; 2 for CIFAR-100, of which the second (the fine class) is taken.
+        label_bytes: 1 for CIFAR-10; 2 for CIFAR-100, of which the second (the fine class) is used.
     """
     images, labels = [], []
     for file in files:
@@ -298,7 +302,9 @@ def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
     path = Path(file)
     raw = _read_bytes(path)
     try:
-        stated = {name: shape for name, shape, _ in whosmat(io.BytesIO(raw))}  # before anything is unpacked
+        stated = {
+            name: shape for name, shape, _ in whosmat(io.BytesIO(raw))
+        }  # checked before anything is unpacked
         most = {"X": _SVHN_IMAGES * _CIFAR_PIXELS, "y": _SVHN_IMAGES}
         large = [name for name, limit in most.items() if math.prod(stated.get(name, ())) > limit]
         content = {} if large else loadmat(io.BytesIO(raw), variable_names=("X", "y"))
@@ -330,7 +336,7 @@ def read_norb_matrix(file: str | Path) -> Tensor:
             f"{path} is not a NORB matrix of bytes or integers (its first bytes are {raw[:4].hex() or 'missing'})"
         )
     kind = _NORB_TYPES[magic]
-    header = 8 + 4 * max(rank, 3)  # three sizes are written at least
+    header = 8 + 4 * max(rank, 3)  # at least three sizes are stored
     shape = tuple(int.from_bytes(raw[8 + 4 * k : 12 + 4 * k], "little") for k in range(rank))
     expected = header + kind.itemsize * int(np.prod(shape, dtype=np.int64))
     if len(raw) != expected:

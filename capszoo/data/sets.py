@@ -1,4 +1,4 @@
-"""The two forms of a data set: held in memory as one tensor, or read from files by workers."""
+"""The two forms of a data set: stored in memory as one tensor, or read from files by workers."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ SHUFFLE_BUFFER = 10_000
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
-    """A CPU generator seeded by a hash of the key, so that neighbouring keys give unrelated streams."""
+    """A CPU generator seeded with a hash of the key, so that similar keys give unrelated streams."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A data set held in memory.
+    """A data set in memory.
 
     Attributes:
         images: uint8 [n, c, h, w].
         labels: int64 [n] classes, or float [n, classes] of zeros and ones.
-        composer: makes fresh images out of these (which are then digits, with their classes) for every batch.
-        parts: uint8 [n, k, c, h, w], each object of an image alone, where the set knows them.
+        composer: composes new images from these (which are then digits, with their classes) for every batch.
+        parts: uint8 [n, k, c, h, w], each object of an image alone, if the set has them.
         part_labels: int64 [n, k], their classes, -1 for none.
     """
 
@@ -62,11 +62,11 @@ class ImageSet:
         return self.images.shape[2], self.images.shape[3]
 
     def order(self, generator: torch.Generator) -> Tensor:
-        """The positions [n] of the images in random order."""
+        """Indices [n] of the images in random order."""
         return torch.randperm(len(self), generator=generator)
 
     def subset(self, indices: Tensor, split: str | None = None) -> ImageSet:
-        """The images at `indices` [m] as a set of their own."""
+        """The images at `indices` [m] as a new set."""
 
         def pick(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[indices]
@@ -93,15 +93,15 @@ class ImageSet:
         )
 
     def resized(self, side: int) -> ImageSet:
-        """With square images of another side."""
+        """The same set with square images of another side."""
         if self.composer or self.parts is not None:
             raise DataError(f"{self.spec.title} is composed at its own size and cannot be resized")
         return replace(self, images=resize(self.images, (side, side)))
 
     def fixed(self, seed: int = 0, chunk: int = 1000) -> ImageSet:
-        """One image per digit, made once by a seed, instead of fresh ones; itself where nothing is composed.
+        """One image per digit, composed once with a seed, instead of new ones; unchanged without a composer.
 
-        The images do not depend on the device's number of threads or on batches, only on the digits and the seed.
+        The images depend only on the digits and the seed, not on the number of threads or the batches.
         """
         if self.composer is None:
             return self
@@ -133,16 +133,16 @@ class ImageSet:
 
 
 def buffered_order(shards: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Shuffle as a stream of shards is shuffled, on the images' numbers alone.
+    """Shuffle the images' indices like a stream of shards with a shuffle buffer.
 
-    The shards follow each other in random order, their images as they lie in the file. The first `size` images fill a
-    buffer; each further one takes the place of a random one of the buffer, which is the next of the order; at the end
-    the buffer is emptied in random order. Nothing is read, so that any position of the order costs the same.
+    The shards follow each other in random order, their images in file order. The first `size` images fill a
+    buffer. Each further image replaces a random one of the buffer, which is the next in the order. At the end
+    the buffer is emptied in random order. Nothing is read, so starting at any position of the order costs the same.
 
     Args:
         shards: integers [n], the shard of each image.
-        size: images of the buffer; from n on, the order is a uniform permutation.
-        generator: its random numbers.
+        size: images in the buffer; from n on, the order is a uniform permutation.
+        generator: source of random numbers.
     """
     numbers, place = shards.unique(return_inverse=True)
     turn = torch.randperm(len(numbers), generator=generator)
@@ -157,13 +157,13 @@ def buffered_order(shards: Tensor, size: int, generator: torch.Generator) -> Ten
 
 
 class Decoder(Protocol):
-    """Where a streamed set's images come from."""
+    """Source of a streamed set's images."""
 
     def decode(self, index: int) -> Tensor:
-        """Image number `index` as uint8 [c, side, side]; `DataError` where it is damaged."""
+        """Image number `index` as uint8 [c, side, side]; raises `DataError` if it is damaged."""
 
     def fingerprint(self) -> str:
-        """A text that differs where the files do (their names and sizes: pixels would have to be read)."""
+        """A string that differs if the files do (from their names and sizes, without reading pixels)."""
 
 
 class _Decoded(torch.utils.data.Dataset):
@@ -173,7 +173,7 @@ class _Decoded(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> Tensor | str:
         try:
             return self.decoder.decode(index)
-        except DataError as error:  # as a value: a worker would turn it into a traceback of many lines
+        except DataError as error:  # returned as a value: a worker would raise it with a long traceback
             return str(error)
 
 
@@ -187,11 +187,11 @@ class StreamedSet:
 
     Attributes:
         decoder: reads one image.
-        indices: int64 [n], numbers of this set's images in the decoder.
+        indices: int64 [n], indices of this set's images in the decoder.
         labels: int64 [n].
         side: rows and columns of the decoded images.
-        workers: processes that decode; 0 decodes in this one.
-        shards: integers [n], the file of many images that each one lies in; None: no such files.
+        workers: number of decoding processes; 0 decodes in this process.
+        shards: integers [n], the shard that contains each image; None: there are no shards.
     """
 
     spec: DatasetSpec
@@ -212,13 +212,13 @@ class StreamedSet:
         return self.side, self.side
 
     def order(self, generator: torch.Generator) -> Tensor:
-        """The positions [n] of the images in random order; of shards, one that reads them one after the other."""
+        """Indices [n] of the images in random order; for shards, an order that reads one shard after the other."""
         if self.shards is None:
             return torch.randperm(len(self), generator=generator)
         return buffered_order(self.shards, SHUFFLE_BUFFER, generator)
 
     def subset(self, indices: Tensor, split: str | None = None) -> StreamedSet:
-        """The images at `indices` [m] as a set of their own."""
+        """The images at `indices` [m] as a new set."""
         return replace(
             self,
             split=split or self.split,
@@ -234,21 +234,21 @@ class StreamedSet:
         return self
 
     def fingerprint(self) -> str:
-        """sha256 over the files' names and sizes, the images' numbers and labels."""
+        """sha256 over the files' names and sizes, the images' indices and labels."""
         digest = hashlib.sha256(self.decoder.fingerprint().encode())
         digest.update(self.indices.numpy().tobytes())
         digest.update(self.labels.cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def read(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Images uint8 [b, c, h, w] of each batch of indices [b], on the device, read ahead by the workers."""
+        """Images uint8 [b, c, h, w] of each batch of indices [b], on the device, prefetched by the workers."""
         loader = torch.utils.data.DataLoader(
             _Decoded(self.decoder),
             batch_sampler=[self.indices[batch].tolist() for batch in batches],
             num_workers=self.workers,
             collate_fn=_stack,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # else it takes a number from the global one, which the model uses
+            generator=torch.Generator(),  # else it draws from the global one, which the model uses
         )
         for images in loader:
             if isinstance(images, str):
@@ -259,12 +259,12 @@ class StreamedSet:
 def split_validation(
     data: ImageSet | StreamedSet, size: int, seed: int = 0, stratified: bool = False
 ) -> tuple[ImageSet | StreamedSet, ImageSet | StreamedSet]:
-    """Carve `size` images out of a training set by a fixed seed: (the rest, the validation set).
+    """Split `size` images off a training set with a fixed seed: (the rest, the validation set).
 
-    `stratified`: of each class its share of `size`, rounded, but at least one image where the class has two, and never
-    all of them; so that the number of images may differ a little from `size`.
+    `stratified`: from each class its share of `size`, rounded, but at least one image if the class has two, and never
+    all of them; so the number of images may differ slightly from `size`.
 
-    Composed images of the validation set are made from held-out digits alone, once.
+    Composed images of the validation set are composed once, only from held-out digits.
     """
     if not 0 <= size < len(data):
         raise DataError(f"a validation split of {size} images cannot be carved out of {len(data)}")
@@ -286,7 +286,7 @@ def split_validation(
 
 
 def sized(spec: DatasetSpec, size: int | None, resize: int | None) -> tuple[DatasetSpec, int]:
-    """A specification with another input size, and the side of the images to keep, of which patches are cropped."""
+    """A specification with another input size, and the side of the stored images, from which patches are cropped."""
     native = spec.input_size[1]
     size = size or native
     side = resize or round(size * (spec.side or native) / native)

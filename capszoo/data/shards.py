@@ -1,10 +1,10 @@
-"""WebDataset shards: tar files of samples, indexed by one pass over their headers and then read by position.
+"""WebDataset shards: tar files of samples, indexed by reading their headers once and then read by position.
 
-A sample is the members that follow each other under the same name up to its first dot: `0001.jpg` and `0001.cls`. The
-label is a whole number, in `.cls` as text or in `.json` under `label` or `cls`. Other members are never read; nothing
+A sample consists of consecutive members with the same name up to the first dot: `0001.jpg` and `0001.cls`. The
+label is an integer, in `.cls` as text or in `.json` under `label` or `cls`. Other members are never read; nothing
 is extracted or unpickled. The format: the WebDataset library's documentation, and POSIX tar.
 
-The library itself is not used: its shuffle cannot continue at a given sample, and its default decoders unpickle.
+The library itself is not used: its shuffle cannot resume at a given sample, and its default decoders unpickle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .readers import MAX_LABEL
 
 __all__ = ["ShardIndex", "expand_shards", "member_name", "read_index", "read_member", "shards_of_split"]
 
-_BLOCK = 512  # of a tar file
+_BLOCK = 512  # block size of a tar file
 _MAX_LABEL_BYTES = 2**20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
@@ -40,10 +40,10 @@ _COLUMNS = ("shards", "offsets", "sizes", "labels")
 
 
 def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
-    """The files of a folder that a pattern names, such as `train-{000000..000009}.tar` or `*.tar`.
+    """The files of a folder that match a pattern such as `train-{000000..000009}.tar` or `*.tar`.
 
     Raises:
-        DataError: one of a numbered range does not exist, or none fits.
+        DataError: a file of a numbered range does not exist, or no file matches.
     """
     numbered = _RANGE.search(pattern)
     if numbered is None:
@@ -64,11 +64,11 @@ def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
 
 
 def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Sequence[str]) -> list[Path]:
-    """Those of the shards that belong to a split: `train-000000.tar`, or `000000.tar` in a folder `train`.
+    """The shards that belong to a split: `train-000000.tar`, or `000000.tar` in a folder `train`.
 
     Args:
         paths: the shards.
-        names: of the split; the first that has shards counts. Shards that no split's name stands on are "train".
+        names: names of the split; the first that has shards is used. Shards without the name of a split are "train".
         known: the names of all splits.
     """
 
@@ -81,12 +81,12 @@ def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Sequence
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Where the images of some shards lie.
+    """Positions of the images in some shards.
 
     Attributes:
         paths: the shards.
         shards: int32 [n], the shard of each image.
-        offsets, sizes: int64 [n], where its bytes begin and how many there are.
+        offsets, sizes: int64 [n], offset and number of the image's bytes.
         labels: int64 [n].
     """
 
@@ -104,10 +104,10 @@ class _Sample(NamedTuple):
 
 
 def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
-    """Read the headers and labels of shards, or take them from the cache, which knows them by path, size and time.
+    """Read the headers and labels of shards, or load them from the cache, whose keys are path, size and time.
 
     Raises:
-        DataError: a shard is damaged, or holds what no shard should; one line that names it.
+        DataError: a shard is damaged, or has invalid content; one line that names it.
     """
     cached = cache_folder() / "shards" / f"{_key(paths)}.npz"
     if (found := _read_cached(cached, paths)) is not None:
@@ -123,7 +123,7 @@ def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
     try:
         with replacing(cached) as temporary:
             np.savez(temporary, **columns)
-    except CapszooError:  # no place for a cache: the headers are read again next time
+    except CapszooError:  # the cache cannot be written: the headers are read again next time
         pass
     return index
 
@@ -159,7 +159,7 @@ def _index_shard(path: Path) -> np.ndarray:
         raise
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # tarfile's errors for broken headers are of many kinds
+    except Exception as error:  # tarfile raises many kinds of errors for broken headers
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         raise DataError(f"{path} is no tar file, or a damaged one ({reason})", "write it again") from error
     if not rows:
@@ -186,13 +186,13 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[_Sample]:
 
 
 def _members(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The plain files of a tar file, checked; names are never used as paths, but a wrong one tells a wrong file."""
+    """The regular files of a tar file, checked. Names are never used as paths, but invalid ones reveal a bad file."""
     size = os.fstat(file.fileno()).st_size
     end = 0
     with tarfile.open(fileobj=file, mode="r:") as tar:
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # else all of them stay in memory
-            # A negative size would lead back to where the reader has been.
+            # A negative size would make the reader go back.
             if member.size < 0 or member.offset < end or member.offset_data <= member.offset:
                 raise DataError(f"{path} is damaged: a header states an impossible size")
             end = member.offset_data
@@ -206,9 +206,9 @@ def _members(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             end += member.size
             if end > size:
                 raise DataError(f"{path} is truncated in {_shown(member.name)}: fetch or write it again")
-            if not member.name.rpartition("/")[2].startswith("__"):  # the library's own notes
+            if not member.name.rpartition("/")[2].startswith("__"):  # metadata of the library
                 yield member
-    # Without the mark of its end, a file that was cut between two samples would look whole.
+    # Without checking the end marker, a file truncated between two samples would look complete.
     file.seek(-(-end // _BLOCK) * _BLOCK)
     if file.read(_BLOCK) != bytes(_BLOCK):
         raise DataError(f"{path} is truncated: it lacks the mark of its end; fetch or write it again")
@@ -228,7 +228,7 @@ def _sample(path: Path, file: BinaryIO, parts: dict[str, tarfile.TarInfo]) -> _S
     position = file.tell()
     file.seek(member.offset_data)
     label = _label(kind, file.read(member.size))
-    file.seek(position)  # where tarfile goes on
+    file.seek(position)  # where tarfile continues
     if label is None:
         raise DataError(
             f"{path}: {_shown(member.name)} holds no class number from 0 to {MAX_LABEL:,}",
@@ -257,7 +257,7 @@ def read_member(path: Path, offset: int, size: int) -> bytes:
     """The bytes of a member.
 
     Raises:
-        DataError: the file cannot be read, or has become shorter.
+        DataError: the file cannot be read, or has been truncated.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -271,7 +271,7 @@ def read_member(path: Path, offset: int, size: int) -> bytes:
 
 
 def member_name(path: Path, offset: int) -> str:
-    """The name of the member whose bytes begin at `offset`, as its header states it (at most 100 characters)."""
+    """The name of the member whose bytes begin at `offset`, from its header (at most 100 characters)."""
     try:
         header = tarfile.TarInfo.frombuf(read_member(path, offset - _BLOCK, _BLOCK), "utf-8", "replace")
     except (DataError, tarfile.TarError, ValueError):
@@ -280,5 +280,5 @@ def member_name(path: Path, offset: int) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name out of an archive, fit for a line of text."""
+    """A name from an archive, sanitised for one line of text."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name[:100])

@@ -1,10 +1,10 @@
-"""Named data sets: where their files may lie, what they must hold, and how they become one tensor.
+"""Named data sets: locations of their files, required contents, and conversion to one tensor.
 
-A data set is looked for under the folder given by the caller, else under each folder of the environment variable
-`CAPSZOO_DATA`, else where a Debian package puts it. Nothing is downloaded unless the caller says where to
-(`download=FOLDER`). Accepted layouts, under the folder itself or its sub-folder of the data set's name: the Hub's
-parquet files, idx files (plain or gzip; torchvision's `MNIST/raw` and `FashionMNIST/raw` are such), CIFAR's binary
-batches, SVHN's .mat files, smallNORB's matrices. Sets composed from another one need that one's files.
+A data set is searched under the folder given by the caller, else under each folder of the environment variable
+`CAPSZOO_DATA`, else in the folder of a Debian package. Nothing is downloaded unless the caller specifies a folder
+(`download=FOLDER`). Accepted layouts, in the folder itself or its sub-folder of the data set's name: the Hub's
+parquet files, idx files (plain or gzip; such as torchvision's `MNIST/raw` and `FashionMNIST/raw`), CIFAR's binary
+batches, SVHN's .mat files, smallNORB's matrices. Sets composed from another one need that set's files.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _read_svhn(split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
 
 
 def _read_norb(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
-    """Images [n, 2, 96, 96] and labels of smallNORB; of its viewpoint sets, only those images that belong to them."""
+    """Images [n, 2, 96, 96] and labels of smallNORB; for its viewpoint sets, only the images that belong to them."""
     stem = _NORB_STEMS["train" if split == "train" else "test"]
     found = {
         kind: next(iter(sorted(folder.glob(f"smallnorb-*-{stem}-{kind}.mat*"))), None)
@@ -102,7 +102,7 @@ def _read_norb(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Ten
 
 
 def _read_split(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
-    """Read a split from a folder in whichever known layout it has; None where it has none of them."""
+    """Read a split from a folder in any known layout; None if it has none of them."""
     if spec.name.startswith("smallnorb"):
         return _read_norb(spec, split, folder)
     shards = sorted([*folder.glob(f"{split}-*.parquet"), *folder.glob(f"{split}.parquet")])
@@ -132,7 +132,7 @@ def _check(spec: DatasetSpec, split: str, images: Tensor, labels: Tensor, folder
 
 
 def _pickled(spec: DatasetSpec, roots: list[Path]) -> Path | None:
-    """A copy of CIFAR in Python's pickles, which is not read."""
+    """A copy of CIFAR as Python pickles, which are never read."""
     known = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}.get(spec.name)
     if known is None:
         return None
@@ -160,20 +160,21 @@ def load_dataset(
     download: str | Path | None = None,
     skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
-    """Load a split of a data set: into memory, or, where that would take more than 2 GB, as a set to be streamed.
+    """Load a split of a data set into memory, or, above 2 GB, as a set to be streamed.
 
-    Arguments:
+    Args:
         name: a key of `DATASETS`, or one of `PREFIXES` followed by a path or repository.
-        split: "train", "test", or another that the data set's `counts` name.
-        data: folder that holds the data set or its sub-folder; None asks `CAPSZOO_DATA`.
-        count: the number of images to expect; None means the official number.
-        size: side of the images that the model is to see; None takes the data set's.
-        resize: side of the images before they are cropped to `size`; None takes the data set's.
-        download: fetch what is not there to this folder; None: nothing is ever fetched.
-        skipped: of folders and repositories of images, leave out those that cannot be read, and add a line about
+        split: "train", "test", or another key of the data set's `counts`.
+        data: folder with the data set or its sub-folder; None uses `CAPSZOO_DATA`.
+        count: expected number of images; None uses the official number.
+        size: side of the model's input images; None uses the data set's.
+        resize: side of the images before they are cropped to `size`; None uses the data set's.
+        download: download missing files to this folder; None: nothing is ever downloaded.
+        skipped: for folders and repositories of images, skip those that cannot be read, and add a line about
             each to this list; None: they are an error.
 
-    Raises `DataError` (one line, with a remedy) for a missing, truncated or wrong file.
+    Raises:
+        DataError: a missing, truncated or wrong file; the message is one line, with a remedy.
     """
     if any(name.startswith(prefix) for prefix in PREFIXES):
         from .folders import open_set
@@ -219,7 +220,7 @@ def load_dataset(
 
 
 def compose(spec: DatasetSpec, split: str, digits: ImageSet) -> ImageSet:
-    """A composed set from its digits: fresh images for every training batch, fixed ones for a test split."""
+    """A composed set from its digits: new images for every training batch, fixed ones for a test split."""
     composer: Composer
     if spec.name == "affnist":
         composer = Distort() if split == "test" else Scatter()

@@ -1,4 +1,4 @@
-"""What a data set is, those that have a name, and the prefixes of those that a path or a repository names."""
+"""Specifications of the named data sets, and the prefixes of those given by a path or a repository."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DATASETS", "PREFIXES", "DatasetSpec", "check_name", "dataset_spec", 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What a named data set is; `mean` and `std` are for images scaled to [0, 1]."""
+    """Specification of a data set; `mean` and `std` are for images scaled to [0, 1]."""
 
     name: str
     title: str
@@ -46,7 +46,7 @@ class DatasetSpec:
 
     @property
     def accuracy(self) -> str:
-        """What an accuracy on it counts: "top-1", or, of images with several labels, the "exact set"."""
+        """Kind of accuracy: "top-1", or, for images with several labels, the "exact set"."""
         return "exact set" if self.multi_label else "top-1"
 
 
@@ -77,7 +77,7 @@ _SMALLNORB = DatasetSpec(
     title="smallNORB",
     label_names=("animal", "human", "airplane", "truck", "car"),
     input_size=(2, 32, 32),
-    # Not recomputed, as the files are not available; a public implementation's values, rounded.
+    # Not recomputed, because the files are not available; rounded values of a public implementation.
     mean=(0.72, 0.72),
     std=(0.12, 0.12),
     counts={"train": 24_300, "test": 24_300},
@@ -87,7 +87,7 @@ _SMALLNORB = DatasetSpec(
     side=48,
 )
 
-# Means and deviations of composed sets are those of one image per training digit.
+# Means and deviations of composed sets are computed from one image per training digit.
 _AFFNIST = replace(
     _MNIST,
     name="affnist",
@@ -197,8 +197,8 @@ DATASETS: dict[str, DatasetSpec] = {
             remedy="the Hub's ufldl-stanford/svhn or the files {train,test}_32x32.mat will do",
         ),
         _SMALLNORB,
-        # Hinton et al. 2018, section 5.1: train on some viewpoints of the training objects; `test` has the others
-        # of the test objects, `familiar` those that training had.
+        # Hinton et al. 2018, section 5.1: train on some viewpoints of the training objects; `test` has the other
+        # viewpoints of the test objects, `familiar` those used in training.
         replace(
             _SMALLNORB,
             name="smallnorb_azimuth",
@@ -237,7 +237,7 @@ DATASETS: dict[str, DatasetSpec] = {
         DatasetSpec(
             name="h_imagenet",
             title="h-ImageNet",
-            label_names=(),  # chosen when the set is built
+            label_names=(),  # determined when the set is built
             input_size=(3, 128, 128),
             mean=(0.485, 0.456, 0.406),
             std=(0.229, 0.224, 0.225),
@@ -256,10 +256,10 @@ def _prefix(name: str) -> str | None:
 
 
 def source_name(data: str | Path) -> str:
-    """What images `data` names: a data set's name, a prefixed name, or the prefixed name of a folder of images.
+    """Source of the images that `data` names: a data set's name, a prefixed name, or a prefixed folder of images.
 
     Raises:
-        DataError: neither of them.
+        DataError: `data` is neither of them.
     """
     text = str(data)
     if text in DATASETS or _prefix(text):
@@ -272,7 +272,7 @@ def source_name(data: str | Path) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name itself, where `load_dataset` would know what it means; else `DataError` with the nearest known one."""
+    """Return the name if `load_dataset` accepts it; else raise `DataError` with the nearest known one."""
     prefix = _prefix(name)
     if prefix and len(name) > len(prefix):
         return name
@@ -291,7 +291,7 @@ def dataset_spec(name: str) -> DatasetSpec:
 
 
 def list_sets() -> list[dict[str, str]]:
-    """Every data set by name, and the prefixes of those that a path or a repository names."""
+    """Every named data set, and the prefixes of those given by a path or a repository."""
     named = [
         {
             "name": name,

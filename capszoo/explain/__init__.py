@@ -1,4 +1,4 @@
-"""What a capsule network does with an image: heat maps, reconstructions, routing statistics, convergence, plotting.
+"""Analyse a capsule network on images: heat maps, reconstructions, routing statistics, convergence, plotting.
 
 >>> from capszoo.explain import explain, save_figure
 >>> from capszoo.inference import load_model
@@ -6,9 +6,9 @@
 >>> save_figure(explanation, "heat.png").name
 'heat.png'
 
-``heat_map`` shows where a prediction came from and ``reconstructions`` what a decoder makes of the capsules;
-``routing_stats`` measures couplings and votes, ``convergence`` what each iteration of routing changes; ``plotting``
-is what all pictures share.
+``heat_map`` shows the source of a prediction and ``reconstructions`` a decoder's images from the capsules;
+``routing_stats`` measures couplings and votes, ``convergence`` the changes in each iteration of routing; ``plotting``
+is shared by all pictures.
 """
 
 from .heat_map import Explanation, class_index, explain, save_figure, save_heat_grid

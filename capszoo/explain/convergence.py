@@ -1,13 +1,13 @@
-"""How much each iteration of routing still changes: the routing logits and the couplings, iteration by iteration.
+"""Changes in each iteration of routing: the routing logits and the couplings, iteration by iteration.
 
 Sabour et al. 2017 ("Dynamic Routing Between Capsules", Fig. A.1) draw the mean change of the routing logits b_ij by
-iteration, to show that routing settles. Here it is read from the couplings, which every routing has: the couplings are
-a softmax, so their logarithm is the logits but for a shift that the softmax does not see; its mean over the softmax's
-axis is taken out of both sides.
+iteration, to show that routing converges. Here the change is computed from the couplings, which every routing has: the
+couplings are a softmax, so their logarithm equals the logits up to a shift that cancels in the softmax; the mean over
+the softmax's axis is subtracted on both sides.
 
-One layer at a time is run with 1, 2, … iterations, those below it with their own number: so the last couplings of t
-iterations are the t-th couplings of a longer routing from the same children. Concurrent routing (IDPA), where the
-layers wait for each other, is run with t iterations as a whole.
+One layer at a time is run with 1, 2, … iterations, the layers below it with their usual number: so the last couplings
+of t iterations are the t-th couplings of a longer routing from the same children. Concurrent routing (IDPA), where all
+layers iterate in lockstep, is run with t iterations as a whole.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ITERATIONS = 5
 
 @dataclass(frozen=True)
 class IterationChanges:
-    """One routing layer, a number for each iteration from the first; before it, the couplings were even.
+    """One routing layer; one value for each iteration from the first, before which the couplings were even.
 
     Attributes:
-        own: iterations that the network makes.
-        logits: mean absolute change of the logits (natural logarithm of a coupling, less its mean).
-        couplings: mean absolute change of the couplings, as a share of an even one.
+        own: number of iterations in the network.
+        logits: mean absolute change of the logits (natural logarithm of a coupling, minus the mean).
+        couplings: mean absolute change of the couplings, as a multiple of an even one.
     """
 
     own: int
@@ -52,7 +52,7 @@ def _count(module: nn.Module) -> int | None:
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules below the model that route."""
+    """The outermost routing modules of the model."""
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -64,7 +64,7 @@ def _routers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _iterations(router: nn.Module, count: int) -> Iterator[None]:
-    """The router, and what it is made of, with another number of iterations while the block lasts."""
+    """Set the number of iterations of a router and its submodules within this context."""
     before = [
         (module, name, getattr(module, name))
         for module in router.modules()
@@ -81,7 +81,7 @@ def _iterations(router: nn.Module, count: int) -> Iterator[None]:
 
 @contextmanager
 def all_iterations(model: nn.Module, count: int) -> Iterator[None]:
-    """Every routing layer of a model with another number of iterations while the block lasts.
+    """Set the number of iterations of every routing layer of a model within this context.
 
     Args:
         model: a network of the zoo.
@@ -92,7 +92,7 @@ def all_iterations(model: nn.Module, count: int) -> Iterator[None]:
 
 
 class _Layer:
-    """Sums over the images of one layer."""
+    """Sums over the images, for one layer."""
 
     def __init__(self, layout: CouplingLayout, own: int, iterations: int) -> None:
         self.layout, self.own = layout, own
@@ -100,7 +100,7 @@ class _Layer:
         self.count = 0
 
     def add(self, iterations: list[Tensor]) -> None:
-        """The couplings after each iteration, as the network gives them."""
+        """Add the couplings after each iteration, in the layout of the network."""
         flat = [canonical(c, self.layout) for c in iterations]  # [b, positions, parents, children]
         axis = 2 if self.layout.over == "parents" else 3
         even = 1 / flat[0].shape[axis]
@@ -126,12 +126,12 @@ def _logits(couplings: Tensor, axis: int) -> Tensor:
 def iteration_changes(
     model: nn.Module, batches: Iterable[Tensor], iterations: int | None = None
 ) -> tuple[IterationChanges, ...]:
-    """What each iteration of routing changes, for each routing layer in order; empty without iterations.
+    """The changes in each iteration of routing, for each routing layer in order; empty without iterations.
 
     Args:
         model: a network of the zoo; run in eval mode.
         batches: images ``[b, c, h, w]``, normalised, on the model's device.
-        iterations: to look at; None takes `ITERATIONS`, or the network's own number where that is larger.
+        iterations: how many to examine; None uses `ITERATIONS`, or the network's number if that is larger.
 
     Raises:
         CapszooError: no capsule network, or no images.
@@ -143,7 +143,7 @@ def iteration_changes(
     routers = _routers(model)
     if not layouts or not routers:
         return ()
-    together = len(routers) == 1  # one module routes all layers, in step
+    together = len(routers) == 1  # one module routes all layers, in lockstep
     own = [_count(router) or 1 for router in routers]
     most = iterations or max(ITERATIONS, *own)
     layers = [_Layer(layout, own[0 if together else k], most) for k, layout in enumerate(layouts)]

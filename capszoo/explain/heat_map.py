@@ -1,6 +1,6 @@
-"""Where a prediction came from: the positions of the feature map that a class capsule was routed from.
+"""The source of a prediction: the positions of the feature map that a class capsule was routed from.
 
-The heat map is made of the model's own coupling coefficients (``coupling_map``); nothing is differentiated and nothing
+The heat map consists of the model's coupling coefficients (``coupling_map``); no gradient is computed and nothing
 is fitted.
 """
 
@@ -28,20 +28,20 @@ __all__ = ["Explanation", "class_index", "explain", "save_figure", "save_heat_gr
 
 @dataclass(frozen=True)
 class Explanation:
-    """An image, what the model says of it, and from where.
+    """An image, the model's output for it, and the positions that it was routed from.
 
     Attributes:
         heat: share of the class capsule's coupling at each grid position ``[h', w']``; sums to 1.
-        image: what the model saw, ``[c, h, w]`` in 0..1.
+        image: the model's input, ``[c, h, w]`` in 0..1.
         scores: class scores ``[n]``.
         predicted: class with the highest score.
-        target: class that the heat map belongs to (the predicted one, or the one asked for).
+        target: class of the heat map (the predicted one, or the one requested).
         labels: names of the classes.
-        couplings: couplings of every routing layer, batch of one, as ``forward_capsules`` gives them.
+        couplings: couplings of every routing layer, for a batch of one, as returned by ``forward_capsules``.
         reconstruction: the decoder's image ``[c, h, w]`` of the target's capsule in 0..1; None without a decoder.
         covered: which cells of the grid take part in routing, ``[h', w']`` of bool; None for all of them.
         name: of the model.
-        score_kind: what the scores are, a key of `capszoo.scores.SCORE_KINDS`.
+        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
     """
 
     heat: Tensor
@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def relative(self) -> Tensor:
-        """Couplings as multiples of an even share ``[h', w']``: 1 everywhere where all cells count the same.
+        """Couplings as multiples of an even share ``[h', w']``: 1 everywhere if all cells have the same share.
 
         NaN in cells that no window covers.
         """
@@ -71,20 +71,20 @@ class Explanation:
 
     @property
     def is_even(self) -> bool:
-        """Whether no covered cell differs from an even share by more than a tenth."""
+        """True if no covered cell differs from an even share by more than a tenth."""
         return bool(((self.relative - 1).abs().nan_to_num(0) <= EVEN_WITHIN).all())
 
     @property
     def probabilities(self) -> Tensor:
-        """The scores between 0 and 1, ``[n]``."""
+        """The scores as probabilities in 0..1, ``[n]``."""
         return probabilities(self.scores, self.score_kind)
 
     def save(self, path: str | Path) -> Path:
-        """Draw it into an image file, see :func:`save_figure`."""
+        """Draw the explanation into an image file, see :func:`save_figure`."""
         return save_figure(self, path)
 
     def heat_at(self, height: int, width: int) -> Tensor:
-        """Multiples of an even share, resampled to ``[height, width]`` to lie over an image; 1 in uncovered cells."""
+        """Multiples of an even share, resampled to ``[height, width]`` of an overlaid image; 1 in uncovered cells."""
         grid = self.relative.nan_to_num(1.0)[None, None]
         return F.interpolate(grid, (height, width), mode="bilinear", align_corners=False)[0, 0]
 
@@ -98,11 +98,11 @@ def explain(
         model: a capsule network with ``coupling_map``; used in eval mode.
         image: a path, a picture or a numpy array (see `capszoo.preprocess.as_image`); or a normalised tensor
             ``[c, h, w]``.
-        target: class (index or name) whose capsule is followed; None for the predicted one.
-        name: of the model, for titles; None takes the architecture and tag.
+        target: class (index or name) whose capsule is traced; None for the predicted one.
+        name: of the model, for titles; None uses the architecture and tag.
 
     Raises:
-        CapszooError: the model has no couplings to show, or gives values that are not finite.
+        CapszooError: the model has no couplings, or its values are not finite.
         UsageError: no such class, or a tensor of another size.
 
     Examples:
@@ -175,7 +175,7 @@ def _model_name(model: nn.Module) -> str:
 
 
 def class_index(target: int | str, labels: tuple[str, ...]) -> int:
-    """Number of a class given by its name or number; `UsageError` where there is none."""
+    """Index of a class given by its name or index; raises `UsageError` if there is none."""
     if isinstance(target, str) and target in labels:
         return labels.index(target)
     try:
@@ -189,16 +189,16 @@ def class_index(target: int | str, labels: tuple[str, ...]) -> int:
 
 
 def save_figure(explanation: Explanation, path: str | Path, about: str | None = None) -> Path:
-    """Draw input, couplings, overlay and, where there is one, the reconstruction into an image file.
+    """Draw input, couplings, overlay and any reconstruction into an image file.
 
-    Couplings are drawn as multiples of an even share, on a scale that is the same in every picture: white is even, blue
-    less, red more, and everything from twice the even share on is the darkest red. A map that is even within 10% is not
-    drawn; the picture says so. Cells that no window of the network covers are hatched.
+    Couplings are drawn as multiples of an even share, with the same scale in every picture: white is even, blue
+    less, red more, and values from twice the even share on are the darkest red. A map that is even within 10% is not
+    drawn, and the picture states this. Cells that no window of the network covers are hatched.
 
     Args:
         explanation: from :func:`explain`.
         path: with the suffix of an image format.
-        about: a note kept in the file.
+        about: a note stored in the file.
 
     Raises:
         CapszooError: matplotlib is not installed, or the file cannot be written.
@@ -220,7 +220,7 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
         colour_bar(figure, drawn, list(axes))
     figure.suptitle(_caption(explanation), fontsize=11)
     written = save(figure, path, about)
-    if about is None:  # pictures of the docs state their source, and have no numbers beside them
+    if about is None:  # pictures in the docs state their source, and have no data file beside them
         grid = explanation.relative.nan_to_num(-1).tolist()
         rows = [[None if value < 0 else f"{value:.5g}" for value in row] for row in grid]
         write_numbers(written, [f"column {k}" for k in range(len(grid[0]))], rows)
@@ -232,7 +232,7 @@ def save_heat_grid(
 ) -> Path:
     """Draw several explanations of one model as columns: image, couplings, overlay; one colour bar for all.
 
-    Raises what :func:`save_figure` raises.
+    Raises the errors of :func:`save_figure`.
     """
     if not explanations:
         raise UsageError("there is nothing to draw", "give more images")
@@ -254,13 +254,13 @@ def save_heat_grid(
     return save(figure, path, about)
 
 
-#: Colour map of couplings: diverging, white where a share is even.
+#: Colour map of couplings: diverging, white for an even share.
 COLOURS = "RdBu_r"
 
-#: The scale's ends, in multiples of an even share; larger shares have the colour of the upper end.
+#: Ends of the scale, in multiples of an even share; larger shares have the colour of the upper end.
 LEAST, MOST = 0.0, 2.0
 
-#: Largest deviation from an even share that is not drawn.
+#: Largest deviation from an even share for which no map is drawn.
 EVEN_WITHIN = 0.1
 
 #: Drawn instead of a map that is even.
@@ -268,7 +268,7 @@ NOTHING = "even within 10%:\nnothing to see"
 
 
 def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> Any:
-    """Draw the couplings' grid over the size of the image; None where they are even, the mappable otherwise."""
+    """Draw the couplings' grid at the size of the image; return None if they are even, else the mappable."""
     height, width = explanation.image.shape[-2:]
     _bare(axis)
     drawn = None
@@ -284,7 +284,7 @@ def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> 
 
 
 def draw_overlay(axis: Any, explanation: Explanation) -> None:
-    """Draw the image, and over it the couplings' colours, the stronger the further a share is from even."""
+    """Draw the image, overlaid with the couplings' colours; opacity grows with the distance from an even share."""
     _bare(axis)
     height, width = explanation.image.shape[-2:]
     image = for_display(explanation.image)

@@ -1,4 +1,4 @@
-"""Figures for files: matplotlib, loaded when the first one is drawn, and written whole or not at all."""
+"""Write figures to files, completely or not at all; matplotlib is loaded with the first figure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Style:
-    """How pictures are saved.
+    """Resolution and scale of saved pictures.
 
     Attributes:
         dpi: dots per inch (PNG; vector formats have none).
@@ -51,10 +51,10 @@ _style = ContextVar("style", default=STYLES["screen"])
 
 @contextmanager
 def style(dpi: int | None = None, name: str = "screen") -> Iterator[None]:
-    """Save the pictures inside in a style.
+    """Set the style of pictures saved within this context.
 
     Args:
-        dpi: dots per inch; None is the style's own number.
+        dpi: dots per inch; None uses the style's.
         name: a key of :data:`STYLES`.
 
     Raises:
@@ -82,12 +82,12 @@ def _scale(figure: Any, factor: float) -> None:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raise `CapszooError`, before anything is computed, where figures cannot be drawn."""
+    """Raise `CapszooError` if figures cannot be drawn, before anything is computed."""
     require(what, ["matplotlib"], "explain")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, which needs no display.
+    """An empty figure, which requires no display.
 
     Raises:
         CapszooError: matplotlib is not installed.
@@ -103,12 +103,12 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
-    """Write a figure as the kind of file that its suffix says.
+    """Write a figure in the format given by the suffix of its path.
 
     Args:
         figure: from :func:`new_figure`.
         path: with the suffix of an image format.
-        about: a note kept in the file (PNG and SVG: ``Description``).
+        about: a note stored in the file (PNG and SVG: ``Description``).
 
     Raises:
         CapszooError: the file cannot be written.
@@ -121,22 +121,22 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
         _scale(figure, chosen.scale)
     path = Path(path)
     metadata = {"Description": about} if about else None
-    # TrueType: journals refuse matplotlib's Type 3
+    # TrueType: journals refuse Type 3 fonts, matplotlib's default
     with replacing(path) as temporary, matplotlib.rc_context({"pdf.fonttype": 42}):
         try:
-            figure.savefig(temporary, dpi=chosen.dpi, metadata=metadata)  # its suffix says the format
+            figure.savefig(temporary, dpi=chosen.dpi, metadata=metadata)  # its suffix determines the format
         except ValueError:
             raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg") from None
     return path
 
 
 def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Write what a picture shows as numbers, into a ``.csv`` file of the same name.
+    """Write the data of a picture to a ``.csv`` file of the same name.
 
     Args:
         picture: the picture's file.
         header: names of the columns.
-        rows: their values; None is left empty.
+        rows: values of the rows; None is left empty.
 
     Raises:
         CapszooError: the file cannot be written.
@@ -154,18 +154,18 @@ def save_columns(
     title: str = "",
     legend: Mapping[str, tuple[float, float, float]] | None = None,
 ) -> Path:
-    """Draw pictures ``[c, h, w]`` of 0..1 in columns, each below its title, and name the rows on the left.
+    """Draw pictures ``[c, h, w]`` in 0..1 in columns, each below its title, with names of the rows on the left.
 
     Args:
-        columns: title and pictures of each.
-        rows: their names.
+        columns: title and pictures of each column.
+        rows: names of the rows.
         path: of the file.
         about: see :func:`save`.
         gap: leave a gap before this column.
-        title: of the whole.
+        title: of the whole figure.
         legend: name to colour, below the pictures.
 
-    Raises `UsageError` where there is none, and what :func:`save` raises.
+    Raises `UsageError` if there are no pictures, and the errors of :func:`save`.
     """
     if not columns:
         raise UsageError("there is nothing to draw", "give more images")
@@ -200,7 +200,7 @@ def save_columns(
 
 
 def show(axes: Any, image: Tensor) -> None:
-    """Draw ``[c, h, w]`` of 0..1 and nothing around it."""
+    """Draw only the image ``[c, h, w]`` in 0..1, without axes."""
     picture = for_display(image)
     axes.imshow(picture, **image_style(picture))
     axes.set(xticks=[], yticks=[])
@@ -214,5 +214,5 @@ def for_display(image: Tensor) -> Any:
 
 
 def image_style(image: Any) -> dict[str, Any]:
-    """How ``imshow`` is to show what :func:`for_display` gave."""
+    """Arguments of ``imshow`` for an image from :func:`for_display`."""
     return {"cmap": "gray", "vmin": 0, "vmax": 1} if image.ndim == 2 else {}

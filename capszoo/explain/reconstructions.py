@@ -1,7 +1,7 @@
-"""Pictures that a decoder draws: right and wrong answers, one capsule dimension perturbed, overlapping digits.
+"""Reconstructions by a decoder: right and wrong answers, one capsule dimension perturbed, overlapping digits.
 
 The figures are those of Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017): Fig. 3 (:func:`answers`),
-Fig. 4 (:func:`perturb`), Fig. 5 (:func:`overlaps`). Every function takes a model created with ``decoder=True``.
+Fig. 4 (:func:`perturb`), Fig. 5 (:func:`overlaps`). Every function needs a model created with ``decoder=True``.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def offsets_to(span: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """A class capsule, decoded with one number changed at a time.
+    """A class capsule, decoded with one dimension changed at a time.
 
     Attributes:
         images: ``[d, k, c, h, w]`` in 0..1: dimension by dimension, offset by offset.
-        offsets: what was added.
-        image: what the model saw, ``[c, h, w]`` in 0..1.
-        label: name of the class whose capsule it is.
-        dims: the dimensions' numbers.
+        offsets: values added to a dimension.
+        image: the model's input, ``[c, h, w]`` in 0..1.
+        label: name of the capsule's class.
+        dims: indices of the dimensions.
     """
 
     images: Tensor
@@ -65,7 +65,7 @@ class Perturbation:
 
 @dataclass(frozen=True)
 class Answer:
-    """An image, its label, what the model took it for, and what the decoder makes of the two capsules.
+    """An image, its label, the predicted class, and the reconstructions from the two capsules.
 
     Images are ``[c, h, w]`` in 0..1.
     """
@@ -83,10 +83,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two overlapping digits, and what the decoder makes of capsules.
+    """Two overlapping digits, and reconstructions from their capsules.
 
-    Of those of both labels, of both predicted digits, and of one digit that is neither. Images are ``[c, h, w]`` in
-    0..1.
+    Reconstructions of both labels, of both predicted digits, and of one digit that is neither. Images are ``[c, h, w]``
+    in 0..1.
     """
 
     image: Tensor
@@ -103,7 +103,7 @@ class Overlap:
 
 
 def _require_decoder(model: nn.Module) -> tuple[str, ...]:
-    """The names of the classes of a model with a decoder."""
+    """Check that a model has a decoder, and return the names of its classes."""
     if getattr(model, "decoder", None) is None:
         raise CapszooError(
             "the model has no decoder, so it reconstructs nothing", "train one with model_args.decoder=true"
@@ -126,14 +126,14 @@ def perturb(
     """Change one dimension of a class capsule at a time, and decode it.
 
     Args:
-        model: with a decoder; in eval mode.
+        model: model with a decoder, in eval mode.
         image: a picture, or a normalised tensor ``[c, h, w]``.
         target: class whose capsule is changed; None for the predicted one.
-        offsets: what is added to each dimension in turn.
-        dims: numbers of the dimensions to change; None changes all.
+        offsets: values added to each dimension in turn.
+        dims: indices of the dimensions to change; None changes all.
 
     Raises:
-        CapszooError: no decoder.
+        CapszooError: the model has no decoder.
         UsageError: no such class or dimension.
 
     Examples:
@@ -171,12 +171,12 @@ def perturb(
 def answers(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], right: int = 4, wrong: int = 4
 ) -> list[Answer]:
-    """The first images that are recognised, then the first that are not, each with its reconstructions.
+    """The first images that are recognised, then the first that are not, each with reconstructions.
 
     Args:
-        model: with a decoder; in eval mode.
+        model: model with a decoder, in eval mode.
         batches: images ``[b, c, h, w]``, normalised, on the model's device, and their classes ``[b]``.
-        right, wrong: how many of each; fewer where there are no more.
+        right, wrong: number of images of each kind; fewer if there are no more.
     """
     labels = _require_decoder(model)
     transform = model_transform(model)
@@ -209,9 +209,9 @@ def overlaps(
     """The first pairs of digits that are recognised, then the first that are not (images of two labels only).
 
     Args:
-        model: with a decoder; in eval mode.
+        model: model with a decoder, in eval mode.
         batches: images ``[b, c, h, w]``, normalised, on the model's device, and zeros and ones ``[b, n]``.
-        right, wrong: how many of each; fewer where there are no more.
+        right, wrong: number of images of each kind; fewer if there are no more.
     """
     labels = _require_decoder(model)
     if len(labels) < 5:
@@ -231,7 +231,7 @@ def overlaps(
                 continue
             others = output.scores[place].clone()
             others[torch.cat([there, top[place]])] = -torch.inf
-            classes = torch.cat([there, top[place], others.argmax()[None]])  # the likeliest stranger
+            classes = torch.cat([there, top[place], others.argmax()[None]])  # the most probable other class
             drawn = _decode(model, output.poses[place].expand(5, -1, -1), classes)
             name = [labels[number] for number in classes.tolist()]
             seen = transform.restore(images[place])
@@ -251,7 +251,7 @@ def overlaps(
     return found[True] + found[False]
 
 
-#: Colours of two overlapping reconstructions; people who see no red or no green tell them apart.
+#: Colours of two overlapping reconstructions, distinguishable with red-green colour blindness.
 FIRST_COLOUR, SECOND_COLOUR = (1.0, 0.55, 0.0), (0.0, 0.45, 1.0)
 
 
@@ -262,7 +262,7 @@ def orange_and_blue(first: Tensor, second: Tensor) -> Tensor:
 
 
 def save_perturbation(found: Perturbation, path: str | Path, name: str = "") -> Path:
-    """A row for each dimension, a column for each offset (Fig. 4); more than eight dimensions in two blocks.
+    """Draw a row for each dimension, a column for each offset (Fig. 4); more than eight dimensions in two blocks.
 
     Args:
         found: from :func:`perturb`.
@@ -300,7 +300,7 @@ def save_perturbation(found: Perturbation, path: str | Path, name: str = "") -> 
 def save_answers(
     found: Sequence[Answer], path: str | Path, about: str | None = None, title: str = ""
 ) -> Path:
-    """Input above, reconstructions from the true and from the predicted class below (Fig. 3); right before wrong."""
+    """Draw input above, reconstructions from the true and the predicted class below (Fig. 3); right before wrong."""
     columns = [
         (f"true {one.label}\npredicted {one.predicted}", (one.image, one.by_label, one.by_predicted))
         for one in found
@@ -312,8 +312,8 @@ def save_answers(
 def save_overlaps(
     found: Sequence[Overlap], path: str | Path, about: str | None = None, title: str = ""
 ) -> Path:
-    """Input above; below, in orange and blue, the reconstructions of both labels, of both predicted digits, and of a
-    label with a digit that is neither label nor prediction (Fig. 5)."""
+    """Draw the input above, and reconstructions below, in orange and blue: of both labels, of both predicted digits,
+    and of a label with a digit that is neither label nor prediction (Fig. 5)."""
     columns = []
     for one in found:
         name = f"true {'+'.join(one.labels)}\npredicted {'+'.join(one.predicted)}\nneither: {one.stranger}"

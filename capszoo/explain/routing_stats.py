@@ -1,9 +1,9 @@
-"""How a network routes, over a set of images: coupling entropy, dead capsules, agreement of the votes.
+"""Measure the routing of a network over a set of images: coupling entropy, dead capsules, agreement of the votes.
 
-Three things are counted, all in one pass over the images:
+All statistics are computed in one evaluation of the images:
 
-* the entropy of each layer's couplings, over whatever they sum to 1 over (the parents of a child, or the children of a
-  parent), divided by its maximum: 1 is even couplings, 0 one coupling that takes everything;
+* the entropy of each layer's couplings, over the axis that they sum to 1 over (the parents of a child, or the children
+  of a parent), divided by its maximum: 1 is even couplings, 0 is a single coupling of 1;
 * dead capsules: those that compete for couplings (the parents, or the children) and never, in any image, get more than
   `DEAD` of an even share;
 * the curves of Li et al. 2018 ("Neural Network Encapsulation"), Fig. 2: votes sorted by their cosine with the parent
@@ -34,15 +34,15 @@ BINS = 20
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One routing layer.
+    """Statistics of one routing layer.
 
     Attributes:
-        positions: positions that are routed separately.
-        parents, children: capsules of each place.
-        over: what the couplings sum to 1 over, ``"parents"`` or ``"children"``.
-        entropy: mean normalised entropy; None where there is nothing to choose from.
+        positions: number of positions that are routed separately.
+        parents, children: number of capsules at each position.
+        over: the axis that the couplings sum to 1 over, ``"parents"`` or ``"children"``.
+        entropy: mean normalised entropy; None if the axis has only one capsule.
         peak: mean of the largest coupling.
-        dead: capsules among those that compete (``over``) that never get `DEAD` of an even share.
+        dead: number of competing capsules (``over``) that never get more than `DEAD` of an even share.
     """
 
     positions: int
@@ -64,9 +64,9 @@ class AgreementCurve:
 
     Attributes:
         cosine: middle of each bin.
-        share: per cent of the votes in it.
-        length: mean length of the votes in it; None where there are none.
-        classes: whether the parent is the capsule of the image's own class; else all parents were taken.
+        share: per cent of the votes in each bin.
+        length: mean length of the votes in each bin; None for an empty bin.
+        classes: whether the parent is the capsule of the image's class; otherwise all parents are used.
     """
 
     cosine: tuple[float, ...]
@@ -77,12 +77,12 @@ class AgreementCurve:
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """All of it, over `n` images.
+    """All statistics, over `n` images.
 
     Attributes:
-        layers: routing layers in order; empty where nothing is routed.
+        layers: routing layers in order; empty without routing.
         never_predicted: classes that were predicted for no image.
-        curve: None where the network has no votes.
+        curve: None if the network has no votes.
     """
 
     n: int
@@ -92,7 +92,7 @@ class RoutingStats:
 
 
 def coupling_entropy(couplings: Tensor, dim: int) -> Tensor:
-    """Entropy along an axis over which couplings sum to 1, divided by its maximum; NaN for an axis of one."""
+    """Entropy along the axis over which couplings sum to 1, divided by its maximum; NaN for an axis of length one."""
     count = couplings.shape[dim]
     if count == 1:
         return torch.full_like(couplings.select(dim, 0), math.nan)
@@ -107,7 +107,7 @@ def canonical(couplings: Tensor, layout: CouplingLayout) -> Tensor:
 
 
 class _Layer:
-    """Sums over the images of one layer."""
+    """Sums over the images, for one layer."""
 
     def __init__(self, layout: CouplingLayout) -> None:
         self.over = layout.over
@@ -122,12 +122,12 @@ class _Layer:
         self.shape = (c.shape[1], c.shape[2], c.shape[3])
         dim = 2 if self.over == "parents" else 3
         total = c.sum(dim)
-        if not bool(((total - 1).abs() < 1e-2).all()):  # also NaN
+        if not bool(((total - 1).abs() < 1e-2).all()):  # also true for NaN
             raise CapszooError(f"couplings do not sum to 1 over the {self.over}", "the weights are damaged")
         self.entropy += float(coupling_entropy(c, dim).double().sum())
         self.peak += float(c.amax(dim).double().sum())
         self.count += total.numel()
-        # A parent's share of an image is over all children; a child may serve one place or parent alone.
+        # A parent's share in an image is over all children; a child may contribute to a single position or parent.
         share = c.mean((1, 3)) if self.over == "parents" else c.amax((1, 2))  # [b, competing]
         most = share.amax(0)
         self.most = most if self.most is None else torch.maximum(self.most, most)
@@ -146,7 +146,7 @@ class _Layer:
 
 
 class _Curve:
-    """Votes by cosine."""
+    """Statistics of votes by cosine."""
 
     def __init__(self) -> None:
         self.number = torch.zeros(BINS, dtype=torch.float64)
@@ -154,7 +154,7 @@ class _Curve:
         self.classes = False
 
     def add(self, votes: Tensor, poses: Tensor) -> None:
-        """Votes ``[b, j, i, e]`` and parents ``[b, j, e]``."""
+        """Add votes ``[b, j, i, e]`` and parents ``[b, j, e]``."""
         votes, poses = votes.float(), poses.float()
         lengths = torch.linalg.vector_norm(votes, dim=-1)  # [b, j, i]
         along = torch.matmul(votes, poses.unsqueeze(-1)).squeeze(-1)
@@ -180,7 +180,7 @@ def routing_stats(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | Non
     Args:
         model: a network of the zoo; run in eval mode.
         batches: images ``[b, c, h, w]``, normalised, on the model's device, and their classes ``[b]`` or zeros and ones
-            ``[b, n]``; without labels the predicted class's capsule is the parent of the curve.
+            ``[b, n]``; without labels the parent of the curve is the predicted class's capsule.
 
     Raises:
         CapszooError: no capsule network, or couplings that are not finite.

@@ -1,4 +1,4 @@
-"""Capsule layers: one routing per file, each a pure function and a module. Imports torch alone."""
+"""Capsule layers: each routing is one file or package with a pure function and a module. Imports torch alone."""
 
 from ._engine_report import engine_report
 from ._precision import upcast_half

@@ -1,8 +1,8 @@
-"""A function in blocks that stay in the cache, recomputed in the backward pass: for engines of eager mode on a CPU.
+"""Apply a function block by block, for engines of eager mode on a CPU; the backward pass recomputes each block.
 
-A step whose items (parents, groups of children) are independent of each other computes one block of them after the
-other: no temporary is larger than a block's, and none leaves the cache. Only the inputs are kept for the backward pass.
-Larger temporaries are also given back to the system when they are freed, and new ones cost page faults.
+A step whose items (parents, groups of children) are independent computes one block of items at a time. No temporary is
+larger than one block, so all of them stay in the cache. Only the inputs are stored for the backward pass. Large
+temporaries also cost page faults, because the allocator returns them to the system when they are freed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def blockwise(
     out_dims: Sequence[int],
     items: int,
 ) -> Any:
-    """``function(*tensors)``, block by block.
+    """Compute ``function(*tensors)`` block by block.
 
     Args:
-        function: of as many tensors, to as many results as ``out_dims``; differentiable, without random numbers. A
-            block of the results depends on the same block of the inputs.
-        tensors: its inputs.
-        in_dims: the axis of each input that is cut into blocks; None for an input that every block needs whole.
-        out_dims: the axis of each result along which blocks are put together.
-        items: in a block, at most; at least 1 is taken.
+        function: maps ``tensors`` to as many results as ``out_dims``; differentiable, without random numbers. A
+            block of the results depends only on the same block of the inputs.
+        tensors: inputs of ``function``.
+        in_dims: the axis along which each input is cut into blocks; None for an input that every block needs whole.
+        out_dims: the axis along which the blocks of each result are concatenated.
+        items: maximum items per block; values below 1 count as 1.
 
     Returns:
-        The results, a tuple. Where there is more than one block, they can be differentiated once.
+        The results as a tuple. With more than one block, they can be differentiated only once.
     """
     size = next(t.shape[d] for t, d in zip(tensors, in_dims, strict=True) if d is not None)
     block = max(1, min(size, items))

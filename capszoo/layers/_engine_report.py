@@ -1,4 +1,4 @@
-"""Which engine each layer of a model takes, and why not another: nothing is computed."""
+"""Report which engine each layer of a model selects and why it refuses the others, without computing anything."""
 
 from dataclasses import replace
 from typing import Dict, List, Optional, Tuple
@@ -19,15 +19,15 @@ def engine_report(
     target: str = "",
     input_size: Optional[Tuple[int, ...]] = None,
 ) -> List[Choice]:
-    """The engine of each routing layer of a model and why the others were refused; nothing is computed.
+    """Report the engine of each routing layer and why the others were refused, without computing anything.
 
     Args:
-        model: of images; left as it is.
-        batch: images.
-        training: with gradients, in training mode.
-        device: ``"cpu"`` or ``"cuda"``, the one that the model would run on.
-        target: as a graph for one of TARGETS.
-        input_size: of an image, without the batch; that of the model's ``pretrained_cfg`` where absent.
+        model: an image model; not modified.
+        batch: batch size.
+        training: report the choice for training mode with gradients.
+        device: ``"cpu"`` or ``"cuda"``, where the model would run.
+        target: report the choice for a graph exported for one of TARGETS.
+        input_size: shape of an image without the batch; defaults to the model's ``pretrained_cfg``.
     """
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     size = input_size or config.get("input_size", (3, 32, 32))

@@ -1,4 +1,4 @@
-"""Half precision: what is computed in float32 all the same."""
+"""Half precision: which steps are computed in float32 regardless."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ __all__ = ["upcast_half", "working_type"]
 def upcast_half(x: Tensor) -> Tensor:
     """``x`` as float32 if it is float16 or bfloat16, else ``x`` itself (float64 stays float64).
 
-    A leaf for FX, whose tracer cannot branch on a dtype. A file that imports this function for code that is
-    to be traced says ``torch.fx.wrap("upcast_half")`` at its top level as well.
+    A leaf for FX, whose tracer cannot branch on a dtype. A file that uses this function in traced code must also
+    call ``torch.fx.wrap("upcast_half")`` at its top level.
     """
     if x.dtype == torch.float16 or x.dtype == torch.bfloat16:
         return x.float()
@@ -21,7 +21,7 @@ torch.fx.wrap("upcast_half")
 
 
 def working_type(x: Tensor) -> torch.dtype:
-    """The type in which matrix products compute with ``x``: its own, or, under autocast, that of autocast."""
+    """The dtype in which matrix products with ``x`` are computed: that of ``x``, or autocast's where it is on."""
     device = x.device.type
     if x.dtype == torch.float32 and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

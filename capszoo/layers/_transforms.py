@@ -1,4 +1,4 @@
-"""Layouts of the weights that transform poses, shared by the routings."""
+"""Layouts of the pose transform weights, shared by the routings."""
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +8,10 @@ __all__ = ["block_diagonal"]
 
 
 def block_diagonal(weight: Tensor, pose_size: int) -> Tensor:
-    """Transforms of matrix poses as matrices on flattened poses: ``[i, j, q, r] -> [i, p*q, j*p*r]``.
+    """Transforms of matrix poses as block-diagonal matrices on flattened poses: ``[i, j, q, r] -> [i, p*q, j*p*r]``.
 
-    ``pose.flatten() @ block_diagonal(weight)[i]`` is ``pose @ weight[i, j]`` for all parents j, flattened. The
-    products with the zeros cost less than products of 4x4 matrices lose.
+    ``pose.flatten() @ block_diagonal(weight)[i]`` is ``pose @ weight[i, j]`` for all parents j, flattened.
+    Multiplying by the zeros costs less than the inefficiency of separate 4x4 products.
 
     Args:
         weight: ``[i, j, q, r]``.

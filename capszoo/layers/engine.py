@@ -2,12 +2,13 @@
 
 A routing layer owns its parameters and :meth:`RoutingLayer.reference`, the paper's procedure line by line. Every other
 way to compute the same result (in blocks, without votes, in one kernel, in chunks for a graph) is an :class:`Engine`
-in the layer's ``engines``. :func:`choose` takes the first that can and pays; the last is :class:`Reference`, which
-refuses nothing. Choice, reasons, forcing (:func:`use_engines`), reports (:func:`.engine_report`), tests
-(``tests/layers/test_engines.py``) and export read the same list. :data:`.TUNING` has the measured thresholds.
+in the layer's ``engines``. :func:`choose` selects the first one that can compute the call and is profitable; the last
+is :class:`Reference`, which refuses nothing. Choice, reasons, forcing (:func:`use_engines`), reports
+(:func:`.engine_report`), tests (``tests/layers/test_engines.py``) and export read the same list. :data:`.TUNING` has
+the measured thresholds.
 
-Where code is scripted, only the reference is seen: :meth:`RoutingLayer.compute` holds the one guard. Where it is
-traced by FX or ``torch.jit.trace``, the reference is taken and no size is read. ``torch.export`` and ``torch.compile``
+Scripted code contains only the reference: :meth:`RoutingLayer.compute` has the one guard. Under FX and
+``torch.jit.trace``, the reference is selected and no size is read. ``torch.export`` and ``torch.compile``
 trace through the choice, which therefore compares plain values and formats no strings.
 """
 
@@ -38,20 +39,20 @@ __all__ = [
     "use_engines",
 ]
 
-#: What a graph may be written for: ONNX Runtime on a CPU, which takes it node by node, or a compiler.
+#: Targets of an exported graph: ONNX Runtime on a CPU, which runs it node by node, or a compiler.
 TARGETS = ("onnx_cpu", "gpu")
 
 
 class Call(NamedTuple):
-    """All that a choice may depend on, as plain values: torch.compile traces the choice and guards on them.
+    """Everything that a choice may depend on, as plain values: torch.compile traces the choice and guards on them.
 
-    In mode ``"graph"`` (torch.export) the sizes are those of one image: a symbolic batch is never compared.
+    In mode ``"graph"`` (torch.export) the sizes are those of one image, since a symbolic batch is never compared.
     """
 
     mode: str  # "eager", "compiled" or "graph"
-    target: str  # "" or one of TARGETS: what a graph is written for
+    target: str  # "" or one of TARGETS: what a graph is exported for
     device: str
-    dtype: torch.dtype  # that of matrix products: the type of autocast where it is on
+    dtype: torch.dtype  # of matrix products: autocast's where it is on
     grad: bool
     couplings: bool
     routings: int  # independent routings: images, or windows of all images
@@ -60,34 +61,34 @@ class Call(NamedTuple):
     child_dim: int
     parent_dim: int
     num_iters: int
-    child_iters: int  # iterations of the children that are given (concurrent routing), else 1
+    child_iters: int  # iterations of the children in the inputs (concurrent routing), else 1
 
     @property
     def votes(self) -> int:
-        """Numbers in all votes."""
+        """Number of elements in all votes."""
         return self.routings * self.children * self.parents * self.parent_dim
 
 
 class Routed(NamedTuple):
-    """What a routing gives. A list is empty without activations, and short where iterations are not kept."""
+    """Result of a routing. ``activations`` may be empty; the lists are short if only some iterations are kept."""
 
-    poses: List[Tensor]  # after each iteration, or after the last alone
+    poses: List[Tensor]  # after each iteration, or only after the last
     activations: List[Tensor]  # likewise
-    couplings: Optional[Tensor]  # of the last iteration, where they are asked for
+    couplings: Optional[Tensor]  # of the last iteration, where requested
 
 
 class Engine:
-    """One way to compute a routing. Subclasses are used as they are and never instantiated."""
+    """One way to compute a routing. Subclasses are used as classes and never instantiated."""
 
     name: ClassVar[str]
     #: heading of its table in docs/dev/performance.md
     evidence: ClassVar[str] = ""
     #: whether all votes of a call exist at one time
     keeps_votes: ClassVar[bool] = True
-    #: modes and devices (none: all) in which it can run
+    #: modes and devices in which it can run; no devices means all
     modes: ClassVar[Tuple[str, ...]] = ("eager", "compiled")
     devices: ClassVar[Tuple[str, ...]] = ()
-    #: it writes graphs for these, and pays nowhere else
+    #: it exports graphs for these targets, and is profitable nowhere else
     targets: ClassVar[Tuple[str, ...]] = ()
     #: largest deviation from the reference, as a share of the largest value
     atol: ClassVar[Dict[torch.dtype, float]] = {
@@ -99,27 +100,27 @@ class Engine:
 
     @classmethod
     def unsupported(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Why it cannot compute this call: a sentence without numbers, empty where it can."""
+        """Reason why it cannot compute this call: a sentence without numbers, empty if it can."""
         return ""
 
     @classmethod
     def unprofitable(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Why it does not pay here, naming the threshold as ``TUNING.<name>``; empty where it does."""
+        """Reason why it does not pay here, naming the threshold as ``TUNING.<name>``; empty if it does."""
         return ""
 
     @classmethod
     def prepare(cls, layer: "RoutingLayer") -> Dict[str, Tensor]:
-        """The layer's weights in its layout: constants of an exported graph (:meth:`RoutingLayer.freeze`)."""
+        """The layer's weights in the engine's layout: constants of an exported graph (:meth:`RoutingLayer.freeze`)."""
         return {}
 
     @classmethod
     def route(cls, layer: "RoutingLayer", inputs: List[Tensor], call: Call) -> Routed:
-        """Compute the routing. ``inputs`` are those of :meth:`RoutingLayer.reference`."""
+        """Compute the routing; ``inputs`` as in :meth:`RoutingLayer.reference`."""
         raise NotImplementedError
 
     @classmethod
     def cannot(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Why it cannot be used: mode, device, :meth:`unsupported`."""
+        """Reason why it cannot be used: mode, device, :meth:`unsupported`."""
         if call.mode not in cls.modes:
             return "does not run in this mode (eager, compiled, graph)"
         if cls.devices and call.device not in cls.devices:
@@ -128,7 +129,7 @@ class Engine:
 
     @classmethod
     def does_not_pay(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Why it is not chosen: target, :meth:`unprofitable`."""
+        """Reason why it is not chosen: target, :meth:`unprofitable`."""
         if call.target not in cls.targets and (cls.targets or call.target):
             return "is for other graphs" if cls.targets else "writes no graph for this target"
         return cls.unprofitable(layer, call)
@@ -151,13 +152,13 @@ class Reference(Engine):
 
 
 class _State:
-    """What :func:`use_engines` and :func:`record_engines` set, for the whole process."""
+    """State set by :func:`use_engines` and :func:`record_engines`, for the whole process."""
 
     def __init__(self) -> None:
         self.names: Tuple[str, ...] = ()
         self.target = ""
         self.records: Optional[List["Choice"]] = None
-        self.device = ""  # that choices are made for where tensors are on the meta device
+        self.device = ""  # assumed by choices where tensors are on the meta device
 
 
 _STATE = _State()
@@ -176,7 +177,7 @@ class RoutingLayer(nn.Module):
     autocasts: ClassVar[bool] = True
 
     def compute(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
-        """:meth:`reference` by the engine that is chosen; the reference itself in TorchScript."""
+        """:meth:`reference`, computed by the chosen engine; the reference itself in TorchScript."""
         if not torch.jit.is_scripting():
             return self._by_engine(inputs, num_iters, need_couplings)
         return self.reference(inputs, num_iters, need_couplings)
@@ -185,20 +186,21 @@ class RoutingLayer(nn.Module):
         """The procedure, step by step, in plain operations.
 
         Args:
-            inputs: the layer's own list, such as poses, then activations; the first has the batch as its first axis.
+            inputs: a list specific to the layer, such as poses, then activations; the first axis of the first is the
+                batch.
             num_iters: iterations.
-            need_couplings: whether to give the couplings of the last iteration.
+            need_couplings: whether to return the couplings of the last iteration.
         """
         raise NotImplementedError
 
     @torch.jit.unused
     def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
-        """Routings of one image, children, parents, child and parent pose dimension."""
+        """Routings per image, children, parents, child and parent pose dimension."""
         raise NotImplementedError
 
     @torch.jit.unused
     def describe(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Call:
-        """The call that a choice is made for."""
+        """The call for which an engine is chosen."""
         x = inputs[0]
         mode = "graph" if is_tracing(x) else "compiled" if torch.compiler.is_compiling() else "eager"
         routings, children, parents, child_dim, parent_dim = self.sizes(inputs)
@@ -220,12 +222,12 @@ class RoutingLayer(nn.Module):
 
     @torch.jit.unused
     def child_iterations(self, inputs: List[Tensor]) -> int:
-        """Iterations of the children in ``inputs``."""
+        """Number of iterations of the children in ``inputs``."""
         return 1
 
     @torch.jit.unused
     def weights(self, engine: Type[Engine]) -> Dict[str, Tensor]:
-        """The layer's weights in the engine's layout, frozen or computed here."""
+        """The layer's weights in the engine's layout, from the frozen constants or computed here."""
         prefix = f"_{engine.name}_"
         frozen = {
             k[len(prefix) :]: v for k, v in self._buffers.items() if k.startswith(prefix) and v is not None
@@ -234,7 +236,7 @@ class RoutingLayer(nn.Module):
 
     @torch.jit.unused
     def freeze(self, target: str = "") -> None:
-        """Keep the weights of engines that write graphs (for one target, or for all) as constants: for inference."""
+        """Store the weights of engines that export graphs (for one target, or for all) as constants: for inference."""
         for engine in self.engines:
             if target in engine.targets or (engine.targets and not target):
                 for key, value in engine.prepare(self).items():
@@ -253,13 +255,13 @@ class RoutingLayer(nn.Module):
         engine = choose(self, call)
         if _STATE.records is not None:
             _STATE.records.append(Choice("", self, call, engine))
-            if _STATE.device:  # on the meta device any engine will do
+            if _STATE.device:  # on the meta device every engine works
                 engine = Reference
         return engine.route(self, inputs, call)
 
 
 def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
-    """The first engine that is forced and can, else the first that can and pays."""
+    """The first engine that is forced and can compute the call, else the first that can and pays."""
     for name in _STATE.names:
         for engine in layer.engines:
             if engine.name == name and not engine.cannot(layer, call):
@@ -272,7 +274,7 @@ def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice: the layer (by its name in the model, where known), the call, and the engine that was taken."""
+    """One choice: the layer (by its name in the model, if known), the call, and the engine selected."""
 
     name: str
     layer: RoutingLayer
@@ -280,7 +282,7 @@ class Choice:
     engine: Type[Engine]
 
     def refused(self) -> Dict[str, str]:
-        """Each engine that stands before the chosen one, with its reason; thresholds with their values."""
+        """Each engine that precedes the chosen one, with the reason for its refusal; thresholds with their values."""
         reasons: Dict[str, str] = {}
         for engine in self.layer.engines:
             if engine is self.engine:
@@ -294,10 +296,10 @@ class Choice:
 
 @contextmanager
 def record_engines(meta_as: str = "") -> Iterator[List[Choice]]:
-    """Inside, every choice is added to the list that this gives.
+    """Within this context, append every choice to the list that it yields.
 
     Args:
-        meta_as: the device that choices are made for where tensors are on the meta device; nothing is computed there.
+        meta_as: the device that choices assume for tensors on the meta device, where nothing is computed.
     """
     before = _STATE.records, _STATE.device
     records: List[Choice] = []
@@ -310,14 +312,14 @@ def record_engines(meta_as: str = "") -> Iterator[List[Choice]]:
 
 @contextmanager
 def use_engines(*names: str, target: str = "") -> Iterator[None]:
-    """Inside, engines of these names are taken wherever they can, whether they pay or not; in the whole process.
+    """Within this context, select engines of these names wherever they can run, whether they pay or not; process-wide.
 
-    Layers that have none of them, or where none can, choose as always. The environment variable ``CAPSZOO_ENGINES``
-    (names with commas between) does the same from the start. What was compiled before is compiled again.
+    Layers that have none of them, or where none can run, choose as usual. The environment variable ``CAPSZOO_ENGINES``
+    (comma-separated names) does the same from the start. Code that is already compiled is compiled again.
 
     Args:
-        names: such as ``"reference"``, in order of preference; none keeps those in force.
-        target: what a graph is written for, one of TARGETS.
+        names: such as ``"reference"``, in order of preference; without names, those in force remain.
+        target: target of an exported graph, one of TARGETS.
 
     Raises:
         ValueError: an engine or a target that does not exist.
@@ -354,7 +356,7 @@ def _check_names(names: Tuple[str, ...]) -> None:
 
 
 def read_environment() -> None:
-    """Take ``CAPSZOO_ENGINES`` into force; called once all engines are known."""
+    """Apply ``CAPSZOO_ENGINES``; called once all engines are known."""
     names = tuple(name.strip() for name in os.environ.get("CAPSZOO_ENGINES", "").split(",") if name.strip())
     _check_names(names)
     _STATE.names = names

@@ -28,7 +28,7 @@ def capsules_from_map(x: Tensor, pose_dim: int) -> Tensor:
     """
     count = (
         x.shape[2] * x.shape[3] * (x.shape[1] // pose_dim)
-    )  # stated: -1 is ambiguous where there are no images
+    )  # explicit, because -1 is ambiguous for an empty batch
     return x.permute(0, 2, 3, 1).reshape(x.shape[0], count, pose_dim)
 
 
@@ -38,7 +38,7 @@ class PrimaryCaps2d(nn.Module):
     Args:
         in_chans: channels of the input map.
         num_caps: capsule types.
-        pose_dim: ``d``, numbers in a capsule.
+        pose_dim: ``d``, pose dimension.
         kernel_size, stride, padding: of the convolution.
         bias: whether the convolution has a bias (capsules that go into a LayerNorm need none).
         activation: ``"identity"``, or ``"squash"`` for squashed capsules.

@@ -19,12 +19,12 @@ Two forms. :func:`routing_pool` is the pooling layer: the children of one group 
 transform. :func:`routing_caps` routes all children, of every type and position, to ``n`` class capsules through
 transforms that are shared over positions; each class has its own couplings over all the children.
 
-Deviations from the paper: lengths are held above 1e-6 (zero capsules stay zero, gradients stay finite). Half types
-are computed in float32, also under autocast; poses are cast back, couplings stay float32. With ``lam=0``, where every
-coupling is uniform whatever the agreement, the iterations are skipped. That the transforms of `routing_caps` are
-shared over positions is our choice (the paper states only the model's size, which it matches).
+Deviations from the paper: lengths are clamped at 1e-6 (zero capsules stay zero, gradients stay finite). Half precision
+is computed in float32, also under autocast; poses are cast back, couplings stay float32. With ``lam=0``, where every
+coupling is uniform whatever the agreement, the iterations are skipped. Sharing the transforms of `routing_caps`
+over positions is our choice (the paper states only the model's size, which it matches).
 
-Speed: agreements and updates are batched matrix products over the children, which are laid out once. `routing_caps`
+Speed: agreements and updates are batched matrix products over the children, whose layout changes once. `routing_caps`
 forms its votes once, for their lengths alone: as ``Σ c·(W u) = W·(Σ c·u)`` and ``⟨W u, v⟩ = ⟨u, Wᵀv⟩``, each
 iteration works on the ``d``-dimensional children instead of ``n`` votes for each, with a tenth of the memory traffic.
 """
@@ -44,7 +44,7 @@ _ACTIVATIONS = ("identity", "squash", "norm")
 
 
 def _without_autocast(x: Tensor) -> Any:
-    """Context in which matrix products keep float32, for code that runs under autocast."""
+    """Disable autocast, so that matrix products stay in float32."""
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
@@ -94,13 +94,13 @@ def routing_pool(
 
     Args:
         x: child capsules ``[b, g, l, e]``.
-        lam: λ, how sparse the couplings become: 0 is average pooling, a large value takes the winner.
+        lam: λ, sparsity of the couplings: 0 is average pooling, a large value selects the winner.
         num_iters: routing iterations r, at least 1.
         activation: of the parent: ``"identity"``, ``"squash"`` or ``"norm"`` (unit length).
 
     Returns:
         Poses ``[b, g, e]`` in the dtype of ``x``, and couplings ``[b, g, l]`` that sum to 1 over ``l`` (float32 for
-        half types).
+        half precision).
     """
     if torch.jit.is_scripting():
         return _routing_pool(x, lam, num_iters, activation)
@@ -164,13 +164,13 @@ def routing_caps(
     Args:
         x: child capsules ``[b, g, l, d]``.
         weight: transforms ``[n, g*d, e]``, one ``d x e`` matrix for each class and type.
-        lam: λ, how sparse the couplings become.
+        lam: λ, sparsity of the couplings.
         num_iters: routing iterations r, at least 1.
         activation: of the parents: ``"identity"``, ``"squash"`` or ``"norm"``.
 
     Returns:
         Poses ``[b, n, e]`` in the dtype of ``x``, and couplings ``[b, n, g, l]``: for each class they sum to 1 over
-        all children, ``g`` and ``l`` together (float32 for half types).
+        all children, ``g`` and ``l`` together (float32 for half precision).
     """
     if torch.jit.is_scripting():
         return _routing_caps(x, weight, lam, num_iters, activation)
@@ -197,24 +197,24 @@ def _check(lam: float, num_iters: int, activation: str) -> None:
 class RoutingPool2d(nn.Module):
     """Routing pooling of a feature map: ``[b, C, h, w] -> [b, C, 1, 1]`` or, flattened, ``[b, C]``.
 
-    Channels are cut into groups of ``caps_dim``; in each group the capsules of all positions route to one, and the
-    parents are concatenated, so that width is that of average pooling. No parameters. With an ``output_size`` above
-    1 the map is cut into that many equal cells, each pooled by itself.
+    Channels are cut into groups of ``caps_dim``. In each group the capsules of all positions route to one, and the
+    parents are concatenated, so the output width is that of average pooling. No parameters. With an ``output_size``
+    above 1 the map is cut into that many equal cells, each pooled separately.
 
     The attributes ``pool_type``, ``flatten``, ``feat_mult()`` and ``is_identity()`` are those of timm's
-    ``SelectAdaptivePool2d``, in whose place it can stand.
+    ``SelectAdaptivePool2d``, which it can replace.
 
     Args:
-        caps_dim: channels of a capsule; has to divide the channels of the input.
+        caps_dim: channels of a capsule; must divide the channels of the input.
         lam: λ of the softmax; 0 is average pooling exactly.
         num_iters: routing iterations.
         activation: of the pooled capsules: ``"identity"``, ``"squash"`` or ``"norm"``.
-        output_size: cells of the output, one number or (rows, columns); has to divide the input's.
+        output_size: cells of the output, one number or (rows, columns); must divide the input's.
         flatten: return ``[b, C]`` (only with ``output_size=1``).
 
     Raises:
         ValueError: an argument is out of range.
-        AssertionError: in ``forward``, an input whose channels or grid cannot be cut so.
+        AssertionError: in ``forward``, if the channels or the grid of the input are not divisible.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class RoutingPool2d(nn.Module):
         return 1
 
     def _children(self, x: Tensor) -> Tensor:
-        """Feature map ``[b, C, h, w]`` to capsules ``[b, g*rows*cols, l, e]``, l the positions of a cell."""
+        """Feature map ``[b, C, h, w]`` to capsules ``[b, g*rows*cols, l, e]``, where l are the positions of a cell."""
         torch._assert(x.shape[1] % self.caps_dim == 0, self._chans_message)
         if self.rows == 1 and self.cols == 1:
             return x.flatten(2).unflatten(1, [-1, self.caps_dim]).transpose(2, 3)  # a view
@@ -266,7 +266,7 @@ class RoutingPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.lam == 0.0 and self.activation == "identity" and self.rows == 1 and self.cols == 1:
-            # exactly average pooling, in the input's own layout and with its reduction order
+            # exactly average pooling, in the input's layout and reduction order
             pooled = x.mean(dim=(2, 3), keepdim=True)
             torch._assert(x.shape[1] % self.caps_dim == 0, self._chans_message)
         else:
@@ -281,7 +281,7 @@ class RoutingPool2d(nn.Module):
         return pooled
 
     def couplings(self, x: Tensor) -> Tensor:
-        """How much each position contributes: ``[b, C, h, w] -> [b, groups, h, w]``, 1 in sum over each cell."""
+        """Contribution of each position: ``[b, C, h, w] -> [b, groups, h, w]``; sums to 1 over each cell."""
         h, w = x.shape[2], x.shape[3]
         groups = x.shape[1] // self.caps_dim
         _, c = routing_pool(self._children(x), self.lam, self.num_iters, self.activation)
@@ -302,10 +302,10 @@ class RoutingCaps(nn.Module):
     not depend on the grid.
 
     Args:
-        in_types: capsule types, the capsules at one grid position.
+        in_types: capsule types, that is, capsules at one grid position.
         in_dim: channels of a child capsule.
         out_caps: class capsules.
-        out_dim: numbers in a class capsule.
+        out_dim: dimension of a class capsule.
         lam: λ of the softmax.
         num_iters: routing iterations.
         activation: of the class capsules: ``"squash"``, ``"identity"`` or ``"norm"``.
@@ -336,10 +336,10 @@ class RoutingCaps(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Votes start at a fifth of their children's length (our choice; the paper does not say).
+        """Votes start at a fifth of their children's length (our choice; the paper does not specify it).
 
-        A ResNet's features make children about five long, so that class capsules begin half as long as they can be:
-        where the gradient of squash is largest, not where it has faded.
+        With a ResNet's features the children have a length of about five, so class capsules start with a length of
+        0.5. There the gradient of squash is largest; for longer capsules it fades.
         """
         nn.init.normal_(self.weight, std=0.2 * self.out_dim**-0.5)
 
@@ -352,12 +352,12 @@ class RoutingCaps(nn.Module):
         return poses
 
     def votes(self, x: Tensor) -> Tensor:
-        """Feature map to votes ``[b, out_caps, in_types * h * w, out_dim]``, which the routing itself never keeps."""
+        """Feature map to votes ``[b, out_caps, in_types * h * w, out_dim]``, which routing does not store."""
         weight = self.weight.unflatten(1, (self.in_types, self.in_dim))  # [n, g, d, e]
         return torch.einsum("bgld,ngde->bngle", self._children(x), weight).flatten(2, 3)
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """As :meth:`forward`, with the couplings ``[b, out_caps, in_types, h, w]`` (sum over the last three: 1)."""
+        """Like :meth:`forward`, but also return couplings ``[b, out_caps, in_types, h, w]`` (sum 1 over the last 3)."""
         poses, c = routing_caps(self._children(x), self.weight, self.lam, self.num_iters, self.activation)
         return poses, c.unflatten(3, [x.shape[2], x.shape[3]])
 

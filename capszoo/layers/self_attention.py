@@ -1,4 +1,4 @@
-"""Self-attention routing: every child is weighed by how much its vote agrees with all votes for the same parent.
+"""Self-attention routing: each child's coupling follows from the agreement of its vote with all votes for a parent.
 
 Paper: Mazzia, Salvetti, Chiaberge, "Efficient-CapsNet: capsule network with self-attention routing" (2021,
 arXiv:2101.12491), section 3.2. There are no iterations.
@@ -58,8 +58,8 @@ class SelfAttentionRouting(nn.Module):
     """A fully connected capsule layer with self-attention routing: each child has its own transform to every parent.
 
     Args:
-        in_caps, in_dim: children, and pose dimension of a child.
-        out_caps, out_dim: parents, and pose dimension of a parent.
+        in_caps, in_dim: number of children, and their pose dimension.
+        out_caps, out_dim: number of parents, and their pose dimension.
 
     ``weight`` is ``[i, d, j * e]``, as in :class:`DynamicRouting`; ``bias`` is ``[j, i]`` and starts at zero.
     """
@@ -87,7 +87,7 @@ class SelfAttentionRouting(nn.Module):
         return self.route(x)[0]
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` (1 in sum over ``j``)."""
+        """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` (sum 1 over ``j``)."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         return self_attention_routing(self.votes(x), self.bias)
 

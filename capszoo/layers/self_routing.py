@@ -1,4 +1,4 @@
-"""Self-routing: every child decides by itself to which parents it belongs, without agreement and without iterations.
+"""Self-routing: every child chooses its parents from its pose alone, without agreement and without iterations.
 
 Paper: Hahn, Pyeon, Kim, "Self-Routing Capsule Networks" (NeurIPS 2019), section 3. The public release was read for
 facts: initialisation and the place of the activations.
@@ -17,7 +17,7 @@ u_j                     ``Σ_i c_ij a_i û_ij / Σ_i c_ij a_i``
 Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` parent pose, ``h w`` grid, ``k l`` kernel.
 
 Deviations: 1e-7 is added to both denominators (1e-12 in the release, which the ONNX exporter would delete). All sums
-are float32 in half precision.
+are computed in float32 for half precision.
 """
 
 from typing import List, Optional, Tuple
@@ -48,7 +48,7 @@ def self_routing(
         activations: ``[b, i]``, not negative.
         weight: ``[i, d, j]``, W_route.
         bias: ``[i, j]``.
-        pose_weight: ``[i, d, j * e]``, W_pose; absent where the parents need no poses.
+        pose_weight: ``[i, d, j * e]``, W_pose; None if the parents need no poses.
         eps: added to both denominators.
 
     Returns:
@@ -72,15 +72,15 @@ def self_routing(
 
 
 class SelfRouting(nn.Module):
-    """A fully connected capsule layer with self-routing: every child has weights of its own.
+    """A fully connected capsule layer with self-routing: every child has separate weights.
 
     Args:
-        in_caps, in_dim: children, and pose dimension of a child.
-        out_caps: parents.
+        in_caps, in_dim: number of children, and their pose dimension.
+        out_caps: number of parents.
         out_dim: pose dimension of a parent; 0 for parents without poses (the paper's last layer).
 
-    ``weight`` is ``[i, d, j]`` and ``bias`` ``[i, j]``; both start at zero (the release's), so that all couplings
-    start even. ``pose_weight`` is ``[i, d, j * e]``, Kaiming uniform with ``j * e * d`` as fan-in (the release's).
+    ``weight`` is ``[i, d, j]`` and ``bias`` ``[i, j]``; both start at zero (as in the release), so that all couplings
+    start even. ``pose_weight`` is ``[i, d, j * e]``, Kaiming uniform with fan-in ``j * e * d`` (as in the release).
     """
 
     pose_weight: Optional[Tensor]
@@ -111,7 +111,7 @@ class SelfRouting(nn.Module):
         return active, parent_poses
 
     def route(self, poses: Tensor, activations: Tensor) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-        """As :meth:`forward`, with the couplings ``[b, j, i]``."""
+        """Like :meth:`forward`, but also return the couplings ``[b, j, i]``."""
         torch._assert(poses.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         return self_routing(poses, activations, self.weight, self.bias, self.pose_weight)
 
@@ -127,9 +127,9 @@ class ConvSelfRouting(nn.Module):
     Args:
         in_caps, in_dim: child types, and pose dimension of a child.
         out_caps, out_dim: parent types, and pose dimension of a parent, at least 1.
-        kernel_size, stride, padding: of the window; beyond the border there are children of activation zero.
+        kernel_size, stride, padding: of the window; the padding consists of children with activation zero.
 
-    A map holds ``[b, caps * (d + 1), h, w]``: the poses, channel = capsule * d + dimension, then the activations.
+    A map is ``[b, caps * (d + 1), h, w]``: the poses, channel = capsule * d + dimension, then the activations.
     ``window`` is the :class:`SelfRouting` of every window, its children ordered ``(row * k + column) * types + type``.
     """
 
@@ -173,7 +173,7 @@ class ConvSelfRouting(nn.Module):
         return self.route(x)[0]
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """As :meth:`forward`, with the couplings ``[b, h', w', j, k*l*i]``."""
+        """Like :meth:`forward`, but also return the couplings ``[b, h', w', j, k*l*i]``."""
         torch._assert(
             x.shape[1] == self.in_caps * (self.in_dim + 1), "wrong number of channels for this routing layer"
         )

@@ -1,4 +1,4 @@
-"""Feedback agreement: higher capsules must be able to rebuild the lower ones, judged by optimal transport.
+"""Feedback agreement: higher capsules must be able to reconstruct the lower ones, measured by optimal transport.
 
 Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation" (2018), section 3.2, Eq. 8 to 11, Fig. 3(b),
 appendix B, Table 3 (rows a to d5); stride, padding and groups of the generator, and epsilon, from the release.
@@ -6,10 +6,10 @@ appendix B, Table 3 (rows a to d5); stride, padding and groups of the generator,
 ============ ============================================================================================
 symbol       here
 ============ ============================================================================================
-``y``        ``low``: the lower feature map, the sample that is to be rebuilt
+``y``        ``low``: the lower feature map, the sample to be reconstructed
 ``z``        ``high``: the higher feature map, the input of the generator
 ``g``        ``generator``: transposed convolution grouped by capsule channel, BN, ReLU, squash
-``f``        ``critic``: two strided convolutions to one channel, the same one for both sides
+``f``        ``critic``: two strided convolutions to one channel, shared by both sides
 ``C, c``     ``cost [n, m]``: ground cost between the samples of two mini-batches
 ``K``        ``kernel``: ``exp(-C / epsilon)``
 ``a, b``     ``rows``, ``columns``: scaling vectors
@@ -22,9 +22,9 @@ Steps (Eq. 9, 10): ``b = 1/m``; L times ``a = (1/n) / (K b)``, ``b = (1/m) / (K'
 loss ``W = sum(P * C)``; with the bias fix (Eq. 11) ``2 W(x, y) - W(x, x) - W(y, y)``. As published, no gradient
 flows through the plan.
 
-Deviations: each row of the cost is lowered by its minimum before the exponential, which leaves every plan as it
-is (``a`` takes the factor up) and keeps the kernel from vanishing; divisors are held above 1e-30; half precision is
-computed in float32. Where the paper does not say (our choices): the KL alternative compares, sample by sample, the
+Deviations: each row of the cost is lowered by its minimum before the exponential, which keeps the kernel from vanishing
+and changes no plan (``a`` absorbs the factor); divisors are clamped at 1e-30; half precision is
+computed in float32. Our choices where the paper does not specify: the KL alternative compares, sample by sample, the
 softmax over the critic's features, ``KL(y || g(z))``; a mini-batch of one sample gives zero.
 """
 
@@ -51,7 +51,7 @@ def ground_cost(x: Tensor, y: Tensor, cost: str = "cosine") -> Tensor:
         cost: ``"cosine"``, one minus the cosine (1 where a sample is zero), or ``"l2"``, the Euclidean distance.
 
     Returns:
-        ``[n, m]``, float32 for half inputs.
+        ``[n, m]``, float32 for half-precision inputs.
     """
     if cost not in COSTS:
         raise ValueError(f"cost must be one of {', '.join(COSTS)}, not {cost!r}")
@@ -63,7 +63,7 @@ def ground_cost(x: Tensor, y: Tensor, cost: str = "cosine") -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Rows of length one; rows shorter than 1e-4 are left shorter, so that zero has a bounded gradient."""
+    """Rows scaled to length one; rows shorter than 1e-4 stay shorter, so that the gradient at zero is bounded."""
     largest = (
         x.detach().abs().amax(dim=1, keepdim=True).clamp(min=1.0)
     )  # squares of huge values must not overflow
@@ -80,7 +80,7 @@ def sinkhorn_plan(cost: Tensor, num_iters: int = 10, epsilon: float = 1.0) -> Te
         epsilon: strength of the entropy term; smaller is nearer to the exact plan and slower to converge.
 
     Returns:
-        ``[n, m]``; columns sum to ``1/m`` exactly, rows to ``1/n`` in the limit; float32 for half inputs.
+        ``[n, m]``; columns sum to ``1/m`` exactly, rows to ``1/n`` in the limit; float32 for half-precision inputs.
     """
     if num_iters < 1:
         raise ValueError(f"num_iters must be at least 1, not {num_iters}")
@@ -126,11 +126,11 @@ def sinkhorn_divergence(
         num_iters: Sinkhorn iterations L.
         epsilon: strength of the entropy term.
         cost: ``"cosine"`` or ``"l2"`` (Table 3, row d5).
-        bias_fix: ``2 W(x, y) - W(x, x) - W(y, y)``; without, ``W(x, y)`` alone (row d1).
+        bias_fix: ``2 W(x, y) - W(x, x) - W(y, y)``; otherwise ``W(x, y)`` alone (row d1).
         backprop_plan: let the gradient flow through the plan too (row d2).
 
     Returns:
-        A scalar, float32 for half inputs.
+        A scalar, float32 for half-precision inputs.
     """
     with torch.autocast(x.device.type, enabled=False):
         loss = _transport_loss(x, y, num_iters, epsilon, cost, backprop_plan)
@@ -157,12 +157,12 @@ class SinkhornUnit(nn.Module):
     """Generator, critic and divergence between two feature maps of one network; used in training only.
 
     Args:
-        low_chans: channels of the lower map, which is rebuilt.
+        low_chans: channels of the lower map, which is reconstructed.
         high_chans: channels of the higher map.
-        stride: how many times smaller the higher grid is, one number or (rows, columns).
+        stride: ratio of the lower to the higher grid size, one number or (rows, columns).
         groups: capsule channels of the generator.
         generator: ``"capsule"``, grouped and with squash, or ``"cnn"``, a plain one (Table 3, row d4).
-        critic: compare features of the critic; without it the maps themselves (row d3).
+        critic: compare features of the critic; False compares the maps themselves (row d3).
         metric: ``"sinkhorn"`` or ``"kl"`` (row b).
         num_iters, epsilon, cost, bias_fix, backprop_plan: see :func:`sinkhorn_divergence`.
     """
@@ -239,13 +239,13 @@ class SinkhornUnit(nn.Module):
                     nn.init.zeros_(m.bias)
 
     def generate(self, high: Tensor, size: tuple[int, int]) -> Tensor:
-        """Rebuild a lower map ``[b, low_chans, h, w]`` of grid ``size`` from ``high``."""
+        """Reconstruct a lower map ``[b, low_chans, h, w]`` of grid ``size`` from ``high``."""
         x = self.deconv(high, output_size=list(size))
         x = F.relu(self.deconv_bn(x))
         return self.squash(x)
 
     def features(self, x: Tensor) -> Tensor:
-        """What the divergence compares: the critic's output, or the map itself, as ``[b, l]``."""
+        """The features that the divergence compares: the critic's output, or the map itself, as ``[b, l]``."""
         if self.critic is not None:
             x = self.critic(x)
         return x.flatten(1)

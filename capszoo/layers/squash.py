@@ -1,4 +1,4 @@
-"""Squash: the length of a capsule becomes a probability, its direction stays.
+"""Squash: map the length of a capsule to [0, 1], as a probability, and keep its direction.
 
 Paper: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017), Eq. 1:
 ``v = (|s|^2 / (1 + |s|^2)) * (s / |s|)``, which is ``s * |s| / (1 + |s|^2)``.
@@ -10,8 +10,8 @@ s      ``s``, the weighted sum of votes, or a raw capsule
 v      the returned tensor
 ====== ===============================================
 
-Deviations: below ``|s| = 1e-6`` the factor ``|s| / (1 + |s|^2)`` is held at ``1e-6`` (a zero capsule gives
-zero and a finite gradient; the formula's own gradient is zero there). Half types are computed in float32 and
+Deviations: below ``|s| = 1e-6`` the factor ``|s| / (1 + |s|^2)`` is clamped at ``1e-6`` (a zero capsule gives
+zero and a finite gradient; the gradient of the formula is zero there). Half precision is computed in float32 and
 cast back.
 
 :func:`exponential_squash` is the squash of Efficient-CapsNet (Mazzia, Salvetti, Chiaberge 2021, arXiv:2101.12491):
@@ -85,8 +85,8 @@ class Squash(nn.Module):
 
     Args:
         dim: the pose axis.
-        pose_dim: if given, the axis ``dim`` holds several capsules one after the other (index = capsule *
-            pose_dim + dimension, as in the feature maps of this package), each squashed on its own.
+        pose_dim: if given, the axis ``dim`` contains several consecutive capsules (index = capsule *
+            pose_dim + dimension, as in the feature maps of this package), each squashed separately.
         exponential: use :func:`exponential_squash`.
     """
 

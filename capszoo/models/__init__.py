@@ -30,7 +30,7 @@ __all__ = [
     "routing_pool",
 ]
 
-#: Model files of the zoo, under the names by which timm's registry knows them.
+#: Model files of the zoo, by their names in timm's registry.
 MODULES = (
     "caps_head",
     "capsnet_dynamic",

@@ -1,4 +1,4 @@
-"""Any timm model as a source of feature maps: its last features as ``[b, c, h, w]``, whatever their layout."""
+"""Use any timm model as a feature extractor: its last features as ``[b, c, h, w]``, whatever their layout."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ __all__ = ["BackboneFeatures", "create_backbone", "first_convolution"]
 
 
 class Unused(nn.Module):
-    """In place of a part of a backbone that its features do not come through, such as its own head."""
+    """Replaces a part of a backbone that does not contribute to its features, such as its head."""
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return x
@@ -32,16 +32,16 @@ class Unused(nn.Module):
 class BackboneFeatures(nn.Module):
     """A model's ``forward_features`` as a map ``[b, chans, *grid]``.
 
-    ``[b, c, h, w]`` and ``[b, h, w, c]`` (Swin) stay maps; of tokens ``[b, t, c]`` (ViT) the class and register tokens
-    are dropped and the others put back on their grid. The layout is found by one pass over a blank image, in which
-    the parts of the model that take no part are found, too, and removed.
+    ``[b, c, h, w]`` and ``[b, h, w, c]`` (Swin) stay maps. Of tokens ``[b, t, c]`` (ViT) the class and register tokens
+    are dropped and the others arranged on their grid. A forward pass over a blank image determines the layout, and
+    which parts of the model are not used; these are removed.
 
     Args:
-        model: has ``forward_features``.
+        model: a model with ``forward_features``.
         in_chans, img_size: of the images.
 
     Raises:
-        ValueError: the model gives no feature map, or does not take images of this size; one line.
+        ValueError: the model has no feature map, or does not accept images of this size; one line.
     """
 
     def __init__(self, model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> None:
@@ -82,7 +82,7 @@ class BackboneFeatures(nn.Module):
         return self.to_map(self.model.forward_features(x))
 
     def to_map(self, x: Tensor) -> Tensor:
-        """The model's own layout to ``[b, chans, h, w]``."""
+        """The model's layout to ``[b, chans, h, w]``."""
         if self.layout == "NHWC":
             return x.permute(0, 3, 1, 2)
         if self.layout == "tokens":
@@ -91,7 +91,7 @@ class BackboneFeatures(nn.Module):
 
 
 def _probe(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tuple[Tensor, Set[nn.Module]]:
-    """Features of a blank image, and the modules that were called for them."""
+    """Features of a blank image, and the modules that were called to compute them."""
     ran: Set[nn.Module] = set()
     hooks = [
         m.register_forward_hook(lambda module, *_: ran.add(module)) for m in model.modules() if m is not model
@@ -137,15 +137,15 @@ def create_backbone(
     """A timm model without its classifier.
 
     Args:
-        name: of timm (``"resnet18.a1_in1k"``), ``"hf-hub:org/repo"`` or ``"local-dir:folder"``.
-        pretrained: load its weights, from safetensors alone; without it, nothing is downloaded for a timm name.
+        name: timm name (``"resnet18.a1_in1k"``), ``"hf-hub:org/repo"`` or ``"local-dir:folder"``.
+        pretrained: load its weights, only from safetensors; without it, nothing is downloaded for a timm name.
         in_chans: input channels.
-        img_size: (rows, columns), for models that are built for one size; None keeps the model's own.
-        cache_dir: of downloads.
+        img_size: (rows, columns), for models with a fixed input size; None keeps the model's default.
+        cache_dir: folder for downloads.
 
     Raises:
-        ValueError: an unknown name; names the nearest.
-        WeightsError: no weights, or no network; one line.
+        ValueError: an unknown name; the message suggests the nearest.
+        WeightsError: there are no weights, or no network; one line.
     """
     source, target = parse_model_name(name)
     cfg: Any = None
@@ -180,7 +180,7 @@ def create_backbone(
         for name_of in (classifiers,) if isinstance(classifiers, str) else classifiers:
             for kind in ("weight", "bias"):
                 overlay["state_dict"].pop(f"{name_of}.{kind}", None)
-        if getattr(cfg, "first_conv", None):  # by which timm fits the weights to other channels
+        if getattr(cfg, "first_conv", None):  # timm uses it to adapt the weights to other channels
             overlay["first_conv"] = cfg.first_conv
         overlay.update(source=None, custom_load=False)
         arguments.update(pretrained=True, pretrained_cfg_overlay=overlay)
@@ -194,10 +194,10 @@ def create_backbone(
 
 
 def create_backbone_cfg(name: str) -> Dict[str, Any]:
-    """What is known of a backbone before it is made: timm's configuration, empty for an unregistered one.
+    """Configuration of a backbone before it is created: timm's, or empty for an unregistered name.
 
     Raises:
-        ValueError: an unknown name; names the nearest.
+        ValueError: an unknown name; the message suggests the nearest.
     """
     source, target = parse_model_name(name)
     if source:
@@ -211,7 +211,7 @@ def create_backbone_cfg(name: str) -> Dict[str, Any]:
 
 
 def first_convolution(model: nn.Module) -> Optional[str]:
-    """Name of the first convolution, by the model's configuration or else the first there is."""
+    """Name of the first convolution, from the model's configuration or else the first in module order."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     named = cfg.get("first_conv")
     if isinstance(named, (tuple, list)):
@@ -224,7 +224,7 @@ def first_convolution(model: nn.Module) -> Optional[str]:
 def feature_levels_of(
     model: Any, prefix: str, chans: int, img_size: Tuple[int, int], grid: Tuple[int, int]
 ) -> List[dict]:
-    """timm's ``feature_info`` of a model, its modules under ``prefix``; one level where it has none."""
+    """timm's ``feature_info`` of a model, with its modules under ``prefix``; one level if it has none."""
     info = getattr(model, "feature_info", None)
     if info is not None and hasattr(model, "forward_intermediates"):
         levels = info.get_dicts() if hasattr(info, "get_dicts") else list(info)

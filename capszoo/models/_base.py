@@ -1,9 +1,9 @@
-"""What every capsule network of the zoo has in common, in timm's terms.
+"""Base class of all capsule networks of the zoo, with timm's interface.
 
 A network is a body and a head. The body, :attr:`CapsuleNet.stages`, is a sequence of modules that each map a
-feature map ``[b, c, h, w]`` to the next; its last output is what ``forward_features`` returns. The head holds the
-routing layers and is written by each family in ``forward_head``; the class layer and the decoder, which depend on the
-number of classes, are made and replaced here.
+feature map ``[b, c, h, w]`` to the next; its last output is what ``forward_features`` returns. The head has the
+routing layers, and each family implements it in ``forward_head``. The class layer and the decoder depend on the
+number of classes; this base class creates and replaces them.
 """
 
 import math
@@ -43,13 +43,13 @@ __all__ = [
 
 
 class CapsuleOutput(NamedTuple):
-    """What the capsules of a network say about a batch.
+    """Capsule outputs of a network for a batch.
 
     Attributes:
         scores: class scores ``[b, n]``, the same as ``forward`` returns; their argmax is the prediction.
         poses: class capsules ``[b, n, e]``.
-        activations: how present each class is, ``[b, n]``: capsule length, EM activation or logit.
-        couplings: one tensor per routing layer, in order; shapes are stated by each model. Empty without routing.
+        activations: presence of each class, ``[b, n]``: capsule length, EM activation or logit.
+        couplings: one tensor per routing layer, in order; each model states their shapes. Empty without routing.
     """
 
     scores: Tensor
@@ -59,16 +59,16 @@ class CapsuleOutput(NamedTuple):
 
 
 class NoCapsules(RuntimeError):
-    """A plain network, one of the papers' baselines, was asked for its capsules."""
+    """Raised when a plain network, one of the papers' baselines, is asked for capsules."""
 
 
 class CouplingLayout(NamedTuple):
-    """How to read one of the couplings of a network: ``[b, positions…, parents, children…]``.
+    """Axes of one of a network's coupling tensors: ``[b, positions…, parents, children…]``.
 
     Attributes:
-        parents: the axis of the parents; axes before it (but the batch) are places at which the routing is done
-            anew, axes behind it are the children.
-        over: ``"parents"`` or ``"children"``: over which of them the couplings sum to 1.
+        parents: the axis of the parents. The axes before it (except the batch) are positions that are routed
+            independently; the axes after it are the children.
+        over: ``"parents"`` or ``"children"``: the axis over which the couplings sum to 1.
     """
 
     parents: int
@@ -76,10 +76,10 @@ class CouplingLayout(NamedTuple):
 
 
 class Votes(NamedTuple):
-    """What the children of the last capsule layer say, and what came of it.
+    """Votes of the children of the last capsule layer, and the resulting parents.
 
     Attributes:
-        votes: mapped children ``[b, j, i, e]``.
+        votes: transformed children ``[b, j, i, e]``.
         poses: parents ``[b, j, e]``.
         classes: whether the parents are the classes.
     """
@@ -90,7 +90,7 @@ class Votes(NamedTuple):
 
 
 def to_2tuple(size: Union[int, Tuple[int, int], List[int]]) -> Tuple[int, int]:
-    """``28 -> (28, 28)``, ``(28, 32) -> (28, 32)``; anything else is a ValueError."""
+    """``28 -> (28, 28)``, ``(28, 32) -> (28, 32)``; raise ValueError for anything else."""
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or any(int(s) != s or s < 1 for s in pair):
         raise ValueError(f"img_size must be a positive integer or a pair (height, width), not {size!r}")
@@ -109,24 +109,24 @@ class CapsuleNet(nn.Module):
 
     A subclass sets, in its ``__init__``: ``stages`` (an ``nn.Sequential`` with named children), ``feature_info``
     (at least three :func:`feature_levels`), ``num_features`` (channels of ``forward_features``), ``head_hidden_size``
-    (width of ``forward_head(pre_logits=True)``) and, for a decoder, ``class_dim`` (numbers in a class capsule); and
-    last of all calls :meth:`_make_head`. It writes ``_make_classifier``, ``forward_head``, ``forward_capsules`` and
+    (width of ``forward_head(pre_logits=True)``) and, for a decoder, ``class_dim`` (dimension of a class capsule). Its
+    last call is :meth:`_make_head`. It implements ``_make_classifier``, ``forward_head``, ``forward_capsules`` and
     ``coupling_map``.
 
     Args:
-        num_classes: number of classes; 0 leaves out the class layer, ``forward`` then returns the pooled features.
+        num_classes: number of classes; 0 omits the class layer, and ``forward`` returns the pooled features.
         in_chans: channels of the input images.
         img_size: height and width of the input images, in pixels.
-        global_pool: how features are pooled where there is no class layer; ``""`` returns the feature map itself.
-        fixed_input_size: whether weights depend on ``img_size``; other sizes are then refused with a clear message.
-        decoder: whether class capsules come with a decoder (see :meth:`reconstruct`).
-        pools: what ``global_pool`` may be, beside ``""``.
+        global_pool: pooling of the features without a class layer; ``""`` returns the feature map itself.
+        fixed_input_size: whether weights depend on ``img_size``; other sizes then raise an error that says so.
+        decoder: whether to add a decoder for class capsules (see :meth:`reconstruct`).
+        pools: valid values of ``global_pool``, besides ``""``.
     """
 
     #: Attribute that holds the class layer: ``classifier`` of the configuration.
     classifier_name = "class_caps"
 
-    #: What the scores are without metadata that say it (see `capszoo.scores`).
+    #: Kind of the scores if the metadata do not state it (see `capszoo.scores`).
     score_kind = "logits"
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
@@ -195,7 +195,7 @@ class CapsuleNet(nn.Module):
     def forward_poses(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Images ``[b, in_chans, h, w]`` to scores ``[b, n]`` and class capsules ``[b, n, e]``, at ``forward``'s cost.
 
-        What a loss with a decoder needs: no couplings are made, which :meth:`forward_capsules` must.
+        For losses with a decoder: it computes no couplings, which :meth:`forward_capsules` must.
 
         Raises:
             NotImplementedError: the network has no class capsules.
@@ -207,9 +207,9 @@ class CapsuleNet(nn.Module):
         return scores, poses.to(x.dtype)
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """Feature map to scores ``[b, n]`` and class capsules ``[b, n, e]``, in any type.
+        """Feature map to scores ``[b, n]`` and class capsules ``[b, n, e]``, in any dtype.
 
-        Nothing may follow the scores here: timm takes the last operation of an FX graph for the model's result.
+        No operation may follow the scores here: timm treats the last operation of an FX graph as the model's result.
         """
         raise NotImplementedError(f"{type(self).__name__} has no class capsules")
 
@@ -218,11 +218,11 @@ class CapsuleNet(nn.Module):
         raise NotImplementedError
 
     def coupling_map(self, x: Tensor) -> Tensor:
-        """Images to ``[b, n, h', w']``: from which grid positions each class capsule was routed (sums to 1)."""
+        """Images to ``[b, n, h', w']``: share of each grid position in each class capsule; sums to 1."""
         raise NotImplementedError
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
-        """How to read each of the couplings that :meth:`forward_capsules` gives; none without routing."""
+        """Layout of each of the couplings that :meth:`forward_capsules` returns; empty without routing."""
         return ()
 
     def class_votes(self, x: Tensor) -> Votes:
@@ -234,7 +234,7 @@ class CapsuleNet(nn.Module):
 
         Args:
             poses: class capsules, from :meth:`forward_capsules`.
-            target: ``[b]`` class whose capsule is kept; the longest capsule's where absent.
+            target: ``[b]`` class whose capsule is kept; defaults to the longest capsule.
 
         Raises:
             RuntimeError: the model was created without ``decoder=True``.
@@ -249,9 +249,9 @@ class CapsuleNet(nn.Module):
     def fit_to_size(
         self, weights: Mapping[str, Tensor], img_size: Union[int, Tuple[int, int]]
     ) -> Tuple[Dict[str, Tensor], Tuple[str, ...]]:
-        """Fit the weights of this network at another image size to its own size.
+        """Adapt weights of this network for another image size to its size.
 
-        Weights that do not depend on the size are taken as they are; for the others, the network needs a rule
+        Weights that do not depend on the size are copied. For the others, the network needs a rule
         (:meth:`_resample`).
 
         Args:
@@ -278,24 +278,24 @@ class CapsuleNet(nn.Module):
 
     @torch.jit.ignore
     def _resample(self, name: str, weight: Tensor, img_size: Tuple[int, int]) -> Optional[Tensor]:
-        """A weight of this network at another image size, fitted to its own; None where there is no rule."""
+        """A weight of this network from another image size, resampled to its size; None if there is no rule."""
         return None
 
     # -- class layer and decoder --------------------------------------------------------------------------------
 
     def get_classifier(self) -> nn.Module:
-        """The class layer; an identity where there are no classes."""
+        """The class layer; an identity without classes."""
         return getattr(self, self.classifier_name)
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """Fresh class layer (and decoder, if the model was created with one) for another number of classes.
+        """Replace the class layer (and the decoder, if there is one) for another number of classes.
 
         Args:
-            num_classes: 0 leaves them out.
-            global_pool: another pooling; None keeps it.
+            num_classes: number of classes; 0 omits both.
+            global_pool: new pooling; None keeps the current one.
 
         Raises:
-            ValueError: a pooling that the model does not have; nothing was changed.
+            ValueError: a pooling that the model does not have; nothing is changed.
         """
         self._check_pool(global_pool)
         self.num_classes = num_classes
@@ -303,14 +303,14 @@ class CapsuleNet(nn.Module):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        """A fresh class layer for ``num_classes``, or its replacement where that is 0."""
+        """A new class layer for ``num_classes``, or its replacement for 0 classes."""
         raise NotImplementedError
 
     def _set_classifier(self, layer: nn.Module) -> None:
         setattr(self, self.classifier_name, layer)
 
     def _make_head(self) -> None:
-        """Put a fresh class layer and, where there is to be one, a fresh decoder in place."""
+        """Set a new class layer and, for a model with a decoder, a new decoder."""
         self._set_classifier(self._like_parameters(self._make_classifier()))
         self.decoder = None
         if self.with_decoder and self.num_classes:
@@ -323,7 +323,7 @@ class CapsuleNet(nn.Module):
             raise ValueError(f"global_pool must be {valid} or '' (none), not {kind!r}")
 
     def _set_pool(self, kind: Optional[str]) -> None:
-        """Take another pooling, for the present number of classes; None keeps it."""
+        """Set another pooling for the current number of classes; None keeps it."""
         if kind is not None:
             self.global_pool = kind
 
@@ -334,7 +334,7 @@ class CapsuleNet(nn.Module):
     # -- timm's interface ---------------------------------------------------------------------------------------
 
     def _like_parameters(self, module: nn.Module) -> nn.Module:
-        """Put a new module where the model's parameters are: device, dtype and train/eval mode."""
+        """Move a new module to the device, dtype and train/eval mode of the model's parameters."""
         like = next(self.parameters())
         return module.to(device=like.device, dtype=like.dtype).train(self.training)
 
@@ -348,7 +348,7 @@ class CapsuleNet(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Callable[[str], Tuple[float, ...]]:
-        """Parameter name to its place in depth (timm's convention): by stage and block, the head last."""
+        """Map a parameter name to its depth (timm's convention): by stage and block, the head last."""
         order = {name: depth for depth, (name, _) in enumerate(self.stages.named_children())}
 
         def depth_of(name: str) -> Tuple[float, ...]:
@@ -375,10 +375,10 @@ class CapsuleNet(nn.Module):
         Args:
             x: images ``[b, in_chans, h, w]``.
             indices: levels to take: None for all, n for the last n, or a list.
-            norm: accepted for timm's sake; there is no final norm.
-            stop_early: stop after the last level asked for.
+            norm: accepted for compatibility with timm; there is no final norm.
+            stop_early: stop after the last requested level.
             output_fmt: only ``"NCHW"``.
-            intermediates_only: return the list alone, without the final features.
+            intermediates_only: return only the list, without the final features.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be 'NCHW', not {output_fmt!r}")
@@ -403,7 +403,7 @@ class CapsuleNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> List[int]:
-        """Drop the stages after the last level asked for (and the head); returns the levels' indices."""
+        """Drop the stages after the last requested level (and the head); return the levels' indices."""
         take, last = feature_take_indices(len(self.feature_info), indices)
         end = self.feature_info[last]["module"].split(".", 1)[1]
         kept: "OrderedDict[str, nn.Module]" = OrderedDict()

@@ -1,4 +1,4 @@
-"""Blocks that several families share: convolution-norm-activation, basic residual blocks, backbones, the decoder.
+"""Blocks shared by several families: convolution-norm-activation, basic residual blocks, backbones, the decoder.
 
 Sources: He et al. 2016 (basic block, CIFAR ResNet with parameter-free shortcuts); Tsai et al. 2020, appendix A.1
 (the ResNet backbone of the IDPA paper); Sabour et al. 2017 (the reconstruction decoder).
@@ -45,7 +45,7 @@ class ConvBnAct(nn.Module):
 
 
 class PadShortcut(nn.Module):
-    """Parameter-free shortcut (He et al. 2016, option A): subsample, and fill the new channels with zeros."""
+    """Parameter-free shortcut (He et al. 2016, option A): subsample, and pad the new channels with zeros."""
 
     def __init__(self, in_chans: int, out_chans: int, stride: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class BasicBlock(nn.Module):
     Args:
         in_chans, out_chans: channels.
         stride: of the first convolution and of the shortcut.
-        shortcut: ``"projection"`` (1x1 convolution with BatchNorm) or ``"pad"`` (parameter-free), used only where
+        shortcut: ``"projection"`` (1x1 convolution with BatchNorm) or ``"pad"`` (parameter-free), used only if the
             shape changes.
     """
 
@@ -106,7 +106,7 @@ def cifar_resnet_stages(
 ) -> "OrderedDict[str, nn.Module]":
     """Stem and three stages of the CIFAR ResNet with ``depth = 6n + 2`` layers (He et al. 2016, section 4.2).
 
-    Returns ``stem``, ``layer1``, ``layer2``, ``layer3``; reductions 1, 1, 2, 4.
+    Returns stages ``stem``, ``layer1``, ``layer2``, ``layer3`` with reductions 1, 1, 2, 4.
     """
     if depth < 8 or (depth - 2) % 6:
         raise ValueError(f"a CIFAR ResNet has 6n + 2 layers (8, 14, 20, 32, …), not {depth}")
@@ -143,11 +143,11 @@ def init_conv_weights(module: nn.Module) -> None:
 class Decoder(nn.Module):
     """Reconstruction from one class capsule (Sabour et al. 2017, section 4.1): 512, 1024, pixels, sigmoid.
 
-    All capsules but one are masked by zeros: in training the labelled one is kept, afterwards the longest.
+    All capsules but one are masked by zeros: in training the labelled one is kept, in inference the longest.
 
     Args:
-        num_classes: capsules.
-        pose_dim: numbers in a capsule.
+        num_classes: number of capsules.
+        pose_dim: pose dimension of a capsule.
         out_chans: channels of the image.
         img_size: height and width of the image, in pixels.
     """

@@ -1,4 +1,4 @@
-"""Building a registered model: arguments checked, weights found and verified, then timm's own builder."""
+"""Build a registered model: check the arguments, find and verify the weights, then call timm's builder."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ __all__ = [
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-#: Arguments of timm's builder, valid for every model beside its own.
+#: Arguments of timm's builder, valid for every model besides the model's arguments.
 _BUILDER_ARGS = frozenset(
     ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "features_only", "out_indices", "feature_cls")
     + ("pretrained_strict", "pretrained_model_args", "device", "dtype")
 )
 
 
-#: Overlay that takes every source of weights out of a configuration.
+#: Overlay that removes every source of weights from a configuration.
 NO_SOURCE: dict[str, Any] = dict(
     dict.fromkeys(("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source")), custom_load=False
 )
 
-#: Arguments that are whole numbers in every model, and the least that they may be.
+#: Arguments that are integers in every model, with their minimum.
 _COUNTS = {"num_classes": 0, "in_chans": 1, "routing_iters": 0}
 
-#: Mean and standard deviation per channel of the training images, whose values lie in 0..1.
+#: Mean and standard deviation per channel of the training images, for pixel values in 0..1.
 CIFAR10: dict[str, Any] = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 MNIST: dict[str, Any] = dict(mean=(0.1307,), std=(0.3081,))
 
 
 def model_cfg(**kwargs: Any) -> dict[str, Any]:
-    """What an entry of ``default_cfgs`` has unless it says otherwise: ten classes of 32x32 colour images (CIFAR-10).
+    """Default entry of ``default_cfgs``: ten classes of 32x32 colour images (CIFAR-10).
 
     Args:
-        **kwargs: of timm's ``PretrainedCfg``. A model file fixes what its models have in common by
+        **kwargs: fields of timm's ``PretrainedCfg``. A model file fixes what its models have in common with
             ``_cfg = functools.partial(model_cfg, …)``.
     """
     cfg = dict(
@@ -86,7 +86,7 @@ def model_cfg(**kwargs: Any) -> dict[str, Any]:
 
 
 def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
-    """timm's default configurations of a model file, with one more for each checkpoint that exists.
+    """timm's default configurations of a model file, plus one for each existing checkpoint.
 
     Args:
         cfgs: architecture name → keyword arguments of timm's ``PretrainedCfg``, without weights.
@@ -112,8 +112,8 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
         )
     defaults = generate_default_cfgs(full)
     for default in defaults.values():
-        # timm lets the first weights decide what a bare name builds; here the architecture's own configuration does,
-        # so that training a checkpoint for another data set never changes a model (see default_tag)
+        # In timm the first weights determine what a bare name builds. Here the architecture's configuration does, so
+        # that training a checkpoint for another data set never changes a model (see default_tag)
         default.tags.remove("")
         default.tags.appendleft("")
     return defaults
@@ -126,7 +126,7 @@ def _default_tag(variant: str) -> str | None:
 
 
 def _own_keys(cfg: PretrainedCfg, info: WeightsInfo | None, cache_dir: str | Path | None) -> dict[str, Any]:
-    """What is known of the weights that timm's configuration has no place for (see `WeightsInfo.own_keys`)."""
+    """Facts about the weights for which timm's configuration has no field (see `WeightsInfo.own_keys`)."""
     if cfg.source == "hf-hub":
         return hub_config(str(cfg.hf_hub_id), cache_dir).own_keys
     if cfg.source == "local-dir":
@@ -148,22 +148,22 @@ def _placement(device: Any, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def trusted_tag(architecture: str, tag: str | None, sha256: str | None) -> str | None:
-    """A tag that a stranger's configuration states; None where the zoo has other weights under that name."""
+    """The tag stated by a stranger's configuration; None if the zoo has other weights under that name."""
     info = bundled_tags().get(f"{architecture}.{tag}")
     return tag if info is None or info.sha256 == sha256 else None
 
 
 def stranger_cfg(cfg: Mapping[str, Any], variant: str, where: str, zoo: bool = True) -> dict[str, Any]:
-    """A configuration of someone else's, as timm takes it: the registered one, described anew, and without sources.
+    """A stranger's configuration for timm: the registered one, updated with its description, without sources.
 
     Args:
-        cfg: keys of timm's ``PretrainedCfg``; those that name a source are left out.
+        cfg: keys of timm's ``PretrainedCfg``; those that name a source are dropped.
         variant: registered name.
-        where: what an error names.
-        zoo: whether the architecture is one of ours, which no file may describe the layers of.
+        where: name of the configuration in error messages.
+        zoo: whether the architecture belongs to the zoo, in which case no file may redefine its layers.
 
     Raises:
-        WeightsError: a value that makes no sense.
+        WeightsError: an invalid value.
     """
     base = get_pretrained_cfg(variant)
     own = {**base.to_dict(), **NO_SOURCE} if base is not None else {}
@@ -177,8 +177,8 @@ def stranger_cfg(cfg: Mapping[str, Any], variant: str, where: str, zoo: bool = T
 def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | None) -> PretrainedCfg:
     """The same configuration with its weights as a state dict, read from a verified safetensors file.
 
-    The state dict is its only source then: where timm finds none, it takes the next that a configuration names, which
-    may be a pickle.
+    The state dict is then its only source. Otherwise, if timm finds no weights there, it uses the next source that a
+    configuration names, which may be a pickle.
     """
     if cfg.source is None and cfg.state_dict is not None:
         if not cfg.state_dict:
@@ -209,11 +209,11 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
 
 
 def _own_args(model_cls: type[nn.Module], variant: str, given: Mapping[str, Any]) -> list[str]:
-    """Names of the arguments that the network takes.
+    """Names of the arguments that the network accepts.
 
     Raises:
-        UnknownArgument: a given one is neither the network's nor timm's builder's.
-        ValueError: a number of classes, channels or iterations that is none.
+        UnknownArgument: a given one is neither an argument of the network nor of timm's builder.
+        ValueError: an invalid number of classes, channels or iterations.
     """
     own_args = [name for name in inspect.signature(model_cls.__init__).parameters if name != "self"]
     for name in given:
@@ -237,18 +237,19 @@ def build_capsule_model(
 ) -> Any:
     """Build ``variant``, a ``model_cls`` (or timm's wrapper of one, with ``features_only``).
 
-    Every model file fixes its network by ``_create_… = functools.partial(build_capsule_model, …)``.
+    Every model file defines its builder as ``_create_… = functools.partial(build_capsule_model, …)``.
 
     Args:
         model_cls: the network; its ``__init__`` lists every argument by name.
         variant: registered name.
-        pretrained: load the weights of the configuration's tag, and build what they were trained as.
-        defaults: arguments that make ``model_cls`` this variant; those of a tag's weights replace them.
-        **kwargs: arguments of ``model_cls`` and of timm's ``build_model_with_cfg``, which replace both.
+        pretrained: load the weights of the configuration's tag, and build the model that they were trained for.
+        defaults: arguments that make ``model_cls`` this variant; the arguments stored with a tag's weights override
+            them.
+        **kwargs: arguments of ``model_cls`` and of timm's ``build_model_with_cfg``, which override both.
 
     Raises:
-        UnknownArgument: a keyword that neither takes.
-        WeightsError: weights are asked for and missing, damaged, or do not fit.
+        UnknownArgument: a keyword that neither accepts.
+        WeightsError: weights are requested but missing or damaged, or do not fit.
     """
     own_args = _own_args(model_cls, variant, kwargs)
     given, overlay = (
@@ -260,7 +261,7 @@ def build_capsule_model(
     if pretrained and not given and not cfg.has_weights and cfg.state_dict is None:
         cfg = resolve_pretrained_cfg(variant, _default_tag(variant), overlay)
     cache_dir = kwargs.pop("cache_dir", None)
-    # timm read it from a repository or a folder: capszoo.create_model takes less from there, and gives a state dict
+    # timm read it from a repository or a folder; capszoo.create_model accepts less from there, and passes a state dict
     stranger = cfg.source in ("hf-hub", "local-dir")
     if stranger:
         where: dict[str, Any] = dict(source=cfg.source, file=cfg.file, hf_hub_id=cfg.hf_hub_id)
@@ -282,7 +283,7 @@ def build_capsule_model(
     def make(*, device: Any = None, dtype: torch.dtype | None = None, **args: Any) -> ModelT:
         args = {
             k: v for k, v in args.items() if k in own_args
-        }  # timm adds defaults that a model may not take
+        }  # timm adds defaults that a model may not accept
         with _placement(device, dtype):
             return model_cls(**args)
 
@@ -293,7 +294,7 @@ def build_capsule_model(
         make,  # type: ignore[arg-type]
         variant,
         pretrained,
-        # without first_conv: older timm would adapt it, too, and only from three channels
+        # without first_conv: older timm would adapt it as well, and only from three channels
         pretrained_cfg=dict(cfg.to_dict(), first_conv=None),
         feature_cfg=feature_cfg,
         pretrained_filter_fn=partial(adapt_state_dict, first_conv=cfg.first_conv),
@@ -303,7 +304,7 @@ def build_capsule_model(
     about["first_conv"] = cfg.first_conv
     if own_keys:
         about["capszoo"] = own_keys
-    about.pop("state_dict", None)  # the weights live in the model now, not in its description
+    about.pop("state_dict", None)  # the weights are in the model now, not in its configuration
     if weights_id:
         about["hf_hub_id"] = weights_id
     return model

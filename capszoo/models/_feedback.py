@@ -1,18 +1,18 @@
-"""Feedback agreement on any backbone: a training loss between named feature levels, gone at inference.
+"""Feedback agreement on any backbone: a training loss between named feature levels, absent at inference.
 
 Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation" (2018), section 3.2. The units themselves are in
-``capszoo/layers/sinkhorn.py``; this file finds the shapes, listens to the model with forward hooks and adds the
-units' losses up::
+``capszoo/layers/sinkhorn.py``; this file determines the shapes, records the model's outputs with forward hooks and
+adds up the units' losses::
 
     feedback = FeedbackAgreement(model, [("layer1", "layer2"), ("layer2", "layer3")])
     optimizer = torch.optim.Adam([*model.parameters(), *feedback.parameters()])
-    scores = model(images)                       # training mode: the named outputs are kept
+    scores = model(images)                       # training mode: the named outputs are recorded
     loss = criterion(scores, labels) + feedback()
     ...
-    feedback.remove()                            # the model is as it was
+    feedback.remove()                            # restores the model
 
-The model's own parameters, buffers and state dict never change. Copies of the model (deepcopy, pickle; an
-averaged model) carry no listening hooks. Remove the feedback before scripting, tracing or exporting.
+The model's parameters, buffers and state dict never change. Copies of the model (deepcopy, pickle; an
+averaged model) contain no recording hooks. Remove the feedback before scripting, tracing or exporting.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["FeedbackAgreement", "encapnet_feedback"]
 
 
 class _Silent:
-    """What is left of a hook in a copy of the model: nothing."""
+    """Replaces a hook in a copy of the model; does nothing."""
 
     def __call__(self, *args: Any) -> None:
         return None
 
 
 class _Hook:
-    """A hook that is not copied along with the model it sits on."""
+    """A hook that is not copied with its model."""
 
     def __init__(self, store: dict[str, Tensor], name: str) -> None:
         self.store = store
@@ -50,7 +50,7 @@ class _Hook:
 
 
 class _Begin(_Hook):
-    """Before the model's forward: forget the last one's features and start to listen."""
+    """Before the model's forward: clear the previous features and start recording."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.store.clear()
@@ -59,14 +59,14 @@ class _Begin(_Hook):
 
 
 class _End(_Hook):
-    """After the model's forward: stop (re-computation under gradient checkpointing must not be taken)."""
+    """After the model's forward: stop recording (recomputation by gradient checkpointing must not be recorded)."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self.store.pop(_LISTENING, None)
 
 
 class _Keep(_Hook):
-    """After a named module: keep its output."""
+    """After a named module: record its output."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _LISTENING in self.store:
@@ -77,21 +77,21 @@ _LISTENING = "(listening)"
 
 
 class FeedbackAgreement(nn.Module):
-    """Units between pairs of feature levels of a model; calling it gives the loss of the last training forward.
+    """Units between pairs of feature levels of a model; calling it returns the loss of the last training forward.
 
     Args:
-        model: any network. It is listened to, not owned: its parameters are not part of this module.
+        model: any network. Only its outputs are recorded: its parameters are not part of this module.
         pairs: names of (lower, higher) modules, as in ``model.named_modules()``; their outputs are compared.
         weight: factor of the sum of all units: 10 in the paper, 1 by default in its release.
-        groups: capsule channels of the generators; the largest common divisor with a pair's channels is used.
+        groups: capsule channels of the generators; the greatest common divisor with a pair's channels is used.
         generator, critic, metric, num_iters, epsilon, cost, bias_fix, backprop_plan: of
             :class:`~capszoo.layers.sinkhorn.SinkhornUnit`.
-        input_size: ``(c, h, w)`` of the dry run that finds the shapes; the model's own where absent.
-        layout: of the features: ``"nchw"``, ``"nhwc"`` (Swin), or ``"nlc"``, tokens of a square grid whose first
-            ``model.num_prefix_tokens`` are left out (ViT).
+        input_size: ``(c, h, w)`` of the dry run that determines the shapes; defaults to the model's.
+        layout: of the features: ``"nchw"``, ``"nhwc"`` (Swin), or ``"nlc"``, tokens of a square grid without the first
+            ``model.num_prefix_tokens`` (ViT).
 
     Raises:
-        ValueError: an unknown name, an output that is no feature map, or a pair whose higher grid does not fit.
+        ValueError: an unknown name, an output that is no feature map, or a pair whose grid sizes do not match.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class FeedbackAgreement(nn.Module):
     def _dry_run(
         self, model: nn.Module, input_size: tuple[int, int, int] | None
     ) -> dict[str, tuple[int, ...]]:
-        """Shape ``(c, h, w)`` of every named feature, from one forward that leaves no trace in the model."""
+        """Shape ``(c, h, w)`` of every named feature, from one forward pass without side effects on the model."""
         like = next(model.parameters())
         size = input_size or _input_size(model)
         flags = [(m, m.training) for m in model.modules()]
@@ -173,7 +173,7 @@ class FeedbackAgreement(nn.Module):
         self._features[_LISTENING] = torch.empty(0)
         try:
             with torch.no_grad():
-                # not through the model's hooks: its pre-hook would see evaluation mode and not listen
+                # bypass the model's hooks: its pre-hook would see evaluation mode and not record
                 model.forward(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
             taken = {name: tuple(self._as_map(name, low).shape[1:]) for name, low in self._features.items()}
         finally:
@@ -188,7 +188,7 @@ class FeedbackAgreement(nn.Module):
         return taken
 
     def _as_map(self, name: str, feature: Any) -> Tensor:
-        """A kept output as a feature map ``[b, c, h, w]``."""
+        """A recorded output as a feature map ``[b, c, h, w]``."""
         if name == _LISTENING:
             return feature
         rank = 3 if self.layout == "nlc" else 4
@@ -224,11 +224,11 @@ class FeedbackAgreement(nn.Module):
         ]
 
     def forward(self) -> Tensor:
-        """The weighted sum over all pairs, a scalar: add it to the criterion. Each forward's can be taken once."""
+        """The weighted sum over all pairs, a scalar to add to the criterion; available once per forward."""
         return self.weight * torch.stack(self.losses()).sum()
 
     def remove(self) -> None:
-        """Take every hook off the model."""
+        """Remove every hook from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -254,7 +254,7 @@ def _input_size(model: nn.Module) -> tuple[int, int, int]:
 
 
 def _stride(low: str, low_grid: Sequence[int], high: str, high_grid: Sequence[int]) -> tuple[int, int]:
-    """How many times smaller the higher grid is, per axis."""
+    """Ratio of the lower to the higher grid size, per axis."""
     strides = []
     for a, b in zip(low_grid, high_grid, strict=True):
         stride = math.ceil(a / b)
@@ -273,7 +273,7 @@ def encapnet_feedback(model: nn.Module, units: int = 1, **options: Any) -> Feedb
     Args:
         model: a model with ``feedback_pairs``.
         units: 1 (Table 3, row c) or 2 per module (row 8).
-        **options: of :class:`FeedbackAgreement`.
+        **options: arguments of :class:`FeedbackAgreement`.
     """
     pairs = getattr(model, "feedback_pairs", None)
     if pairs is None:

@@ -1,11 +1,11 @@
-"""Capsule heads: from a feature map to class scores, by any routing of the zoo. One table, :data:`HEADS`.
+"""Capsule heads: from a feature map to class scores, with any routing of the zoo. :data:`HEADS` lists them.
 
 The trunk and the twins are those of Hahn, Pyeon, Kim, "Self-Routing Capsule Networks" (NeurIPS 2019): 32 capsule types
 of 16 dimensions from a 3x3 convolution, then one routing layer whose window is the whole map (``depth=1``), or a 3x3
-layer of stride 2 below it (``depth=2``). The public release was read for facts. ``depth=2`` exists where the paper
-has it: dynamic, em, self_routing.
+layer of stride 2 below it (``depth=2``). The public release was read for facts. ``depth=2`` is available for the
+paper's routings: dynamic, em, self_routing.
 
-Scores that are logarithms are log-probabilities: cross-entropy of them is the negative log-likelihood.
+If scores are logarithms, they are log-probabilities: their cross-entropy is the negative log-likelihood.
 
 Our choices: the EM head's inverse temperature is ``5e-4 + 4.6e-4 t``, the straight line through the release's
 0.01 (1 - 0.95^(t+1)) at t = 0 and nearly at t = 1, 2; `idpa` and `self_attention` have the same primary capsules, with
@@ -49,14 +49,14 @@ torch.fx.wrap("upcast_half")
 
 
 class HeadOutput(NamedTuple):
-    """What a head's capsules say.
+    """Capsule outputs of a head.
 
     Attributes:
         scores: ``[b, n]``, as ``forward`` returns them.
         poses: class capsules ``[b, n, e]``.
-        activations: how present each class is, ``[b, n]``.
+        activations: presence of each class, ``[b, n]``.
         couplings: of each routing layer, in order; see :meth:`CapsuleHead.coupling_layouts`.
-        share: ``[b, n, i]``, how much each child of the class layer adds to each class; its sums mean nothing.
+        share: ``[b, n, i]``, contribution of each child of the class layer to each class; not normalised.
     """
 
     scores: Tensor
@@ -67,7 +67,7 @@ class HeadOutput(NamedTuple):
 
 
 def _log(probabilities: Tensor) -> Tensor:
-    return (probabilities + 1e-7).log()  # not a clamp, whose gradient would end
+    return (probabilities + 1e-7).log()  # not a clamp, whose gradient would be zero
 
 
 class ConvNorm(nn.Module):
@@ -98,19 +98,19 @@ class ActivePrimary(nn.Module):
 
 
 class CapsuleHead(nn.Module):
-    """A feature map ``[b, in_chans, h, w]`` to class scores ``[b, n]``; the class to call is this one.
+    """A feature map ``[b, in_chans, h, w]`` to class scores ``[b, n]``; call this class, not its subclasses.
 
-    ``CapsuleHead(64, (8, 8), 10, "dynamic")`` makes the head of that routing in :data:`HEADS`; further arguments are
+    ``CapsuleHead(64, (8, 8), 10, "dynamic")`` creates the head of that routing in :data:`HEADS`; further arguments are
     those of its class.
 
     Args:
         in_chans: channels of the map.
         grid: rows and columns of the map.
-        num_classes: classes; 0 leaves out the class layer.
+        num_classes: classes; 0 omits the class layer.
         routing: a name of :data:`HEADS`.
-        proj_chans: channels of a 1x1 convolution (BatchNorm, ReLU) before the head, which keeps the head's cost
-            independent of the width of the map; 0 leaves it out.
-        max_grid: a map with more rows or columns is average-pooled first, so that it has no more; 0 never does.
+        proj_chans: channels of a 1x1 convolution (BatchNorm, ReLU) before the head, which makes the head's cost
+            independent of the width of the map; 0 omits it.
+        max_grid: a map with more rows or columns is first average-pooled to at most this many; 0 disables this.
         drop_rate: dropout of the class layer's input.
 
     Raises:
@@ -121,7 +121,7 @@ class CapsuleHead(nn.Module):
     fixed_grid = True
     #: whether there are capsules; the twins have none
     has_capsules = True
-    #: whether the classes have capsules of their own, which ``forward`` makes
+    #: whether the classes have capsules, which ``forward`` computes
     has_poses = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CapsuleHead":
@@ -154,12 +154,12 @@ class CapsuleHead(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
 
     def _ready(self, num_classes: int) -> None:
-        """The end of every ``__init__``: start the convolutions, make the class layer."""
+        """Last call of every ``__init__``: initialise the convolutions, create the class layer."""
         init_conv_weights(self)
         self.classes: Any = self.make_classes(num_classes)
 
     def make_classes(self, num_classes: int) -> nn.Module:
-        """A fresh class layer; an identity for no classes."""
+        """A new class layer; an identity for 0 classes."""
         return self._class_layer(num_classes) if num_classes else nn.Identity()
 
     def _class_layer(self, num_classes: int) -> nn.Module:
@@ -171,13 +171,13 @@ class CapsuleHead(nn.Module):
         return self.chans
 
     def _map(self, x: Tensor) -> Tensor:
-        """The feature map, no larger than ``max_grid`` and projected."""
+        """The feature map, pooled to at most ``max_grid`` and projected."""
         if self.shrink > 1:
             x = F.avg_pool2d(x, self.shrink, ceil_mode=True)
         return self.project(x)
 
     def pooled(self, x: Tensor) -> Tensor:
-        """Feature map to ``[b, hidden_size]``: what is below the class layer, averaged over the grid."""
+        """Feature map to ``[b, hidden_size]``: the class layer's input, averaged over the grid."""
         return self._map(x).mean(dim=(2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,12 +190,12 @@ class CapsuleHead(nn.Module):
 
     @torch.jit.ignore
     def route(self, x: Tensor) -> HeadOutput:
-        """Feature map to all that the head says."""
+        """Feature map to all outputs of the head."""
         raise NoCapsules(f"the {self.routing} head has no capsules")
 
     @torch.jit.ignore
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
-        """How to read each of the couplings of :meth:`route`."""
+        """Layout of each of the couplings of :meth:`route`."""
         return ()
 
     @torch.jit.ignore
@@ -261,11 +261,11 @@ class MaxHead(AverageHead):
 
 
 class RoutingPoolHead(AverageHead):
-    """Routing pooling and a linear layer; "poses" are what each pooled capsule adds to each class score.
+    """Routing pooling and a linear layer; "poses" are the contributions of each pooled capsule to each class score.
 
     Args:
         lam: λ of the routing; 0 is average pooling.
-        caps_dim: channels of a capsule; divides those of the map (``proj_chans`` where there is a projection).
+        caps_dim: channels of a capsule; divides those of the map (``proj_chans`` with a projection).
         num_iters: routing iterations.
     """
 
@@ -294,7 +294,7 @@ class RoutingPoolHead(AverageHead):
 
     @torch.jit.ignore
     def route(self, x: Tensor) -> HeadOutput:
-        """Couplings ``[b, groups, h, w]``, which sum to 1 over the positions."""
+        """Returns couplings ``[b, groups, h, w]``, which sum to 1 over the positions."""
         x = self._map(x)
         pooled = self.pool(x)
         parts = (pooled[:, None] * self.classes.weight).unflatten(2, (-1, self.pool.caps_dim)).sum(-1)
@@ -316,7 +316,7 @@ class RoutingPoolHead(AverageHead):
 
 
 class ConvHead(CapsuleHead):
-    """A convolution over the whole map from the primary capsules' channels: as many weights, no routing.
+    """A convolution over the whole map of the primary capsules' channels: the same number of weights, no routing.
 
     Args:
         caps_types, caps_dim: their product is the number of channels.
@@ -359,13 +359,13 @@ class ConvHead(CapsuleHead):
 
 
 class CapsuleLayersHead(CapsuleHead):
-    """What the heads with primary capsules share; ``depth`` is that of the routing.
+    """Base of the heads with primary capsules; ``depth`` is the routing depth.
 
     Args:
-        caps_types, caps_dim: primary capsules at each position, and their pose dimension.
+        caps_types, caps_dim: primary capsule types, and their pose dimension.
     """
 
-    #: whether a child has an activation beside its pose
+    #: whether a child has an activation besides its pose
     active = False
 
     def __init__(
@@ -396,7 +396,7 @@ class CapsuleLayersHead(CapsuleHead):
 
     @property
     def num_children(self) -> int:
-        """Of the class layer."""
+        """Number of children of the class layer."""
         return self.top[0] * self.top[1] * self.caps_types
 
     @property
@@ -408,7 +408,7 @@ class CapsuleLayersHead(CapsuleHead):
         return self.norm(self.hidden(x))
 
     def _children(self, x: Tensor) -> Tensor:
-        """Feature map to the class layer's children as a map: the poses, then the activations where there are any."""
+        """Feature map to the class layer's children as a map: the poses, then any activations."""
         x = self.primary(self._map(x))
         if self.depth == 2:
             x = self._hidden(x)
@@ -427,7 +427,7 @@ class CapsuleLayersHead(CapsuleHead):
 
     @torch.jit.ignore
     def _routed_children(self, x: Tensor) -> Tuple[Tensor, Tuple[Tensor, ...]]:
-        """As :meth:`_children`, with the couplings ``[b, h', w', j, k*l*i]`` of the hidden layer, if there is one."""
+        """Like :meth:`_children`, but also return couplings ``[b, h', w', j, k*l*i]`` of a hidden layer, if any."""
         x = self.primary(self._map(x))
         if self.depth == 1:
             return x, ()
@@ -446,7 +446,7 @@ class CapsuleLayersHead(CapsuleHead):
         return (*below, CouplingLayout(1, "parents"))
 
     def _hand_down(self, share: Tensor, out: HeadOutput) -> Tensor:
-        """Through the hidden layer: a parent's share goes to the children of its window by their couplings."""
+        """Through the hidden layer: divide a parent's share among its window's children by their couplings."""
         if self.depth == 1:
             return share
         couplings = out.couplings[0].float()  # [b, h', w', j, 9*types]
@@ -466,10 +466,10 @@ class DynamicHead(CapsuleLayersHead):
     """Squashed primary capsules, dynamic routing; scores are ``log(length / sum of lengths)``.
 
     Args:
-        caps_types, caps_dim: primary capsules at each position, and their pose dimension.
+        caps_types, caps_dim: primary capsule types, and their pose dimension.
         class_dim: pose dimension of a class capsule.
         num_iters: routing iterations.
-        depth: capsule layers, 1 or 2; the capsules of the first of two go through a BatchNorm.
+        depth: capsule layers, 1 or 2; with 2, the capsules of the first one go through a BatchNorm.
     """
 
     def __init__(
@@ -511,7 +511,7 @@ class DynamicHead(CapsuleLayersHead):
 
     @torch.jit.ignore
     def route(self, x: Tensor) -> HeadOutput:
-        """Couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
+        """Returns couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
         children, below = self._routed_children(x)
         children = self._poses(children)
         poses, couplings = self.classes.route(children)
@@ -525,10 +525,10 @@ class DynamicHead(CapsuleLayersHead):
 
 
 class SelfAttentionHead(DynamicHead):
-    """Primary capsules and self-attention routing of Efficient-CapsNet; scores as of :class:`DynamicHead`.
+    """Primary capsules and self-attention routing of Efficient-CapsNet; scores as in :class:`DynamicHead`.
 
     Args:
-        caps_types, caps_dim: primary capsules at each position, and their pose dimension.
+        caps_types, caps_dim: primary capsule types, and their pose dimension.
         class_dim: pose dimension of a class capsule.
     """
 
@@ -558,10 +558,10 @@ class SelfAttentionHead(DynamicHead):
 
 
 class IDPAHead(CapsuleLayersHead):
-    """Primary capsules with LayerNorm as matrix poses, one IDPA layer; scores by a linear layer that classes share.
+    """Primary capsules with LayerNorm as matrix poses, one IDPA layer; scores by a linear layer shared by all classes.
 
     Args:
-        caps_types, caps_dim: primary capsules at each position, and their pose dimension, a square number.
+        caps_types, caps_dim: primary capsule types, and their pose dimension, a square number.
         num_iters: routing iterations.
     """
 
@@ -596,7 +596,7 @@ class IDPAHead(CapsuleLayersHead):
 
     @torch.jit.ignore
     def route(self, x: Tensor) -> HeadOutput:
-        """Couplings ``[b, n, i]``, children ordered (row, column, type)."""
+        """Returns couplings ``[b, n, i]``, children ordered (row, column, type)."""
         children = self._poses(self._children(x))
         poses, _, found = self.classes.route([children], [], self.classes.num_iters)
         couplings = self.classes.even_couplings(poses[-1]) if found is None else found
@@ -610,7 +610,7 @@ class IDPAHead(CapsuleLayersHead):
 
 
 def _padded(x: Tensor) -> Tensor:
-    """A map with capsules of activation zero around it."""
+    """Pad a map with capsules of activation zero."""
     return F.pad(x, [1, 1, 1, 1])
 
 
@@ -618,9 +618,9 @@ class EMHead(CapsuleLayersHead):
     """Primary capsules with activations, EM routing; scores are ``log(a / sum of a)``.
 
     Args:
-        caps_types, caps_dim: primary capsules at each position, and their pose dimension, a square number.
+        caps_types, caps_dim: primary capsule types, and their pose dimension, a square number.
         num_iters: routing iterations.
-        depth: capsule layers, 1 or 2; the poses of the first of two go through a BatchNorm.
+        depth: capsule layers, 1 or 2; with 2, the poses of the first one go through a BatchNorm.
     """
 
     active = True
@@ -656,7 +656,7 @@ class EMHead(CapsuleLayersHead):
         self._ready(num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
-        # the window is the whole map: all its children as the types of a single position
+        # the window is the whole map: all its children become the types of a single position
         return ConvEM(self.num_children, num_classes, kernel_size=1, init_beta_v=3.0, **self._options)
 
     def _hidden(self, x: Tensor) -> Tensor:
@@ -669,18 +669,18 @@ class EMHead(CapsuleLayersHead):
         return x.unsqueeze(2).unsqueeze(3)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Logits of activations ``[b, n]`` to ``log(a / sum of a)``, without the activations, which may underflow."""
+        """Activation logits ``[b, n]`` to ``log(a / sum of a)``, avoiding the activations, which may underflow."""
         return F.log_softmax(-F.softplus(-logits), dim=1)
 
     def class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         x = self._as_one_position(self._children(x))
         poses, logits, _ = self.classes._route(x, False)  # [b, 1, 1, n, d], [b, 1, 1, n]
-        poses = poses.flatten(1, 3).to(x.dtype)  # before the scores, which FX takes for the last operation
+        poses = poses.flatten(1, 3).to(x.dtype)  # before the scores, which must be the last operation for FX
         return self._scores(logits.flatten(1)).to(x.dtype), poses
 
     @torch.jit.ignore
     def route(self, x: Tensor) -> HeadOutput:
-        """Couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
+        """Returns couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
         children, below = self._routed_children(x)
         poses, logits, couplings = self.classes.route(self._as_one_position(children))
         poses, logits, couplings = poses[:, 0, 0], logits[:, 0, 0], couplings[:, 0, 0]
@@ -700,8 +700,8 @@ class SelfRoutingHead(CapsuleLayersHead):
     """Primary capsules with activations, self-routing (SR-CapsNet); scores are the logarithms of the activations.
 
     Args:
-        caps_types, caps_dim: primary capsules at each position, and their pose dimension.
-        depth: capsule layers, 1 or 2; the poses of the first of two go through a BatchNorm.
+        caps_types, caps_dim: primary capsule types, and their pose dimension.
+        depth: capsule layers, 1 or 2; with 2, the poses of the first one go through a BatchNorm.
     """
 
     active = True
@@ -742,7 +742,7 @@ class SelfRoutingHead(CapsuleLayersHead):
 
     @torch.jit.ignore
     def route(self, x: Tensor) -> HeadOutput:
-        """Couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
+        """Returns couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
         children, below = self._routed_children(x)
         poses, activations = self._poses(children), self._activations(children)
         active, _, couplings = self.classes.route(poses, activations)
@@ -752,7 +752,7 @@ class SelfRoutingHead(CapsuleLayersHead):
         return HeadOutput(scores, means.to(x.dtype), active, (*below, couplings), share)
 
 
-#: The routings that a head may have, by name.
+#: Routings available for a head, by name.
 HEADS: Dict[str, Type[CapsuleHead]] = {
     "avg": AverageHead,
     "max": MaxHead,
@@ -772,16 +772,16 @@ def unknown_routing(name: str) -> ValueError:
 
 
 def head_arguments(routing: str, given: Optional[Set[str]] = None) -> List[str]:
-    """Names of a routing's own arguments.
+    """Names of the arguments specific to a routing.
 
     Raises:
-        ValueError: an unknown routing, or one of ``given`` is no argument of it; names the nearest.
+        ValueError: an unknown routing, or one of ``given`` is no argument of it; the message suggests the nearest.
     """
     if routing not in HEADS:
         raise unknown_routing(routing)
     names = list(inspect.signature(HEADS[routing].__init__).parameters)[
         4:
-    ]  # behind self, in_chans, grid, num_classes
+    ]  # after self, in_chans, grid, num_classes
     for name in sorted(given or ()):
         if name not in names:
             raise ValueError(unknown_name(f"argument of the {routing} head", name, names))

@@ -1,4 +1,4 @@
-"""What a model would take, against what its weights file holds; the checks of metadata are in `capszoo._checks`."""
+"""Compare the model that metadata describe with its weights file; `capszoo._checks` checks the metadata themselves."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
     "read_json_object",
 ]
 
-#: Numbers that a model may hold beside those of its weights file: a decoder, masks, tables of positions.
+#: Elements that a model may have beyond those of its weights file: a decoder, masks, tables of positions.
 MAX_FRESH_NUMBERS = 32 * 2**20
 
 
 @contextmanager
 def fitting(where: str) -> Iterator[None]:
-    """Turn what loading a state dict raises where it does not fit into a :class:`WeightsError` of one line."""
+    """Turn errors from loading a state dict that does not fit into a :class:`WeightsError` of one line."""
     try:
         yield
     except WeightsError:
@@ -50,26 +50,26 @@ def fitting(where: str) -> Iterator[None]:
 def check_demand(
     create: Callable[[], nn.Module], state_dict: Mapping[str, Tensor], where: str, keys: Sequence[str] = ()
 ) -> None:
-    """Refuse metadata that describe a model much larger than its weights, before any of its memory is taken.
+    """Refuse metadata that describe a model much larger than its weights, before allocating any memory for it.
 
     Args:
-        create: makes the model that the metadata describe; called where parameters take no memory.
+        create: creates the model that the metadata describe; called where parameters take no memory.
         state_dict: the tensors of the file.
-        where: what an error names.
+        where: name of the file in error messages.
         keys: parameters that the caller re-initialises, which are not counted.
 
     Raises:
-        WeightsError: the model has more than a tenth and :data:`MAX_FRESH_NUMBERS` numbers beyond the file's, or a
-            tensor of the file is of whole numbers where the model's is not.
+        WeightsError: the model has more elements than 1.1 times the file's plus :data:`MAX_FRESH_NUMBERS`, or one of
+            two tensors of the same name is floating-point and the other is not.
     """
     with torch.device("meta"):
         try:
             model = create()
-        except NotImplementedError:  # a few of timm's compute with values, of which there are none here
+        except NotImplementedError:  # a few of timm's models compute with values, which do not exist here
             return
         except WeightsError:
             raise
-        except Exception as e:  # a model's own checks of its arguments are of many kinds
+        except Exception as e:  # models check their arguments with many kinds of errors
             raise WeightsError(f"{where}: the metadata's arguments make no model ({first_line(e)})") from e
     held = sum(tensor.numel() for tensor in state_dict.values())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

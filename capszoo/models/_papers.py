@@ -1,4 +1,4 @@
-"""What the papers report for each architecture: data set, metric, value and where it is reported.
+"""Results reported in the papers for each architecture: data set, metric, value and source.
 
 ``PAPERS`` has an entry for every registered name, in the order of the papers' own tables; an empty one means that no
 paper gives a figure for exactly this network. Figures are the papers' (errors and accuracies in percent on the test
@@ -17,11 +17,11 @@ class PaperFigure(NamedTuple):
     """One result of a paper.
 
     Attributes:
-        dataset: data set as the paper has it.
+        dataset: name of the data set in the paper.
         metric: ``"error"`` or ``"accuracy"``, in percent.
         value: the figure.
         source: paper and table.
-        note: what sets this result apart from the others of the same network.
+        note: the difference from other results of the same network.
     """
 
     dataset: str

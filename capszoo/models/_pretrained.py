@@ -1,12 +1,12 @@
-"""Finding, checking and fitting pretrained weights.
+"""Find, verify and adapt pretrained weights.
 
 A checkpoint of the zoo is a pair of files, ``<architecture>.<tag>.safetensors`` and ``<architecture>.<tag>.json``.
-The json is what makes a tag exist: it states the architecture and its arguments, the input it was trained for, the
-recipe, the measured accuracy and the sha256 of the weights. It lies in the package. Weights are looked for beside it,
-in ``weights-large/`` of a checkout (for those too large for a wheel), and at last on the Hub (its client's cache, then
-the network).
+The json makes a tag exist: it states the architecture and its arguments, the input that it was trained for, the
+recipe, the measured accuracy and the sha256 of the weights. It is part of the package. Weights are searched beside it,
+then in ``weights-large/`` of a checkout (for those too large for a wheel), and finally on the Hub (its client's cache,
+then the network).
 
-Nothing but safetensors is ever read, and only after its sha256 has been checked: against the json's, or for a
+Only safetensors files are read, and only after a check of their sha256: against the json's, or for a
 repository of the Hub against the one in its ``config.json``.
 """
 
@@ -47,7 +47,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-#: File name of the weights in a Hub repository, as timm and huggingface_hub have it.
+#: File name of the weights in a Hub repository, a convention of timm and huggingface_hub.
 HUB_FILENAME = "model.safetensors"
 
 #: File name of the metadata there.
@@ -77,7 +77,7 @@ def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Pa
     """Path of a checkpoint's weights on this machine, checked against the sha256 of its metadata.
 
     Raises:
-        WeightsError: the file is neither bundled nor to be had from the Hub, or its sha256 is wrong.
+        WeightsError: the file is neither bundled nor available from the Hub, or its sha256 is wrong.
     """
     filename = f"{info.name}.safetensors"
     path = next((folder / filename for folder in weights_folders() if (folder / filename).is_file()), None)
@@ -93,7 +93,7 @@ def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Pa
 
 
 def checked_pair(path: str | Path) -> tuple[Path, WeightsInfo]:
-    """A weights file and its metadata, which lie side by side under one name; either names both.
+    """A weights file and its metadata, which lie side by side under one name; ``path`` may be either of them.
 
     Raises:
         WeightsError: one is missing, or the sha256 of the weights differs from the metadata's.
@@ -130,10 +130,10 @@ def local_weights(folder: str | Path) -> tuple[Path, str | None]:
 
 
 def is_hub_error(error: BaseException) -> bool:
-    """Whether the Hub, the network or the disk is at fault: one of their exceptions, or one raised from such."""
+    """True if the error comes from the Hub, the network or the disk, or was raised from such an error."""
     from huggingface_hub.errors import HFValidationError
 
-    network = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # by the client's version
+    network = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # depends on the client's version
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (OSError, HFValidationError)) or type(cause).__module__.split(".")[0] in network:
@@ -142,16 +142,16 @@ def is_hub_error(error: BaseException) -> bool:
     return False
 
 
-#: Seconds that the Hub may leave a call without a byte, unless ``CAPSZOO_HUB_TIMEOUT`` says otherwise. Downloads have
-#: limits of their client's own, ``HF_HUB_ETAG_TIMEOUT`` and ``HF_HUB_DOWNLOAD_TIMEOUT``: 10 seconds, tried a few times.
+#: Seconds that a call to the Hub may wait without receiving data, unless ``CAPSZOO_HUB_TIMEOUT`` sets another limit.
+#: The client limits downloads by ``HF_HUB_ETAG_TIMEOUT`` and ``HF_HUB_DOWNLOAD_TIMEOUT``: 10 seconds, a few attempts.
 HUB_SECONDS = 60.0
 
 
 def limit_hub_waits() -> None:
-    """Give calls of the Hub's client a time limit; its own default is to wait for ever.
+    """Set a time limit for calls of the Hub's client, which by default waits forever.
 
     Raises:
-        UsageError: ``CAPSZOO_HUB_TIMEOUT`` is no number of seconds above 0.
+        UsageError: ``CAPSZOO_HUB_TIMEOUT`` is not a number of seconds above 0.
     """
     stated = os.environ.get("CAPSZOO_HUB_TIMEOUT", str(HUB_SECONDS))
     try:
@@ -164,7 +164,7 @@ def limit_hub_waits() -> None:
 
     session: Any = get_session()
     if hasattr(session, "timeout"):
-        session.timeout = seconds  # httpx, of huggingface_hub 1.0 and newer; one client for the whole process
+        session.timeout = seconds  # httpx, in huggingface_hub 1.0 and newer; one client for the whole process
         return
     from huggingface_hub import configure_http_backend
     from requests import Session  # type: ignore[import-untyped]
@@ -177,11 +177,11 @@ def limit_hub_waits() -> None:
 
 
 def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig:
-    """The ``config.json`` of a repository of the Hub; one that is damaged in the client's cache is downloaded again.
+    """The ``config.json`` of a Hub repository; a damaged one in the client's cache is downloaded again.
 
     Raises:
-        WeightsError: what the Hub gives is no configuration of a model.
-        Exception: of the Hub's client, see :func:`is_hub_error`.
+        WeightsError: the file from the Hub is no model configuration.
+        Exception: from the Hub's client, see :func:`is_hub_error`.
     """
     from huggingface_hub import hf_hub_download
 
@@ -204,7 +204,7 @@ def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig
 
 
 def _remove_cached(path: Path) -> None:
-    """Take a file out of the Hub client's cache: the link of the snapshot, and the blob that it leads to."""
+    """Remove a file from the Hub client's cache: the link in the snapshot, and the blob that it points to."""
     for file in (path.resolve(), path):
         with suppress(OSError):
             file.unlink()
@@ -217,18 +217,18 @@ def download_weights(
     *,
     local_name: str | None = None,
 ) -> Path:
-    """Fetch the safetensors of a Hub repository (or take it from the client's cache), and check it.
+    """Fetch the safetensors of a Hub repository (or take it from the client's cache), and verify it.
 
-    A file with the wrong sha256 is taken out of the cache again, so that the next call downloads it again.
+    A file with the wrong sha256 is removed from the cache, so that the next call downloads it again.
 
     Args:
-        repo_id: ``user/repository``, with ``@revision`` where it is not the newest.
-        cache_dir: of the Hub's client, if not its own.
-        sha256: what the file must have; None takes that of the repository's ``config.json``, "" checks nothing.
-        local_name: name under which the file may also lie in a folder of ``weights_folders``, for the message.
+        repo_id: ``user/repository``, with ``@revision`` unless it is the newest.
+        cache_dir: of the Hub's client; None uses its default.
+        sha256: expected checksum; None uses the one in the repository's ``config.json``, "" skips the check.
+        local_name: name that the file may also have in a folder of ``weights_folders``, for the error message.
 
     Raises:
-        WeightsError: not to be had, or not what it should be.
+        WeightsError: the file is not available, or not the expected one.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -263,10 +263,10 @@ def download_weights(
 
 
 def load_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """Read a safetensors file; half-precision storage comes back as float32.
+    """Read a safetensors file; half-precision tensors are returned as float32.
 
     Raises:
-        WeightsError: not a safetensors file, a damaged one, one without tensors, or NaN or infinity in a tensor.
+        WeightsError: the file is no safetensors file, is damaged, has no tensors, or has NaN or infinity in a tensor.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -277,7 +277,7 @@ def load_safetensors(path: str | Path) -> dict[str, Tensor]:
         state = load_file(str(path))
     except (SafetensorError, OSError, ValueError) as e:
         raise WeightsError(f"{path}: not a readable safetensors file ({e})") from e
-    if not state:  # timm takes an empty dictionary for none, and would look for other weights
+    if not state:  # timm treats an empty dictionary as missing, and would look for other weights
         raise WeightsError(f"{path}: holds no tensors: it is not the weights of a model")
     for name, tensor in state.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
@@ -286,7 +286,7 @@ def load_safetensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
-    """First convolution ``[o, c, k, l]`` for another number of input channels, response to grey images kept."""
+    """First convolution ``[o, c, k, l]`` for another number of input channels; the response to grey images is kept."""
     source = weight.shape[1]
     if in_chans == 1:
         return weight.sum(dim=1, keepdim=True)
@@ -297,16 +297,16 @@ def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
 def adapt_state_dict(
     state_dict: dict[str, Tensor], model: nn.Module, first_conv: str | None = None
 ) -> dict[str, Tensor]:
-    """Fit a checkpoint to a model that differs in input channels, classes, image size or decoder.
+    """Adapt a checkpoint to a model that differs in input channels, classes, image size or decoder.
 
-    What does not depend on the difference is taken over; the rest keeps the model's own initial values, and one
-    log line says which tensors those are. The result always has exactly the model's keys, so that it loads
+    Tensors that do not depend on the difference are copied; the others keep the model's initial values, and one
+    log line lists them. The result always has exactly the model's keys, so that it loads
     strictly. (timm calls this as ``pretrained_filter_fn``.)
 
     Args:
         state_dict: the checkpoint.
-        model: the model to fit it to; its ``pretrained_cfg`` describes the checkpoint.
-        first_conv: name of the first convolution; None takes the configuration's.
+        model: the model to adapt it to; its ``pretrained_cfg`` describes the checkpoint.
+        first_conv: name of the first convolution; None uses the configuration's.
 
     Raises:
         WeightsError: a tensor is missing, unknown or of another shape, and no such difference explains it.

@@ -1,11 +1,11 @@
-"""Routing pooling in place of the global average pooling of any timm model.
+"""Replace the global average pooling of any timm model by routing pooling.
 
 Paper: Zhao, Huang, "Exploring Dynamic Routing As A Pooling Layer" (ICCV workshop, 2019), section 3.4::
 
     model = timm.create_model("resnet50", num_classes=10)
     capszoo.replace_global_pool(model, lam=5.0)
 
-No parameter is added and no shape changes, so that the model's weights stay valid and its training code too.
+No parameter is added and no shape changes, so the model's weights and training code stay valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AVERAGE = ("avg", "fast", "fastavg")
 
 
 class ChannelsLastRoutingPool2d(nn.Module):
-    """:class:`RoutingPool2d` for maps ``[b, h, w, C]``, as some transformers have them (Swin)."""
+    """:class:`RoutingPool2d` for channels-last maps ``[b, h, w, C]`` (some transformers, such as Swin)."""
 
     def __init__(self, pool: RoutingPool2d) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class ChannelsLastRoutingPool2d(nn.Module):
 
 
 def _find_pool(model: nn.Module) -> str:
-    """Name of the model's global average pool; ValueError where there is none."""
+    """Name of the model's global average pool; raise ValueError if there is none."""
     kind = type(model).__name__
     found = {name: m for name, m in model.named_modules() if isinstance(m, SelectAdaptivePool2d)}
     if not found:
@@ -87,16 +87,16 @@ def _put_routing(model: nn.Module, name: str, lam: float, caps_dim: int, num_ite
 
 
 class _RoutingPooled:
-    """What a model's class gains when its pool is replaced: timm's ``reset_classifier`` rebuilds the pool too."""
+    """Mixin for a model whose pool is replaced: timm's ``reset_classifier`` rebuilds the pool too."""
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None, **kwargs: Any) -> None:
-        """As timm's; routing pooling stays, unless another ``global_pool`` is asked for (``"routing"``: back)."""
+        """As timm's; routing pooling stays unless another ``global_pool`` is given (``"routing"`` restores it)."""
         model: Any = self
         name = model._routing_pool["name"]
         routes = isinstance(model.get_submodule(name), (RoutingPool2d, ChannelsLastRoutingPool2d))
         keep = routes if global_pool is None else global_pool == "routing"
         if keep:
-            global_pool = "avg"  # timm rebuilds what it knows, with the classifier; then ours goes in again
+            global_pool = "avg"  # timm rebuilds its pool with the classifier; then ours replaces it again
         elif global_pool is None:
             global_pool = model.get_submodule(name).pool_type
         model._timm_class.reset_classifier(model, num_classes, global_pool, **kwargs)
@@ -104,7 +104,7 @@ class _RoutingPooled:
             _put_routing(model, **model._routing_pool)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # the class is made at run time: copies and pickles make it again
+        # the class is created at run time: copies and pickles recreate it
         model: Any = self
         return _new_pooled, (model._timm_class,), model.__dict__
 
@@ -119,15 +119,15 @@ def _new_pooled(cls: type[nn.Module]) -> nn.Module:
 
 
 def replace_global_pool(model: ModelT, lam: float = 5.0, caps_dim: int = 16, num_iters: int = 3) -> ModelT:
-    """Put routing pooling in place of a timm model's global average pooling.
+    """Replace a timm model's global average pooling by routing pooling.
 
-    The model is changed in place. ``reset_classifier`` keeps the routing pooling, goes back to another with
-    ``global_pool="avg"``, and returns to it with ``global_pool="routing"``. Where the channels route from is seen
-    with ``pool.couplings(features)`` of the new module.
+    The model is changed in place. ``reset_classifier`` keeps the routing pooling, replaces it with
+    ``global_pool="avg"``, and restores it with ``global_pool="routing"``. ``pool.couplings(features)`` of the new
+    module shows the positions from which each group of channels routes.
 
     Args:
         model: any timm model with a global average pool: ResNet, ConvNeXt, EfficientNet, MobileNetV3, Swin, ….
-        lam: λ, how sparse the couplings become; 0 is average pooling exactly (the paper takes 5 for ResNets).
+        lam: λ, sparsity of the couplings; 0 is average pooling exactly (the paper uses 5 for ResNets).
         caps_dim: channels of a capsule; divides the pooled channels.
         num_iters: routing iterations.
 
@@ -138,7 +138,7 @@ def replace_global_pool(model: ModelT, lam: float = 5.0, caps_dim: int = 16, num
         ValueError: there is no global average pool, or an argument does not fit; the model is then unchanged.
     """
     name = _find_pool(model)
-    RoutingPool2d(caps_dim, lam, num_iters)  # refuses wrong arguments before anything changes
+    RoutingPool2d(caps_dim, lam, num_iters)  # refuses invalid arguments before anything changes
     _put_routing(model, name, lam, caps_dim, num_iters)
     if hasattr(model, "reset_classifier"):
         model._routing_pool = dict(name=name, lam=lam, caps_dim=caps_dim, num_iters=num_iters)  # type: ignore

@@ -6,7 +6,7 @@ CIFAR ResNet-20 (16-32-64 channels, parameter-free shortcuts). The public releas
 
 `resnet20_idpa` (our choice) is the same trunk and the same 32 primary capsules of 16 dimensions with the routing of
 Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020, arXiv:2002.04764). `caps_head` is any timm
-backbone with any routing of :data:`capszoo.models._heads.HEADS`; :func:`attach_head` makes it in one call.
+backbone with any routing of :data:`capszoo.models._heads.HEADS`; :func:`attach_head` creates it in one call.
 """
 
 from collections import OrderedDict
@@ -61,7 +61,7 @@ class HeadNet(CapsuleNet):
         return self.head.make_classes(self.num_classes)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Feature map to class scores ``[b, n]``; ``pre_logits``: what is below the class layer, averaged."""
+        """Feature map to class scores ``[b, n]``; ``pre_logits``: the class layer's input, averaged over the grid."""
         if self.num_classes == 0 and self.global_pool == "":
             return x
         if pre_logits or self.num_classes == 0:
@@ -80,7 +80,7 @@ class HeadNet(CapsuleNet):
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
-        """Images to ``[b, n, h', w']``: the share of each position of the head's grid in each class, summing to 1."""
+        """Images to ``[b, n, h', w']``: share of each position of the head's grid in each class; sums to 1."""
         self._require_classes()
         return self.head.coupling_map(self.forward_features(x))
 
@@ -124,10 +124,10 @@ class PlainHeadResNet(_HeadResNet):
 
     Args:
         num_classes: classes; 0 returns the pooled features.
-        in_chans, img_size: of the images; weights depend on the size with ``routing="conv"``.
+        in_chans, img_size: channels and size of the images; weights depend on the size with ``routing="conv"``.
         routing: ``"avg"``, ``"max"`` or ``"conv"``.
-        layers: of the ResNet, 6n + 2.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no classes.
+        layers: depth of the ResNet, 6n + 2.
+        global_pool: ``"avg"``; ``""`` returns the feature map without classes.
         drop_rate: dropout of the class layer's input.
     """
 
@@ -152,15 +152,15 @@ class SelfRoutingResNet(_HeadResNet):
 
     Couplings of :meth:`forward_capsules`: with ``depth=2``, ``[b, h', w', j, 9*i]`` of the first layer; always
     ``[b, n, i]`` of the class layer, children ordered (row, column, type). ``poses`` are the weighted means of the
-    children's, for the paper's last layer has none.
+    children's, because the paper's last layer has none.
 
     Args:
         num_classes: classes; 0 returns the pooled features.
-        in_chans, img_size: of the images; weights depend on the size.
+        in_chans, img_size: channels and size of the images; weights depend on the size.
         depth: capsule layers, 1 or 2.
-        caps_types, caps_dim: primary capsules at each position, and their pose dimension.
-        layers: of the ResNet, 6n + 2.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no classes.
+        caps_types, caps_dim: primary capsule types, and their pose dimension.
+        layers: depth of the ResNet, 6n + 2.
+        global_pool: ``"avg"``; ``""`` returns the feature map without classes.
         drop_rate: dropout of the class layer's children.
     """
 
@@ -182,19 +182,19 @@ class SelfRoutingResNet(_HeadResNet):
 
 
 class RoutedResNet(_HeadResNet):
-    """CIFAR ResNet and a routing by iterations.
+    """CIFAR ResNet and an iterative routing.
 
-    Couplings of :meth:`forward_capsules` as those of :class:`SelfRoutingResNet`.
+    Couplings of :meth:`forward_capsules` as in :class:`SelfRoutingResNet`.
 
     Args:
         num_classes: classes; 0 returns the pooled features.
-        in_chans, img_size: of the images; weights depend on the size.
+        in_chans, img_size: channels and size of the images; weights depend on the size.
         routing: ``"dynamic"``, ``"em"`` or ``"idpa"``.
         depth: capsule layers, 1 or 2 (not with idpa).
-        caps_types, caps_dim: primary capsules at each position, and their pose dimension.
-        routing_iters: routing iterations; None takes the routing's own (3; idpa 2).
-        layers: of the ResNet, 6n + 2.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no classes.
+        caps_types, caps_dim: primary capsule types, and their pose dimension.
+        routing_iters: routing iterations; None uses the routing's default (3; idpa 2).
+        layers: depth of the ResNet, 6n + 2.
+        global_pool: ``"avg"``; ``""`` returns the feature map without classes.
         drop_rate: dropout of the class layer's children.
     """
 
@@ -229,16 +229,16 @@ class BackboneNet(HeadNet):
     """Any timm backbone and a capsule head.
 
     Args:
-        num_classes: classes; 0 returns what is below the class layer.
+        num_classes: classes; 0 returns the class layer's input.
         in_chans, img_size: of the images. Most routings have weights for every grid position: other sizes are refused.
-        backbone: name of timm, ``"hf-hub:…"`` or ``"local-dir:…"``; or a module with ``forward_features``.
+        backbone: timm name, ``"hf-hub:…"`` or ``"local-dir:…"``; or a module with ``forward_features``.
         routing: a name of :data:`HEADS`.
-        routing_iters: routing iterations, of a routing that has them; None takes its own.
-        proj_chans: channels of the 1x1 projection (BatchNorm, ReLU) before the head; 0 leaves it out.
-        max_grid: a map of more rows or columns is average-pooled first, so that it has no more.
+        routing_iters: routing iterations, for an iterative routing; None uses its default.
+        proj_chans: channels of the 1x1 projection (BatchNorm, ReLU) before the head; 0 omits it.
+        max_grid: a map with more rows or columns is first average-pooled to at most this many.
         head_args: further arguments of the head's class.
         backbone_pretrained: load the backbone's weights; nothing is downloaded otherwise.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no classes.
+        global_pool: ``"avg"``; ``""`` returns the feature map without classes.
         drop_rate: dropout of the class layer's input.
 
     Raises:
@@ -263,7 +263,7 @@ class BackboneNet(HeadNet):
         options: Dict[str, Any] = dict(
             head_args or {}, proj_chans=proj_chans, max_grid=max_grid, drop_rate=drop_rate
         )
-        known = head_arguments(routing, set(options))  # before a backbone is made, or fetched
+        known = head_arguments(routing, set(options))  # before a backbone is created or downloaded
         if routing_iters is not None:
             if "num_iters" not in known:
                 raise ValueError(f"the {routing} head has no iterations: leave routing_iters out")
@@ -291,7 +291,7 @@ class BackboneNet(HeadNet):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Callable[[str], Tuple[float, ...]]:
-        """The backbone's own order of depth; the head last."""
+        """The backbone's order of depth; the head last."""
         model: Any = self.stages.backbone.model  # type: ignore[union-attr]
         matcher = getattr(model, "group_matcher", None)
         order = group_parameters(model, matcher(coarse=coarse)) if matcher else {}
@@ -305,7 +305,7 @@ class BackboneNet(HeadNet):
 
     @torch.jit.ignore
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the backbone's (timm's signature); the final features as a map ``[b, c, h, w]``."""
+        """As in the backbone (timm's signature); the final features as a map ``[b, c, h, w]``."""
         features: Any = self.stages.backbone
         found = features.model.forward_intermediates(x, *args, **kwargs)
         if isinstance(found, tuple):
@@ -323,7 +323,7 @@ class BackboneNet(HeadNet):
         return features.model.prune_intermediate_layers(indices, prune_norm, prune_head)
 
     def describe(self, cfg: Dict[str, Any]) -> None:
-        """Put what the backbone's configuration says about images into the network's own."""
+        """Copy the backbone's image settings into the network's configuration."""
         for key in ("mean", "std", "interpolation", "crop_pct"):
             if self.backbone_cfg.get(key) is not None:
                 cfg[key] = self.backbone_cfg[key]
@@ -345,27 +345,27 @@ def attach_head(
     freeze: bool = False,
     **head_args: Any,
 ) -> "BackboneNet":
-    """A capsule network out of any timm backbone.
+    """Create a capsule network from any timm backbone.
 
     Args:
-        backbone: name of timm, ``"hf-hub:org/repo"`` or ``"local-dir:folder"``; or a module with ``forward_features``,
-            which is used as it is.
+        backbone: timm name, ``"hf-hub:org/repo"`` or ``"local-dir:folder"``; or a module with ``forward_features``,
+            which is used without a copy.
         routing: of the head, a name of ``capszoo.models._heads.HEADS``: a routing such as ``idpa`` or ``em``, or one
             of the twins without capsules ``avg``, ``max`` and ``conv``.
         num_classes: classes.
-        img_size: of the images, one number or (rows, columns) in pixels; None takes the backbone's own.
-        in_chans: channels of the images; None takes the backbone's own.
+        img_size: of the images, one number or (rows, columns) in pixels; None uses the backbone's.
+        in_chans: channels of the images; None uses the backbone's.
         pretrained: load the backbone's weights; nothing is downloaded otherwise.
-        freeze: leave the backbone as it is in training: its parameters need no gradient.
-        **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), and its own, such as ``caps_types``,
-            ``num_iters`` or ``depth``.
+        freeze: freeze the backbone in training: its parameters need no gradient.
+        **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), and those specific to the routing, such as
+            ``caps_types``, ``num_iters`` or ``depth``.
 
     Returns:
         A network with all of the zoo's methods.
 
     Raises:
         ValueError: an unknown backbone, routing or argument, or a backbone without a feature map; one line.
-        WeightsError: weights are asked for that are not there.
+        WeightsError: weights are requested but do not exist.
 
     Examples:
         ``attach_head("resnet18.a1_in1k", "idpa", num_classes=37, pretrained=True)`` loads the backbone's weights.
@@ -478,6 +478,6 @@ def caps_head(pretrained: bool = False, **kwargs: Any) -> BackboneNet:
     """Any timm backbone with any routing as its head, by backbone=… and routing=…; ResNet-18 and IDPA by default."""
     args = dict(backbone="resnet18", routing="idpa")
     net = _create_backbone_net("caps_head", pretrained, defaults=args, **kwargs)
-    if isinstance(net, BackboneNet):  # timm's wrapper for features has a configuration of its own
+    if isinstance(net, BackboneNet):  # timm's feature wrapper has a separate configuration
         net.describe(net.pretrained_cfg)
     return net

@@ -1,18 +1,19 @@
 """Capsule networks with dynamic routing.
 
 - `capsnet_dynamic`: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017, arXiv:1710.09829), section 4.
-- `capsnet_dynamic_cifar`, `capsnet_dynamic_resnet`: the same on CIFAR, as Tsai et al., "Capsules with Inverted
-  Dot-Product Attention Routing" (2020, arXiv:2002.04764), Tables 4 and 5, and the text's ResNet backbone, compare with.
+- `capsnet_dynamic_cifar`, `capsnet_dynamic_resnet`: the same on CIFAR, the networks that Tsai et al., "Capsules with
+  Inverted Dot-Product Attention Routing" (2020, arXiv:2002.04764), compare with: Tables 4 and 5, and the text's ResNet
+  backbone.
 - `capsnet_dynamic_multimnist`: the dynamic-routing network of that paper's Figure 5: the layers of its Table 11, with
-  squash for the LayerNorms and capsule lengths for the linear classifier.
+  squash instead of the LayerNorms and capsule lengths instead of the linear classifier.
 - `capsnet6_dynamic`: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (a), appendix A.i.
 
 Scores are capsule lengths, in [0, 1].
 
 Our choices, where the papers are silent: convolutions start as He normal (fan in); in `capsnet6_dynamic` the
-capsules of the fourth layer are not squashed (the text names conv-BN-ReLU alone), and the mid capsules stand in 32
+capsules of the fourth layer are not squashed (the text names only conv-BN-ReLU), and the mid capsules form 32
 types on a grid of ``mid_caps / 32`` positions. The public release computes with 512 mid capsules; the 2048 of the
-text are the default, for they give the stated size.
+text are the default, because they give the stated size.
 """
 
 import math
@@ -49,7 +50,7 @@ def _normalised(share: Tensor) -> Tensor:
 
 
 class DynamicCapsNetBase(CapsuleNet):
-    """What both networks share: class capsules by dynamic routing, whose learned first logits do not decay."""
+    """Shared by both networks: class capsules by dynamic routing, whose learned first logits do not decay."""
 
     score_kind = "lengths"
 
@@ -68,19 +69,19 @@ class DynamicCapsNet(DynamicCapsNetBase):
     layer; always ``[b, n, i]`` of the class layer, its children ordered (row, column, type).
 
     Args:
-        num_classes: classes; 0 leaves out the class capsules.
+        num_classes: classes; 0 omits the class capsules.
         in_chans, img_size: of the images; the class layer has transforms for every grid position.
         backbone: ``"conv"``, one convolution and ReLU, or ``"resnet"``, that of the IDPA paper.
-        stem_chans, stem_kernel, stem_stride, stem_padding: of the convolution; the ResNet takes the channels only.
-        caps_types, caps_dim: primary capsules at each position, and numbers in a capsule.
+        stem_chans, stem_kernel, stem_stride, stem_padding: of the convolution; the ResNet uses only the channels.
+        caps_types, caps_dim: primary capsule types, and their pose dimension.
         primary_kernel, primary_stride, primary_bias: of the primary capsules' convolution.
-        conv_caps: whether a convolutional capsule layer (3x3, same types and pose size) follows.
-        class_dim: numbers in a class capsule.
-        routing_iters: rounds of routing, in every routing layer.
-        softmax_over: ``"parents"`` or ``"children"``: what the couplings sum to 1 over.
+        conv_caps: whether a convolutional capsule layer (3x3, same types and pose dimension) follows.
+        class_dim: pose dimension of a class capsule.
+        routing_iters: routing iterations, in every routing layer.
+        softmax_over: ``"parents"`` or ``"children"``: the axis over which the couplings sum to 1.
         routing_init: first logits of the class layer: ``"zero"``, ``"random"`` or ``"learned"``.
         decoder: build the reconstruction decoder.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no class capsules.
+        global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
         drop_rate: dropout of the class layer's children.
     """
 
@@ -157,7 +158,7 @@ class DynamicCapsNet(DynamicCapsNetBase):
             raise ValueError(f"img_size={self.img_size} is too small for this network's convolutions")
         self.grid = (h, w)
         self.stages = nn.Sequential(stages)
-        # unpadded convolutions shrink the map as well: the power of two that the ratio of sizes reaches
+        # unpadded convolutions shrink the map too: the reduction is the largest power of two within the size ratio
         self.feature_info = feature_levels(
             (name, chs, 2 ** int(math.log2(self.img_size[0] / size))) for name, chs, size in levels
         )
@@ -211,13 +212,13 @@ class DynamicCapsNet(DynamicCapsNetBase):
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each grid position in each class capsule, summing to 1.
 
-        A child's share is its coupling times the length of its vote; a position's, the sum over its capsule types.
-        The grid is that of the layer below the class capsules.
+        A child's share is its coupling times the length of its vote; a position's share is the sum over its capsule
+        types. The grid is that of the layer below the class capsules.
         """
         self._require_classes()
         votes = self.class_caps.votes(self._children(self.forward_features(x)))  # [b, n, i, e]
         _, couplings = dynamic_routing(votes, self.routing_iters, self.softmax_over, self.class_caps.start)
-        share = couplings * capsule_lengths(votes)  # [b, n, i]; lengths are never quite zero
+        share = couplings * capsule_lengths(votes)  # [b, n, i]; lengths are at least 1e-6
         return _normalised(share.unflatten(2, (self.grid[0], self.grid[1], -1)).sum(dim=4))
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
@@ -238,17 +239,17 @@ class SixLayerCapsNet(DynamicCapsNetBase):
     Couplings of :meth:`forward_capsules`: ``[b, mid_caps, types * h * w]`` and ``[b, n, mid_caps]``.
 
     Args:
-        num_classes: classes; 0 leaves out the class capsules.
+        num_classes: classes; 0 omits the class capsules.
         in_chans, img_size: of the images. Weights depend on the size only where ``routing_init`` is not zero.
         widths: channels of the 3x3 convolutions (strides 1, 1, 2, 2).
         caps_types: capsule types of both layers; the last width and ``mid_caps`` are multiples of it.
-        mid_caps, mid_dim: capsules of the fifth layer, and numbers in each.
-        class_dim: numbers in a class capsule.
-        routing_iters: rounds of routing (Table 5: 1 to 4).
+        mid_caps, mid_dim: capsules of the fifth layer, and their pose dimension.
+        class_dim: pose dimension of a class capsule.
+        routing_iters: routing iterations (Table 5: 1 to 4).
         softmax_over: ``"children"`` (appendix A.i) or ``"parents"``.
         routing_init: first logits of both layers: ``"zero"``, ``"random"`` or ``"learned"`` (Table 5).
         decoder: build the reconstruction decoder.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no class capsules.
+        global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
         drop_rate: dropout of the class layer's children.
     """
 
@@ -361,8 +362,8 @@ class SixLayerCapsNet(DynamicCapsNetBase):
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each grid position in each class capsule, summing to 1.
 
-        A mid capsule's share in a class is its coupling times its length; it is handed down to the grid by the mid
-        capsule's own couplings (scaled to sum to 1 over its children), and summed over the capsule types.
+        A mid capsule's share in a class is its coupling times its length. The mid capsule's couplings (scaled to sum
+        to 1 over its children) distribute it over the grid, and the shares are summed over the capsule types.
         """
         self._require_classes()
         features = self.forward_features(x)
@@ -401,7 +402,7 @@ _cfg = partial(
     paper_ids="arXiv:1710.09829",
 )
 
-# Sabour et al. feed grey values in 0..1, which are also what the decoder rebuilds
+# Sabour et al. feed grey values in 0..1, the range that the decoder reconstructs
 _digits = partial(_cfg, mean=(0.0,), std=(1.0,))
 
 

@@ -1,7 +1,7 @@
 """Capsule networks with EM routing.
 
 - `capsnet_em`, `capsnet_em_resnet`: Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020,
-  arXiv:2002.04764), Tables 6 and 7, and the text's ResNet backbone; two routing iterations served them best.
+  arXiv:2002.04764), Tables 6 and 7, and the text's ResNet backbone; they report two iterations as best.
 - `capsnet_em_norb`, `capsnet_em_norb_small`: the networks of Hinton, Sabour, Frosst, "Matrix capsules with EM routing"
   (2018), for 32x32 crops of smallNORB.
 - `capsnet6_em`: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (b), appendix A.i.
@@ -9,17 +9,17 @@
 Maps of matrix capsules are ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p + column, then
 the activations.
 
-Our choices, where the papers are silent: the floor of the variances (see `capszoo.layers.em_routing`), and what keeps
-the activations off the ends of the sigmoid, without which no loss on them has a gradient (Li et al. say so too). In
-`capsnet6_em` that is their normalised cost, at a constant temperature, so that the sigmoid sees [-5, 5] as in the
-text. In the other networks it is the inverse temperature ``lambda_t = (1 + t) / 10``, divided in each layer by its
-children per parent, with which the cost grows, and a start of ``beta_v`` near minus the log of the votes' deviation.
-Convolutions start as He normal, the transforms as identities and noise. In `capsnet6_em` the mid capsules stand in 32
-types on a grid of ``mid_caps / 32`` positions; the public release of that paper computes with 512 of them, the 2048 of
-the text are the default, for they give the stated size.
+Our choices, where the papers are silent: the floor of the variances (see `capszoo.layers.em_routing`), and how
+the activations are kept from saturating the sigmoid, without which no loss on them has a gradient (Li et al. state this
+too). In `capsnet6_em` that is their normalised cost, at a constant temperature, so that the sigmoid's input is in
+[-5, 5] as in the text. In the other networks it is the inverse temperature ``lambda_t = (1 + t) / 10``, divided in each
+layer by its children per parent, with which the cost grows, and an initial ``beta_v`` near minus the log of the votes'
+deviation. Convolutions start as He normal, the transforms as identities plus noise. In `capsnet6_em` the mid capsules
+form 32 types on a grid of ``mid_caps / 32`` positions; the public release of that paper computes with 512 of them, the
+2048 of the text are the default, because they give the stated size.
 
 Scores are the logits of the class activations: they keep their order where half precision rounds the activations to 1,
-and serve cross-entropy as they are. ``scores="activations"`` gives what the spread loss wants.
+and can be used directly in cross-entropy. ``scores="activations"`` returns the input of the spread loss.
 """
 
 import math
@@ -42,13 +42,13 @@ __all__ = ["EMCapsNet", "SixLayerEMCapsNet"]
 
 
 def _normalised(share: Tensor) -> Tensor:
-    """Maps ``[b, n, h, w]`` of non-negative shares, scaled so that each sums to 1; even where nothing is active."""
+    """Scale maps ``[b, n, h, w]`` of non-negative shares so that each sums to 1; uniform where nothing is active."""
     share = share + 1e-6
     return share / share.sum(dim=(2, 3), keepdim=True)
 
 
 class NoClassCaps(nn.Identity):
-    """Stands where the class capsules were, in a network without classes."""
+    """Replaces the class capsules in a network without classes."""
 
     def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:  # type: ignore[override]
         return x, x
@@ -70,7 +70,7 @@ class PrimaryMatrixCaps(nn.Module):
 
 
 class AppendActivations(nn.Module):
-    """Activations by 3x3 convolution, BatchNorm, ReLU, behind the poses: ``[b, in, h, w] -> [b, in + caps, h, w]``."""
+    """Append activations by 3x3 convolution, BatchNorm, ReLU: ``[b, in, h, w] -> [b, in + caps, h, w]``."""
 
     def __init__(self, in_chans: int, num_caps: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class AppendActivations(nn.Module):
 
 
 class EMNetBase(CapsuleNet):
-    """What both networks share: class capsules by EM routing, and the scores that are made of their activations."""
+    """Shared by both networks: class capsules by EM routing, and the scores computed from their activations."""
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any
@@ -117,10 +117,10 @@ class EMCapsNet(EMNetBase):
     ``[b, n, h', w', i]``.
 
     Args:
-        num_classes: classes; 0 leaves out the class capsules.
+        num_classes: classes; 0 omits the class capsules.
         in_chans, img_size: of the images. No weight depends on the size.
         backbone: ``"conv"``, one convolution, BatchNorm and ReLU, or ``"resnet"``, that of the IDPA paper.
-        stem_chans, stem_kernel, stem_stride, stem_padding: of the convolution; the ResNet takes the channels only.
+        stem_chans, stem_kernel, stem_stride, stem_padding: of the convolution; the ResNet uses only the channels.
         caps: capsule types of the primary layer and of each 3x3 EM layer, the first of which has stride 2.
         pose_size: rows (and columns) of a pose.
         routing_iters: iterations, in every routing layer.
@@ -128,10 +128,11 @@ class EMCapsNet(EMNetBase):
             its children per parent.
         var_floor, normalize_cost: see `capszoo.layers.em_routing`.
         scores: what ``forward`` returns: ``"logits"`` of the class activations (for cross-entropy), or the
-            ``"activations"`` in [0, 1] (for the spread loss). Their order is the same, but where the sigmoid saturates.
+            ``"activations"`` in [0, 1] (for the spread loss). Their order is the same, except where the sigmoid
+            saturates.
         decoder: build the reconstruction decoder.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no class capsules.
-        drop_rate: share of the class layer's children that are made inactive in training.
+        global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
+        drop_rate: share of the class layer's children that are set inactive in training.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class EMCapsNet(EMNetBase):
             levels.append((f"caps{i}", caps[i] * per_caps, h))
         self.grid = (h, w)
         self.stages = nn.Sequential(stages)
-        # unpadded windows shrink the map as well: the power of two that the ratio of sizes reaches
+        # unpadded windows shrink the map too: the reduction is the largest power of two within the size ratio
         self.feature_info = feature_levels(
             (name, chs, 2 ** int(math.log2(self.img_size[0] / size))) for name, chs, size in levels
         )
@@ -224,7 +225,7 @@ class EMCapsNet(EMNetBase):
         return ClassEM(self.caps[-1], self.num_classes, init_beta_v=3.0, **settings)
 
     def _children(self, x: Tensor) -> Tensor:
-        """The last map, some of its capsules inactive where there is dropout."""
+        """The last map, with some of its capsules set inactive by dropout."""
         if self.drop_rate == 0.0:
             return x
         split = self.num_features - self.num_features // (self.class_dim + 1)
@@ -260,7 +261,7 @@ class EMCapsNet(EMNetBase):
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each position in each class capsule, summing to 1.
 
-        A child's share is its coupling times its activation; a position's, the sum over its capsule types.
+        A child's share is its coupling times its activation; a position's share is the sum over its capsule types.
         """
         self._require_classes()
         x = self.forward_features(x)
@@ -283,18 +284,18 @@ class SixLayerEMCapsNet(EMNetBase):
     Couplings of :meth:`forward_capsules`: ``[b, mid_caps, types, h * w]`` and ``[b, n, types, mid_caps / types]``.
 
     Args:
-        num_classes: classes; 0 leaves out the class capsules.
+        num_classes: classes; 0 omits the class capsules.
         in_chans, img_size: of the images. No weight depends on the size.
         widths: channels of the 3x3 convolutions (strides 1, 1, 2, 2).
         caps_types: capsule types of both layers; the last width and ``mid_caps`` are multiples of it.
-        mid_caps, mid_dim: capsules of the fifth layer, and numbers in each. Memory grows with ``mid_caps``.
-        class_dim: numbers in a class capsule.
+        mid_caps, mid_dim: capsules of the fifth layer, and their pose dimension. Memory grows with ``mid_caps``.
+        class_dim: pose dimension of a class capsule.
         routing_iters: iterations, in both routing layers.
         lam_start, lam_step, var_floor, normalize_cost: see `capszoo.layers.em_routing`.
         scores: ``"logits"`` or ``"activations"``, as in :class:`EMCapsNet`.
         decoder: build the reconstruction decoder.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no class capsules.
-        drop_rate: share of the class layer's children that are made inactive in training.
+        global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
+        drop_rate: share of the class layer's children that are set inactive in training.
     """
 
     def __init__(
@@ -410,8 +411,8 @@ class SixLayerEMCapsNet(EMNetBase):
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each grid position in each class capsule, summing to 1.
 
-        A mid capsule's share in a class is its coupling times its activation; it is handed down to the grid by the mid
-        capsule's own shares (couplings times activations, scaled to sum to 1), and summed over the capsule types.
+        A mid capsule's share in a class is its coupling times its activation. The mid capsule's shares (couplings times
+        activations, scaled to sum to 1) distribute it over the grid, and the shares are summed over the capsule types.
         """
         self._require_classes()
         x = self.forward_features(x)
@@ -450,7 +451,7 @@ _cfg = partial(
     paper_ids="arXiv:2002.04764",
 )
 
-# stereo pairs: two grey channels. Hinton et al. scale each image to zero mean and unit variance themselves
+# stereo pairs: two grey channels. Hinton et al. scale each image individually to zero mean and unit variance
 _norb = partial(
     _cfg,
     input_size=(2, 32, 32),
@@ -498,7 +499,7 @@ def capsnet_em_resnet(pretrained: bool = False, **kwargs: Any) -> EMCapsNet:
 
 
 def _norb_args(stem_chans: int, caps: Tuple[int, ...]) -> Dict[str, Any]:
-    # classes and channels are the configuration's, so that weights with others bring their own
+    # classes and channels come from the configuration, so that weights with other numbers override them
     return dict(
         stem_chans=stem_chans,
         stem_kernel=5,

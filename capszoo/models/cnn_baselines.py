@@ -1,11 +1,11 @@
-"""The plain convolutional networks that the capsule papers compare themselves with.
+"""The plain convolutional networks used as baselines in the capsule papers.
 
 - `cnn_sabour`: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017, arXiv:1710.09829), section 4.
 - `cnn_baseline`, `cnn_multimnist`, `cnn_multimnist_fc`: Tsai et al., "Capsules with Inverted Dot-Product Attention
   Routing" (2020, arXiv:2002.04764), Tables 2, 3 and 12.
 - `cnn6`, `cnn6_wide`: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (c, d), appendix A.i.
 
-Our choices, where the papers are silent: padding 2 in `cnn_sabour` (only with it has the network the stated 35.4M
+Our choices, where the papers are silent: padding 2 in `cnn_sabour` (only then does the network have the stated 35.4M
 parameters) and dropout 0.5; in `cnn6` no bias before a BatchNorm, stride 1 in the fifth convolution, and the grid to
 which its features are averaged: 2x2 in `cnn6`, 1x1 in `cnn6_wide`, which comes closest to the stated sizes.
 The IDPA paper's tables say "ReLU + Batch Norm", and "Batch Norm + ReLU" for another network: the order is kept.
@@ -63,10 +63,10 @@ class ConvNet(CapsuleNet):
         num_classes: classes; 0 returns the neck's output ``[b, head_hidden_size]``.
         in_chans: channels of the images.
         img_size: height and width of the images in pixels.
-        global_pool: ``""`` returns the feature map while there is no classifier; every other value means the
-            network's own pooling, whose name is in ``pooling``.
+        global_pool: ``""`` returns the feature map while there is no classifier; every other value means the pooling
+            given by ``pooling``.
         fixed_input_size: whether weights depend on ``img_size``.
-        pooling: ``"avg"`` or ``"flatten"``: what this network has between convolutions and classifier.
+        pooling: ``"avg"`` or ``"flatten"``: the step between convolutions and classifier.
     """
 
     classifier_name = "fc"
@@ -102,11 +102,11 @@ class ConvNet(CapsuleNet):
         return nn.Linear(self.head_hidden_size, self.num_classes) if self.num_classes else nn.Identity()
 
     def _set_pool(self, kind: Optional[str]) -> None:
-        """Take or leave out the network's pooling, which a classifier brings back; None keeps it."""
+        """Enable or disable the network's pooling, which a classifier enables again; None keeps it."""
         super()._set_pool(self.pooling if self.num_classes else kind)
 
     def _feature_grid(self, stages: "OrderedDict[str, nn.Module]") -> Tuple[int, int]:
-        """Grid of the last feature map at ``img_size``, by the size formula of each layer."""
+        """Grid of the last feature map at ``img_size``, from the size formula of each layer."""
         h, w = self.img_size
         for layer in (m for s in stages.values() for m in s.modules()):
             if isinstance(layer, nn.Conv2d):
@@ -191,8 +191,8 @@ class SabourCNN(ConvNet):
 class MultiMnistCNN(ConvNet):
     """Three convolutions, a linear layer, a classifier: ``cnn_multimnist`` and ``cnn_multimnist_fc``.
 
-    Table 12 applies the linear layer at each position and averages its outputs; averaging its inputs is the same map
-    and is what is done here.
+    Table 12 applies the linear layer at each position and averages its outputs. Averaging its inputs gives the same
+    result, and is the order used here.
 
     Args:
         num_classes, in_chans, global_pool: see :class:`ConvNet`.
@@ -236,7 +236,7 @@ class MultiMnistCNN(ConvNet):
 class BaselineCNN(ConvNet):
     """Three strided convolutions with average pooling between: ``cnn_baseline``.
 
-    The last pooling, 2x2 in the tables, is taken over the whole grid, so that every image size works.
+    The last pooling, 2x2 in the tables, covers the whole grid here, so that every image size works.
 
     Args:
         num_classes, in_chans, img_size, global_pool: see :class:`ConvNet`; no weight depends on ``img_size``.
@@ -268,8 +268,8 @@ class BaselineCNN(ConvNet):
 class GridPool(nn.Module):
     """Average pooling to a grid of ``size x size``, flattened: ``[b, c, h, w] -> [b, c * size * size]``.
 
-    The cells are those of adaptive average pooling, one axis after the other; that operator itself exports to
-    gathers where the sizes do not divide.
+    The cells are those of adaptive average pooling, one axis after the other. That operator itself exports to
+    gathers if the sizes do not divide.
     """
 
     def __init__(self, size: int) -> None:

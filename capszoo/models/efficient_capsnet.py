@@ -4,7 +4,7 @@ Paper: Mazzia, Salvetti, Chiaberge, "Efficient-CapsNet: capsule network with sel
 arXiv:2101.12491). The public release was read for facts: kernel sizes, the order of ReLU and BatchNorm, the bias that
 is added to the couplings.
 
-One network, three sizes, all by arguments:
+One network in three sizes, by its arguments:
 
 - MNIST (the defaults), 161,824 parameters;
 - MultiMNIST: ``img_size=36, strides=(1, 1, 2, 2), primary_kernel=5, primary_stride=2``, 154,656;
@@ -67,11 +67,11 @@ class ConvActNorm(nn.Module):
 class EfficientCapsNet(CapsuleNet):
     """Four convolutions, a depthwise convolution to primary capsules, self-attention routing to class capsules.
 
-    Couplings of :meth:`forward_capsules`: ``[b, n, i]``, children ordered (row, column, type); one row and column
-    unless ``primary_kernel`` leaves more.
+    Couplings of :meth:`forward_capsules`: ``[b, n, i]``, children ordered (row, column, type); there is one row and one
+    column unless ``primary_kernel`` leaves more.
 
     Args:
-        num_classes: classes; 0 leaves out the class capsules.
+        num_classes: classes; 0 omits the class capsules.
         in_chans, img_size: of the images, in pixels.
         widths, kernels, strides: channels, kernel sizes and strides of the four convolutions.
         norm: ``"batch"`` or ``"instance"``, see :class:`ConvActNorm`.
@@ -79,11 +79,11 @@ class EfficientCapsNet(CapsuleNet):
         class_dim: pose dimension of a class capsule.
         primary_kernel, primary_stride: of the depthwise convolution; None covers the whole map.
         decoder: build the reconstruction decoder.
-        global_pool: ``"avg"``; ``""`` returns the feature map where there are no class capsules.
+        global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
         drop_rate: dropout of the class layer's children.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an invalid argument; the message names it.
     """
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
@@ -134,7 +134,7 @@ class EfficientCapsNet(CapsuleNet):
         levels += [("primary", chans, h), ("squash", chans, h)]
         self.grid = (h, w)
         self.stages = nn.Sequential(stages)
-        # unpadded convolutions shrink the map as well: the power of two that the ratio of sizes reaches
+        # unpadded convolutions shrink the map too: the reduction is the largest power of two within the size ratio
         self.feature_info = feature_levels(
             (name, width, 2 ** int(math.log2(self.img_size[0] / size))) for name, width, size in levels
         )
@@ -174,8 +174,8 @@ class EfficientCapsNet(CapsuleNet):
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each position of the last convolution's map, summing to 1.
 
-        A child's share in a class is its coupling times the length of its vote. It is handed down through the
-        depthwise convolution: to each position in proportion to the absolute value of what the position adds.
+        A child's share in a class is its coupling times the length of its vote. The depthwise convolution distributes
+        it over the positions, in proportion to the absolute value of each position's contribution.
         """
         self._require_classes()
         conv4: Any = self.stages[:-2](x)
@@ -188,8 +188,8 @@ class EfficientCapsNet(CapsuleNet):
         primary: Any = self.stages.primary
         stride, groups = primary.stride, primary.groups
         weight, terms = primary.weight.abs(), conv4.abs().clamp_min(1e-6)
-        whole = F.conv2d(terms, weight, None, stride, groups=groups)  # what reaches each dimension of a child
-        whole = whole.unflatten(1, (self.caps_types, -1)).sum(2).clamp_min(1e-6)  # and each child
+        whole = F.conv2d(terms, weight, None, stride, groups=groups)  # total for each dimension of a child
+        whole = whole.unflatten(1, (self.caps_types, -1)).sum(2).clamp_min(1e-6)  # and to each child
         share = share / whole.repeat_interleave(self.num_classes, 0)
         share = share.repeat_interleave(self.caps_dim, 1)
         edge = [(a - k) % s for a, k, s in zip(conv4.shape[2:], primary.kernel_size, stride, strict=True)]
@@ -219,7 +219,7 @@ _cfg = partial(
 
 default_cfgs = zoo_cfgs(
     {
-        # grey values in 0..1, which are also what the decoder rebuilds
+        # grey values in 0..1, the range that the decoder reconstructs
         "efficient_capsnet": _cfg(input_size=(1, 28, 28), pool_size=(1, 1), mean=(0.0,), std=(1.0,)),
     }
 )

@@ -3,11 +3,11 @@
 Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation", ECCV 2018, arXiv:1808.03749 (section 3.1,
 Table 2, appendix A.1). The authors' release was read for facts: initial values, kernel of the aide, capFC.
 
-A stem, then modules of one Type I layer (which doubles the pose size of the 32 capsule channels, and strides) and
-a stack of Type II layers, then capFC, whose capsule lengths are the scores. The feedback agreement that goes with
+A stem, then modules of one Type I layer (which strides, and doubles the pose dimension of the 32 capsule channels) and
+a stack of Type II layers, then capFC, whose capsule lengths are the scores. The feedback agreement used with
 it in training is in ``capszoo/models/_feedback.py``.
 
-Where the paper does not say (our choices): above 64 pixels the stem is a ResNet's (7x7 of stride 2, max-pooling);
+Our choices where the paper does not specify: above 64 pixels the stem is a ResNet's (7x7 of stride 2, max-pooling);
 ``encapnet_v2`` and ``encapnet_v3`` divide their 101 layers as 9, 12, 69, 9 and leave the aide out of the first
 two modules.
 """
@@ -33,9 +33,9 @@ __all__ = ["EncapNet", "EncapResNet"]
 
 
 class Stem(nn.Module):
-    """3x3 convolution, BN, ReLU; or for large images a ResNet's: 7x7 of stride 2 and 3x3 max-pooling of stride 2.
+    """3x3 convolution, BN, ReLU; or for large images a ResNet stem: 7x7 and 3x3 max-pooling, both of stride 2.
 
-    ``[b, in, h, w] -> [b, out, h, w]``, or a quarter of the size.
+    ``[b, in, h, w] -> [b, out, h, w]``, or with a quarter of the rows and columns.
     """
 
     def __init__(self, in_chans: int, out_chans: int, large: bool, bias: bool) -> None:
@@ -69,7 +69,7 @@ def _aides(mode: str, aide: Optional[Sequence[bool]], modules: int) -> List[bool
 
 
 def _halved(size: Tuple[int, int], times: int) -> Tuple[int, int]:
-    """Grid after ``times`` convolutions of stride 2 that pad by half their kernel."""
+    """Grid size after ``times`` convolutions of stride 2, padded by half their kernel."""
     h, w = size
     for _ in range(times):
         h, w = (h + 1) // 2, (w + 1) // 2
@@ -82,22 +82,22 @@ def _capsule_lengths(poses: Tensor) -> Tensor:
 
 
 class EncapNet(CapsuleNet):
-    """EncapNet (Table 2). There are no routing iterations: ``forward_capsules`` gives an empty ``couplings``.
+    """EncapNet (Table 2). There are no routing iterations: ``forward_capsules`` returns empty ``couplings``.
 
     Args:
-        num_classes: class capsules; 0 leaves capFC out.
+        num_classes: class capsules; 0 omits capFC.
         in_chans, img_size: of the images. capFC has weights per grid position: other sizes are refused.
-        depths: capConv layers of each module, the Type I layer included.
+        depths: capConv layers of each module, including the Type I layer.
         strides: of the modules' Type I layers.
-        pose_dims: pose size after each module.
+        pose_dims: pose dimension after each module.
         groups: capsule channels.
         mode: ``"master_aide"``, or ``"master"`` for no aide anywhere (Table 3, row 1).
-        aide: which modules have the aide branch, one bool per module; all of them where absent.
+        aide: which modules have the aide branch, one bool per module; defaults to all of them.
         coefficients: ``"own"``, ``"cross"`` or ``"both"`` (Table 3, rows 2 to 4).
         skip_type1, skip_type2: skip connections of the two layer types (rows 5 to 7).
         stem: ``"conv"`` (3x3), ``"resnet"``, or ``"auto"``: the ResNet stem above 64 pixels.
         stem_chans, stem_strides: 3x3 convolution layers before the modules; the default is the paper's single one.
-        global_pool: pooling of the features where there is no class layer; ``""`` for none.
+        global_pool: pooling of the features without a class layer; ``""`` for none.
         drop_rate: dropout of capFC's input.
         decoder: add the reconstruction decoder.
     """
@@ -204,7 +204,7 @@ class EncapNet(CapsuleNet):
         return _capsule_lengths(poses), poses
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        """Images to scores, class capsules ``[b, n, d]`` and lengths; ``couplings`` is empty (nothing iterates)."""
+        """Images to scores, class capsules ``[b, n, d]`` and lengths; ``couplings`` is empty (no iterations)."""
         lengths, poses = self.forward_poses(x)
         return CapsuleOutput(lengths, poses, lengths, ())
 
@@ -227,9 +227,9 @@ class EncapNet(CapsuleNet):
     def feedback_pairs(self, units: int = 1) -> List[Tuple[str, str]]:
         """Modules whose outputs the feedback agreement compares, (lower, higher), for one or two units a module.
 
-        The first unit of a module rebuilds the module's input from the middle of the Type II stack (the release's
-        place; the paper draws it without a number); the second the Type I layer's output from the last Type II
-        layer's. A module without a Type II layer has the first unit only, on its Type I layer.
+        The first unit of a module reconstructs the module's input from the middle of the Type II stack (the release's
+        place; the paper's figure gives no number); the second reconstructs the Type I layer's output from the last
+        Type II layer's. A module without a Type II layer has only the first unit, on its Type I layer.
         """
         if units not in (1, 2):
             raise ValueError(f"units must be 1 or 2, not {units}")
@@ -256,15 +256,15 @@ def _log2(stride: int) -> int:
 
 
 class EncapResNet(CapsuleNet):
-    """The paper's ResNet of EncapNet's blob shapes (Table 2): a baseline without capsules, which takes any size.
+    """The paper's ResNet of EncapNet's blob shapes (Table 2): a baseline without capsules, for any image size.
 
     Args:
-        num_classes: classes; 0 leaves the classifier out.
-        in_chans, img_size: of the images; the size only chooses the stem.
+        num_classes: classes; 0 omits the classifier.
+        in_chans, img_size: of the images; the size only determines the stem.
         widths, depths, strides: channels, basic blocks and stride of each stage.
         stem_chans: channels of the stem.
         stem: ``"conv"`` (3x3), ``"resnet"``, or ``"auto"``: the ResNet stem above 64 pixels.
-        global_pool: ``"avg"``; ``""`` only without classifier.
+        global_pool: ``"avg"``; ``""`` only without a classifier.
         drop_rate: dropout before the classifier.
     """
 
@@ -330,8 +330,8 @@ class EncapResNet(CapsuleNet):
     def feedback_pairs(self, units: int = 1) -> List[Tuple[str, str]]:
         """Stages whose outputs the feedback agreement compares, (lower, higher).
 
-        The first unit of a stage rebuilds the stage's input from its output; the second its first block's output
-        from its last one's (our choice, after the capsule modules).
+        The first unit of a stage reconstructs the stage's input from its output; the second its first block's output
+        from its last block's (our choice, by analogy to the capsule modules).
         """
         if units not in (1, 2):
             raise ValueError(f"units must be 1 or 2, not {units}")

@@ -5,15 +5,16 @@ arXiv:2002.04764): Tables 8 and 9, the text's ResNet backbone (appendix A.1), Ta
 was read for facts (scale of the agreement, initial values of the capsule layers, primary convolution without bias).
 
 A backbone, primary capsules with LayerNorm (these are the features), convolutional and fully connected capsule layers
-routed together, and one Linear that turns every class capsule into its logit, shared by all classes.
+routed together, and one Linear that maps every class capsule to its logit, shared by all classes.
 
 The scores need only the dependency cone of the class capsules (see :mod:`capszoo.layers.idpa`): at two iterations,
-one pass of every layer but the last. ``forward`` computes the cone; ``forward_capsules`` everything, with equal scores.
+one iteration of every layer but the last. ``forward`` computes the cone, ``forward_capsules`` everything; the scores
+are equal.
 
 Our choices, where the paper is silent: the backbone's convolutions start as He normal; with ``activations`` (ablation
 C), those of the primary capsules are a 1x1 convolution of the primary capsules and a sigmoid, and a class
-capsule's pose is multiplied by its activation before the Linear. The paper's matrix-pose network "with 42M
-parameters" is given no layout: ``idpa_multimnist(pose="matrix", num_caps=64)`` has 41.6M.
+capsule's pose is multiplied by its activation before the Linear. The paper gives no layout for its matrix-pose network
+"with 42M parameters": ``idpa_multimnist(pose="matrix", num_caps=64)`` has 41.6M.
 """
 
 from collections import OrderedDict
@@ -50,7 +51,7 @@ class ConvReLU(nn.Module):
 
 
 class PrimaryConv(nn.Module):
-    """Convolution to the primary capsules, before their LayerNorm; works channels-last, as the capsule layers do."""
+    """Convolution to the primary capsules, before their LayerNorm; channels-last, like the capsule layers."""
 
     def __init__(self, in_chans: int, out_chans: int, kernel_size: int, stride: int) -> None:
         super().__init__()
@@ -67,24 +68,24 @@ class IdpaNet(CapsuleNet):
     ``[b, j, i]`` of each fully connected one; they sum to 1 over the parents ``j``.
 
     Args:
-        num_classes: class capsules; 0 leaves the class layer out.
+        num_classes: class capsules; 0 omits the class layer.
         in_chans, img_size: of the images. The first fully connected layer has weights for every grid position: other
             sizes are refused.
         backbone: ``"resnet"`` or ``"conv"`` (one 3x3 convolution of stride 2).
         backbone_chans: channels of the backbone's features.
         num_caps: capsule types of the primary and of every convolutional capsule layer.
-        pose_dim: numbers in a pose.
+        pose_dim: pose dimension.
         pose: ``"matrix"`` (a square number of entries, O(d) weights a pair of capsules) or ``"vector"`` (O(d^2)).
         primary_kernel, primary_stride: of the primary convolution, which does not pad.
         conv_strides: strides of the 3x3 convolutional capsule layers.
-        fc_caps: capsules of hidden fully connected layers.
+        fc_caps: number of capsules in each hidden fully connected layer.
         routing_iters: routing iterations t (1 to 5 in the paper).
         routing: ``"concurrent"`` (Procedure 2) or ``"sequential"`` (ablation B).
-        scale_agreement: divide the agreement by sqrt(pose_dim), as the release does.
+        scale_agreement: divide the agreement by sqrt(pose_dim), as in the release.
         parent_init: first parents, ``"zero"``, ``"random"`` or ``"learned"`` (footnote 1).
-        layer_norm: LayerNorm of the routed poses; False is ablation A. (Primary capsules keep theirs.)
+        layer_norm: LayerNorm of the routed poses; False is ablation A. (Primary capsules always have one.)
         activations: capsules have activations as in EM routing (ablation C).
-        global_pool: ``"avg"``; ``""`` returns the feature map where there is no class layer.
+        global_pool: ``"avg"``; ``""`` returns the feature map without a class layer.
         drop_rate: dropout of the sums of votes, before their LayerNorm.
     """
 
@@ -151,11 +152,11 @@ class IdpaNet(CapsuleNet):
             raise ValueError(
                 f"images of {self.img_size[0]}x{self.img_size[1]} leave no capsules: use larger ones"
             )
-        self._children = height * width * num_caps  # of the next fully connected layer
+        self._children = height * width * num_caps  # children of the next fully connected layer
         for i, caps in enumerate(fc_caps):
             layers[f"fc{i + 1}"] = FCIDPA(self._children, caps, pose_dim, **self._options)
             self._children = caps
-        self.hidden = len(layers)  # capsule layers below the classes
+        self.hidden = len(layers)  # number of capsule layers below the classes
         self.hidden_on_grid = not fc_caps
         self.head_hidden_size = (fc_caps[-1] if fc_caps else num_caps) * pose_dim
         self.capsules = IDPAStack(layers, routing_iters, routing, depth=self.hidden + 1)
@@ -163,17 +164,17 @@ class IdpaNet(CapsuleNet):
         self.primary_activation: nn.Module = (
             nn.Conv2d(self.num_features, num_caps, 1) if activations else nn.Identity()
         )
-        self.score: nn.Module = nn.Linear(pose_dim, 1)  # the classes share it
+        self.score: nn.Module = nn.Linear(pose_dim, 1)  # shared by the classes
 
     def _feature_grid(self, img_size: Tuple[int, int]) -> Tuple[int, int]:
-        """Grid of the primary capsules for images of a size."""
+        """Grid of the primary capsules for a given image size."""
         kernel, stride = self._primary
         height, width = (((size + 1) // 2 - kernel) // stride + 1 for size in img_size)
         return height, width
 
     @staticmethod
     def _grid_behind(layers: Iterable[Any], grid: Tuple[int, int]) -> Tuple[int, int]:
-        """Grid behind the convolutional capsule layers among ``layers``."""
+        """Grid after the convolutional capsule layers among ``layers``."""
         height, width = grid
         for layer in layers:
             if isinstance(layer, ConvIDPA):
@@ -182,9 +183,9 @@ class IdpaNet(CapsuleNet):
 
     @torch.jit.ignore
     def _resample(self, name: str, weight: Tensor, img_size: Tuple[int, int]) -> Optional[Tensor]:
-        """The first fully connected layer: bilinear between the transforms of neighbouring grid positions.
+        """Resample the first fully connected layer bilinearly between the transforms of neighbouring grid positions.
 
-        The sum of votes runs over the positions, so that the weights are scaled by the old number of positions over
+        The sum of votes runs over the positions, so the weights are scaled by the old number of positions over
         the new one.
         """
         layers = list(self.capsules.named_children())
@@ -210,7 +211,7 @@ class IdpaNet(CapsuleNet):
             self.capsules.classes = layer
 
     def _primary_capsules(self, x: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
-        """Features ``[b, i*d, h, w]`` to poses ``[b, h, w, i, d]`` and, where there are any, activations."""
+        """Features ``[b, i*d, h, w]`` to poses ``[b, h, w, i, d]`` and, if the network has them, activations."""
         activation: Optional[Tensor] = None
         if self.activations:
             activation = torch.sigmoid(self.primary_activation(x)).permute(0, 2, 3, 1)  # [b, h, w, i]
@@ -225,7 +226,7 @@ class IdpaNet(CapsuleNet):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Primary capsules ``[b, i*d, h, w]`` to logits ``[b, n]``.
 
-        ``pre_logits`` (or no classes): the capsules below the class layer, those on a grid averaged over it,
+        ``pre_logits`` (or no classes): the capsules below the class layer, averaged over their grid if they have one,
         ``[b, head_hidden_size]``.
         """
         if self.num_classes == 0 and self.global_pool == "":
@@ -244,9 +245,9 @@ class IdpaNet(CapsuleNet):
         return self._scores(classes, active), classes
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        """Images to logits, class capsules ``[b, n, e]``, logits again as activations, and all couplings.
+        """Images to logits, class capsules ``[b, n, e]``, the logits as activations, and all couplings.
 
-        All iterations of all layers are run, also those that cannot reach the scores.
+        Runs all iterations of all layers, including those that do not affect the scores.
         """
         self._require_classes()
         primary, activation = self._primary_capsules(self.forward_features(x))
@@ -258,8 +259,8 @@ class IdpaNet(CapsuleNet):
         """Images to ``[b, n, h, w]``: how each position of the primary grid is coupled to each class; sums to 1.
 
         A class's share is divided among the children of each layer in proportion to their couplings, from the class
-        layer down, and taken relative to what even couplings would give (inner positions are seen by more
-        windows). Couplings are those that reach the scores: a layer whose only pass is a sum of votes (at two
+        layer down, and divided by the share from even couplings (more windows see inner positions). The
+        couplings are those that affect the scores: a layer whose only iteration is a sum of votes (at two
         iterations, all but the last) divides evenly over its window. Positions that no window sees have 0.
         """
         self._require_classes()
@@ -270,7 +271,7 @@ class IdpaNet(CapsuleNet):
         return relative / relative.sum(dim=(2, 3), keepdim=True)
 
     def covered_cells(self, x: Tensor) -> Tensor:
-        """Images to the positions of the primary grid that some window sees, ``[h, w]`` of bool."""
+        """Images to the mask of primary grid positions that some window sees, ``[h, w]`` of bool."""
         primary, activation = self._primary_capsules(self.forward_features(x[:1]))
         return self.capsules.shares(primary, activation, even=True).sum(dim=-1)[0].sum(dim=0) > 0
 
@@ -287,7 +288,7 @@ class IdpaNet(CapsuleNet):
         return Votes(self.capsules.classes.votes(children), poses, True)  # type: ignore[union-attr, operator]
 
     def get_classifier(self) -> nn.Module:
-        """The class capsule layer. (The Linear behind it, ``score``, serves any number of classes.)"""
+        """The class capsule layer. (The Linear after it, ``score``, works for any number of classes.)"""
         classifier = getattr(self.capsules, "classes", None)
         return classifier if isinstance(classifier, nn.Module) else nn.Identity()
 

@@ -33,7 +33,7 @@ torch.fx.wrap("upcast_half")
 
 
 def _lengths(poses: Tensor) -> Tensor:
-    """Capsule lengths ``[b, n]``, computed in float32 for half types; the gradient is zero for a zero capsule."""
+    """Capsule lengths ``[b, n]``, in float32 for half precision; the gradient is zero for a zero capsule."""
     return torch.linalg.vector_norm(upcast_half(poses), dim=-1).to(poses.dtype)
 
 
@@ -72,10 +72,10 @@ def _check_caps_dim(caps_dim: int, chans: int) -> None:
 
 
 class RoutingPoolNet(CapsuleNet):
-    """Feature stages, a pooling layer, one linear classifier; what the paper's Tables 1 and 2 compare.
+    """Feature stages, a pooling layer, one linear classifier; the networks of the paper's Tables 1 and 2.
 
-    There are no class capsules here: :meth:`forward_capsules` gives as "poses" ``[b, n, groups]`` how much each
-    pooled capsule adds to each class score (their sum and the bias are the score), as activations the scores, and
+    There are no class capsules: :meth:`forward_capsules` returns as "poses" ``[b, n, groups]`` the contribution of each
+    pooled capsule to each class score (their sum and the bias are the score), as activations the scores, and
     as couplings one tensor ``[b, groups, h, w]`` with routing pooling, none otherwise.
 
     Args:
@@ -89,7 +89,7 @@ class RoutingPoolNet(CapsuleNet):
         lam: λ of the routing; 0 is average pooling exactly.
         caps_dim: channels of a capsule; divides ``num_features``.
         routing_iters: routing iterations.
-        global_pool: timm's name for ``pool``, which it replaces where given; ``""`` leaves the features unpooled
+        global_pool: timm's name for ``pool``, which it overrides if given; ``""`` leaves the features unpooled
             while there is no classifier.
         drop_rate: dropout before the classifier.
     """
@@ -133,7 +133,7 @@ class RoutingPoolNet(CapsuleNet):
         return nn.Linear(self.num_features, self.num_classes) if self.num_classes else nn.Identity()
 
     def _set_pool(self, kind: Optional[str]) -> None:
-        """Choose the pooling; None keeps it. A classifier needs one: without (``""``) the default comes back."""
+        """Set the pooling; None keeps it. A classifier needs one: ``""`` then restores the default."""
         super()._set_pool(kind)
         if self.global_pool == "" and self.num_classes:
             self.global_pool = self.default_pool
@@ -145,26 +145,26 @@ class RoutingPoolNet(CapsuleNet):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """``[b, C, h, w]`` to scores ``[b, n]``; to ``[b, C]`` with ``pre_logits`` or without a classifier."""
-        x = self.pool(x)  # [b, C]; unchanged where pooling is off
+        x = self.pool(x)  # [b, C]; unchanged without pooling
         x = self.head_drop(x)
         if pre_logits:
             return x
         return self.fc(x)
 
     def _couplings(self, x: Tensor) -> Tensor:
-        """Weight of each position in the pooled capsules: ``[b, C, h, w] -> [b, groups, h, w]``, sum 1."""
+        """Weight of each position in the pooled capsules: ``[b, C, h, w] -> [b, groups, h, w]``; sums to 1."""
         h, w = x.shape[2], x.shape[3]
         if self.global_pool == "routing":
             assert isinstance(self.pool, RoutingPool2d)
             return self.pool.couplings(x)
-        if self.global_pool == "max":  # each channel takes one position; the group's share of each
+        if self.global_pool == "max":  # each channel selects one position; share per position in a group
             taken = torch.zeros_like(x, dtype=torch.float32).flatten(2)
             taken = taken.scatter(2, x.flatten(2).argmax(2, keepdim=True), 1.0)
             return taken.unflatten(1, (-1, self.caps_dim)).mean(2).unflatten(2, (h, w))
         return torch.full((x.shape[0], x.shape[1] // self.caps_dim, h, w), 1.0 / (h * w), device=x.device)
 
     def _parts(self, x: Tensor) -> Tensor:
-        """What each pooled capsule adds to each class score: ``[b, C, h, w] -> [b, n, groups]``."""
+        """Contribution of each pooled capsule to each class score: ``[b, C, h, w] -> [b, n, groups]``."""
         self._require_classes()
         pooled = self.pool(x)  # [b, C]
         parts = pooled[:, None] * self.fc.weight  # [b, n, C]
@@ -180,9 +180,9 @@ class RoutingPoolNet(CapsuleNet):
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
-        """Couplings of the groups, averaged by what each adds to the class's score (none below zero).
+        """Couplings of the groups, averaged with weights: each group's contribution to the class score (minimum 0).
 
-        ``[b, in_chans, h, w] -> [b, n, h', w']``. Where no group speaks for a class, all count the same.
+        ``[b, in_chans, h, w] -> [b, n, h', w']``. If no group contributes to a class, all have the same weight.
         """
         x = self.forward_features(x)
         share = self._parts(x).float().clamp_min(1e-6)  # [b, n, groups]
@@ -195,7 +195,7 @@ class RoutingPoolNet(CapsuleNet):
 
     @torch.jit.ignore
     def class_votes(self, x: Tensor) -> Votes:
-        """The children of each group as they are, for nothing transforms them; their parents are the pooled groups."""
+        """The untransformed children of each group as votes; their parents are the pooled groups."""
         if self.global_pool != "routing":
             raise NotImplementedError
         x = self.forward_features(x)
@@ -276,20 +276,20 @@ class RoutingPoolResNet(RoutingPoolNet):
 class RoutingCapsResNet(CapsuleNet):
     """CIFAR ResNet without pool and classifier, whose features route to class capsules (section 4.3).
 
-    The channels at a grid position are capsules of ``caps_dim``; Algorithm 1 routes them to one capsule per class,
-    whose length is the class score. :meth:`forward_capsules` gives poses ``[b, n, pose_dim]``, their lengths, and
-    one couplings tensor ``[b, n, types, h, w]`` that sums to 1 over types and positions.
+    The channels at a grid position are capsules of dimension ``caps_dim``. Algorithm 1 routes them to one capsule per
+    class, whose length is the class score. :meth:`forward_capsules` returns poses ``[b, n, pose_dim]``, their lengths,
+    and one couplings tensor ``[b, n, types, h, w]`` that sums to 1 over types and positions.
 
     Args:
-        num_classes: classes; 0 leaves out the class capsules (and the decoder).
+        num_classes: classes; 0 omits the class capsules (and the decoder).
         in_chans: channels of the images.
         img_size: height and width of the images in pixels; only the decoder depends on it.
-        depth: layers of the ResNet it is cut from, 6n + 2.
+        depth: layers of the ResNet that provides the features, 6n + 2.
         caps_dim: channels of a child capsule, a divisor of 64 (the paper tries 16 and 32).
-        pose_dim: numbers in a class capsule.
-        lam: λ of the routing (the paper takes 1 for affNIST, 5 for MultiMNIST).
+        pose_dim: pose dimension of a class capsule.
+        lam: λ of the routing (the paper uses 1 for affNIST, 5 for MultiMNIST).
         routing_iters: routing iterations.
-        global_pool: ``"avg"``, or ``""`` to return the feature map where there are no class capsules.
+        global_pool: ``"avg"``, or ``""`` to return the feature map without class capsules.
         decoder: add the decoder (see :meth:`reconstruct`).
         drop_rate: dropout of the class layer's children.
     """
@@ -334,7 +334,7 @@ class RoutingCapsResNet(CapsuleNet):
         )
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """``[b, 64, h, w]`` to capsule lengths ``[b, n]``; to ``[b, 64]``, the mean over the grid, without them."""
+        """``[b, 64, h, w]`` to capsule lengths ``[b, n]``; without class capsules to ``[b, 64]``, the grid mean."""
         if pre_logits or self.num_classes == 0:
             return x if self.global_pool == "" and self.num_classes == 0 else x.mean(dim=(2, 3))
         return self._class_capsules(x)[0]
@@ -355,7 +355,7 @@ class RoutingCapsResNet(CapsuleNet):
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
-        """Couplings of each class, added over the types at a position: ``[b, n, h', w']``."""
+        """Couplings of each class, summed over the types at a position: ``[b, n, h', w']``."""
         return self._route(x)[1].sum(2)
 
     @torch.jit.ignore

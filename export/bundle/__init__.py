@@ -1,4 +1,4 @@
-"""Serving bundles: a folder with the model's files, the proof of what they do, and all that a client must know.
+"""Serving bundles: a folder with a model's files, their verification, and all information that a client needs.
 
 >>> from capszoo.export.bundle import check_bundle, export_bundle
 >>> from capszoo.inference import load_model
@@ -6,8 +6,8 @@
 >>> check_bundle("digits").passed
 True
 
-``write`` makes the folder and ``manifest`` its description, ``check`` verifies an existing folder, and ``infer`` is
-copied into it. Names are resolved on first access, so that ``infer`` is imported without torch.
+``write`` creates the folder and ``manifest`` its description, ``check`` verifies an existing folder, and ``infer`` is
+copied into it. Names are resolved on first access, so that ``infer`` can be imported without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bundle that was written before: verified again, run, and its runtimes compared."""
+"""Check an existing bundle: verify it again, run it, and compare its runtimes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["BundleCheck", "check_bundle", "compare_bundle", "open_runner"]
 
 @dataclass
 class BundleCheck:
-    """What a second look at a bundle found."""
+    """Result of checking an existing bundle."""
 
     folder: str
     steps: list[GateStep] = field(default_factory=list)
@@ -43,10 +43,10 @@ class BundleCheck:
 
 
 def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
-    """Look at a bundle again: its files, its graph, its answers.
+    """Check an existing bundle: its files, its graph, its outputs.
 
-    The answers are held against those that the original gave at export (``reference.npz``), and, where the model can
-    be created again from its name with the same weights, against the model itself.
+    The outputs are compared with the original's at export (``reference.npz``), and, if the model can be created
+    from its name with the same weights, with the model itself.
 
     Raises:
         CapszooError: no bundle.
@@ -62,12 +62,12 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
     whole = f"{len(manifest['files'])} files"
     check.steps.append(GateStep("sha256 of the files", not wrong, "; ".join(wrong) or whole))
     if wrong:
-        return check  # nothing more is to be said of files that are not those of the manifest
+        return check  # files that differ from the manifest are not checked further
     check.steps.append(_client_files(folder, manifest))
     require_libraries(True)
     check.steps.append(_structure(folder / "model.onnx", manifest))
     if not check.steps[-1].passed:
-        return check  # a graph against the rules is not run
+        return check  # a graph that violates the rules is not run
 
     runner = open_runner("onnxruntime", folder, manifest)
     stored = read_npz(folder / "reference.npz", ("images", "scores"), max_bytes=2**30)
@@ -77,7 +77,7 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
     index = [output["name"] for output in manifest["outputs"]].index("scores")
     try:
         got = runner(images)[index]
-    except Exception as error:  # ONNX Runtime's own errors are of many kinds
+    except Exception as error:  # ONNX Runtime raises many kinds of errors
         reason = first_line(error)
         check.steps.append(GateStep("parity with the stored answers", False, f"does not run: {reason}"))
         return check
@@ -87,7 +87,7 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
 
 
 def _client_files(folder: Path, manifest: dict[str, Any]) -> GateStep:
-    """Whether the files that a client reads say what the manifest says."""
+    """Check that the files for clients agree with the manifest."""
     name = "preprocess.json and labels.txt"
     try:
         spec = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
@@ -106,12 +106,12 @@ def _client_files(folder: Path, manifest: dict[str, Any]) -> GateStep:
 
 
 def _structure(path: Path, manifest: dict[str, Any]) -> GateStep:
-    """Whether the graph keeps to our rules; nothing beside its own file is read."""
+    """Check that the graph satisfies our rules; reads only its own file."""
     import onnx
 
     try:
         proto = onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf's own errors
+    except Exception as error:  # protobuf's errors
         return GateStep("structure", False, f"model.onnx holds no graph ({first_line(error)})")
     outside = onnx.TensorProto.EXTERNAL
     if any(tensor.data_location == outside for tensor in proto.graph.initializer):
@@ -120,7 +120,7 @@ def _structure(path: Path, manifest: dict[str, Any]) -> GateStep:
     opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), None)
     try:
         problems = inspect_graph(proto, batch)  # type: ignore[arg-type]
-    except Exception as error:  # of a graph that no exporter wrote: of many kinds
+    except Exception as error:  # a graph that no exporter wrote raises many kinds
         problems = [f"cannot be inspected ({first_line(error)})"]
     if opset != manifest["opset"]:
         problems.append(f"opset is {opset}, the manifest says {manifest['opset']}")
@@ -153,10 +153,10 @@ def _against_original(
 
 
 def _original(manifest: dict[str, Any], model: str | None = None) -> PreparedModel:
-    """The model of a bundle, created again and served as it was exported.
+    """The model of a bundle, recreated and prepared as for its export.
 
     Raises:
-        CapszooError: it has no name, or what the name gives has other weights.
+        CapszooError: it has no name, or the model of that name has other weights.
     """
     about = manifest["model"]
     source = model or about["source"]
@@ -187,10 +187,10 @@ def open_runner(
     """A bundle's model in one of :data:`capszoo.export.compare.RUNNERS`.
 
     Args:
-        kind: which.
+        kind: the runner.
         folder: of the bundle.
-        manifest: of the bundle, if read already.
-        model: for ``eager``: the name or path of the original, if the manifest's does not lead there.
+        manifest: of the bundle, if already read.
+        model: for ``eager``: the name or path of the original, if the manifest's is not valid.
 
     Raises:
         CapszooError: the bundle has no such engine, or this machine cannot run it.
@@ -231,18 +231,18 @@ def compare_bundle(
     batches: Sequence[int] = (1, 8),
     repeats: int = 20,
 ) -> dict[str, Any]:
-    """Hold the runtimes of a bundle against the first of them.
+    """Compare the runtimes of a bundle with the first of them.
 
     Args:
         folder: of the bundle.
         kinds: at least two of :data:`capszoo.export.compare.RUNNERS`, the reference first.
-        files: images; random input where there are none.
+        files: images; random input if empty.
         model: see :func:`open_runner`.
-        batches: sizes to time, cut to the bundle's profile.
+        batches: batch sizes to time, limited to the bundle's profile.
         repeats: timed calls of each.
 
     Returns:
-        ``reference``, ``images`` (how many), ``differences`` (one per other runner) and ``timings``.
+        ``reference``, ``images`` (their number), ``differences`` (one per other runner) and ``timings``.
 
     Raises:
         CapszooError: no bundle, or a runtime that is not installed.
@@ -256,7 +256,7 @@ def compare_bundle(
     runners = [open_runner(kind, folder, manifest, model) for kind in kinds]
     if files:
         for file in files:
-            load_image(file)  # says in one line what is wrong with a file
+            load_image(file)  # raises a one-line error for a bad file
         inputs = np.stack([infer.preprocess(file, spec) for file in files])
     else:
         inputs = compare.probe_input("random", (largest, spec["channels"], *spec["size"]), 0, spec["dtype"])

@@ -1,11 +1,11 @@
-"""Classify images with the exported model: numpy, pillow and onnxruntime are all it needs.
+"""Classify images with the exported model; requires only numpy, pillow and onnxruntime.
 
     python infer.py IMAGE... [--topk 3] [--json] [--invert] [--fit] [--background white]
                     [--provider CUDAExecutionProvider]
 
-Reads model.onnx, preprocess.json and labels.txt beside this file. The steps from file to input are those the model
-was trained with: upright, transparency composited, grey or RGB, shorter side resized, centre cropped, padded where the
-model was trained on a larger canvas, channels first, and normalised (or left as uint8, where the graph normalises).
+Reads model.onnx, preprocess.json and labels.txt beside this file. The steps from file to input are those of the model's
+training: upright, transparency composited, grey or RGB, shorter side resized, centre cropped, padded if the
+model was trained on a larger canvas, channels first, and normalised (or left as uint8 if the graph normalises).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image, ImageChops, ImageOps
 
 BACKGROUNDS = {"black": 0, "white": 255}
 VANISHES_BELOW = 32  # of 255: mean difference from the background
-FITTED = 20 / 28  # share of the frame's side that MNIST's digits were scaled to
+FITTED = 20 / 28  # ratio of the size of MNIST's digits to the side of the frame
 HERE = Path(__file__).resolve().parent
 MAX_PIXELS = 64_000_000
 RESAMPLING = {
@@ -33,7 +33,7 @@ RESAMPLING = {
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image file, upright, 8 bits a channel; refused before it is decoded where it has too many pixels."""
+    """An image file, upright, 8 bits per channel; refused before it is decoded if it has too many pixels."""
     if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
         Image.MAX_IMAGE_PIXELS = max_pixels
     with Image.open(path) as file:
@@ -49,7 +49,7 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def to_8_bits(image: Image.Image) -> Image.Image:
-    """16 or 32 bits a channel to 8; Pillow's own conversion would clip."""
+    """16 or 32 bits per channel to 8; Pillow's conversion would clip."""
     if not image.mode.startswith("I") and image.mode != "F":
         return image
     rows = max(1, 2**20 // image.width)  # a strip at a time
@@ -84,7 +84,7 @@ def read(
 
 
 def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tuple[np.ndarray, list[str]]:
-    """What :func:`read` does with a picture that is open already."""
+    """Like :func:`read`, for a picture that is already open."""
     image = to_8_bits(image)
     background = options.get("background") or spec.get("background", "black")
     image, note = flatten(image, background, spec["channels"])
@@ -111,13 +111,13 @@ def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tu
 
 
 def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.Image, str]:
-    """Composite transparent pixels; on the opposite background where the opaque ones would vanish, and a note then."""
+    """Composite transparent pixels; with a note, on the opposite background if opaque ones would be invisible."""
     if not image.has_transparency_data:
         return image, ""
     rgba = image.convert("RGBA")
     step = max(
         1, round((rgba.width * rgba.height / 1e6) ** 0.5)
-    )  # a sample of about a million pixels will do
+    )  # a sample of about a million pixels is enough
     opacity = np.asarray(rgba.getchannel("A"))[::step, ::step].astype(np.float64)
     grey = np.asarray(rgba.convert("RGB").convert("L"))[::step, ::step].astype(np.float64)
     total = opacity.sum()
@@ -135,7 +135,7 @@ def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.I
 
 
 def looks_inverted(image: Image.Image, mean: list[float]) -> str:
-    """A note where a grey picture is bright with a bright edge, and training images are dark; else empty."""
+    """A note if a grey picture is bright with a bright edge, but training images are dark; else empty."""
     if len(mean) != 1 or mean[0] > 0.35 or image.mode != "L":
         return ""
     pixels = np.asarray(image, dtype=np.float64) / 255
@@ -146,7 +146,7 @@ def looks_inverted(image: Image.Image, mean: list[float]) -> str:
 
 
 def fit_drawing(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Centre and scale a drawing as MNIST's makers did: 20 of 28 pixels, its centre of mass at the middle."""
+    """Centre and scale a drawing like the makers of MNIST: 20 of 28 pixels, its centre of mass in the middle."""
     height, width = size
     grey = np.asarray(image.convert("L"))
     darkest, brightest = float(grey.min()), float(grey.max())
@@ -169,7 +169,7 @@ def fit_drawing(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def resize_and_crop(image: Image.Image, size: tuple[int, int], spec: dict[str, Any]) -> Image.Image:
-    """The centre of an image at a size; what is cropped away is never scaled."""
+    """The centre of an image at a size; only the cropped region is scaled."""
     height, width = size
     scale = max(height / image.height, width / image.width) / spec["crop_pct"]
     rows, cols = max(height, round(image.height * scale)), max(width, round(image.width * scale))
@@ -183,7 +183,7 @@ def resize_and_crop(image: Image.Image, size: tuple[int, int], spec: dict[str, A
 
 
 def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:
-    """Scores ``[b, n]`` to numbers in 0..1, by the kind of score that preprocess.json names."""
+    """Map scores ``[b, n]`` to values in 0..1, by the kind of score in preprocess.json."""
     if kind in ("logits", "log_probabilities"):
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
@@ -221,7 +221,7 @@ class Classifier:
         self.smallest, self.largest = self.spec["batch"]["min"], self.spec["batch"]["max"]
 
     def __call__(self, images: list[np.ndarray]) -> np.ndarray:
-        """Inputs ``[c, h, w]`` to scores ``[b, n]``, in batches that the model was built for."""
+        """Inputs ``[c, h, w]`` to scores ``[b, n]``, in batch sizes that the model supports."""
         scores = []
         for start in range(0, len(images), self.largest):
             chunk = images[start : start + self.largest]
@@ -232,7 +232,7 @@ class Classifier:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line without control characters."""
+    """The message of an error, in one line without control characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c for c in text if c.isprintable())[:300]
 
@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--topk and --max-pixels must be at least 1")
     try:
         classifier = Classifier(provider=options.provider)
-    except Exception as error:  # a damaged file of the bundle, or a provider that is not there: of many kinds
+    except Exception as error:  # a damaged file of the bundle or a missing provider: many kinds
         print(f"error: {HERE}: the bundle cannot be loaded ({first_line(error)})", file=sys.stderr)
         return 1
     inputs, readable, results = [], [], []
@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
                 results[-1]["notes"] = notes
                 print(*(f"note: {image}: {said}" for said in notes), sep="\n", file=sys.stderr)
             readable.append(results[-1])
-        except Exception as error:  # what Pillow raises for broken files, and MemoryError
+        except Exception as error:  # Pillow's errors for broken files, and MemoryError
             results[-1]["error"] = f"{image}: cannot be read ({first_line(error)})"
     kind = classifier.spec.get("score_kind", "logits")
     try:

@@ -1,4 +1,4 @@
-"""The manifest of a bundle: what it says of the model, its input and its export, and how it is read again."""
+"""The manifest of a bundle: description of the model, its input and its export; and reading it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The manifest of a bundle.
 
     Raises:
-        CapszooError: no bundle, or one that this version does not read.
+        CapszooError: no bundle, or one that this version cannot read.
     """
     path = Path(folder) / "manifest.json"
     try:
@@ -62,7 +62,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportReport) -> dict[str, Any]:
-    """What a client does to an image before the graph takes it, and what the scores are."""
+    """How a client prepares an image for the graph, and the kind of the scores."""
     smallest, usual, largest = report.batch
     return {
         "input": report.input_name,
@@ -87,7 +87,7 @@ def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportRep
 
 
 def describe_model(model: nn.Module, prepared: PreparedModel, source: str) -> dict[str, Any]:
-    """Where the model comes from, its weights, and how it routes."""
+    """Source of the model, its weights, and its routing."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     weights: dict[str, Any] = {}
     info = _weights_of(model)
@@ -121,7 +121,7 @@ def describe_model(model: nn.Module, prepared: PreparedModel, source: str) -> di
 
 
 def _weights_of(model: nn.Module) -> WeightsInfo | None:
-    """The checkpoint that a model holds, if it holds one unchanged."""
+    """The checkpoint whose weights a model has unchanged, if any."""
     try:
         found = checkpoint_of(model)
         file = found.weights() if found else None
@@ -136,7 +136,7 @@ def _weights_of(model: nn.Module) -> WeightsInfo | None:
 
 
 def state_digest(model: nn.Module) -> str:
-    """One sha256 over all parameters and buffers, in the order of their names."""
+    """One sha256 over all parameters and buffers, ordered by name."""
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):
         digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
@@ -145,7 +145,7 @@ def state_digest(model: nn.Module) -> str:
 
 
 def figures(report: ExportReport) -> dict[str, Any]:
-    """Exported against eager; and, in half precision, half against float32 in PyTorch."""
+    """Differences: exported against eager; and, in half precision, half against float32 in PyTorch."""
 
     def summary(differences: list[compare.Difference]) -> dict[str, Any]:
         real = [d for d in differences if d.probe == "images"]
@@ -169,5 +169,5 @@ def figures(report: ExportReport) -> dict[str, Any]:
 
 
 def meaning(output: str) -> str:
-    """What an output of the graph holds."""
+    """Description of an output of the graph."""
     return next((text for key, text in _MEANING.items() if output.split("_")[0] == key), "")

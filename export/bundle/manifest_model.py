@@ -1,4 +1,4 @@
-"""What a bundle's ``manifest.json`` must hold before anything of the bundle is used; read through pydantic."""
+"""Schema of a bundle's ``manifest.json``, validated with pydantic before anything of the bundle is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDED = ("model.onnx", "reference.npz", "preprocess.json", "labels.txt", "infer
 
 
 def _inside(name: str) -> str:
-    """A file's name below the bundle's folder."""
+    """A file name, validated to be inside the bundle's folder."""
     parts = name.split("/")
     if not re.fullmatch(r"[\w./ +-]{1,300}", name) or any(part in ("", ".", "..") for part in parts):
         raise ValueError("must name a file inside the bundle")
@@ -32,7 +32,7 @@ _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Section(BaseModel):
-    # strict: "1" is no number, and true is no 1; protected_namespaces: `model` is no method of pydantic's
+    # strict: neither "1" nor true is a number; protected_namespaces: `model` is not a method of pydantic
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
 
@@ -102,14 +102,14 @@ class _Manifest(_Section):
 
 
 def check_manifest(values: Any, path: Path) -> dict[str, Any]:
-    """The content of a ``manifest.json``, checked and returned as it was.
+    """Validate the content of a ``manifest.json``, and return it unchanged.
 
     Args:
-        values: what the file's JSON holds.
+        values: content of the JSON file.
         path: of the file, for the message.
 
     Raises:
-        CapszooError: another schema, a key that is missing, or a value that makes no sense.
+        CapszooError: another schema, a missing key, or an invalid value.
     """
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         raise CapszooError(f"{path}: not a manifest of schema {SCHEMA}", "export again with this version")

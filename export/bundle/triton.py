@@ -11,7 +11,7 @@ __all__ = ["write_triton"]
 
 
 def write_triton(folder: Path, name: str, report: ExportReport, classes: int, tensorrt: bool) -> None:
-    """Model repositories: ``triton`` for ONNX Runtime, ``triton-tensorrt`` for the engine."""
+    """Write model repositories: ``triton`` for ONNX Runtime, ``triton-tensorrt`` for the engine."""
     repositories = [("triton", 'backend: "onnxruntime"', "model.onnx")]
     if tensorrt:
         repositories.append(("triton-tensorrt", 'platform: "tensorrt_plan"', "model.plan"))
@@ -28,7 +28,7 @@ def write_triton(folder: Path, name: str, report: ExportReport, classes: int, te
 
 
 def _triton_config(name: str, backend: str, file: str, report: ExportReport) -> str:
-    """Triton's model configuration; dims are those of one image, unless the batch is fixed in the graph."""
+    """Triton's model configuration; dims are those of one image, unless the graph fixes the batch."""
     smallest, usual, largest = report.batch
     fixed = smallest == largest
     lines = [f'name: "{name}"', backend, f'default_model_filename: "{file}"']

@@ -1,7 +1,7 @@
-"""Write a bundle: the model's files, the checks that they passed, and all that a client must know.
+"""Write a bundle: the model's files, the checks that they passed, and all information that a client needs.
 
-The folder is written under a temporary name beside its own and renamed at the end: a failure or a kill leaves no
-half-written bundle under that name, and an older one as it was.
+The folder is written under a temporary name beside the target and renamed at the end: after a failure or a kill there
+is no incomplete bundle under that name, and an older one is unchanged.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ __all__ = ["export_bundle"]
 def export_bundle(
     model: nn.Module, out: str | os.PathLike[str], options: BundleOptions | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """Export a classifier and all that serving it needs.
+    """Export a classifier and everything needed to serve it.
 
     Args:
-        model: the classifier, in float32; left as it is.
-        out: folder to write. An older bundle there is replaced, another folder that holds files is refused.
-        options: see :class:`capszoo.export.options.BundleOptions`; None takes the defaults.
+        model: the classifier, in float32; not modified.
+        out: folder to write. An older bundle there is replaced; any other non-empty folder is refused.
+        options: see :class:`capszoo.export.options.BundleOptions`; None uses the defaults.
         **changes: options by keyword, such as ``formats=("onnx", "aoti")``.
 
     Returns:
-        The manifest, as stored; ``notes`` says what could not be done here.
+        The manifest, as stored; ``notes`` lists what could not be done on this machine.
 
     Raises:
         ExportError: the model cannot be exported, or failed the gate; nothing was written.
-        UsageError: options that make no sense.
+        UsageError: invalid options.
     """
     options = collect(BundleOptions, options, changes)
     options.check_images()
@@ -100,7 +100,7 @@ def export_bundle(
 def _write_engines(
     prepared: PreparedModel, report: ExportReport, work: Path, options: BundleOptions
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write the formats beside ONNX: what the manifest says of each, and notes on what could not be done here."""
+    """Write the formats besides ONNX: the manifest's entry for each, and notes on what could not be done here."""
     engines: dict[str, Any] = {}
     if "aoti" in options.formats:
         engines["aoti"] = to_aoti.write(prepared, work, progress=options.progress)
@@ -116,7 +116,7 @@ def _write_engines(
 
 
 def _describe_export(report: ExportReport, spec: dict[str, Any]) -> dict[str, Any]:
-    """The manifest's part on the graph, its input and outputs, and the checks that it passed."""
+    """The manifest's description of the graph, its inputs and outputs, and the checks that it passed."""
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "exported_with": {
@@ -153,7 +153,7 @@ def _check_target(target: Path) -> None:
 
 
 def _put_in_place(work: Path, target: Path) -> None:
-    """Rename; an older bundle stays until the new one is complete."""
+    """Rename the new bundle to its target; an older bundle stays until the new one is complete."""
     old = old_name(work)
     if target.exists():
         os.replace(target, old)
@@ -167,9 +167,9 @@ def _put_in_place(work: Path, target: Path) -> None:
 
 
 def _write_reference(prepared: PreparedModel, path: Path) -> None:
-    """Inputs, and the scores that the original gives for them: the probes, and up to four real images.
+    """Write inputs, and the original's scores for them: the probes, and up to four real images.
 
-    int8 is made for values such as real images have: those alone, up to eight.
+    int8 is calibrated for values of real images: only those, up to eight.
     """
     shape, dtype = (1, *prepared.size), prepared.input_dtype
     inputs = [compare.probe_input(probe, shape, 0, dtype) for probe in compare.PROBES]
@@ -177,14 +177,14 @@ def _write_reference(prepared: PreparedModel, path: Path) -> None:
         inputs = [prepared.samples[:8]] if prepared.precision == "int8" else [*inputs, prepared.samples[:4]]
     stacked = np.concatenate(inputs)
     smallest, _, largest = prepared.batch
-    # a fixed or large batch takes as many as it must, a small one no more than it can
+    # a fixed or large batch uses as many as it must, a small one no more than it can
     stacked = stacked[np.arange(max(smallest, min(len(stacked), largest))) % len(stacked)]
     scores = compare.EagerRunner(prepared.original)(stacked)[prepared.output_names.index("scores")]
     np.savez_compressed(path, images=stacked, scores=scores)
 
 
 def _readme(manifest: dict[str, Any], triton: bool) -> str:
-    """How to use the bundle, and what is known about it."""
+    """Instructions for the bundle, and its known properties."""
     spec, batch = manifest["input"], manifest["batch"]
     channels, (height, width) = spec["channels"], spec["size"]
     normal = (

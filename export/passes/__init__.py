@@ -1,1 +1,1 @@
-"""Changes to a prepared model or its graph on the way to a runtime."""
+"""Changes to a prepared model or its graph for a runtime."""

@@ -1,13 +1,13 @@
-"""Convolutions as matrix products, where ONNX Runtime's CPU provider is faster with those.
+"""Convolutions as matrix products, where these are faster in ONNX Runtime's CPU provider.
 
-Its convolution keeps maps in blocks of channels, and goes along a row of the output some positions at a time:
+Its convolution stores maps in blocks of channels, and processes a row of the output a few positions at a time:
 
-* A map that is no wider than the kernel, with padding, is nothing but border, where it works position by position at
-  half its rate or less: the windows are gathered and multiplied by the weights (:class:`WindowProduct`).
-* A 1x1 convolution whose map is read channels-last, as the primary capsules of IDPA are, has its result put in order
-  twice: as a product of pixels it is written in that order (:class:`PixelProduct`).
+* A map that is no wider than the kernel, with padding, consists only of border, which it processes position by position
+  at half its rate or less: the windows are gathered and multiplied by the weights (:class:`WindowProduct`).
+* The result of a 1x1 convolution that is read channels-last, like the primary capsules of IDPA, is reordered
+  twice: a product of pixels is written directly in that order (:class:`PixelProduct`).
 
-What is written for GPUs, in half precision or in INT8 keeps its convolutions.
+Graphs for GPUs, in half precision or in INT8 keep their convolutions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..unroll import has_hooks, is_plain_conv
 
 __all__ = ["PixelProduct", "WindowProduct", "convs_to_matmul", "gains_as_product"]
 
-#: Weights of a convolution from which on its windows are worth gathering.
+#: Number of weights of a convolution from which gathering its windows pays.
 _MANY_WEIGHTS = 1 << 18
 
 
@@ -34,7 +34,7 @@ class WindowProduct(nn.Module):
     """A convolution of maps of a fixed size, as one product of their windows. ``[b, c, h, w] -> [b, o, h', w']``
 
     Args:
-        conv: without groups, dilation, or padding other than zeros in numbers.
+        conv: without groups, dilation, or padding other than zeros given as numbers.
         size: ``(h, w)``.
     """
 
@@ -47,7 +47,7 @@ class WindowProduct(nn.Module):
         height, width = size
         (k, m), (down, right) = conv.kernel_size, conv.stride
         up, left = (int(n) for n in conv.padding)
-        # the place of every number of a padded map, h * w where there is none
+        # the place of every element of a padded map, h * w for padding
         places = torch.arange(height * width).view(1, 1, height, width)
         places = F.pad(places, [left, left, up, up], value=height * width)
         windows = places[0, 0].unfold(0, k, down).unfold(1, m, right)  # [h', w', k, m]
@@ -82,7 +82,7 @@ class PixelProduct(nn.Module):
 
 
 def gains_as_product(conv: nn.Conv2d, size: tuple[int, int]) -> bool:
-    """Whether ONNX Runtime computes it faster as a product for maps of this size (measured: docs/export.md)."""
+    """True if ONNX Runtime computes it faster as a product for maps of this size (measured: docs/export.md)."""
     if has_hooks(conv) or conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return False
     if tuple(conv.dilation) != (1, 1) or min(conv.padding) < 1 or conv.weight.numel() < _MANY_WEIGHTS:
@@ -93,7 +93,7 @@ def gains_as_product(conv: nn.Conv2d, size: tuple[int, int]) -> bool:
 
 @contextmanager
 def convs_to_matmul(model: nn.Module, example: Tensor) -> Iterator[None]:
-    """Inside, ``model`` (which ``example`` is an input of) computes such convolutions as products."""
+    """Within this context, ``model`` (with input ``example``) computes such convolutions as products."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     sizes = _map_sizes(model, example)
     try:
@@ -121,7 +121,7 @@ def _is_pointwise(conv: nn.Conv2d) -> bool:
 
 
 def _map_sizes(model: nn.Module, example: Tensor) -> dict[nn.Module, set[tuple[int, int]]]:
-    """Heights and widths of the maps that each plain convolution is given; none of a model that does not run."""
+    """Heights and widths of the input maps of each plain convolution; empty for a model that does not run."""
     sizes: dict[nn.Module, set[tuple[int, int]]] = {}
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -132,7 +132,7 @@ def _map_sizes(model: nn.Module, example: Tensor) -> dict[nn.Module, set[tuple[i
     try:
         with torch.no_grad():
             model(example)
-    except Exception:  # the model's own code: tracing will say what is wrong with it
+    except Exception:  # the model's code failed: tracing will report the error
         return {}
     finally:
         for handle in handles:

@@ -1,7 +1,7 @@
 """INT8 by explicit QuantizeLinear and DequantizeLinear around convolutions and large matrix products.
 
-ONNX Runtime's static quantisation does the work, with the settings that TensorRT asks for: symmetric, zero point 0,
-weights stored as int8 with a scale per output channel, biases and results left in float32. Only plain layers are
+ONNX Runtime's static quantisation is used, with the settings that TensorRT requires: symmetric, zero point 0,
+weights stored as int8 with a scale per output channel, biases and results in float32. Only plain layers are
 quantised, that is convolutions and linear layers outside of the routing modules; votes, agreement, softmax, norms and
 squash stay in float32.
 """
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_LOSS", "MIN_CALIBRATION", "MIN_WEIGHTS", "plain_layers", "quantisable", "quantise"]
 
-#: Accuracy that int8 may cost, in points.
+#: Largest loss of accuracy by int8, in points.
 MAX_LOSS = 0.5
 
-#: Fewer images say too little about the ranges of activations.
+#: Minimum number of images to determine the ranges of activations.
 MIN_CALIBRATION = 16
 
-#: A linear layer with fewer weights than this gains nothing.
+#: Minimum number of weights of a linear layer for which quantisation pays.
 MIN_WEIGHTS = 2**14
 
 _OPERATORS = ("Conv", "Gemm", "MatMul")
 
 
 def plain_layers(model: nn.Module) -> set[str]:
-    """Names of the weights of convolutions and large linear layers that are no part of a routing."""
+    """Names of the weights of convolutions and large linear layers outside of routings."""
     routings = [
         name
         for name, module in model.named_modules()
@@ -71,10 +71,10 @@ def quantise(
     """The same graph with Q/DQ pairs around the nodes that use these weights.
 
     Args:
-        proto: float32 graph; left as it is.
+        proto: float32 graph; not modified.
         weights: names of initialisers, see :func:`plain_layers`.
-        images: calibration images ``[b, c, h, w]``, as the graph takes them.
-        batch: smallest, usual and largest batch that the graph takes.
+        images: calibration images ``[b, c, h, w]``, in the format of the graph's input.
+        batch: smallest, usual and largest batch of the graph.
     """
     import onnx
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
@@ -96,7 +96,7 @@ def quantise(
             extra_options=dict(
                 ActivationSymmetric=True,
                 WeightSymmetric=True,
-                QuantizeBias=False,  # TensorRT takes biases in float alone
+                QuantizeBias=False,  # TensorRT supports only float biases
                 OpTypesToExcludeOutputQuantization=list(_OPERATORS),  # the next layer's input is quantised
             ),
         )
@@ -106,7 +106,7 @@ def quantise(
 
 
 class _Images:
-    """Calibration images in batches, as ONNX Runtime's calibrator asks for them."""
+    """Calibration images in batches, with the interface of ONNX Runtime's calibrator."""
 
     def __init__(self, name: str, images: torch.Tensor, batch: tuple[int, int, int]) -> None:
         self._batches = self._read(name, images, batch)
@@ -126,13 +126,13 @@ class _Images:
     ) -> Iterator[dict[str, np.ndarray]]:
         smallest, usual, _ = batch
         for chunk in images.cpu().split(usual):
-            repeats = -(-smallest // len(chunk))  # a graph of fixed batch takes no smaller last one
+            repeats = -(-smallest // len(chunk))  # a graph with a fixed batch accepts no smaller last one
             yield {name: torch.cat([chunk] * repeats)[: max(len(chunk), smallest)].numpy()}
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The quantiser logs advice (to preprocess a graph that is optimised already) through the root logger."""
+    """Silence the quantiser, which logs advice (to preprocess an already optimised graph) through the root logger."""
     root, before = logging.getLogger(), logging.getLogger().level
     root.setLevel(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""The gate: a graph is written only when it keeps the rules and answers as eager PyTorch does."""
+"""The gate: a graph is written only if it satisfies the rules and its outputs agree with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["MIN_AGREEMENT", "Gate", "verify_against_eager"]
 
 
-#: Share of real images whose top-1 half precision must keep; float32 keeps all.
+#: Minimum top-1 agreement of half precision on real images; float32 requires 1.
 MIN_AGREEMENT = 0.995
 
 
 class Gate:
-    """Runs the steps in order, notes each in the report and raises at the first that fails."""
+    """Runs the steps in order, records each in the report and raises at the first failure."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Gate:
 
     @contextmanager
     def _step(self, name: str) -> Iterator[list[str]]:
-        """Collects the step's detail; an ExportError raised inside marks it as failed."""
+        """Collect the step's detail; an ExportError raised inside marks it as failed."""
         self.say(name)
         detail: list[str] = []
         start = time.perf_counter()
@@ -57,7 +57,7 @@ class Gate:
         return ExportError(f"{self.report.model}: {what}", remedy, self.report)
 
     def structure(self) -> None:
-        """Step 1: the checker, strict shape inference, ranks, operators, types."""
+        """Step 1: the checker, strict shape inference, ranks, operators, dtypes."""
         with self._step("structure") as detail:
             problems = inspect_graph(self.proto, self.report.batch)
             if problems:
@@ -111,7 +111,7 @@ class Gate:
                 )
 
     def finite(self) -> None:
-        """Step 2 for int8: far from the calibrated ranges values are cut off, but never NaN; every batch runs."""
+        """Step 2 for int8: beyond the calibrated ranges values are clipped, but never NaN; every batch runs."""
         with self._step("finite on every probe") as detail:
             eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
             found = []
@@ -124,7 +124,7 @@ class Gate:
             detail.append(f"{len(found)} inputs")
 
     def accuracy(self, real: RealImages) -> None:
-        """Step 2 for int8: what it costs on real images; without their classes, how many answers it turns."""
+        """Step 2 for int8: loss of accuracy on real images; without their classes, number of changed answers."""
         with self._step("accuracy on real images") as detail:
             eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
             answers = self._on_images(eager, runtime, real.images, self.report.comparisons)
@@ -150,7 +150,7 @@ class Gate:
                 )
 
     def half_in_pytorch(self, images: RealImages | None) -> None:
-        """Step 2 for half precision: what is lost to it, computed in PyTorch in that very precision."""
+        """Step 2 for half precision: its loss, computed in PyTorch in the same precision."""
         if self.prepared.precision == "fp32":
             return
         with self._step(f"{self.prepared.precision} in PyTorch") as detail:
@@ -169,7 +169,7 @@ class Gate:
             self.report.half_comparisons.extend(differences)
 
     def real_images(self, images: RealImages | None) -> None:
-        """Step 2, last part: the same top-1 on real images."""
+        """Step 2, last part: equal top-1 on real images."""
         name = "top-1 on real images"
         if images is None:
             self.report.gate.append(GateStep(name, None, "not run: no images given"))
@@ -185,7 +185,7 @@ class Gate:
         real: RealImages,
         into: list[compare.Difference],
     ) -> str:
-        """Hold two runners together on real images; half precision may turn 0.5% of the answers."""
+        """Compare two runners on real images; half precision may change 0.5% of the answers."""
         first = len(into)
         self._on_images(reference, candidate, real.images, into)
         equal = sum(round(found.top1_agreement * found.batch) for found in into[first:])
@@ -254,7 +254,7 @@ class Gate:
             proto = widened(proto)
         try:
             return compare.OnnxRunner(proto.SerializeToString())
-        except Exception as e:  # onnxruntime's exceptions have no common base class of their own
+        except Exception as e:  # onnxruntime's exceptions have no common base class
             raise self._fail(f"ONNX Runtime does not load the graph: {first_line(e)}") from e
 
     def _compare(
@@ -270,27 +270,25 @@ class Gate:
             )
         except ValueError as e:
             raise self._fail(str(e)) from e
-        except Exception as e:  # a graph that froze its batch fails inside onnxruntime
+        except Exception as e:  # a graph with a hard-coded batch fails inside onnxruntime
             raise self._fail(f"the graph does not run at batch {count}: {first_line(e)}") from e
 
 
 def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
-    """Batches to try: 1, 2, an odd one and the largest where the profile holds them; quick: 1 and an odd one."""
+    """Batches to test: 1, 2, an odd one and the largest if the profile contains them; quick: 1 and an odd one."""
     smallest, _, largest = batch
     wanted = (smallest, 1, 2, 5, largest) if full else (smallest, 3)
     return sorted({count for count in wanted if smallest <= count <= largest})
 
 
 def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tuple[str, float]:
-    """Hold an engine against eager PyTorch; what was found, in words, and the worst share.
+    """Compare an engine with eager PyTorch; return the result in words, and the largest relative difference.
 
     Raises:
         ExportError: the results differ.
     """
     eager = compare.EagerRunner(prepared.original)
-    if (
-        prepared.precision == "int8" and prepared.samples is not None
-    ):  # made for values such as real images have
+    if prepared.precision == "int8" and prepared.samples is not None:  # calibrated for values of real images
         smallest, _, largest = prepared.batch
         chosen = prepared.samples[
             np.arange(max(smallest, min(largest, len(prepared.samples)))) % len(prepared.samples)

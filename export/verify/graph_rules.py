@@ -1,4 +1,4 @@
-"""An ONNX graph looked at and rewritten without running it: what it may hold, its shapes and its types."""
+"""Inspect and rewrite an ONNX graph without running it: allowed content, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "widened",
 ]
 
-#: Limit of ours; TensorRT's is 8 dimensions.
+#: Our limit; TensorRT's is 8 dimensions.
 MAX_RANK = 6
 
 #: Control flow, and operators that TensorRT refuses, runs slowly or imports naively.
@@ -38,9 +38,9 @@ FORBIDDEN_OPS = frozenset(
 )
 
 #: Operators of the default ONNX domain that NVIDIA's ONNX parser supports according to its table for TensorRT 10.15,
-#: opsets 9 to 24 (github.com/onnx/onnx-tensorrt, docs/operators.md), less the forbidden ones, those that came with
-#: opset 23 or later (TensorRT 10.0 ends at 20), and what no classifier needs: recurrent layers, random numbers, signal
-#: windows, box selection.
+#: opsets 9 to 24 (github.com/onnx/onnx-tensorrt, docs/operators.md), without the forbidden ones, those introduced in
+#: opset 23 or later (TensorRT 10.0 ends at 20), and those that no classifier needs: recurrent layers, random numbers,
+#: signal windows, box selection.
 SUPPORTED_OPS = frozenset(
     """
     Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh AveragePool BatchNormalization Cast Ceil Celu Clip
@@ -56,7 +56,7 @@ SUPPORTED_OPS = frozenset(
     """.split()
 )
 
-#: Operators that do the arithmetic.
+#: Operators with most of the arithmetic.
 HEAVY_OPS = ("Conv", "Gemm", "MatMul")
 
 #: Operators of norms, softmax and variances, which stay float32: float16 overflows at a norm of 256.
@@ -66,16 +66,16 @@ FLOAT32_OPS = frozenset(
 
 
 def require_libraries(check: bool) -> None:
-    """Refuse (ExportError) where a library is absent that writes a graph or, for a check, runs it."""
+    """Raise ExportError if a library is missing that writes a graph or, for a check, runs it."""
     runs = ["onnxruntime"] if check else []
     require("ONNX export", ["onnx", "onnxscript", *runs], "export", ExportError)
 
 
 def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 32)) -> list[str]:
-    """What the graph does that our rules forbid, one line each; empty if nothing.
+    """Violations of our rules in a graph, one line each; empty if there are none.
 
-    Shapes are inferred from nothing but the input at a fixed odd batch, so that the exporter's own annotations prove
-    nothing: every tensor must then have a number in every place, and as many as :data:`MAX_RANK` places.
+    Shapes are inferred only from the input at a fixed odd batch, ignoring the exporter's annotations:
+    every tensor must then have a known size in every dimension, and at most :data:`MAX_RANK` dimensions.
     """
     import onnx
 
@@ -132,7 +132,7 @@ def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 3
 
 
 def _infer_shapes(proto: onnx.ModelProto, batch: int) -> onnx.ModelProto:
-    """Strict inference, with data propagation, of a copy whose batch is a number and whose annotations are gone."""
+    """Strict inference, with data propagation, on a copy with a fixed batch and without annotations."""
     import onnx
 
     bare = onnx.ModelProto()
@@ -148,7 +148,7 @@ def _infer_shapes(proto: onnx.ModelProto, batch: int) -> onnx.ModelProto:
 
 
 def node_types(proto: onnx.ModelProto) -> Counter[str]:
-    """Operators by count, subgraphs of control flow included."""
+    """Operators by count, including subgraphs of control flow."""
     import onnx
 
     counts: Counter[str] = Counter()
@@ -165,7 +165,7 @@ def node_types(proto: onnx.ModelProto) -> Counter[str]:
 
 
 def shape_of(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
-    """Shape of a value; a symbolic place is its name, an unknown one is ``"?"``."""
+    """Shape of a value; a symbolic dimension is its name, an unknown one is ``"?"``."""
     if not value.type.tensor_type.HasField("shape"):
         return ("?",)
     dims = value.type.tensor_type.shape.dim
@@ -173,7 +173,7 @@ def shape_of(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 
 def precision_map(proto: onnx.ModelProto) -> dict[str, dict[str, Any]]:
-    """What is computed and stored in which type: operator → type of its results → count; type → numbers stored."""
+    """Dtypes of computation and storage: operator → dtype of its results → count; dtype → elements stored."""
     import onnx
 
     types = {
@@ -199,7 +199,7 @@ def precision_map(proto: onnx.ModelProto) -> dict[str, dict[str, Any]]:
 
 
 def widened(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph with float32 wherever there was bfloat16; the weights keep their rounded values."""
+    """The same graph with float32 instead of bfloat16; the weights keep their rounded values."""
     import onnx
 
     wide = onnx.ModelProto()
@@ -224,7 +224,7 @@ def widened(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model without the exporter's notes: stack traces, module hierarchy, original names."""
+    """The same model without the exporter's metadata: stack traces, module hierarchy, original names."""
     del proto.metadata_props[:]
     del proto.graph.metadata_props[:]
     proto.graph.doc_string = ""

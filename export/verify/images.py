@@ -1,4 +1,4 @@
-"""Real images for an export: to hold the answers together, and to calibrate int8; with their classes where known."""
+"""Real images for an export, to compare outputs and to calibrate int8; with their classes if known."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from capszoo.preprocess import find_images, load_image, model_transform
 
 __all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "load_images", "open_images", "transformed"]
 
-#: Images that the command takes of what it is given, evenly spread: to calibrate int8, and to verify an export.
+#: Images that the command uses of those given, evenly spaced: to calibrate int8, and to verify an export.
 CALIBRATION_IMAGES, VERIFY_IMAGES = 512, 2000
 
 
 @dataclass(frozen=True)
 class RealImages:
-    """Images as the exported graph takes them.
+    """Images in the format of the exported graph's input.
 
     Attributes:
         images: ``[b, c, h, w]``, normalised float32, or uint8.
-        labels: ``[b]``, the classes; None where they are not known.
-        source: where they come from, in words.
+        labels: ``[b]``, the classes; None if they are not known.
+        source: source of the images, in words.
     """
 
     images: Tensor
@@ -53,17 +53,17 @@ def open_images(
     """Images of a data set, a file or a folder.
 
     Args:
-        model: whose transform they go through.
-        where: a data set that :func:`capszoo.data.load_dataset` knows by name, or a path. Where every file lies in a
-            folder that bears a class's name, or its number, the classes are known.
+        model: model whose transform is applied.
+        where: the name of a data set for :func:`capszoo.data.load_dataset`, or a path. If every file is in a
+            folder named after a class, or its number, the classes are known.
         split: of a data set.
-        limit: take no more, evenly spread.
-        uint8_input: leave them as uint8.
-        data: folder of the data sets; None asks ``CAPSZOO_DATA``.
-        skipped: receives a line for each image that cannot be read, which is left out; None refuses such images.
+        limit: maximum number of images, evenly spaced.
+        uint8_input: return uint8.
+        data: folder of the data sets; None uses ``CAPSZOO_DATA``.
+        skipped: receives a line for each image that cannot be read, which is skipped; None refuses such images.
 
     Raises:
-        CapszooError: there is no such data set or path, it has other classes than the model, or several in an image.
+        CapszooError: no such data set or path, other classes than the model's, or several classes per image.
     """
     if where in DATASETS or where.startswith(tuple(PREFIXES)):
         return _of_data_set(model, where, split, limit, uint8_input, data, skipped)
@@ -124,7 +124,7 @@ def _readable(files: Sequence[Path], skipped: list[str]) -> list[Path]:
 
 
 def load_images(model: nn.Module, files: Iterable[str | Path], uint8_input: bool = False) -> Tensor:
-    """Image files as the exported graph takes them: ``[b, c, h, w]``, normalised float32, or uint8."""
+    """Image files as input of the exported graph: ``[b, c, h, w]``, normalised float32, or uint8."""
     return transformed(model, map(load_image, files), uint8_input)
 
 
@@ -139,7 +139,7 @@ def transformed(model: nn.Module, pictures: Iterable[Image.Image], uint8_input: 
 
 
 def _classes(model: nn.Module, files: Sequence[Path]) -> Tensor | None:
-    """Class of each file by the name of its folder; None unless all of them have one."""
+    """Class of each file, from the name of its folder; None unless all of them have one."""
     names = label_names(model)
     index = {str(i): i for i in range(len(names))} | {name: i for i, name in enumerate(names)}
     found = [index.get(file.parent.name) for file in files]
@@ -148,6 +148,6 @@ def _classes(model: nn.Module, files: Sequence[Path]) -> Tensor | None:
 
 
 def _spread(count: int, limit: int | None) -> list[int]:
-    """Indices of at most ``limit`` of ``count`` things, evenly spread."""
+    """Indices of at most ``limit`` of ``count`` items, evenly spaced."""
     taken = count if limit is None else min(limit, count)
     return [i * count // taken for i in range(taken)]

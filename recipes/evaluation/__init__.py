@@ -1,1 +1,1 @@
-"""Parts of the evaluation: what is evaluated, what is counted, crops, robustness, the report and all plots."""
+"""Parts of the evaluation: model and images, metrics, crops, robustness, the report and all plots."""

@@ -23,7 +23,7 @@ class Agreement:
     Attributes:
         n: images.
         accuracy: of each model, in per cent.
-        same: images for which both predict the same class (of images with several labels: the same set).
+        same: images for which both predict the same class (for images with several labels: the same set).
         both_right, only_first, only_second, both_wrong: images by which model is right; they sum to ``n``.
     """
 
@@ -55,13 +55,13 @@ def agreement(
         progress: called with the number of images after each batch.
 
     Raises:
-        CapszooError: the two have other images.
+        CapszooError: the two have different images.
     """
     if first.n != second.n:
         raise CapszooError(
             f"{first.n} and {second.n} images cannot be compared", "name one data set for both"
         )
-    counts = torch.zeros(5, dtype=torch.long)  # same answer; right: both, first alone, second alone, neither
+    counts = torch.zeros(5, dtype=torch.long)  # same answer; right: both, only first, only second, neither
     known = first.images.spec.labels_per_image
     for a, b in zip(first.batches(batch_size, progress), second.batches(batch_size), strict=True):
         if not torch.equal(a.labels.cpu(), b.labels.cpu()):

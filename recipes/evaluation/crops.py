@@ -1,10 +1,10 @@
 """Several views of each test image, whose scores are averaged: the multi-crop test.
 
-EncapNet's mild and strong settings test so (Li et al. 2018, appendix C), without saying which crops. Ours: the image is
-resized to the side that training crops from (34 for 32 pixels, 156 for 128, 256 for 224 there), and the four corners
-and the middle are cut out of it, mirrored too where the training mirrored. The scores of all views are averaged. Where
-the training shifted images instead, they are padded with black by its largest shift and not resized, which a model that
-never saw resized images would take badly.
+EncapNet's mild and strong settings use this test (Li et al. 2018, appendix C), without specifying the crops. Ours: the
+image is resized to the side that training crops from (34 for 32 pixels, 156 for 128, 256 for 224 there). Its four
+corners and the middle are cropped, and mirrored too if training mirrored. The scores of all views are averaged. If
+the training shifted images instead, they are padded with black by its largest shift and not resized, because a model
+that was never trained on resized images is inaccurate on them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Crops:
     """Corners and middle of an image.
 
     Attributes:
-        side: rows and columns of the image that the crops are cut out of.
+        side: rows and columns of the image from which the crops are taken.
         size: rows and columns of a crop.
-        flip: take each crop's mirror image too.
+        flip: also use each crop's mirror image.
         padding: black pixels that are first added on each side, up to `side`.
     """
 
@@ -57,5 +57,5 @@ class Crops:
 
 
 def default_side(size: int) -> int:
-    """Side to crop from where nothing says otherwise: EncapNet's 34 for 32, in proportion."""
+    """Default side to crop from: EncapNet's 34 for 32, in proportion."""
     return round(size * 34 / 32)

@@ -29,20 +29,20 @@ __all__ = [
 
 
 def answers(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
-    """The classes that the scores name: zeros and ones [b, n], as the labels."""
+    """The classes predicted by the scores: zeros and ones [b, n], in the format of the labels."""
     if count:
         return torch.zeros_like(labels).scatter_(1, scores.topk(count, dim=1).indices, 1.0)
     return (scores > threshold).to(labels.dtype)
 
 
 def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
-    """Which images are recognised: bool [b].
+    """Whether each image is recognised: bool [b].
 
-    Arguments:
+    Args:
         scores: [b, n].
-        labels: classes [b]; or [b, n] with a one for each class that is there, all of which must be found and no other.
-        count: how many classes each image has, where that is known: that many of the highest scores are the answer.
-        threshold: else the scores above it are the answer (0.5 for capsule lengths, 0 for logits).
+        labels: classes [b]; or [b, n] with a one for each class present, all of which must be predicted and no other.
+        count: number of classes of each image, if known: this many of the highest scores are the answer.
+        threshold: otherwise the scores above it are the answer (0.5 for capsule lengths, 0 for logits).
     """
     if labels.dim() == 1:
         return scores.argmax(1) == labels
@@ -51,8 +51,8 @@ def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshol
 
 @dataclass(frozen=True)
 class ClassFigures:
-    """One class: images that have it, and in per cent how many of these are found (recall), how many of those taken
-    for it are it (precision), and their harmonic mean; None where there is nothing to divide by."""
+    """Results of one class: its number of images, and in per cent the share of these that is predicted as it (recall),
+    the share of predictions of it that is right (precision), and their harmonic mean; None for a denominator of 0."""
 
     label: str
     n: int
@@ -63,13 +63,13 @@ class ClassFigures:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What was counted over `n` images; accuracies are per cent.
+    """Results over `n` images; accuracies are in per cent.
 
     Attributes:
-        errors: images that are not recognised (`all_right`).
-        top1, top5: of images with one label; top5 only where there are more than five classes.
-        exact_set: of images with several labels: all of them found, and no other.
-        confusion: int64 [n, n], row the label, column the answer; None with several labels.
+        errors: number of images that are not recognised (`all_right`).
+        top1, top5: for images with one label; top5 only for more than five classes.
+        exact_set: for images with several labels: all of them predicted, and no other.
+        confusion: int64 [n, n], rows are labels, columns answers; None with several labels.
     """
 
     n: int
@@ -86,12 +86,12 @@ class EvalResult:
 
 
 class Tally:
-    """Counts over batches of scores; holds nothing that grows with the number of images.
+    """Counts over batches of scores; its memory does not grow with the number of images.
 
-    Arguments:
+    Args:
         num_classes: columns of the scores.
-        count: labels of each image; None where that varies (see `all_right`).
-        threshold: of a score, where several labels are sought.
+        count: labels of each image; None if that varies (see `all_right`).
+        threshold: score from which a class counts as present, for several labels.
         device: of the scores.
     """
 
@@ -106,7 +106,7 @@ class Tally:
         self.table = torch.zeros(rows, num_classes, **whole)  # type: ignore[call-overload]
 
     def add(self, scores: Tensor, labels: Tensor) -> None:
-        """Scores [b, n] and labels [b] or [b, n]."""
+        """Add scores [b, n] and labels [b] or [b, n]."""
         n = self.num_classes
         self.totals[0] += all_right(scores, labels, self.count, self.threshold).sum()
         self.totals[2] += torch.isfinite(scores).all(1).sum()
@@ -115,12 +115,12 @@ class Tally:
             self.totals[1] += (scores.topk(min(5, n), dim=1).indices == labels[:, None]).sum()
             cells = labels * n + scores.argmax(1)
             self.table += torch.bincount(cells, minlength=n * n).view(n, n)
-        else:  # there and found, there, found
+        else:  # present and predicted, present, predicted
             found = answers(scores, labels, self.count, self.threshold)
             self.table += torch.stack([(found * labels).sum(0), labels.sum(0), found.sum(0)]).long()
 
     def result(self, label_names: Sequence[str]) -> EvalResult:
-        """The metrics; `CapszooError` where there were no images, or scores that are not finite."""
+        """The metrics; raises `CapszooError` if there are no images, or scores that are not finite."""
         right, first_five, finite, n = self.totals.tolist()
         if not n:
             raise CapszooError("there are no images to evaluate", "give a data set that has some")
@@ -154,7 +154,7 @@ def _per_cent(part: int, whole: int) -> float | None:
 def scored(
     target: EvalTarget, batch_size: int, progress: Callable[[int], None] | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores [b, n] and labels of every image: those of one view, or the mean over its crops."""
+    """Scores [b, n] and labels of every image: of one view, or the mean over its crops."""
     for batch in target.batches(batch_size, progress):
         if target.crops is None:
             yield target.net(batch.images.contiguous(memory_format=torch.channels_last)), batch.labels
@@ -168,7 +168,7 @@ def scored(
 def assess(
     target: EvalTarget, batch_size: int = 500, progress: Callable[[int], None] | None = None
 ) -> EvalResult:
-    """Everything that is counted, in float32 and eval mode."""
+    """Compute all metrics, in float32 and eval mode."""
     spec = target.images.spec
     tally = Tally(spec.num_classes, spec.labels_per_image, target.threshold, target.images.device)
     for scores, labels in scored(target, batch_size, progress):
@@ -183,9 +183,9 @@ def count_correct(
     autocast: AbstractContextManager[Any] | None = None,
     threshold: float = 0.5,
 ) -> Tensor:
-    """Run the net in eval mode over one epoch; returns int64 (right, all) [2] on the data's device.
+    """Run the net in eval mode over one epoch; return int64 (right, all) [2] on the data's device.
 
-    `threshold` counts where images have several labels, in a number that varies: see `all_right`.
+    `threshold` applies to images with a varying number of labels: see `all_right`.
     """
     was_training = net.training
     net.eval()
@@ -201,7 +201,7 @@ def count_correct(
 
 
 def stated_top1(target: EvalTarget) -> float | None:
-    """The accuracy that the weights' metadata state for these images; None where they state none."""
+    """The accuracy in the weights' metadata for these images; None if they state none."""
     info = target.info
     if info is None or target.crops or info.metadata.dataset.name != target.images.spec.name:
         return None
@@ -210,5 +210,5 @@ def stated_top1(target: EvalTarget) -> float | None:
 
 
 def reproduced(stated: float, found: float, n: int) -> bool:
-    """Whether two accuracies agree: an image may fall on the other side where a processor rounds differently."""
+    """True if two accuracies differ by at most two images, which processors may round to different answers."""
     return abs(stated - found) <= 100 * 2 / n + 1e-9

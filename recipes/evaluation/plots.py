@@ -1,4 +1,4 @@
-"""Pictures of training: curves of a run, several runs in one picture, routing by epoch; see also `report_plots`."""
+"""Plots of training: curves of a run, several runs in one picture, routing by epoch; see also `report_plots`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ SHOWN = 4
 
 
 def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **metadata: str) -> None:
-    """Loss, top-1 and learning rate by epoch, as a picture that is there whole or not at all.
+    """Plot loss, top-1 and learning rate by epoch; the file is written completely or not at all.
 
-    Arguments:
+    Args:
         path: .png or .svg.
-        metadata: kept inside the file, under the names that the format has for such (`Description`).
+        title: above the curves.
+        records: the epochs' records.
+        metadata: stored in the file, under the keys of its format (`Description`).
     """
     try:
         import matplotlib
@@ -51,7 +53,7 @@ def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **
         raise ModuleNotFoundError("curves need matplotlib: pip install 'capszoo[train]'") from error
 
     kind = path.suffix.lstrip(".")
-    # Text stays text and nothing depends on the day, so that the same curves give the same file.
+    # Text stays text and nothing depends on the date, so that the same curves give the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure = new_figure(12, 3.6)
         for axes, (label, keys) in zip(
@@ -79,15 +81,16 @@ def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **
 def draw_runs(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path, x: str = "epoch", log: bool = False
 ) -> Path:
-    """Draw training loss and accuracy (on validation images, where there are any), a line for each run.
+    """Draw training loss and accuracy (on validation images, if there are any), one line per run.
 
-    Arguments:
+    Args:
         runs: name to records, see `find_runs`.
-        x: "epoch" or "images" (those seen in training, of which two runs may have other numbers an epoch).
-        log: the loss on a logarithmic axis.
+        path: of the file.
+        x: "epoch" or "images" (those seen in training; runs may have different numbers per epoch).
+        log: draw the loss on a logarithmic axis.
 
     Raises:
-        UsageError: "images" where the records do not say.
+        UsageError: "images" if the records do not contain them.
     """
     for name, records in runs.items():
         if any(x not in record for record in records):
@@ -115,19 +118,20 @@ def draw_runs(
 
 
 def shown_epochs(epochs: Sequence[int]) -> list[int]:
-    """At most `SHOWN` of the epochs, the first and the last, others at equal ratios between them (paper: 1 to 200)."""
+    """At most `SHOWN` of the epochs: the first, the last, and others at equal ratios between (paper: 1 to 200)."""
     first, last = epochs[0], epochs[-1]
     wanted = [first * (last / first) ** (k / (SHOWN - 1)) for k in range(SHOWN)]
     return sorted({min(epochs, key=lambda epoch: abs(epoch - value)) for value in wanted})
 
 
 def draw_dynamics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> Path:
-    """Draw the curves of Li et al. 2018 ("Neural Network Encapsulation"), Fig. 2, at some epochs, a row for each run.
+    """Draw the curves of Li et al. 2018 ("Neural Network Encapsulation"), Fig. 2, at some epochs, one row per run.
 
-    Votes by their cosine with the parent capsule: the share of them (grey) and their mean length (blue).
+    Votes by their cosine with the parent capsule: their share (grey) and their mean length (blue).
 
-    Arguments:
+    Args:
         runs: name to the epochs' records of `metrics.jsonl`.
+        path: of the file.
 
     Raises:
         CapszooError: a run without such records.

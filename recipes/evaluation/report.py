@@ -1,4 +1,4 @@
-"""An evaluation whole: what was asked for is measured, and kept as one document."""
+"""A complete evaluation: the requested measurements, collected in one document."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured; None or empty where it was not asked for.
+    """Results of the measurements; None or empty for those not requested.
 
     Attributes:
-        seed: of the images drawn by a limit, and of PGD's start.
-        limit: images asked for, None for all.
-        stated: top-1 of the weights' metadata for these images, where it states one.
-        iterations: of the routing layers, on the first `ITERATION_IMAGES`.
+        seed: seed of the sample drawn by a limit, and of PGD's start.
+        limit: requested number of images, None for all.
+        stated: top-1 of the weights' metadata for these images, if it states one.
+        iterations: changes per iteration of the routing layers, on the first `ITERATION_IMAGES`.
     """
 
     target: EvalTarget
@@ -63,7 +63,7 @@ class Report:
     iterations: tuple[IterationChanges, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: per cent everywhere but in the confusion matrix, whose rows are labels and columns answers."""
+        """For JSON: in per cent, except the confusion matrix, whose rows are labels and columns answers."""
         target, result = self.target, self.result
         found: dict[str, Any] = {
             "model": target.name,
@@ -96,7 +96,7 @@ class Report:
 
 
 def _rounded(value: Any) -> Any:
-    """Per cents with four decimals."""
+    """Percentages with four decimals."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):
@@ -119,15 +119,18 @@ def measure(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure what is asked for.
+    """Run the requested measurements.
 
-    Arguments:
+    Args:
+        target: the model and its images.
+        batch_size: images per forward pass.
         robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
         routing: routing statistics.
-        data: folder of MNIST, for affNIST's protocol; None asks `CAPSZOO_DATA`.
-        limit: use this many of affNIST's images (the target's own are limited already).
-        seed: of PGD's start and of that choice.
-        progress: shows how far it is.
+        radii, steps: of PGD.
+        data: folder of MNIST, for affNIST's protocol; None uses `CAPSZOO_DATA`.
+        limit: use this many of affNIST's images (the target's images are already limited).
+        seed: of PGD's start and of that sample.
+        progress: displays the progress.
     """
 
     def bar(what: str) -> AbstractContextManager[Advance]:
@@ -158,7 +161,7 @@ def measure(
 
 
 def write(report: Report, folder: Path, kind: str = "png") -> list[Path]:
-    """Write eval.json, the pictures (png, pdf or svg) and their numbers (csv) to a folder, which need not exist."""
+    """Write eval.json, the pictures (png, pdf or svg) and their data (csv) to a folder, which need not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         document = json.dumps(report.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,6 +1,6 @@
-"""Pictures of an evaluation: confusion matrix, robustness (of one model or several), routing; each with its numbers.
+"""Plots of an evaluation: confusion matrix, robustness (of one model or several), routing.
 
-Beside each picture lies a ``.csv`` file of the same name with the numbers that it shows.
+Beside each picture, a ``.csv`` file of the same name has its data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["agreement_panel", "draw_confusion", "draw_report", "draw_robustness"
 
 
 def draw_report(report: Report, folder: Path, kind: str = "png") -> list[Path]:
-    """Draw everything there is to draw; returns the pictures and the files of their numbers.
+    """Draw all available plots; return the pictures and their data files.
 
     Args:
         report: of an evaluation.
-        folder: that receives the files.
+        folder: target folder.
         kind: png, pdf or svg.
     """
     title = f"{report.target.name} on {report.target.images.spec.name} ({report.target.part}), n = {report.result.n:,}"
@@ -47,7 +47,7 @@ def draw_confusion(result: EvalResult, title: str, path: Path, percent: bool = F
     """Draw the confusion matrix of a result that has one.
 
     Args:
-        result: with a confusion matrix.
+        result: a result with a confusion matrix.
         title: above the matrix.
         path: of the file.
         percent: write shares of a row into the cells instead of numbers of images.
@@ -61,7 +61,7 @@ def draw_confusion(result: EvalResult, title: str, path: Path, percent: bool = F
     side = max(5.0, min(14.0, 0.55 * len(labels))) if few else 9.0
     figure = new_figure(side + 1.2, side + 0.4)
     axes = figure.subplots()
-    # By the square root, or a few errors among hundreds of images could not be seen.
+    # Colour by the square root: a few errors among hundreds of images would be invisible otherwise.
     picture = axes.imshow(share**0.5, cmap="Blues", vmin=0, vmax=1)
     if few:
         axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
@@ -81,16 +81,16 @@ def draw_confusion(result: EvalResult, title: str, path: Path, percent: bool = F
 
 
 def zip_rows(labels: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Rows with their names before them."""
+    """Rows with their names as first cells."""
     return [[label, *row] for label, row in zip(labels, rows, strict=True)]
 
 
 def interval(accuracy: float, n: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share, in per cent.
+    """Wilson's 95% interval of a proportion, in per cent.
 
     Args:
         accuracy: in per cent.
-        n: images.
+        n: number of images.
     """
     z, p = 1.96, accuracy / 100
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
@@ -99,10 +99,10 @@ def interval(accuracy: float, n: int) -> tuple[float, float]:
 
 
 def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) -> Path:
-    """Accuracy under affine changes and PGD with 95% intervals, a line for each model; the dotted line: unchanged.
+    """Accuracy under affine changes and PGD with 95% intervals, one line per model; dotted: unchanged images.
 
     Args:
-        reports: name to what ``eval.json`` holds of an evaluation with ``--robustness``.
+        reports: name to the content of ``eval.json`` of an evaluation with ``--robustness``.
         path: of the file.
 
     Raises:
@@ -179,7 +179,7 @@ def agreement_panel(axes: Any, share: Sequence[float], length: Sequence[float | 
 def _draw_routing(
     stats: RoutingStats, iterations: tuple[IterationChanges, ...], title: str, path: Path
 ) -> Path:
-    """Entropy and dead capsules by layer; votes by agreement; change by iteration; only what was measured."""
+    """Plot entropy and dead capsules by layer, votes by agreement, change by iteration; only what was measured."""
     panels = ["couplings", *["votes"] * bool(stats.curve), *["iterations"] * bool(iterations)]
     layers = list(range(1, len(stats.layers) + 1))
     wide = max(2.6, 0.9 * len(layers) + 1.4)
@@ -236,7 +236,7 @@ def _draw_layers(axes: Any, stats: RoutingStats, layers: list[int]) -> None:
 
 
 def _draw_iterations(axes: Any, layers: tuple[IterationChanges, ...]) -> None:
-    """The logits' change by iteration, from zero; iterations that the network does not make are hollow."""
+    """Plot the logits' change by iteration, from zero; iterations beyond the network's number are hollow."""
     for number, layer in enumerate(layers, 1):
         points = list(enumerate(layer.logits, 1))
         (line,) = axes.plot(*zip(*points, strict=True), label=f"layer {number}" if len(layers) > 1 else None)

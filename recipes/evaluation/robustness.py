@@ -1,17 +1,17 @@
-"""How accuracy falls when images are turned, sheared, scaled or moved, and under attack; affNIST's protocol.
+"""Accuracy on images that are rotated, sheared, scaled or shifted, and under attack; affNIST's protocol.
 
-Sweeps: every image is moved by one amount at a time (`SWEEPS`), bilinearly about its middle, black where nothing lands,
-and rounded to 8 bits; the amount that changes nothing gives the clean accuracy exactly.
+Sweeps: every image is transformed by one amount at a time (`SWEEPS`), bilinearly about its middle, with black pixels
+where there is no source, and rounded to 8 bits; the neutral amount gives the clean accuracy exactly.
 
 PGD (Madry et al. 2018), in the L-infinity norm, untargeted: from a random start in the ball of radius eps about the
-image, `steps` times a step of 2.5 eps / steps along the sign of the gradient of (the largest score of another class -
-the score of the own class), each time back into the ball and into [0, 1]. Pixels are in [0, 1], before normalisation;
-the model is differentiated whole, routing included. An image counts as recognised where the model is right on the
-image itself, on the start and after every step; what is wrong is attacked no further. This loss, unlike cross-entropy,
-is the same for logits and for capsule lengths.
+image, `steps` steps of 2.5 eps / steps along the sign of the gradient of (the largest score of another class -
+the score of the image's class), each projected into the ball and into [0, 1]. Pixels are in [0, 1], before
+normalisation; the gradient is that of the whole model, including the routing. An image counts as recognised if the
+model is right on the image itself, on the start and after every step; an image with a wrong answer is not attacked
+further. This loss, unlike cross-entropy,
 
 affNIST: the regenerated test set and the expanded (shifted) one of `capszoo.data`, 40x40 pixels, one image for each
-digit of MNIST's test set. The protocol trains on MNIST at random places on 40x40; other training is told apart.
+digit of MNIST's test set. The protocol trains on MNIST at random places on 40x40; other training is marked in results.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ STEP_SHARE = 2.5
 
 @dataclass(frozen=True)
 class SweepResult:
-    """Accuracy in per cent (`all_right`) at each amount."""
+    """Accuracy in per cent (`all_right`) for each amount."""
 
     name: str
     unit: str
@@ -82,9 +82,10 @@ class AttackResult:
 
 
 def move(pixels: Tensor, name: str, amount: float) -> Tensor:
-    """uint8 [b, c, h, w] moved as a sweep does, to the same shape.
+    """Transform uint8 [b, c, h, w] as in a sweep, to the same shape.
 
-    Arguments:
+    Args:
+        pixels: the images.
         name: a key of `SWEEPS`.
         amount: in the sweep's unit.
     """
@@ -111,7 +112,7 @@ def sweeps(
     batch_size: int = 500,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[SweepResult, ...]:
-    """Accuracy at every amount of the sweeps named, one view of each image."""
+    """Accuracy for every amount of the named sweeps, with one view of each image."""
     spec = target.images.spec
     right = {name: [0] * len(SWEEPS[name][1]) for name in names}
     for batch in _single(target).batches(batch_size, progress):
@@ -133,12 +134,12 @@ def _single(target: EvalTarget) -> EvalTarget:
 
 
 def default_eps(channels: int) -> tuple[float, ...]:
-    """Radii to try: MNIST's usual ones for grey images, those of colour images else."""
+    """Default radii: those customary for MNIST for grey images, else those for colour images."""
     return (0.0, 0.05, 0.1, 0.2, 0.3) if channels == 1 else (0.0, 1 / 255, 2 / 255, 4 / 255, 8 / 255)
 
 
 def attack_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Largest score of another class less that of the own class, [b]; above 0 the image is not recognised."""
+    """Largest score of another class minus that of the image's class, [b]; above 0 the image is not recognised."""
     own = scores.gather(1, labels[:, None])[:, 0]
     others = scores.scatter(1, labels[:, None], -torch.inf)
     return others.amax(1) - own
@@ -154,15 +155,17 @@ def pgd(
 ) -> tuple[Tensor, Tensor]:
     """Attack images by projected gradient steps.
 
-    Arguments:
+    Args:
         forward: from pixels in [0, 1] to scores [b, n]; differentiable.
         images: float [b, c, h, w] in [0, 1].
         labels: classes [b].
-        eps: radius of the ball, at least 0; at 0 nothing is attacked.
-        generator: on the CPU, of the random start.
+        eps: radius of the ball, at least 0; 0 disables the attack.
+        steps: number of gradient steps.
+        generator: for the random start, on the CPU.
 
-    Returns the attacked images, the first that fooled the model or else the last tried, and whether each image was
-    recognised throughout, bool [b].
+    Returns:
+        The attacked images, the first that fooled the model or else the last tried, and whether each image was
+        recognised throughout, bool [b].
     """
     if not 0 <= eps <= 1:
         raise UsageError(f"eps is {eps}", "give a radius of 0 to 1, such as 8/255")
@@ -205,13 +208,13 @@ def attack(
     batch_size: int = 250,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[AttackResult, ...]:
-    """Accuracy under PGD at each radius; the random start depends on (seed, batch) and so on the batch size."""
+    """Accuracy under PGD for each radius; the random start depends on (seed, batch), so on the batch size too."""
     if target.images.spec.multi_label:
         raise CapszooError("PGD is defined here for one label an image", "choose another data set")
     pixels_of = _pixels_to_scores(target.net, target.mean, target.std)
     right = [0] * len(radii)
     frozen = [p for p in target.net.parameters() if p.requires_grad]
-    for p in frozen:  # their gradients would be computed for nothing
+    for p in frozen:  # their gradients are not needed
         p.requires_grad_(False)
     try:
         for number, batch in enumerate(_single(target).batches(batch_size, progress)):
@@ -243,10 +246,10 @@ def _pixels_to_scores(
 
 @dataclass(frozen=True)
 class AffnistResult:
-    """Accuracy in per cent on affNIST's two test sets; None and a reason where the model cannot take them.
+    """Accuracy in per cent on affNIST's two test sets; None and a reason if the model cannot process them.
 
     Attributes:
-        trained: whether the weights are of the protocol's training set.
+        trained: whether the weights were trained on the protocol's training set.
     """
 
     n: int
@@ -263,11 +266,13 @@ def affnist(
     seed: int = 0,
     batch_size: int = 500,
 ) -> AffnistResult:
-    """The protocol's test, for models of digits (trained on MNIST or a set composed of it).
+    """The protocol's test, for models of digits (trained on MNIST or a set composed from it).
 
-    Arguments:
-        data: folder of MNIST; None asks `CAPSZOO_DATA`.
-        limit, seed: number of images of each set, drawn by the seed.
+    Args:
+        target: the model.
+        data: folder of MNIST; None uses `CAPSZOO_DATA`.
+        limit, seed: number of images of each set, and seed of the sample.
+        batch_size: images per forward pass.
     """
     spec = dataset_spec("affnist")
     name = target.recipe.data.name or target.images.spec.name
@@ -285,7 +290,7 @@ def affnist(
     for split in ("test", "expanded"):
         try:
             images = drawn(load_dataset("affnist", split, data), limit, seed)
-        except DataError as error:  # what was measured before must not be lost
+        except DataError as error:  # earlier measurements must not be lost
             return AffnistResult(0, None, None, trained, str(error))
         n = len(images)
         accuracy.append(assess(target.on(images), batch_size).accuracy)
@@ -293,7 +298,7 @@ def affnist(
 
 
 def parse_radii(text: str) -> tuple[float, ...]:
-    """``0.1,8/255`` as radii; `UsageError` where one is no number from 0 to 1."""
+    """Parse radii such as ``0.1,8/255``; raises `UsageError` for one that is not a number from 0 to 1."""
     radii = []
     for word in text.split(","):
         top, _, bottom = word.partition("/")

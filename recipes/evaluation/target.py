@@ -1,4 +1,4 @@
-"""What is evaluated: a model under any of its names, and the images that it is to be tried on."""
+"""Resolve an evaluation: a model under any of its names, and the images to evaluate it on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["EvalTarget", "create_for", "drawn", "prepare", "score_threshold"]
 
 
 def score_threshold(loss: str) -> float:
-    """The score from which a class is there: half a capsule length, or a logit of zero, by the loss trained with."""
+    """The score from which a class counts as present, by the training loss: half a capsule length, or a logit of 0."""
     return 0.5 if loss in ("margin", "spread") else 0.0
 
 
@@ -52,9 +52,9 @@ def create_for(
     model_args: Mapping[str, Any],
     create: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
-    """Create a net for a data set; timm's own architectures work too (those that take no `img_size` get none).
+    """Create a net for a data set; also works for timm's architectures (without `img_size` where it is not accepted).
 
-    `create` is called with the arguments alone; None creates the architecture with random weights.
+    `create` is called with only the arguments; None creates the architecture with random weights.
     """
     args: dict[str, Any] = {"num_classes": num_classes, "in_chans": input_size[0]}
     if architecture in capszoo.list_models():
@@ -64,10 +64,10 @@ def create_for(
 
 
 def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | None]:
-    """A model on the CPU and, where it has any, its metadata.
+    """A model on the CPU and its metadata, if it has any.
 
-    Arguments:
-        model: a module, or what `capszoo.checkpoint.resolve` takes.
+    Args:
+        model: a module, or a MODEL argument of `capszoo.checkpoint.resolve`.
     """
     if isinstance(model, nn.Module):
         return model, None
@@ -77,15 +77,15 @@ def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | 
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """A model on its device, and the images it is tried on.
+    """A model on its device, and the images for its evaluation.
 
     Attributes:
         name: of the model.
-        images: as many as are evaluated; larger than the model's input where `crops` cuts them.
-        whole: images of the split, of which `images` may be a part.
+        images: the evaluated images; larger than the model's input if `crops` are taken from them.
+        whole: number of images in the split, of which `images` may be a sample.
         mean, std: normalisation.
-        threshold: score from which a class counts as found (`score_threshold`).
-        info: the weights' metadata, where known.
+        threshold: score from which a class counts as present (`score_threshold`).
+        info: the weights' metadata, if known.
         crops: None for one view of each image.
     """
 
@@ -105,7 +105,7 @@ class EvalTarget:
 
     @property
     def part(self) -> str:
-        """What the images are, in words: the split, and whether they chose the weights."""
+        """Description of the images: the split, and whether they selected the weights."""
         chose = self.images.split == "validation" and bool(self.recipe.early_stop)
         return f"{self.images.split}; chose the epoch" if chose else self.images.split
 
@@ -121,11 +121,11 @@ class EvalTarget:
                 progress(len(batch.labels))
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """uint8 [b, c, h, w] as the model takes it."""
+        """uint8 [b, c, h, w] to the model's input."""
         return normalize(pixels, self.mean, self.std).contiguous(memory_format=torch.channels_last)
 
     def on(self, images: ImageSet | StreamedSet) -> EvalTarget:
-        """The same model on other images, one view of each."""
+        """The same model with other images, one view of each."""
         return replace(self, images=images.to(self.images.device), whole=len(images), crops=None)
 
 
@@ -140,18 +140,19 @@ def prepare(
     crops: str = "single",
     device: str | torch.device | None = None,
 ) -> EvalTarget:
-    """Find a model and its images.
+    """Resolve a model and its images.
 
-    Arguments:
+    Args:
         model: as for `find_model`.
-        dataset: a name, or images; None takes the data set that the weights were trained on.
+        dataset: a name, or images; None uses the data set that the weights were trained on.
         split: "test", "train" or another of the data set's; "val" is the part that the recipe held out of "train".
-        data: folder of the data set (None asks `CAPSZOO_DATA`), or a data set such as `imagefolder:PATH`.
-        limit: number of images to evaluate, drawn by `seed`.
+        data: folder of the data set (None uses `CAPSZOO_DATA`), or a data set such as `imagefolder:PATH`.
+        limit: number of images to evaluate, sampled with `seed`.
+        seed: of the sample.
         crops: "single", or "multi" (see `evaluation.crops`).
-        device: None takes CUDA where there is one.
+        device: None selects CUDA if available.
 
-    Raises `DataError`, `WeightsError` or `CapszooError`, one line each, where something is missing or does not fit.
+    Raises `DataError`, `WeightsError` or `CapszooError`, one line each, if something is missing or does not fit.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"a limit of {limit} images makes no sense", "give 1 or more")
@@ -200,7 +201,7 @@ def prepare(
 
 
 def _is_image_folder(folder: Path) -> bool:
-    """Whether a folder holds images by class, with or without splits, so that `imagefolder:` may be left out."""
+    """True if a folder contains images by class, with or without splits, so that `imagefolder:` may be omitted."""
 
     def has_images(kind: Path) -> bool:
         return any(file.suffix.lower() in IMAGE_SUFFIXES for file in kind.iterdir())
@@ -215,7 +216,7 @@ def _is_image_folder(folder: Path) -> bool:
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:
-    """A random sample of `limit` images, drawn by a seed; all of them where there are no more, or no limit."""
+    """A random sample of `limit` images, drawn with a seed; all of them if there are no more, or no limit."""
     if limit is None or limit >= len(images):
         return images
     order = torch.randperm(len(images), generator=keyed_generator(seed))
@@ -225,7 +226,7 @@ def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> Image
 def _load(
     dataset: str, split: str, data: str | Path | None, net: nn.Module, recipe: RecipeRecord, multi: bool
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
-    """Images of the size that the model sees, or of the size that its crops are cut out of."""
+    """Images at the model's input size, or at the size that crops are taken from."""
     known = recipe.data.name == dataset
     trained = recipe.data if known else DataRecord()
     objects = None if known or multi else _object_size(net)
@@ -281,14 +282,14 @@ def _read_split(
     size: int | None,
     side: int | None,
 ) -> ImageSet | StreamedSet:
-    """The images of a split; of "val" exactly those that training held out, or the data set's own validation split.
+    """The images of a split; for "val" exactly those that training held out, or the data set's validation split.
 
-    Where a folder has no test split, "test" means its validation split, and the result says so by its `split`.
+    If a folder has no test split, "test" means its validation split, and the `split` of the result states that.
 
-    Arguments:
-        trained: `data` of the recipe that the model was trained by, if it was trained on this data set.
+    Args:
+        trained: `data` of the recipe that the model was trained with, if it was trained on this data set.
     """
-    # what training left out is left out here: a validation split is drawn by the images' numbers
+    # skip the images that training skipped: a validation split is drawn by the images' indices
     skipped: list[str] | None = [] if trained.skip_bad else None
 
     def load(part: str) -> ImageSet | StreamedSet:
@@ -313,7 +314,7 @@ def _read_split(
 
 
 def _object_size(net: nn.Module) -> int | None:
-    """Side of the objects that a network was trained to see on its larger canvas; None where images fill the frame."""
+    """Side of the objects on a larger canvas that a network was trained with; None if images fill the frame."""
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
     stated = (cfg.get("capszoo") or {}).get("object_size")
     if not stated or tuple(cfg["input_size"][1:]) != model_input_size(net)[1:]:
@@ -322,7 +323,7 @@ def _object_size(net: nn.Module) -> int | None:
 
 
 def _on_canvas(images: ImageSet | StreamedSet, size: Sequence[int]) -> ImageSet:
-    """Images in the middle of a black canvas of ``size`` (height, width), as `ImageTransform` pads them."""
+    """Images in the middle of a black canvas of ``size`` (height, width), padded like in `ImageTransform`."""
     if not isinstance(images, ImageSet):
         raise DataError(f"{images.spec.name} is too large to be padded in memory: evaluate a smaller set")
     rows, cols = images.size
@@ -333,7 +334,7 @@ def _on_canvas(images: ImageSet | StreamedSet, size: Sequence[int]) -> ImageSet:
 
 
 def _check_fit(net: nn.Module, images: ImageSet | StreamedSet, crops: Crops | None) -> None:
-    """Raise `CapszooError` where the images are none for the model."""
+    """Raise `CapszooError` if the images do not fit the model."""
     spec = images.spec
     classes = getattr(net, "num_classes", spec.num_classes)
     if classes != spec.num_classes:

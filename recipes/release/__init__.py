@@ -1,1 +1,1 @@
-"""What is published beside weights: model cards, and our results beside those of the papers."""
+"""Published besides the weights: model cards, and our results compared with those of the papers."""

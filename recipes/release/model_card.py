@@ -1,6 +1,6 @@
-"""The model card of a checkpoint: what the Hub shows of it, written from its metadata alone.
+"""The model card of a checkpoint, shown on the Hub and written only from its metadata.
 
-The YAML header (licence, tags, data set, model-index) is made and checked by huggingface_hub's own classes.
+The YAML header (licence, tags, data set, model-index) is created and validated by huggingface_hub's classes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = [
     "public",
 ]
 
-#: Names of further files of a repository, beside the weights, `config.json` and `README.md`.
+#: Names of further files of a repository, besides the weights, `config.json` and `README.md`.
 GOLDEN, LABELS = "golden.safetensors", "labels.txt"
 CURVES, CONFUSION = "curves.png", "confusion.png"
 
-#: Where a paper's identifier leads.
+#: Links for the identifiers of papers.
 PAPER_LINKS = {
     "arXiv": "https://arxiv.org/abs/{}",
     "doi": "https://doi.org/{}",
@@ -51,7 +51,7 @@ PAPER_LINKS = {
     "openreview": "https://openreview.net/forum?id={}",
 }
 
-#: The Hub's copies of the data sets that have a well-known one there.
+#: Well-known copies of the data sets on the Hub.
 HUB_DATASETS = {
     "mnist": "ylecun/mnist",
     "fashion_mnist": "zalando-datasets/fashion_mnist",
@@ -59,7 +59,7 @@ HUB_DATASETS = {
     "cifar100": "uoft-cs/cifar100",
 }
 
-#: Classes that a card's table shows at once; more are folded away.
+#: Maximum number of classes visible in a card's table; more are collapsed.
 MOST_ROWS = 25
 
 PICTURES = {CURVES: "Training curves", CONFUSION: "Confusion matrix"}
@@ -72,7 +72,7 @@ def paper_link(paper_id: str) -> str:
 
 
 def public(value: Any) -> Any:
-    """The same value with paths of this machine cut down to their last part (`imagefolder:/home/me/pets`)."""
+    """The same value with paths of this machine reduced to their last part (`imagefolder:/home/me/pets`)."""
     if isinstance(value, dict):
         return {key: public(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -89,7 +89,7 @@ def public(value: Any) -> Any:
 
 
 def paper_ids(info: WeightsInfo) -> list[str]:
-    """Identifiers of the papers behind an architecture of the zoo; none for timm's, which names its weights' papers."""
+    """Identifiers of the papers of an architecture of the zoo; none for timm's, which names its weights' papers."""
     cfg = get_pretrained_cfg(info.architecture) if info.architecture in PAPERS else None
     found = getattr(cfg, "paper_ids", None) or ()
     ids = (found,) if isinstance(found, str) else tuple(found)
@@ -97,14 +97,14 @@ def paper_ids(info: WeightsInfo) -> list[str]:
 
 
 def _dataset(info: WeightsInfo) -> tuple[str, str, str]:
-    """Name, title and source of what it was trained on."""
+    """Name, title and source of the training data."""
     found = info.metadata.dataset
     name = str(public(found.name) or "unknown")
     return name, str(public(found.title) or name), str(public(found.source))
 
 
 def _results(info: WeightsInfo) -> list[EvalResult]:
-    """Our figure, and the papers' marked as theirs."""
+    """Our result, and the papers' results marked as theirs."""
     name, title, _ = _dataset(info)
     where: dict[str, Any] = dict(
         task_type="image-classification",
@@ -150,7 +150,7 @@ def card_data(info: WeightsInfo) -> ModelCardData:
 
 
 def snippet(name: str) -> str:
-    """Python that loads the model by its name and classifies an image file with it."""
+    """Python code that loads the model by its name and classifies an image file with it."""
     return f"""import capszoo
 
 model = capszoo.load("{name}")
@@ -167,12 +167,12 @@ def model_card(
 ) -> ModelCard:
     """The card of a checkpoint under the name `repo_id`.
 
-    Arguments:
-        info: its metadata.
+    Args:
+        info: metadata of the checkpoint.
         repo_id: `user/repository`, or with `local` the name of the run's folder.
-        private: whether others will need a token to read it.
-        pictures: which of `CURVES` and `CONFUSION` lie beside the card.
-        local: for the folder of a run, which is on no Hub.
+        private: whether other users need a token to read it.
+        pictures: which of `CURVES` and `CONFUSION` exist beside the card.
+        local: for the folder of a run, which is not on the Hub.
     """
     stated = info.metadata
     known_as = repo_id if local else f"hf-hub:{repo_id}"
@@ -230,7 +230,7 @@ def model_card(
 
 
 def _classes(info: WeightsInfo) -> str:
-    """What is right of each class, where the metadata have it (as `finetune` writes it), as a table."""
+    """Table of the accuracy of each class, if the metadata have it (`finetune` writes it)."""
     found = info.metadata.per_class
     if not found:
         return ""

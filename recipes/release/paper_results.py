@@ -1,7 +1,7 @@
-"""A checkpoint's results: the papers' beside ours, the settings that differ, its twins.
+"""A checkpoint's results: ours compared with the papers', the settings that differ, its twins.
 
-The README's table, `docs/results.md` and the model cards are written from here, and this from the metadata beside the
-weights: nobody types a number twice.
+This module writes the README's table, `docs/results.md` and the model cards, from the metadata beside the
+weights: no number is typed twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "went_on",
 ]
 
-#: Keys of a recipe that say what it is or how it is run, and not what comes out of it.
+#: Keys of a recipe that describe it or how it is run, without effect on the result.
 NO_SETTINGS = (
     "arch",
     "tag",
@@ -50,7 +50,7 @@ NO_SETTINGS = (
 
 
 def header_line(recipe: str, key: str) -> str:
-    """What a recipe file says at its head after `# <key>:`, in that line; empty where it says nothing."""
+    """The text after `# <key>:` in the header of a recipe file; empty if there is none."""
     path = CONFIGS / f"{recipe}.yaml"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         if line.startswith(f"# {key}: "):
@@ -68,8 +68,8 @@ def as_accuracy(figure: PaperFigure) -> float:
 def paper_figures(info: WeightsInfo) -> list[PaperFigure]:
     """The papers' results for this network on this data set.
 
-    Where the head of its recipe names some of them by their numbers (one of two pooling methods, say), these alone;
-    where it says "none", none.
+    If the header of its recipe lists some of them by their numbers (one of two pooling methods, say), only these;
+    if it states "none", none.
     """
     line = header_line(info.name, "Paper")
     if line.startswith("none"):
@@ -85,31 +85,31 @@ def paper_figures(info: WeightsInfo) -> list[PaperFigure]:
 
 
 def sampling_error(top1: float, n: int) -> float:
-    """Standard error of an accuracy in per cent that was counted on n images, by chance of the images alone."""
+    """Standard error in per cent of an accuracy on n images, from the sampling of the images alone."""
     p = top1 / 100
     return 100 * math.sqrt(p * (1 - p) / n)
 
 
 def counted(info: WeightsInfo) -> str:
-    """What the accuracies of a checkpoint count: "top-1", or, of images with several labels, the "exact set"."""
+    """Kind of a checkpoint's accuracies: "top-1", or, for images with several labels, the "exact set"."""
     name = info.metadata.dataset.name
     return DATASETS[name].accuracy if name in DATASETS else "top-1"
 
 
 def began_with(info: WeightsInfo) -> str | None:
-    """The weights that the run of a checkpoint began with; None where they were random."""
+    """The initial weights of a checkpoint's run; None if they were random."""
     init = info.metadata.trained.init
     return init.weights if init else None
 
 
 def went_on(info: WeightsInfo) -> bool:
-    """Whether a run went on from one of its own recipe that was broken off (the repository's `unfinished/`)."""
+    """True if a run continued an interrupted one of the same recipe (from the repository's `unfinished/`)."""
     start = Path(began_with(info) or "")
     return start.parent.name == "unfinished" and start.stem == info.name
 
 
 def figures_table(info: WeightsInfo) -> list[str]:
-    """Ours and the papers' results as the lines of a markdown table."""
+    """Our and the papers' results as the lines of a markdown table."""
     lines = [f"| result | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
     for split, found in info.metadata.metrics.items():
         if found.top1 is None or found.n is None:
@@ -130,7 +130,7 @@ def figures_table(info: WeightsInfo) -> list[str]:
 
 
 def seeds_note(info: WeightsInfo) -> str:
-    """Mean and standard deviation over the seeds of a checkpoint's recipe, for after its own accuracy; else empty."""
+    """Mean and standard deviation over the seeds of a checkpoint's recipe, to append to its accuracy; else empty."""
     found = (info.raw.get("seeds") or {}).get("test") or {}
     if "sd" not in found:
         return ""
@@ -144,15 +144,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            # an empty section says as little as none; a model's argument of 0 is not its default
+            # an empty section is equivalent to none; but a model argument of 0 may not be its default
             yield f"{prefix}{key}", value if prefix == "model_args." else value or None
 
 
 def recipe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ between two recipes, by dotted key.
 
-    A key that only one of them has counts where both know its section and it is set (recipes of earlier versions
-    lack what came later).
+    A key that only one of them has counts if both have its section and it is set (recipes of earlier versions
+    lack later keys).
     """
     first, second = dict(_flat(one)), dict(_flat(other))
     return {
@@ -164,9 +164,9 @@ def recipe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict
 
 
 def settings_unlike_the_papers(info: WeightsInfo) -> dict[str, tuple[Any, Any]]:
-    """Settings of the run that differ from its recipe's own, which are the paper's: key to (ours, the paper's).
+    """Settings of the run that differ from its recipe's, which are the paper's: key to (ours, the paper's).
 
-    Empty for what has no recipe in the package.
+    Empty if there is no recipe in the package.
     """
     if info.name not in list_recipes() or "recipe" not in info.raw:
         return {}
@@ -174,14 +174,14 @@ def settings_unlike_the_papers(info: WeightsInfo) -> dict[str, tuple[Any, Any]]:
 
 
 def shown(value: Any) -> str:
-    """A setting's value for people to read."""
+    """A setting's value in readable form."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(shown, value))
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def protocol_lines(info: WeightsInfo) -> list[str]:
-    """How the results came about, and where that differs from the papers' way, as a markdown list."""
+    """How the results were obtained, and differences from the papers' protocol, as a markdown list."""
     stated = info.metadata
     lines = []
     if stated.recipe:
@@ -201,7 +201,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
     if counted(info) == "exact set":
         lines.append("- An image is right where all of its labels are found, and no other.")
     if "test" in stated.metrics:
-        # the same checkpoint, trained on; a run that was broken off had not come to its test images
+        # the same checkpoint, trained further; an interrupted run had not been tested yet
         again = start and Path(start).name.startswith(info.name) and not went_on(info)
         looks = "at the end of both runs" if again else "once, at the end"
         lines.append(f"- The test set was looked at {looks}; nothing was chosen by it.")
@@ -228,12 +228,12 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
 
 
 def twin_groups(names: list[str] | None = None) -> list[list[str]]:
-    """Recipes that differ in one thing and should be read side by side: `…cifar10`, `…cifar10_avg`, `…cifar10_max`.
+    """Recipes that differ in one setting and should be compared: `…cifar10`, `…cifar10_avg`, `…cifar10_max`.
 
-    A recipe whose head says `# Twin: none` is none: it has settings of its own.
+    A recipe with `# Twin: none` in its header has no twin, because it has other settings.
 
-    Arguments:
-        names: recipes to look among; None takes all of the package.
+    Args:
+        names: candidate recipes; None uses all of the package.
     """
     known = list_recipes() if names is None else sorted(names)
     groups = []

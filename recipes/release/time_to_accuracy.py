@@ -23,14 +23,14 @@ SHARES = (0.90, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Reached:
-    """The first epoch whose validation accuracy was a share of the last one's.
+    """The first epoch whose validation accuracy reached a share of the last epoch's.
 
     Attributes:
         share: of the final validation accuracy, 0 to 1.
         epoch: counted from 1.
-        images: training images seen by its end, each as often as it was seen.
-        minutes: of training by its end, validation included.
-        exact: whether the run kept the time of each epoch; else the minutes are the epoch's share of the whole run.
+        images: training images processed by its end, with repetitions.
+        minutes: of training by its end, including validation.
+        exact: whether the run recorded the time of each epoch; else the minutes are proportional to the epoch.
     """
 
     share: float
@@ -82,13 +82,13 @@ def time_table(infos: Iterable[WeightsInfo]) -> list[str]:
 
 
 def times_source(infos: Iterable[WeightsInfo]) -> str:
-    """What the picture is drawn from, as it states it itself."""
+    """Source of the picture's data, as stated in the picture."""
     drawn = [(info.name, [(one.minutes, one.epoch) for one in time_to_accuracy(info)]) for info in infos]
     return f"time to accuracy, {hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16]}"
 
 
 def draw_time_to_accuracy(path: Path, infos: Sequence[WeightsInfo]) -> None:
-    """One row a checkpoint: minutes until the shares of its final validation accuracy, on a logarithmic axis."""
+    """One row per checkpoint: minutes until the shares of its final validation accuracy, on a logarithmic axis."""
     import matplotlib
 
     runs = [(info, found) for info in infos if (found := time_to_accuracy(info))]

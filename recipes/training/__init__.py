@@ -1,1 +1,1 @@
-"""Parts of the training loop: what a recipe asks for, checkpoints, the run's folder and log, several processes."""
+"""Parts of the training loop: setup from a recipe, checkpoints, the run's folder and log, several processes."""

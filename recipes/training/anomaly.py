@@ -1,4 +1,4 @@
-"""Where a value that is not finite came from: hooks that name the first layer, or the first gradient, that has one."""
+"""Find the origin of a value that is not finite: hooks name the first layer, or the first gradient, that has one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _finite(value: Any) -> bool:
 
 
 class NonFiniteDetector:
-    """Look at every output (and gradient) of a module until one is not finite; slow, so for a few updates only.
+    """Check every output (and gradient) of a module until one is not finite; slow, so for a few updates only.
 
-    Arguments:
-        module: what is trained: a net under the name `net` and its loss.
-        gradients: look at gradients too.
+    Args:
+        module: the trained module: a net under the name `net`, and its loss.
+        gradients: check gradients too.
 
-    `found` says what was found, in words; it stays empty where all was finite.
+    `found` describes the result in words; it stays empty if all values are finite.
     """
 
     def __init__(self, module: nn.Module, gradients: bool = True) -> None:

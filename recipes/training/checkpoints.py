@@ -1,8 +1,8 @@
-"""Checkpoints of a run: a folder each, written under a temporary name and renamed, checked when read.
+"""Checkpoints of a run: one folder each, written under a temporary name and renamed, verified when read.
 
-`checkpoints/step-00000429/` holds `model.safetensors` (and `ema.safetensors`), `optimizer.pt` (tensors of the
-optimiser and the random state, read back with `weights_only=True`) and, written last, `state.json` with the position
-of the run and every file's sha256. A folder that fails its check is passed over in favour of the one before it.
+`checkpoints/step-00000429/` contains `model.safetensors` (and `ema.safetensors`), `optimizer.pt` (tensors of the
+optimiser and the random state, read with `weights_only=True`) and, written last, `state.json` with the position
+of the run and every file's sha256. If a folder fails verification, the previous one is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEEP = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds: weights by file name, the optimiser's tensors, the position in the run."""
+    """Contents of a checkpoint: weights by file name, the optimiser's tensors, the position in the run."""
 
     weights: dict[str, dict[str, Tensor]]
     optimizer: dict[str, Any]
@@ -55,7 +55,7 @@ def _sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a small file so that it is there whole or not at all."""
+    """Write a small file completely or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -70,7 +70,7 @@ def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors, whole or not at all."""
+    """Write tensors as safetensors, completely or not at all."""
     write_atomically(path, _safetensors_bytes(tensors))
 
 
@@ -95,7 +95,7 @@ def save_checkpoint(
     optimizer: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> Path:
-    """Write the checkpoint of `step` and drop all but the newest ones. Returns its folder."""
+    """Write the checkpoint of `step`, delete all but the newest ones, and return its folder."""
     root = run / "checkpoints"
     root.mkdir(parents=True, exist_ok=True)
     target = root / f"step-{step:08d}"
@@ -104,14 +104,14 @@ def save_checkpoint(
     try:
         temporary.mkdir()
         digests = {}
-        # Written by Python, not by the libraries: a full disk is then an OSError, which says what it is.
+        # Written by Python, not by the libraries: a full disk is then an OSError with a clear message.
         for name, content in _contents(weights, optimizer):
             write_atomically(temporary / name, content)
             digests[name] = hashlib.sha256(content).hexdigest()
         write_atomically(
             temporary / "state.json", json.dumps({**state, "step": step, "files": digests}, indent=1)
         )
-        if target.exists():  # the same position again, after a resume: same content
+        if target.exists():  # the same position, after a resume: same content
             shutil.rmtree(target)
         temporary.rename(target)
         _sync(root)
@@ -123,7 +123,7 @@ def save_checkpoint(
 
 
 def _read(folder: Path) -> Checkpoint:
-    """Read a checkpoint and hold it against its checksums; what is wrong with it raises, in many kinds."""
+    """Read a checkpoint and verify its checksums; raises many kinds of errors for a damaged one."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     if not isinstance(state, dict):
         raise ValueError("state.json holds no object")
@@ -145,21 +145,21 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest sound checkpoint of a run, and one line about each newer one that was passed over."""
+    """The newest valid checkpoint of a run, and one line about each newer one that is damaged."""
     skipped: list[str] = []
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
             return _read(folder), skipped
         except (
             Exception
-        ) as error:  # SafetensorError, UnpicklingError, RecursionError, …: the one before it may be sound
+        ) as error:  # SafetensorError, UnpicklingError, RecursionError, …: the previous one may be valid
             reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
             skipped.append(f"skipped the damaged checkpoint {folder.name}: {reason}")
     return None, skipped
 
 
 def threads_of_run(run: Path) -> int | None:
-    """CPU threads that the newest checkpoint was made with: floating-point sums depend on their number."""
+    """CPU threads used for the newest checkpoint: floating-point sums depend on their number."""
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["threads"])
@@ -167,7 +167,7 @@ def threads_of_run(run: Path) -> int | None:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Remove what a killed process left half-written."""
+    """Remove files that a killed process left incomplete."""
     for leftover in (run / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in run.glob(".*.tmp"):
@@ -175,9 +175,9 @@ def clear_leftovers(run: Path) -> None:
 
 
 def room_missing(run: Path, checkpoint_bytes: int) -> int:
-    """Bytes that the disk lacks for a run whose checkpoints take `size` bytes each; 0 where there is room.
+    """Bytes missing on the disk for a run whose checkpoints take `checkpoint_bytes` each; 0 if there is room.
 
-    One more than are kept must fit, as the oldest goes only when the newest is there.
+    There must be room for one more than are kept, because the oldest is deleted after the newest is written.
     """
     held = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
     return max(0, checkpoint_bytes * (KEEP + 1) - held - shutil.disk_usage(run).free)

@@ -1,4 +1,4 @@
-"""What the processes of a run must do together: fail, and stop when asked to."""
+"""Coordination of a run's processes: they fail together, and stop together on request."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = [
 
 
 class TrainingError(CapszooError, RuntimeError):
-    """Training cannot start or continue; the message is one line that says why and what to do."""
+    """Training cannot start or continue; the message is one line with the reason and the remedy."""
 
 
 class PeerLost(TrainingError):
-    """Another process of the run ended without a word."""
+    """Another process of the run ended without an error message."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -49,24 +49,24 @@ class Stopped(TrainingError):
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
-        self.exit_code = 128 + number  # what shells and schedulers expect
+        self.exit_code = 128 + number  # the convention of shells and schedulers
 
 
 def destroy_group_at_exit(accelerator: Accelerator) -> None:
-    """End the process group before the interpreter ends.
+    """Destroy the process group before the interpreter exits.
 
-    A group that is still there then takes its threads into the clean-up of the process, which now and then aborts it
-    (SIGABRT, "terminate called without an active exception"), and the launcher calls a finished run failed. The group
-    outlives a run: later runs of the process use it again.
+    Otherwise its threads are still running during the clean-up of the process, which occasionally aborts it
+    (SIGABRT, "terminate called without an active exception"), and the launcher reports a finished run as failed. The
+    group outlives a run, because later runs of the process reuse it.
     """
     if accelerator.num_processes > 1:
-        atexit.register(accelerator.state.destroy_process_group)  # does nothing a second time
+        atexit.register(accelerator.state.destroy_process_group)  # no effect if called twice
 
 
 def sync_error(accelerator: Accelerator, failure: Exception | None) -> None:
-    """Let what failed on one process fail on all of them; every process calls this at the same point.
+    """Raise a failure of one process on all of them; every process calls this at the same point.
 
-    The first process raises the error, the others leave quietly: one run, one line.
+    The first process raises the error, the others exit silently: one run, one line.
     """
     if accelerator.num_processes == 1:
         if failure is not None:
@@ -87,7 +87,7 @@ def sync_error(accelerator: Accelerator, failure: Exception | None) -> None:
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """Do something that may fail on one process only, such as writing a file on the first."""
+    """Context for work that may fail on only one process, such as writing a file on the first."""
     failure: Exception | None = None
     try:
         yield
@@ -97,10 +97,10 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
 
 
 class StopRequest:
-    """Ctrl-C (SIGINT) and SIGTERM, noted while the `with` block lasts, for the loop to stop between two updates.
+    """Record Ctrl-C (SIGINT) and SIGTERM within the `with` block, so that the loop can stop between two updates.
 
-    A second Ctrl-C some seconds later stops at once, without saving. Launchers pass a signal on that has already
-    reached every process, hence the seconds.
+    A second Ctrl-C some seconds later stops at once, without saving. The delay is needed because launchers forward a
+    signal that has already reached every process.
     """
 
     PATIENCE = 2.0
@@ -111,7 +111,7 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        if threading.current_thread() is threading.main_thread():  # other threads allow no handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
         return self

@@ -1,4 +1,4 @@
-"""Early stopping: the best epoch on the validation images is kept, and training ends when none is better for long."""
+"""Early stopping: keep the best epoch on the validation images, and stop after some epochs without a better one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["BestEpoch"]
 
 
 class BestEpoch:
-    """The weights of the epoch with the best validation accuracy; of equally good ones, the latest.
+    """The weights of the epoch with the best validation accuracy; for equal accuracies, the latest.
 
-    (The latest, because the learning rate falls and a small validation set has few steps. Patience counts from the
-    last epoch that was truly better.)
+    (The latest, because the learning rate falls and accuracies on a small validation set often tie. Patience counts
+    from the last epoch that was strictly better.)
 
-    Arguments:
-        patience: epochs without a better one after which training is over.
+    Args:
+        patience: number of epochs without a better one after which training stops.
     """
 
     def __init__(self, patience: int) -> None:
@@ -30,7 +30,7 @@ class BestEpoch:
         self.weights: dict[str, Tensor] = {}
 
     def see(self, epoch: int, top1: float, net: nn.Module) -> None:
-        """Take note of an epoch's accuracy, and of the net's weights where it is the best so far."""
+        """Record an epoch's accuracy, and the net's weights if it is the best so far."""
         if top1 > self.top1:
             self.risen = epoch
         if top1 >= self.top1:
@@ -38,15 +38,15 @@ class BestEpoch:
             self.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
 
     def over(self, epoch: int) -> bool:
-        """Whether training is to end after this epoch."""
+        """True if training should stop after this epoch."""
         return self.risen > 0 and epoch - self.risen >= self.patience
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the weights."""
+        """State for a checkpoint, besides the weights."""
         return {"top1": self.top1, "epoch": self.epoch, "risen": self.risen} if self.risen else {}
 
     def restore(self, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        """Take back what a checkpoint kept; an empty state is that of the start."""
+        """Restore the state from a checkpoint; an empty state is the initial one."""
         self.top1 = state.get("top1", float("-inf"))
         self.epoch, self.risen = state.get("epoch", 0), state.get("risen", 0)
         self.weights = dict(weights)

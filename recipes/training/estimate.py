@@ -1,4 +1,4 @@
-"""How long a recipe takes here: a few updates on random images, timed, times the updates of the whole run."""
+"""Estimate the duration of a recipe on this machine: time a few updates on random images, times the run's updates."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .setup import create_feedback, create_net, create_optimizer
 
 __all__ = ["Estimate", "estimate"]
 
-#: Updates that are timed, after one that is not.
+#: Number of timed updates, after one untimed update.
 TIMED = 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take.
+    """Estimated cost of a run.
 
     Attributes:
-        device: where the updates were timed.
-        parameters: of the network, with what only training uses.
-        images: training images of an epoch; None where the data set does not say how many it has.
-        updates: of the whole run; None likewise.
+        device: device of the timed updates.
+        parameters: of the network, including parts used only in training.
+        images: training images per epoch; None if the data set does not state their number.
+        updates: of the whole run; None in the same case.
         seconds_per_update: measured, on random images, without reading, augmentation, compilation and evaluation.
     """
 
@@ -41,7 +41,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run."""
+        """Duration of the whole run."""
         return None if self.updates is None else self.updates * self.seconds_per_update
 
 
@@ -49,12 +49,12 @@ def estimate(recipe: Recipe, cpu: bool = False) -> Estimate:
     """Time a few updates of a recipe.
 
     Args:
-        recipe: of a data set whose spec is known by its name.
-        cpu: leave an accelerator unused.
+        recipe: a recipe for a data set whose specification is known by its name.
+        cpu: do not use an accelerator.
 
     Raises:
-        DataError: a data set that is known only once its files are read (a folder of images).
-        RecipeError: a model or loss that cannot be made.
+        DataError: a data set that is known only after reading its files (a folder of images).
+        RecipeError: a model or loss that cannot be created.
     """
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
     if device.type == "cpu":
@@ -83,7 +83,7 @@ def estimate(recipe: Recipe, cpu: bool = False) -> Estimate:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds += (time.perf_counter() - start) if number else 0.0
-    count = spec.counts.get("train") or None  # 0: it depends on the copy
+    count = spec.counts.get("train") or None  # 0: depends on the copy
     images_of_epoch = None if count is None else min(recipe.data.limit or count, count - recipe.data.val_size)
     updates = None if images_of_epoch is None else images_of_epoch // recipe.batch_size * recipe.epochs
     parameters = sum(p.numel() for p in net.parameters())
@@ -91,7 +91,7 @@ def estimate(recipe: Recipe, cpu: bool = False) -> Estimate:
 
 
 def _random_batch(spec: DatasetSpec, count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What `TrainStep` takes: images, labels, pixels; of images with several labels also those of one each."""
+    """Inputs of `TrainStep`: images, labels, pixels; for images with several labels also images of each object."""
     images = torch.randn(count, *spec.input_size, device=device)
     pixels = torch.randint(0, 256, images.shape, device=device, dtype=torch.uint8)
     classes = torch.arange(count, device=device) % spec.num_classes

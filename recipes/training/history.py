@@ -1,4 +1,4 @@
-"""How a run went, epoch by epoch: its records, and the history that travels with its weights."""
+"""The history of a run, epoch by epoch: its records, and the summary stored with its weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from capszoo.models._pretrained import bundled_tags
 
 __all__ = ["find_runs", "history_of", "read_records", "records_of"]
 
-#: What of an epoch's record is kept with the weights; the seconds of training so far are for time to accuracy.
+#: Keys of an epoch's record that are stored with the weights; the seconds of training are for time to accuracy.
 KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1", "seconds")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The epochs' records of a `metrics.jsonl`; a line cut short by a kill is left out. Empty without the file."""
+    """The epochs' records of a `metrics.jsonl`, without a line truncated by a kill. Empty if there is no file."""
     found: list[dict[str, Any]] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -30,25 +30,25 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def history_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """The records as a few columns of numbers: small enough to travel in the metadata of the weights."""
+    """The records as a few columns of numbers: small enough for the metadata of the weights."""
     columns = {key: [record.get(key) for record in records] for key in KEPT}
     return {key: column for key, column in columns.items() if any(value is not None for value in column)}
 
 
 def records_of(history: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
-    """What `history_of` took apart."""
+    """Inverse of `history_of`."""
     return [dict(zip(history, row, strict=True)) for row in zip(*history.values(), strict=True)]
 
 
 def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
-    """The epochs' records of runs: folders (unfinished ones, too), or checkpoints of the zoo with a history.
+    """The epochs' records of runs: folders (also unfinished ones), or checkpoints of the zoo with a history.
 
-    Records of a folder get `images`, the training images seen so far.
+    Records of a folder get `images`, the number of training images processed so far.
 
-    Returns records by the folder's last name, or the whole path where two are alike.
+    Returns records by the folder's last name, or by the whole path if two names are equal.
 
     Raises:
-        CapszooError: nothing of the name, or no epoch has ended yet.
+        CapszooError: there is no such run, or no epoch has ended yet.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     last = [Path(name).resolve().name if Path(name).is_dir() else str(name) for name in names]

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: metrics.jsonl, TensorBoard events, curves.png, a progress bar, a line per epoch."""
+"""Progress output of a run: metrics.jsonl, TensorBoard events, curves.png, a progress bar, a line per epoch."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ except ModuleNotFoundError as error:
 __all__ = ["RunLog", "accuracy_line", "epoch_line", "weights_line"]
 
 SECONDS_BETWEEN_LINES = 60
-SECONDS_BETWEEN_CURVES = 60  # drawing takes a second, which is an epoch of a small run
+SECONDS_BETWEEN_CURVES = 60  # drawing takes a second, as long as an epoch of a small run
 
 
 def epoch_line(record: Mapping[str, Any], epochs: int) -> str:
-    """What a person wants to know of an epoch, in one line.
+    """Summarise an epoch in one line.
 
     Args:
-        record: of the epoch, as `metrics.jsonl` keeps it.
+        record: record of the epoch, from `metrics.jsonl`.
         epochs: of the whole run.
     """
     parts = [f"epoch {record['epoch']}/{epochs}"]
@@ -60,7 +60,7 @@ def epoch_line(record: Mapping[str, Any], epochs: int) -> str:
 
 
 def weights_line(path: Path) -> str:
-    """Where a finished run's weights are."""
+    """Path of a finished run's weights, as a line."""
     return f"weights in {path}"
 
 
@@ -69,20 +69,20 @@ def accuracy_line(split: str, accuracy: str, figures: Mapping[str, Any]) -> str:
 
     Args:
         split: "validation" or "test".
-        accuracy: what it counts, `DatasetSpec.accuracy`.
-        figures: with ``top1`` (per cent) and ``n``.
+        accuracy: kind of the accuracy, `DatasetSpec.accuracy`.
+        figures: metrics with ``top1`` (per cent) and ``n``.
     """
     return f"{split}: {accuracy} {figures['top1']:.2f}% of {figures['n']:,} images"
 
 
 class RunLog:
-    """One run's log; on all processes but the first it does nothing.
+    """The log of one run; inactive on all processes but the first.
 
-    Arguments:
+    Args:
         out: folder of the run.
         active: False on the other processes.
         total: updates of the whole run.
-        done: updates made by earlier sessions, from whose records later ones are dropped.
+        done: updates made by earlier sessions; their records of later updates are dropped.
     """
 
     def __init__(self, out: Path, active: bool, total: int, done: int) -> None:
@@ -104,7 +104,7 @@ class RunLog:
         self.events: Any = None
         if active:
             self._forget_after(done)
-            # What an earlier session logged of updates that this one makes again is purged when TensorBoard reads it.
+            # TensorBoard purges an earlier session's events of updates that this one repeats.
             self.events = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1, flush_secs=30)
 
     def _forget_after(self, step: int) -> None:
@@ -114,11 +114,11 @@ class RunLog:
             )
 
     def records(self, up_to: int | None = None) -> list[dict[str, Any]]:
-        """The epochs' records, up to an update; a line cut short by a kill is left out."""
+        """The epochs' records, up to an update, without a line truncated by a kill."""
         return [r for r in read_records(self.metrics) if up_to is None or r["step"] <= up_to]
 
     def epoch(self, record: dict[str, Any], last: bool = False) -> None:
-        """Keep the record of an epoch: a line and scalars; the curves after the last epoch and once a minute.
+        """Write the record of an epoch: a line and scalars; the curves after the last epoch and once a minute.
 
         Raises:
             OSError: a file cannot be written.
@@ -136,7 +136,7 @@ class RunLog:
             self.drawn = time.monotonic()
 
     def update(self, step: int, loss: float, lr: float, rate: float, note: str) -> None:
-        """Log the mean loss since the last look, move the bar; where the output is no terminal, a line a minute."""
+        """Log the mean loss since the last call and move the bar; without a terminal, print one line a minute."""
         if not self.active:
             return
         for key, value in (("loss", loss), ("lr", lr), ("images_per_s", rate)):
@@ -152,7 +152,7 @@ class RunLog:
         self.progress.console.print(line, soft_wrap=True, markup=False)
 
     def result(self, line: str) -> None:
-        """Print a line that `--quiet` does not hide."""
+        """Print a line, also with `--quiet`."""
         if self.active and is_quiet():
             print(line)
         else:

@@ -1,7 +1,7 @@
-"""Several runs on one machine, each in a process of its own: recipes side by side, the queue, one recipe's seeds.
+"""Several runs on one machine, each in a separate process: recipes side by side, the queue, one recipe's seeds.
 
-Each run writes to its own folder as it would alone, and what it prints to `<folder>.log` beside it. One that fails
-leaves the others alone. Ctrl-C and SIGTERM stop all of them, each with a checkpoint; the same command resumes them.
+Each run writes to its folder as in a single run, and its output to `<folder>.log` beside it. A failed run
+does not affect the others. Ctrl-C and SIGTERM stop all of them, each with a checkpoint; the same command resumes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be made: a recipe, its folder, and further arguments of `python -m capszoo.recipes.train`."""
+    """A run to execute: a recipe, its folder, and further arguments of `python -m capszoo.recipes.train`."""
 
     recipe: str
     out: Path
@@ -63,7 +63,7 @@ class _Process:
         return {None: "running", 0: "finished"}.get(code, f"failed ({code})")
 
     def last_line(self) -> str:
-        """What the run printed last."""
+        """The last line that the run printed."""
         with self.job.log.open("rb") as file:
             file.seek(max(0, self.job.log.stat().st_size - 4096))
             lines = file.read().decode(errors="replace").split("\n")
@@ -82,7 +82,7 @@ def _table(processes: list[_Process]) -> Table:
 def _start(job: Job, environment: dict[str, str]) -> _Process:
     command = [sys.executable, "-m", "capszoo.recipes.train", job.recipe, "--out", str(job.out)]
     with job.log.open("ab") as file:
-        # A session of its own, so that Ctrl-C reaches a run once, from here.
+        # A separate session, so that Ctrl-C reaches a run only once, from this process.
         process = subprocess.Popen(
             [*command, *job.arguments], stdout=file, stderr=file, env=environment, start_new_session=True
         )
@@ -90,19 +90,19 @@ def _start(job: Job, environment: dict[str, str]) -> _Process:
 
 
 def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | None = None) -> bool:
-    """Make runs, some at the same time, to the end of the last.
+    """Execute runs, some of them at the same time, and return when all have ended.
 
     Args:
         jobs: in the order in which they start.
-        parallel: runs at the same time, which share the CPU's cores; None: all.
+        parallel: number of simultaneous runs, which share the CPU's cores; None: all.
         minutes: time after which the runs stop with checkpoints; None: no limit.
 
     Returns:
-        Whether all of them came to their end; False where `minutes` were up first.
+        True if all of them finished; False if `minutes` expired first.
 
     Raises:
-        Stopped: a signal came. TrainingError: a run failed, or a folder cannot be written. Both after the others'
-            end or checkpoint.
+        Stopped: a signal came. TrainingError: a run failed, or a folder cannot be written. Both are raised after the
+            other runs have ended or saved a checkpoint.
     """
     parallel = min(parallel or len(jobs), len(jobs))
     for job in jobs:
@@ -110,7 +110,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
             job.out.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TrainingError(f"cannot write to {job.out.parent}: {error.strerror or error}") from error
-    # Without a share of the cores each, all would use all of them and wait for each other.
+    # Each run gets its share of the cores; otherwise all would use all of them and wait for each other.
     threads = str(max(1, (os.cpu_count() or 1) // max(parallel, 1)))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
     console = Console(quiet=is_quiet(), highlight=False)
@@ -136,7 +136,9 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
                     live.update(_table(processes), refresh=True)
                 time.sleep(LOOK_SECONDS)
         finally:
-            _signal(processes, signal.SIGKILL)  # a second Ctrl-C, or an error of ours: leave nobody behind
+            _signal(
+                processes, signal.SIGKILL
+            )  # a second Ctrl-C, or an error of ours: leave no process running
     _tell(processes, console)
     failed = [one.job.out.name for one in processes if one.process.returncode]
     if stop.number:
@@ -159,7 +161,7 @@ def _signal(processes: list[_Process], number: int) -> None:
 
 
 def _tell(processes: list[_Process], console: Any) -> None:
-    """Say once of each run that has ended how it did."""
+    """Report once how each ended run has ended."""
     for one in processes:
         if not one.running and not one.told:
             one.told = True
@@ -183,15 +185,15 @@ def train_together(
     cpu: bool = False,
     profile: str | None = None,
 ) -> None:
-    """Train several recipes at the same time, to the end of the last.
+    """Train several recipes at the same time, and return when all have ended.
 
     Args:
-        recipes: paths of YAML files, or names of recipes that come with the package.
+        recipes: paths of YAML files, or names of recipes in the package.
         overrides, data, cpu, profile: as for `train`, for all of them.
-        out: folder in which each run has its own; None: `runs`.
+        out: folder with a sub-folder for each run; None: `runs`.
 
     Raises:
-        RecipeError: before anything starts. Stopped: after a signal. TrainingError: at the end where a run failed.
+        RecipeError: before anything starts. Stopped: after a signal. TrainingError: at the end, if a run failed.
     """
     names = [load_recipe(recipe, overrides, profile).name for recipe in recipes]
     for name in names:
@@ -203,15 +205,16 @@ def train_together(
 
 
 def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> dict[str, Any]:
-    """Accuracies of one recipe's runs: each seed's, their mean and standard deviation (of a sample).
+    """Accuracies of one recipe's runs: each seed's, their mean and (sample) standard deviation.
 
     Args:
         name: of the recipe.
         runs: metadata of the finished run of each seed.
+        epochs: number of epochs.
 
     Returns:
         `{"recipe", "epochs", "seeds", "test": {"values", "mean", "sd", "n"}, "validation": …}`, in per cent; a
-        split that a run lacks is left out, `sd` with a single seed.
+        split that a run lacks is omitted, and `sd` for a single seed.
     """
     summary: dict[str, Any] = {"recipe": name, "epochs": epochs, "seeds": list(runs)}
     for split in ("test", "validation"):
@@ -237,21 +240,21 @@ def train_seeds(
 ) -> dict[str, Any]:
     """Train a recipe with several seeds, and summarise the runs.
 
-    The runs lie in `<out>/<recipe>.seed<N>`. The summary is written to `<out>/<recipe>.seeds.json` and into the
-    metadata of every run, so that a bundled checkpoint states the mean beside its own accuracy. The same command
-    resumes what was stopped, and leaves what is finished as it is.
+    The runs are in `<out>/<recipe>.seed<N>`. The summary is written to `<out>/<recipe>.seeds.json` and into the
+    metadata of every run, so that a bundled checkpoint states the mean besides its accuracy. The same command
+    resumes stopped runs, and does not change finished ones.
 
     Args:
         seeds: at least one, all different.
         out: folder of all runs; None: `runs`.
-        parallel: runs at the same time.
+        parallel: number of simultaneous runs.
         recipe, overrides, data, cpu, profile: as for `train`.
 
     Returns:
         The summary (see `seeds_summary`).
 
     Raises:
-        RecipeError: a seed is given twice, or `overrides` set it too. Further as `run_jobs`.
+        RecipeError: a seed is given twice, or `overrides` set it too. Also the errors of `run_jobs`.
     """
     if len(set(seeds)) != len(seeds) or not seeds:
         raise RecipeError(f"--seeds takes different numbers, e.g. 0,1,2; got {','.join(map(str, seeds))}")

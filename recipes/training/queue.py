@@ -1,7 +1,7 @@
-"""The queue: which recipes to train next, what is aimed at, and how far each has come.
+"""The queue: the next recipes to train, their target accuracies, and the progress of each.
 
 `recipes/queue.yaml` lists them, highest value first. `capszoo train --queue` trains them in that order, some side by
-side, resumes unfinished runs and skips finished ones. A folder of states (`state_folder`) carries the runs to
+side, resumes unfinished runs and skips finished ones. A folder of states (`state_folder`) transfers the runs to
 another machine and back.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["QueueItem", "QueueState", "queue_state", "read_queue", "train_queue"
 
 QUEUE = CONFIGS.parent / "queue.yaml"
 
-#: Runs at the same time on one GPU, which a small network alone does not fill; not measured.
+#: Number of simultaneous runs on one GPU, which a single small network does not fill; not measured.
 GPU_RUNS = 4
 
 
@@ -42,9 +42,9 @@ class QueueItem(BaseModel):
         set: further `key=value` settings.
         seeds: one run for each.
         reference: the paper's accuracy in per cent.
-        at_least: accuracy in per cent that is aimed at.
+        at_least: target accuracy in per cent.
         cost: measured or estimated cost, in words.
-        note: what else there is to know.
+        note: further information.
         tier: 1 is trained first.
     """
 
@@ -63,13 +63,13 @@ class QueueItem(BaseModel):
 
 @dataclass(frozen=True)
 class QueueState:
-    """How far one run of the queue has come.
+    """Progress of one run of the queue.
 
     Attributes:
         out: its folder.
         epoch, epochs: epochs trained, and in all.
         top1: accuracy on the test set of the finished run, in per cent.
-        bundled: that of the checkpoint in the zoo.
+        bundled: accuracy of the checkpoint in the zoo.
     """
 
     item: QueueItem
@@ -89,7 +89,7 @@ def read_queue(path: Path = QUEUE) -> list[QueueItem]:
     """The items of a queue file, in order.
 
     Raises:
-        RecipeError: the file cannot be read, or an item is wrong; the message names it.
+        RecipeError: the file cannot be read, or an item is invalid; the message names it.
     """
     try:
         tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def _folder(parent: Path, item: QueueItem, seed: int) -> Path:
 
 
 def queue_state(items: Sequence[QueueItem], out: str | Path | None = None) -> list[QueueState]:
-    """How far each run of the queue has come in a folder of runs (None: `runs`)."""
+    """Progress of each run of the queue in a folder of runs (None: `runs`)."""
     parent = Path(out) if out else Path("runs")
     states = []
     for item in items:
@@ -143,25 +143,25 @@ def train_queue(
     path: Path = QUEUE,
     state: str | Path | None = None,
 ) -> bool:
-    """Train what the queue lists and is not finished, started runs first.
+    """Train the unfinished items of the queue, started runs first.
 
     Args:
         out: folder of all runs; None: `runs`.
         data, cpu: as for `train`.
-        parallel: runs at the same time, on one GPU or on the CPU's cores; None: at most 2 on a CPU and 4 on a GPU,
-            never more than there are cores.
-        minutes: time after which all stop with checkpoints.
+        parallel: number of simultaneous runs, on one GPU or on the CPU's cores; None: at most 2 on a CPU and 4 on a
+            GPU, never more than there are cores.
+        minutes: time after which all runs stop with checkpoints.
         only: names of recipes; empty: all.
         overrides: settings for all of them, such as `precision=bf16` or `compile=true`.
         path: the queue's file.
-        state: folder of files of at most 16 MB; runs that it holds and `out` does not are taken from there first, and
+        state: folder of files of at most 16 MB; runs that are in it but not in `out` are imported first, and
             at the end each run's state is written to it, however the call ends.
 
     Returns:
-        Whether the whole queue is finished.
+        True if the whole queue is finished.
 
     Raises:
-        RecipeError: the queue does not name one of `only`. Further as `run_jobs`, `load_states` and `save_states`.
+        RecipeError: one of `only` is not in the queue. Also the errors of `run_jobs`, `load_states` and `save_states`.
     """
     items = read_queue(path)
     unknown = [name for name in only if name not in {item.tag for item in items}]
@@ -191,7 +191,7 @@ def _train_unfinished(
     minutes: float | None,
     overrides: Sequence[str],
 ) -> bool:
-    """Train what is not finished of these items; arguments and result as for `train_queue`."""
+    """Train the unfinished ones of these items; arguments and result as for `train_queue`."""
     states = [one for one in queue_state(items, out) if not one.finished]
     if not states:
         return True

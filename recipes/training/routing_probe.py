@@ -1,7 +1,7 @@
-"""How routing changes as a network learns: statistics of the same few images after each epoch.
+"""Record how routing changes in training: statistics of the same few images after each epoch.
 
-What is kept is what Fig. 2 of Li et al. 2018 ("Neural Network Encapsulation") shows: votes by their cosine with the
-parent capsule, the share of them and their mean length; `evaluation.plots.draw_dynamics` draws it.
+The statistics are those in Fig. 2 of Li et al. 2018 ("Neural Network Encapsulation"): votes by their cosine with the
+parent capsule, their share and their mean length; `evaluation.plots.draw_dynamics` draws them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ __all__ = ["RoutingProbe"]
 
 
 class RoutingProbe:
-    """Measures a net's routing on the first `recipe.routing_images` validation images.
+    """Measure a net's routing on the first `recipe.routing_images` validation images.
 
-    Arguments:
-        net: to be trained; tried once, so that a net without routing is found before the first update.
-        validation: on the net's device.
+    Args:
+        recipe: determines the number of images.
+        net: the net to be trained; run once, so that a net without routing is detected before the first update.
+        validation: validation images, on the net's device.
 
     Raises:
         RecipeError: no validation images, or no capsules.
@@ -44,7 +45,7 @@ class RoutingProbe:
             raise RecipeError(f"{recipe.name}: routing_images: {error}") from error
 
     def measure(self, net: nn.Module) -> dict[str, Any]:
-        """What goes into an epoch's record: of each routing layer its entropy and dead capsules, and the curve."""
+        """Statistics for an epoch's record: each routing layer's entropy and dead capsules, and the curve."""
         batches = ((batch.images, batch.labels) for batch in self.batches.epoch())
         found = routing_stats(net, batches)
         record: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A run's folder: whose run it holds, its recipe, what each start worked with, whether the disk has room."""
+"""A run's folder: its lock, its recipe, the settings of each session, and a check of the disk space."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = [
     "versions",
 ]
 
-#: File of a run's folder that the process training into it has locked.
+#: Lock file in a run's folder, held by the process that trains into it.
 LOCK = ".lock"
 
 
 def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Refuse a folder that holds another recipe's run, or one whose recipe cannot be read; nothing is written."""
-    for before in (out / "recipe.yaml", out / "recipe.json"):  # older runs have the latter
+    """Refuse a folder with another recipe's run, or one whose recipe cannot be read; writes nothing."""
+    for before in (out / "recipe.yaml", out / "recipe.json"):  # older runs have the JSON file
         if before.is_file():
             break
     else:
@@ -69,7 +69,7 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
             f"{before} holds no recipe, so that the run cannot be told from another: put the file back, "
             "or choose another --out"
         )
-    with suppress(ValueError):  # a run of an earlier version lacks the keys that are new
+    with suppress(ValueError):  # a run of an earlier version lacks newer keys
         old = Recipe.model_validate(old).model_dump(mode="json")
     key, was, wanted = _first_difference(old, recipe.model_dump(mode="json"))
     if key:
@@ -79,14 +79,14 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         )
 
 
-#: What a run leaves beside its recipe.
+#: Files of a run besides its recipe.
 _TRACES = ("checkpoints", "metrics.jsonl", "sessions.json")
 
 
 class RunLock:
-    """Hold a run's folder: no other process on this machine or a shared disk may train into it.
+    """Lock a run's folder, so that no other process on this machine or a shared disk trains into it.
 
-    The lock goes with the process that holds it, whatever ends that, so that one that was left behind is taken over; a
+    The lock is released when the process that holds it ends for any reason, so a stale one can be acquired; a
     paused process keeps it. On a file system without locks the run continues without one.
 
     Args:
@@ -98,7 +98,7 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> None:
-        """Take the lock, unless it is held already; the folder must be there.
+        """Acquire the lock, unless this process already holds it; the folder must exist.
 
         Raises:
             TrainingError: another process holds it; the message names its number and machine.
@@ -126,7 +126,7 @@ class RunLock:
         self._file = file
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock, if it is held."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -134,7 +134,7 @@ class RunLock:
 
 @contextmanager
 def closing_lock(out: Path) -> Iterator[RunLock]:
-    """A lock that is not held yet, and is given back in the end."""
+    """A lock that is not acquired yet, and is released at the end."""
     lock = RunLock(out)
     try:
         yield lock
@@ -147,15 +147,15 @@ def _printable(text: str) -> str:
 
 
 def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False) -> None:
-    """Refuse to continue with other images than those that the run has seen so far.
+    """Refuse to continue with other images than those of the run so far.
 
     Args:
-        out: the run's folder; its `sessions.json` states the images of each start.
+        out: the run's folder; its `sessions.json` states the images of each session.
         fingerprints: sha256 of each split.
-        accept: continue all the same.
+        accept: continue anyway.
 
     Raises:
-        TrainingError: the newest start that states any had others; the message names the splits.
+        TrainingError: the newest session with fingerprints had others; the message names the splits.
     """
     stated: Any = []
     with suppress(OSError, ValueError, RecursionError):
@@ -175,7 +175,7 @@ def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False)
 
 
 def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
-    """Make the run's folder and hold it; the first thing that is written."""
+    """Create the run's folder and lock it; this is the first write of a run."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -187,7 +187,7 @@ def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
 
 
 def _first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any]:
-    """The first dotted key in which two trees differ, and both values; an empty key where they are equal."""
+    """The first dotted key in which two trees differ, and both values; an empty key if they are equal."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return ("", None, None) if old == new else (prefix, old, new)
     for key in sorted(old.keys() | new.keys()):
@@ -198,7 +198,7 @@ def _first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, A
 
 
 def note_session(out: Path, session: dict[str, Any]) -> None:
-    """Add what this start of the run works with to the run's `sessions.json`."""
+    """Append the settings of this session to the run's `sessions.json`."""
     path = out / "sessions.json"
     before: list[Any] = []
     with suppress(OSError, ValueError):
@@ -207,12 +207,12 @@ def note_session(out: Path, session: dict[str, Any]) -> None:
 
 
 def check_room(out: Path, recipe: Recipe, net: nn.Module) -> None:
-    """Raise `TrainingError` where the disk has no room for the run's checkpoints."""
+    """Raise `TrainingError` if the disk has no room for the run's checkpoints."""
     weights = sum(t.numel() * t.element_size() for t in net.state_dict().values())
     moments = 2 * sum(p.numel() * p.element_size() for p in net.parameters())  # the most that optimisers keep
     copies = (
         1 + (recipe.ema_decay is not None) + (recipe.early_stop is not None)
-    )  # an average, the best epoch's
+    )  # the moving average, the best epoch's weights
     needed = weights * copies + moments
     if missing := room_missing(out, needed):
         raise TrainingError(
@@ -222,7 +222,7 @@ def check_room(out: Path, recipe: Recipe, net: nn.Module) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a run's result depends on."""
+    """Versions of the software that a run's result depends on."""
     import accelerate
 
     python = ".".join(map(str, sys.version_info[:3]))

@@ -1,4 +1,4 @@
-"""What a recipe asks for, made: data, net, optimiser, schedule."""
+"""Create the objects described by a recipe: data, net, optimiser, schedule."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class RunData:
     """The images of a run; `validation` may be empty, `test` None.
 
     Attributes:
-        fingerprints: sha256 of each split as it was read.
-        skipped: a line about each image that was left out because it cannot be read.
+        fingerprints: sha256 of each split as read.
+        skipped: a line about each image that was skipped because it cannot be read.
     """
 
     training: ImageSet | StreamedSet
@@ -56,7 +56,7 @@ class RunData:
 
     @property
     def measured(self) -> ImageSet | StreamedSet:
-        """What the finished net is looked at with: the test split, else validation, else training images."""
+        """The images to evaluate the finished net on: the test split, else validation, else training images."""
         return next(
             part for part in (self.test, self.validation, self.training) if part is not None and len(part)
         )
@@ -65,7 +65,7 @@ class RunData:
 def read_split(
     name: str, split: str, root: str | Path | None, size: int | None, resize: int | None, skip_bad: bool
 ) -> tuple[ImageSet | StreamedSet, tuple[str, ...]]:
-    """A split of a data set, by `load_dataset`, and a line about each image that was left out of it."""
+    """A split of a data set, read by `load_dataset`, and a line about each skipped image."""
     skipped: list[str] | None = [] if skip_bad else None
     return load_dataset(name, split, root, size=size, resize=resize, skipped=skipped), tuple(skipped or ())
 
@@ -75,11 +75,12 @@ def load_data(
     data: str | Path | None,
     read: Callable[..., tuple[ImageSet | StreamedSet, tuple[str, ...]]] = read_split,
 ) -> RunData:
-    """Read the splits that a recipe uses; `DataError` where they do not go together.
+    """Read the splits that a recipe uses; raises `DataError` if they do not match.
 
-    Arguments:
-        data: folder of the data set; None asks `CAPSZOO_DATA`.
-        read: reads a split; a `read_split` that remembers, for one who has read some of them before.
+    Args:
+        recipe: the recipe.
+        data: folder of the data set; None uses `CAPSZOO_DATA`.
+        read: how to read a split; pass a cached `read_split` to avoid reading twice.
     """
     settings = recipe.data
     skipped: list[str] = []
@@ -129,7 +130,7 @@ def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
                 f"{spec.name}: the classes of {split} are not those of train "
                 f"({f'they differ in {other[0]}' if other else 'another order'})"
             )
-        if split == "test" or spec.multi_label:  # a test split that lacks a class measures the others
+        if split == "test" or spec.multi_label:  # a test split without a class still measures the others
             continue
         counts = torch.bincount(part.labels.cpu(), minlength=spec.num_classes)
         empty = [spec.label_names[k] for k in (counts == 0).nonzero().flatten().tolist()]
@@ -141,7 +142,7 @@ def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
 
 
 def create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
-    """The recipe's net for a data set: with random weights, or those of `recipe.init`, fitted and frozen as it says."""
+    """The recipe's net for a data set: with random weights, or those of `recipe.init`, adapted and frozen by it."""
     init = recipe.init
     try:
         if init is None:
@@ -167,11 +168,11 @@ def create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
 
 
 def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
-    """Exclude parts of a net from training: "body", "all", or modules by name. The class layer always learns."""
+    """Freeze parts of a net: "body", "all", or modules by name. The class layer is always trained."""
     modules = dict(net.named_modules())
     body = getattr(net, "stages", None) if isinstance(net, capszoo.CapsuleNet) else net
     modules |= {"body": body, "all": net}
-    modules.pop("", None)  # the net's own name
+    modules.pop("", None)  # the net itself
     for part in parts:
         if part not in modules:
             raise RecipeError(f"{recipe.name}: init.freeze: {unknown_name('module', part, modules)}")
@@ -182,7 +183,7 @@ def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
 
 
 def freeze_batch_statistics(net: nn.Module) -> None:
-    """Put what is frozen into eval mode, so that the statistics of its norms stay as they are."""
+    """Set frozen modules to eval mode, so that the statistics of their norms do not change."""
     for module in net.modules():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
@@ -190,7 +191,7 @@ def freeze_batch_statistics(net: nn.Module) -> None:
 
 
 class _Trained(nn.Module):
-    """All that the optimiser updates, the net's own wishes about weight decay kept."""
+    """All parameters that the optimiser updates, with the net's exclusions from weight decay."""
 
     def __init__(self, net: nn.Module, feedback: nn.Module) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class _Trained(nn.Module):
 
 
 def create_feedback(recipe: Recipe, net: nn.Module) -> FeedbackAgreement | None:
-    """The feedback agreement that the recipe asks for."""
+    """The recipe's feedback agreement, if any."""
     settings = recipe.feedback
     if settings is None:
         return None
@@ -220,7 +221,7 @@ def create_feedback(recipe: Recipe, net: nn.Module) -> FeedbackAgreement | None:
 def create_optimizer(
     recipe: Recipe, net: nn.Module, feedback: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """The recipe's optimiser of all that is to be trained."""
+    """The recipe's optimiser for all trained parameters."""
     settings = recipe.optimizer
     if settings.layer_decay and recipe.feedback:
         raise RecipeError(f"{recipe.name}: optimizer.layer_decay and feedback do not go together")
@@ -242,7 +243,7 @@ def create_optimizer(
 
 
 def create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler | None:
-    """The recipe's schedule for `steps` updates an epoch; None keeps the rate."""
+    """The recipe's schedule for `steps` updates per epoch; None keeps the rate constant."""
     settings = recipe.schedule
     scheduler, _ = create_scheduler_v2(
         optimizer,
@@ -259,14 +260,14 @@ def create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: in
     )
     if isinstance(scheduler, StepLRScheduler) and settings.min_lr:
         _set_floor(scheduler, settings.min_lr)
-    if scheduler is None:  # it would apply what layers' rates are scaled by
+    if scheduler is None:  # it would apply the layers' rate factors
         for group in optimizer.param_groups:
             group["lr"] *= group.get("lr_scale", 1.0)
     return scheduler
 
 
 def _set_floor(scheduler: StepLRScheduler, floor: float) -> None:
-    """Give timm's "step" schedule a least rate after the warm-up, which it takes no argument for."""
+    """Set a minimum rate after the warm-up for timm's "step" schedule, which has no argument for it."""
     rates: Callable[[int], list[float]] = scheduler._get_lr
 
     def floored(t: int) -> list[float]:

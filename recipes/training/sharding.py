@@ -1,9 +1,9 @@
-"""Fully sharded data parallel (FSDP2): each process keeps its share of weights, gradients and optimiser state.
+"""Fully sharded data parallel (FSDP2): each process stores a shard of weights, gradients and optimiser state.
 
-A recipe asks for it with `parallel: fsdp`. The net is one unit: its weights are gathered for an update and go back to
-shares after the backward pass, so that between updates a process holds 1/N of them, and always 1/N of the optimiser's
-state. torch's `fully_shard` is used and not Accelerate's plugin, which trains by DDP on CPUs without saying so.
-Checkpoints hold whole tensors: they are those of any other run, for any number of processes.
+Selected by `parallel: fsdp` in a recipe. The net is one unit: its weights are gathered for an update and resharded
+after the backward pass, so that between updates a process stores 1/N of them, and always 1/N of the optimiser's
+state. It uses torch's `fully_shard`, not Accelerate's plugin, which silently trains with DDP on CPUs.
+Checkpoints contain whole tensors: they are the same as those of any other run, for any number of processes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["gathered", "load_optimizer", "load_weights", "shard", "whole"]
 
 
 def shard(module: nn.Module, device: torch.device, world: int) -> None:
-    """Cut the parameters of a module into shares, in place; an optimiser of the old ones is of no use afterwards."""
-    for parameter in module.parameters():  # those of convolutions are channels-last, which it does not take
+    """Shard the parameters of a module, in place; an optimiser of the old parameters becomes invalid."""
+    for parameter in module.parameters():  # convolutions' are channels-last, which it does not support
         parameter.data = parameter.data.contiguous()
     fully_shard(module, mesh=init_device_mesh(device.type, (world,)))
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Whole weights while the block lasts, so that parts of a sharded module can be called; on every process."""
+    """Gather whole weights within this context, so that parts of a sharded module can be called; on every process."""
     if not isinstance(module, FSDPModule):
         yield
         return
@@ -42,7 +42,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def whole(tree: Any) -> Any:
-    """A state dict whose sharded tensors are put together on the CPU, on every process; others stay as they are."""
+    """A state dict with its sharded tensors gathered on the CPU, on every process; others are unchanged."""
     if isinstance(tree, DTensor):
         return tree.full_tensor().cpu()
     if isinstance(tree, Mapping):
@@ -51,10 +51,10 @@ def whole(tree: Any) -> Any:
 
 
 def _share(value: Any, like: Any) -> Any:
-    """This process's share of a whole tensor, where `like` is sharded and of its shape."""
+    """This process's shard of a whole tensor, if `like` is sharded and of its shape."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
-    # Every process has read the same checkpoint: nothing is sent.
+    # Every process has read the same checkpoint, so nothing is communicated.
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -65,7 +65,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load a whole state into an optimiser of parameters that are sharded or not."""
+    """Load a whole state into an optimiser of sharded or unsharded parameters."""
     parameters: dict[int, Any] = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         parameters.update(zip(saved["params"], group["params"], strict=True))

@@ -1,9 +1,9 @@
-"""Stages of the input size: a run that begins on smaller images and ends at the network's own size.
+"""Stages of the input size: a run that begins on smaller images and ends at the network's full size.
 
 Progressive resizing (Howard et al. 2018, fast.ai's DAWNBench entry; Touvron et al. 2019, arXiv:1906.06423, on why
-networks tell sizes apart): early epochs on small images cost less. Between two stages
+networks distinguish sizes): early epochs on small images cost less. Between two stages
 
-- weights that depend on grid positions are resampled by the network's own rule (`CapsuleNet.fit_to_size`), all others
+- weights that depend on grid positions are resampled by the network's rule (`CapsuleNet.fit_to_size`), all others
   stay;
 - the momentum (and any other optimiser state) of the resampled tensors is reset, that of the others stays;
 - the statistics of BatchNorm and the moving average of the weights are reset.
@@ -70,7 +70,7 @@ def stage_at(recipe: Recipe, epoch: int) -> Stage:
 
 
 def stage_spec(spec: DatasetSpec, stage: Stage) -> DatasetSpec:
-    """What the network sees in a stage."""
+    """Specification of the network's input in a stage."""
     if stage.size is None:
         return spec
     return replace(spec, input_size=(spec.input_size[0], stage.size, stage.size))
@@ -100,9 +100,10 @@ def staged_data(recipe: Recipe, data: RunData, stage: Stage) -> tuple[Any, Any]:
 def fit_weights(
     recipe: Recipe, net: nn.Module, weights: Mapping[str, Tensor], size: tuple[int, int]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Weights of the network at another image size, fitted to this one's.
+    """Adapt weights of the network at another image size to this network.
 
     Args:
+        recipe: the recipe.
         net: the network at the new size.
         weights: its state dict at the old size.
         size: old height and width of the images in pixels.
@@ -111,7 +112,7 @@ def fit_weights(
         The state dict for `net`, and the names of the tensors that were resampled.
 
     Raises:
-        RecipeError: the network has weights that depend on the size, and no rule for them.
+        RecipeError: the network has weights that depend on the size, and no rule to resample them.
     """
     try:
         if hasattr(net, "fit_to_size"):
@@ -138,12 +139,13 @@ def reset_batch_norm(net: nn.Module) -> None:
 def optimizer_state_without(
     optimizer: Any, net: nn.Module, state: Mapping[str, Any], names: tuple[str, ...]
 ) -> dict[str, Any]:
-    """An optimiser's state dict without what it keeps of some parameters (momentum, moments).
+    """An optimiser's state dict without the state of some parameters (momentum, moments).
 
     Args:
-        optimizer: the new one, whose groups hold the parameters in the order of `state`.
-        net: its parameters.
-        names: of the parameters to leave out.
+        optimizer: the new optimiser, whose groups have the parameters in the order of `state`.
+        net: the net with its parameters.
+        state: the state dict.
+        names: names of the parameters to omit.
     """
     left_out = {id(parameter) for name, parameter in net.named_parameters() if name in names}
     numbers: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""What a run is made of: `Run` stays the same in its course, `TrainState` changes and goes into its checkpoints."""
+"""The state of a run: `Run` is constant, `TrainState` changes and is stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ __all__ = ["Run", "TrainState", "check_stages", "distribute", "kept_net", "resto
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same in the course of a run.
+    """The constant parts of a run.
 
     Attributes:
         steps: updates of an epoch.
-        stop_after: updates of this call after which it stops.
-        commit: of the code, read at the start: the files may have moved on by the end.
+        stop_after: number of updates of this call after which it stops.
+        commit: of the code, read at the start: the files may have changed by the end.
         lock: of the run's folder, held by the first process.
     """
 
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process keeps a share of the weights."""
+        """True if each process stores a shard of the weights."""
         return self.recipe.parallel == "fsdp" and self.world > 1
 
     @property
@@ -89,17 +89,17 @@ class Run:
 
 @dataclass
 class TrainState:
-    """What changes in the course of a run; a change of stage makes a new one.
+    """The changing parts of a run; a change of stage creates a new one.
 
     Attributes:
-        stage: the part of the run that this is, on images of one size.
-        step_module: net and loss; `ddp_module` is what Accelerate makes of it, as `optimizer` of the optimiser.
+        stage: the current part of the run, on images of one size.
+        step_module: net and loss; `ddp_module` is Accelerate's wrapper of it, as `optimizer` is of the optimiser.
         best: the best epoch on validation images, with `early_stop`.
-        step: updates made. `saved_step`: updates made at the last checkpoint.
-        seconds: trained so far, over all sessions.
+        step: number of updates made. `saved_step`: number of updates at the last checkpoint.
+        seconds: training time so far, over all sessions.
         sums: loss, right answers and images of the epoch so far.
-        losses: of the updates since the last look at them.
-        next_sync: update after which they are looked at.
+        losses: of the updates since the last check.
+        next_sync: update after which they are checked.
     """
 
     stage: Stage
@@ -125,7 +125,7 @@ class TrainState:
 
     @property
     def evaluated(self) -> Any:
-        """The net that is evaluated and kept: the moving average where there is one."""
+        """The net that is evaluated and stored: the moving average if there is one."""
         return self.ema.module if self.ema else self.net
 
     def first_step(self, run: Run) -> int:
@@ -134,7 +134,7 @@ class TrainState:
 
 
 def check_stages(run: Run) -> None:
-    """Refuse a network whose weights cannot be carried from one size to the next, before it trains for hours."""
+    """Refuse a network whose weights cannot be adapted from one size to the next, before hours of training."""
     if not run.recipe.stages:
         return
     weights: dict[str, Tensor] = {}
@@ -149,7 +149,7 @@ def check_stages(run: Run) -> None:
 
 
 def distribute(run: Run, state: TrainState) -> None:
-    """Hand net and optimiser to Accelerate, which brings precision and processes; shards are torch's."""
+    """Pass net and optimiser to Accelerate, for precision and processes; sharding uses torch."""
     if not run.sharded:
         state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
         return
@@ -158,12 +158,12 @@ def distribute(run: Run, state: TrainState) -> None:
     state.scheduler = create_scheduler(run.recipe, optimizer, run.steps)
     state.ddp_module = run.accelerator.prepare_model(
         state.step_module, evaluation_mode=True
-    )  # precision alone
+    )  # precision only
     state.optimizer = run.accelerator.prepare_optimizer(optimizer)
 
 
 def kept_net(run: Run, state: TrainState) -> Any:
-    """The net that is evaluated and kept, with whole weights; every process calls this."""
+    """The net that is evaluated and stored, with whole weights; every process calls this."""
     if not run.sharded:
         return state.evaluated
     net = create_net(run.recipe.model_copy(update={"init": None}), run.data.training.spec)
@@ -172,9 +172,9 @@ def kept_net(run: Run, state: TrainState) -> Any:
 
 
 def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
-    """Take the state of a checkpoint; the schedule and all random numbers follow from its step.
+    """Restore the state of a checkpoint; the schedule and all random numbers follow from its step.
 
-    A checkpoint at the first update of a later stage holds the weights of the stage before: they are fitted to the
+    A checkpoint at the first update of a later stage has the weights of the previous stage: they are adapted to the
     new size (see `training/stages.py`).
     """
     position, weights, optimizer = checkpoint.state, checkpoint.weights, checkpoint.optimizer["optimizer"]
@@ -201,7 +201,7 @@ def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
 
 
 def save_state(run: Run, state: TrainState) -> None:
-    """Write a checkpoint of the present state."""
+    """Write a checkpoint of the current state."""
     position: dict[str, Any] = {
         "epoch": state.step // run.steps,
         "seconds": state.seconds,

@@ -1,8 +1,8 @@
-"""The runs of a queue in one folder of small files: what a machine that is lent for an hour gives back.
+"""The runs of a queue in one folder of small files, to transfer results from a machine that is available for an hour.
 
-`save_states` writes `<run>.state/` for a run that is not finished (`transfer.export_state`) and `<run>.finished/` for
-one that is: its weights, metadata, golden outputs and records, files above `PART_BYTES` cut into parts, with every
-file's sha256. `load_states` makes the runs of them again on another machine.
+`save_states` writes `<run>.state/` for an unfinished run (`transfer.export_state`) and `<run>.finished/` for
+a finished one: its weights, metadata, golden outputs and records, with files above `PART_BYTES` cut into parts, and
+every file's sha256. `load_states` recreates the runs on another machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 1
 
 
 def _weights(run: Path) -> Path | None:
-    """The weights of a finished run; None where it is not finished."""
+    """The weights of a finished run; None if it is not finished."""
     try:
         return finished_run(run)
     except (WeightsError, OSError, ValueError):
@@ -35,12 +35,12 @@ def _weights(run: Path) -> Path | None:
 
 
 def _step(run: Path) -> int:
-    """Updates at the newest checkpoint of a run; -1 without one."""
+    """Number of updates at the newest checkpoint of a run; -1 without one."""
     return max((int(path.name.split("-")[1]) for path in run.glob("checkpoints/step-*")), default=-1)
 
 
 def _export_finished(run: Path, weights: Path, target: Path, part_bytes: int) -> None:
-    """Write a finished run's files, cut where they are too large, and the manifest."""
+    """Write a finished run's files, cut if they are too large, and the manifest."""
     target.mkdir(parents=True)
     files = [weights.with_name(weights.stem + suffix) for suffix in SUFFIXES]
     manifest: dict[str, Any] = {"format": FORMAT, "files": {}}
@@ -59,7 +59,7 @@ def _export_finished(run: Path, weights: Path, target: Path, part_bytes: int) ->
 
 
 def _import_finished(source: Path, run: Path) -> None:
-    """Make a finished run of what `_export_finished` wrote; everything is checked before anything is written."""
+    """Recreate a finished run from the output of `_export_finished`; verifies everything before writing."""
     contents: dict[str, bytes] = {}
     try:
         manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
@@ -77,26 +77,26 @@ def _import_finished(source: Path, run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)
         for name in sorted(
             contents, key=lambda name: name.endswith(".json")
-        ):  # metadata last: they say "finished"
+        ):  # metadata last: they mark the run as finished
             write_atomically(run / name, contents[name])
     except OSError as error:
         raise TrainingError(f"cannot write to {run}: {error.strerror or error}") from error
 
 
 def load_states(runs: Sequence[Path], folder: Path) -> list[Path]:
-    """Make runs of what an earlier `save_states` left.
+    """Recreate runs from an earlier `save_states`.
 
-    A run that is in its folder already stays as it is.
+    A run that already exists in its folder is not changed.
 
     Args:
-        runs: folders of runs; what belongs to others is left alone.
-        folder: that `save_states` wrote; need not exist.
+        runs: folders of runs; states of other runs are ignored.
+        folder: output of `save_states`; need not exist.
 
     Returns:
-        The runs that were made.
+        The runs that were recreated.
 
     Raises:
-        TrainingError: a file is damaged, or a state is further than the run that is there.
+        TrainingError: a file is damaged, or a state is newer than the existing run.
     """
     made = []
     for run in runs:
@@ -120,18 +120,18 @@ def load_states(runs: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def save_states(runs: Sequence[Path], folder: Path, part_bytes: int = PART_BYTES) -> list[Path]:
-    """Write the state of runs as files of a bounded size, in the place of what is there of an earlier call.
+    """Write the state of runs as files of a bounded size, replacing those of an earlier call.
 
     Args:
-        runs: folders of runs; those without a checkpoint are passed over.
-        folder: is made.
+        runs: folders of runs; those without a checkpoint are skipped.
+        folder: target folder; created if necessary.
         part_bytes: largest size of a part.
 
     Returns:
         The folders written.
 
     Raises:
-        TrainingError: nothing can be written there.
+        TrainingError: the folder cannot be written.
     """
     written = []
     for run in runs:

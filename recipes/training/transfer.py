@@ -1,9 +1,9 @@
-"""The state of a run as plain files: to carry a run to another machine, or to keep it in a repository.
+"""The state of a run as plain files: to move a run to another machine, or to store it in a repository.
 
-`export_state` writes the newest sound checkpoint (weights, moving average, optimiser state, position) as safetensors
+`export_state` writes the newest valid checkpoint (weights, moving average, optimiser state, position) as safetensors
 files of a bounded size, with the run's recipe, records and sessions, and a manifest with every file's sha256.
-`import_state` makes a run of them that the same command resumes, with the same weights bit for bit as on the first
-machine (same processor type and number of threads).
+`import_state` recreates a run from them that the same command resumes, with the same weights bit for bit as on the
+first machine (same processor type and number of threads).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .distributed import TrainingError
 
 __all__ = ["PART_BYTES", "export_state", "import_state"]
 
-#: Bytes of a part; larger tensors are cut.
+#: Maximum bytes of a part; larger tensors are cut.
 PART_BYTES = 15_000_000
 FORMAT = 1
 COPIED = ("recipe.yaml", "sessions.json", "metrics.jsonl")
@@ -74,14 +74,14 @@ def export_state(run: str | Path, folder: str | Path, part_bytes: int = PART_BYT
 
     Args:
         run: folder of a run.
-        folder: is made; must be empty.
+        folder: target folder; created if necessary, must be empty.
         part_bytes: largest size of one file's tensors.
 
     Returns:
         The manifest's path.
 
     Raises:
-        TrainingError: the run has no sound checkpoint, or the folder is not empty or cannot be written.
+        TrainingError: the run has no valid checkpoint, or the folder is not empty or cannot be written.
     """
     source, target = Path(run), Path(folder)
     checkpoint, _ = latest_checkpoint(source)
@@ -123,7 +123,7 @@ def export_state(run: str | Path, folder: str | Path, part_bytes: int = PART_BYT
 
 
 def _read(source: Path) -> Checkpoint:
-    """The checkpoint that a folder of `export_state` holds; raises what is wrong with it."""
+    """Read the checkpoint in a folder from `export_state`; raises an error if it is damaged."""
     manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}, this version reads {FORMAT}")
@@ -159,17 +159,17 @@ def _read(source: Path) -> Checkpoint:
 
 
 def import_state(folder: str | Path, run: str | Path) -> Path:
-    """Make a run of what `export_state` wrote; `capszoo train <run>/recipe.yaml --out <run>` resumes it.
+    """Recreate a run from the output of `export_state`; `capszoo train <run>/recipe.yaml --out <run>` resumes it.
 
     Args:
-        folder: what `export_state` wrote.
-        run: folder of the new run; must not hold one.
+        folder: output of `export_state`.
+        run: folder of the new run; must not contain one.
 
     Returns:
         The folder of the run.
 
     Raises:
-        TrainingError: a file is missing, damaged or of another format, or `run` holds a run.
+        TrainingError: a file is missing, damaged or of another format, or `run` contains a run.
     """
     source, target = Path(folder), Path(run)
     if (target / "recipe.yaml").exists() or (target / "checkpoints").exists():

@@ -1,7 +1,7 @@
 """Build the site into ``build/site``: ``make site``.
 
-The pages of docs/ are copied, links that lead out of docs/ are turned into the name of the file, and the generated
-pages are put beside them: models, command line, Python, changelog, and the files of the page in the browser. Sphinx
+The pages of docs/ are copied, links that lead out of docs/ are replaced by the name of the file, and the generated
+pages are added: models, command line, Python, changelog, and the files of the page in the browser. Sphinx
 then runs with warnings as errors.
 """
 
@@ -19,8 +19,8 @@ BUILD = ROOT / "build"
 
 
 def copy_pages(source: Path) -> None:
-    """The pages of docs/, the changelog, the recipes' table and SECURITY.md, with links among themselves."""
-    # cli.md is one page for readers of the repository; the site has the same text as a page for each command
+    """Copy the pages of docs/, the changelog, the recipes' table and SECURITY.md, with links among themselves."""
+    # cli.md is one page for readers of the repository; the site has a page for each command instead
     shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("_build", "__pycache__", "cli.md"))
     for name, target in (
         ("CHANGELOG.md", "changelog.md"),
@@ -49,7 +49,7 @@ def copy_pages(source: Path) -> None:
                 inside = source / moved[target]
             elif (ROOT / "docs") in target.parents:
                 inside = source / target.relative_to(ROOT / "docs")
-            else:  # a file of the repository, which the site does not hold
+            else:  # a file of the repository that is not on the site
                 return text if text.startswith("`") else f"{text} (`{target.relative_to(ROOT)}`)"
             return f"[{text}]({os.path.relpath(inside, page.parent)}{anchor})"
 

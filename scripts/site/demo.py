@@ -1,7 +1,7 @@
-"""Files of the page that classifies in the browser: the exported model, how its input is made, ONNX Runtime.
+"""Files of the page that classifies in the browser: the exported model, its preprocessing, ONNX Runtime.
 
 The model is exported through the gate. ONNX Runtime's files come from its npm package and are placed beside the page;
-nothing of it is in the repository.
+none of them are in the repository.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def place_demo(folder: Path, cache: Path) -> None:
     """Write the files into a folder.
 
     Args:
-        folder: of the page's static files.
-        cache: where npm's package is kept between builds.
+        folder: folder of the page's static files.
+        cache: folder that stores npm's package between builds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     net = load_model(MODEL, device="cpu")

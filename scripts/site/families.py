@@ -1,4 +1,4 @@
-"""A page for each model family: what it is, layers and shapes, routing, variants, weights, speed, use, citation."""
+"""A page for each model family: description, layers and shapes, routing, variants, weights, speed, use, citation."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["FAMILIES", "diagram", "family_pages", "models_of", "shapes"]
 
 @dataclass(frozen=True)
 class Family:
-    """What a page says that no model can tell.
+    """Parts of a page that cannot be derived from a model.
 
     Attributes:
         title: of the page.
         example: architecture whose layers are drawn.
         routing: the procedure, in the symbols of the reference code.
-        code: function of `capszoo.layers` that is the procedure; empty without routing.
+        code: function of `capszoo.layers` that implements the procedure; empty without routing.
     """
 
     title: str
@@ -149,7 +149,7 @@ def _routed(net: nn.Module, images: torch.Tensor) -> list[tuple[str, str, tuple[
 
 
 def diagram(rows: list[tuple[str, str, tuple[int, ...]]]) -> str:
-    """Layers from above to below as an SVG drawing that is readable on light and dark pages."""
+    """Layers from top to bottom as an SVG drawing that is readable on light and dark pages."""
     width, step, tall = 560, 46, 32
     parts = []
     for i, (name, kind, shape) in enumerate(rows):
@@ -224,7 +224,7 @@ def _page(folder: Path, module: str, family: Family, names: list[str]) -> str:
 
 
 def _speed(names: list[str]) -> list[str]:
-    """Measured times, from the files that benchmarks/models.py and benchmarks/export.py write."""
+    """Measured times, from the results of benchmarks/models.py and benchmarks/export.py."""
     measured, exported = stored("models.json"), stored("export.json")
     eager = {row["model"]: row for row in measured["rows"]}
     files = {row["model"]: row for row in exported["rows"]}

@@ -13,7 +13,7 @@ from scripts.help_page import HEAD, WIDTH, every_context
 
 __all__ = ["API_MODULES", "api_pages", "command_names", "command_pages", "public_names"]
 
-#: Modules of the reference, each a page of its own.
+#: Modules of the reference, each on a separate page.
 API_MODULES = (
     "capszoo",
     "capszoo.explain",
@@ -53,7 +53,7 @@ def command_names() -> list[str]:
 
 
 def command_pages(folder: Path) -> None:
-    """Write an index and a page for each command: the text of docs/cli.md, which the site has in this form alone."""
+    """Write an index and a page for each command: the text of docs/cli.md, which is on the site only in this form."""
     folder.mkdir(parents=True)
     index, *commands = every_context()
     pages = [name.replace(" ", "-") for name in command_names()]
@@ -67,7 +67,7 @@ def command_pages(folder: Path) -> None:
 
 
 def public_names(module: Any) -> list[str]:
-    """The names of a module that its ``__all__`` lists; without one, what is defined in it and has no underscore."""
+    """The names in a module's ``__all__``; without one, its public definitions."""
     stated = getattr(module, "__all__", None)
     if stated is not None:
         return [name for name in stated if not name.startswith("_")]
@@ -167,7 +167,7 @@ def docstring(value: Any) -> str:
 
 
 def _safe(line: str) -> str:
-    """A line whose brackets and comparison signs are no Markdown, outside of code."""
+    """Escape brackets and comparison signs of Markdown in a line, outside of code."""
     parts = re.split(r"(``.*?``|`[^`]*`)", line)
     return "".join(
         part

@@ -1,6 +1,6 @@
-"""Fused routing for GPUs, in Triton: which tensors go there, the operators (``ops``), their kernels (``kernels``).
+"""Fused routing for GPUs, in Triton: the dispatch, the operators (``ops``) and their kernels (``kernels``).
 
-Triton itself is imported when a kernel is about to run, no earlier: a machine without it works, by the reference.
+Triton is imported only when a kernel is about to run. A machine without it uses the reference.
 """
 
 import importlib.util
@@ -18,27 +18,29 @@ _FOUND = importlib.util.find_spec("triton") is not None
 
 _enabled = os.environ.get("CAPSZOO_TRITON", "1") != "0"
 
-#: Tests set this, under TRITON_INTERPRET=1: tensors of a CPU go through the kernels too, in Triton's interpreter.
+#: Tests set this under TRITON_INTERPRET=1, to run CPU tensors through the kernels in Triton's interpreter.
 _on_cpu = False
 
-#: Numbers j*r of a row of parents, padded, beyond which a tile of 16 rows does not fit registers and shared memory.
+#: Largest padded row of parents, in elements j*r: a tile of 16 rows of more fits neither registers nor shared memory.
 _MAX_WIDTH = {torch.float32: 256, torch.bfloat16: 512, torch.float16: 512}
 
-#: The deepest vote (q). Deeper ones are mostly matrix product: keeping them costs less than making them three times.
+#: Largest p and q. With a larger q, votes are mostly matrix product: storing them costs less than computing them
+#: thrice.
 _MAX_DEPTH = 16
 
 
 def use_triton(on: bool = True) -> None:
-    """Whether CUDA tensors are routed by the Triton kernels; False chooses the reference everywhere.
+    """Enable the Triton kernels for CUDA tensors; False selects the reference everywhere.
 
-    The environment variable ``CAPSZOO_TRITON=0`` does the same from the start. What was compiled before stays as it is.
+    The environment variable ``CAPSZOO_TRITON=0`` does the same from the start. Code that is already compiled is not
+    affected.
     """
     global _enabled
     _enabled = on
 
 
 def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, int, int]:
-    """j, p, q and r as powers of two, a row of parents having 16 numbers at least."""
+    """j, p, q and r as powers of two, so that a row of parents (j*r) has at least 16 elements."""
     p, q, r = (1 << (size - 1).bit_length() for size in (rows, inner, cols))
     j = max(1 << (parents - 1).bit_length(), 16 // r, 2)
     return j, p, q, r
@@ -47,15 +49,15 @@ def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, in
 def not_fused(
     device: str, dtype: torch.dtype, weight: Tensor, parents: int, rows: int, inner: int, cols: int
 ) -> str:
-    """Why the kernels cannot compute votes of these sizes; empty where they can.
+    """Explain why the kernels cannot compute votes of these sizes; an empty string if they can.
 
     They need CUDA (compute capability 8 or later), float32 or half precision, and sizes that fit a tile.
 
     Args:
-        device: type of the children's device.
-        dtype: in which is computed (:func:`.working_type`).
-        weight: of the votes.
-        parents, rows, inner, cols: j, p, q and r.
+        device: device type of the children.
+        dtype: dtype of the computation (:func:`.working_type`).
+        weight: weights that form the votes.
+        parents, rows, inner, cols: sizes j, p, q and r.
     """
     if not _enabled:
         return "Triton is switched off (use_triton, CAPSZOO_TRITON)"
@@ -75,7 +77,7 @@ def not_fused(
 
 
 def fused(x: Tensor, weight: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
-    """Whether the kernels take these children and weights; never where code is traced, scripted or exported."""
+    """True if the kernels support these children and weights; always False in traced, scripted or exported code."""
     if is_tracing(x) or working_type(x) != working_type(weight):
         return False
     return not not_fused(x.device.type, working_type(x), weight, parents, rows, inner, cols)

@@ -1,33 +1,33 @@
-"""The kernels of one pass of routing by agreement, in which a vote exists only in registers.
+"""Kernels of one iteration of routing by agreement, in which votes exist only in registers.
 
-Procedure 1 of IDPA (see :mod:`capszoo.layers.idpa`); a round of dynamic routing is the same pass with poses of one row.
-Imported only where a kernel is about to run: this file needs Triton, nothing else of the package does.
+Procedure 1 of IDPA (see :mod:`capszoo.layers.idpa`); an iteration of dynamic routing is the same with poses of one row.
+Imported only when a kernel is about to run: nothing else in the package needs Triton.
 
 ======= =============================================================================================
 letter  here
 ======= =============================================================================================
 n       routings: batch x output positions, ``BN`` of them in a tile
 i       children of a routing, ``C`` of them; a step of a loop takes ``KB // QP``
-j       parents, ``J``; e = p r numbers in a parent's pose; p q r rows and columns, ``P Q R``
+j       parents, ``J``; e = p r, dimension of a parent's pose; p q r rows and columns, ``P Q R``
 v       votes ``[n*p, r*j]``, seen as ``[n, p*r, j]``: sums over p and r are mostly within a thread
 ======= =============================================================================================
 
-Sizes with a second P (``JP PP QP RP``) are padded to powers of two; what lies outside is zero.
+Sizes with a second P (``JP PP QP RP``) are padded to powers of two; the padding is zero.
 
 **Layout of a tile.** Rows ``(n', p', n'', p'')`` and columns ``(r, j)``, see :mod:`.tiles`; couplings
 ``[n', n'', j]``.
 
-**Tensor cores.** A vote is a product of depth q, 4 for 4x4 poses, and a tensor core takes 16. The children of a step
-lie side by side in that depth: ``[n*p, (i q)]`` against ``[(i q), r*j]``, the first with the columns of all other
-children set to zero. So the weights of a step are one full tile, loaded once, and nothing is padded in memory. The same
-tile, turned over, makes the children's gradients, and the weights' gradients of all children of a step share one
-accumulator.
+**Tensor cores.** A vote is a product of depth q, 4 for 4x4 poses, while a tensor core takes depth 16. The children of a
+step lie side by side in that depth: ``[n*p, (i q)]`` against ``[(i q), r*j]``, where the first has the columns of all
+other children set to zero. So the weights of a step are one full tile, loaded once, and nothing is padded in memory.
+The same tile, transposed, gives the children's gradients, and the weights' gradients of all children of a step share
+one accumulator.
 
-**Reductions.** Couplings sum to 1 over the parents, so that a tile holds all of them. Parents are sums over children:
+**Reductions.** Couplings sum to 1 over the parents, so a tile contains all parents. Parents are sums over children:
 a program that owns parents (n) loops over the children. Weights' gradients are sums over n: a program that owns
 children loops over the routings. One backward kernel cannot own both: :func:`grad_parents_kernel` is of the
-first kind, :func:`grad_children_kernel` of the second, and each computes the votes again. No atomics: where too few
-programs would be left, the loop is split, and the parts are added up in a second pass.
+first kind, :func:`grad_children_kernel` of the second, and each recomputes the votes. No atomics: where there would
+be too few programs, the loop is split, and a second kernel adds up the parts.
 """
 
 # Triton reads these functions' source: constants are marked tl.constexpr, and there are no other type hints.
@@ -40,7 +40,7 @@ from .tiles import over_pose, pose_offsets, spread
 
 @triton.jit
 def _corner(n, positions, width, image, row, column):
-    """Where the window of routing n begins in the children's grid: ``[n]``, int64."""
+    """Offset of the first child in the window of routing n: ``[n]``, int64."""
     place = n % positions
     return (n // positions).to(tl.int64) * image + (place // width) * row + (place % width) * column
 
@@ -49,7 +49,7 @@ def _corner(n, positions, width, image, row, column):
 def _child_columns(
     first, end, KB: tl.constexpr, PP: tl.constexpr, QP: tl.constexpr, P: tl.constexpr, Q: tl.constexpr
 ):
-    """Of the numbers ``(i p q)`` of a step's children: child, place in its pose, whether there is such a place."""
+    """For the elements ``(i p q)`` of a step's children: child, place in its pose, mask of valid places."""
     column = tl.arange(0, KB * PP)
     inside = column % (PP * QP)
     p = inside // QP
@@ -57,7 +57,7 @@ def _child_columns(
     child = first + column // (PP * QP)
     there = child < end
     if P == PP and Q == QP:
-        place = inside  # a run of numbers, and a mask that does not change within it: loads of 16 bytes
+        place = inside  # contiguous, with a constant mask: loads of 16 bytes
     else:
         place = p * Q + q
         there = there & (p < P) & (q < Q)
@@ -142,7 +142,7 @@ def _only(x, child: tl.constexpr, KB: tl.constexpr, QP: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, PRECISION: tl.constexpr):
-    """Product with float32 sums. ``ieee`` is for Triton's interpreter, which cannot multiply bfloat16 numbers."""
+    """Product with float32 accumulation. ``ieee`` is for Triton's interpreter, which cannot multiply bfloat16."""
     if PRECISION == "ieee":
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -166,7 +166,7 @@ def _coupling_offsets(
     NL: tl.constexpr = 16 // PP
     n = tl.reshape(n, (BN // NL, NL, 1))
     j = tl.reshape(tl.arange(0, JP), (1, 1, JP))
-    # (compared as a tensor: Triton's interpreter makes an integer of a single truth value)
+    # (compared as a tensor: Triton's interpreter turns a single boolean into an integer)
     exists = tl.zeros_like(j) + child < end
     return (n.to(tl.int64) * children + child) * J + j, (n < routings) & (exists & (j < J))
 
@@ -181,10 +181,10 @@ def pass_kernel(
     NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
     BN: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    """Sums of votes weighted by their couplings, normalised if the loop is whole.
+    """Sums of votes weighted by their couplings, normalised if the loop is not split.
 
-    Reads children from their grid (x), weights ``[i, q, j, r]`` (w), parents ``[n, j, e]`` (p); writes new parents, or
-    parts of their sums, ``[part, n, j, e]`` (s); if asked to, couplings ``[n, i, j]`` (c) and the sums before the norm
+    Reads children from their grid (x), weights ``[i, q, j, r]`` (w) and parents ``[n, j, e]`` (p). Writes new parents,
+    or partial sums ``[part, n, j, e]`` (s); on request, couplings ``[n, i, j]`` (c) and the sums before the norm
     (kept). Programs: (tiles of n, parts of i).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -230,8 +230,8 @@ def grad_parents_kernel(
 ):  # fmt: skip
     """Gradient of the parents, ``[part, n, j, e]`` (gp), from those of the sums (g) and the couplings (gc).
 
-    With ADD, they have a gradient already (before): of the new parents, to which they were added. Programs as in
-    :func:`pass_kernel`, whose loop this is, with one more agreement.
+    With ADD, the parents were also added to the new poses, whose gradient (before) is added here. Programs and loop as
+    in :func:`pass_kernel`, with one more agreement.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     known = n < routings
@@ -255,7 +255,7 @@ def grad_parents_kernel(
             total += spread(_softmax_backward(r, grad_r)) * votes
     total *= scale
     if ADD:
-        # once, by the first part (compared as a tensor, see _coupling_offsets)
+        # only by the first part (compared as a tensor, see _coupling_offsets)
         once = mask & (tl.zeros_like(offsets) + tl.program_id(1) == 0)
         total += tl.load(before_ptr + offsets, mask=once, other=0.0).to(tl.float32)
     gp_ptr += tl.program_id(1).to(tl.int64) * routings * (J * P * R)
@@ -273,7 +273,7 @@ def grad_children_kernel(
 ):  # fmt: skip
     """Gradients of every routing's own children, ``[n, i, d]`` (gx), and of the weights, ``[part, i, q, j, r]`` (gw).
 
-    Programs: (steps of i, parts of n). A program keeps its children's weights and loops over the routings.
+    Programs: (steps of i, parts of n). A program loads its children's weights once and loops over the routings.
     """
     first = tl.program_id(0) * (KB // QP)
     w = _load_weight(w_ptr, first, children, J, Q, R, JP, QP, RP, KB)

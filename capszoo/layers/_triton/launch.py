@@ -1,4 +1,4 @@
-"""Kernels with their sizes, tiles and grids: everything between an operator and :mod:`.kernels`, :mod:`.norms`."""
+"""Sizes, tiles and grids for each kernel: everything between an operator and :mod:`.kernels`, :mod:`.norms`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from . import kernels, norms, padded
 
-#: Of each kernel, the tiles that are tried: numbers of votes, and warps. A thread holds 32 or 64 numbers of three tiles
-#: (votes, parents, sums) or four. With more of them registers spill, as the compiler's report says; float32, whose
-#: products are three, takes half of it.
+#: Tiles to try for each kernel: (elements of votes, warps). A thread has 32 or 64 elements of each of three tiles
+#: (votes, parents, sums) or four. With more, registers spill, as the compiler reports. float32 takes half of that,
+#: because its products are computed as three.
 TILES = {
     "pass_kernel": ((4096, 4), (8192, 4), (8192, 8)),
     "grad_parents_kernel": ((4096, 4), (8192, 8)),
     "grad_children_kernel": ((4096, 4), (8192, 8)),
 }
 
-#: Depth of the products of a step, one instruction's: four children with 4x4 poses.
+#: Depth of the products of a step, that of one instruction: four children with 4x4 poses.
 DEPTH = 16
 
 INTERPRETED = isinstance(kernels.pass_kernel, InterpretedFunction)
 
-#: Multiplication and addition as one instruction, whatever this version's default; the interpreter takes no options.
+#: Fuse multiplication and addition, whatever this version's default; the interpreter takes no options.
 OPTIONS = {} if INTERPRETED else {"enable_fp_fusion": True}
 
-#: The tile by which loops are split.
+#: The tile that determines how loops are split.
 _USUAL = 8192
 
-#: Numbers in a tile of the kernels in norms.py, of which a thread holds 16, or, in wide poses, 32.
+#: Elements in a tile of the kernels in norms.py: 16 per thread, or 32 for wide poses.
 _SMALL = 2048
 
-#: Programs for each multiprocessor, at the least, so that one's loads hide behind another's arithmetic.
+#: Minimum programs per multiprocessor, so that the loads of one hide behind the arithmetic of another.
 _RESIDENT = 2
 
 
@@ -53,7 +53,7 @@ def configs(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> 
 
 @functools.cache
 def _tuned(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], bucket: int) -> Any:
-    """The kernel with tiles for these (padded) sizes; ``bucket`` tells works of very different extent apart."""
+    """The kernel with tiles for these (padded) sizes; ``bucket`` separates workloads of very different extent."""
     kernel = getattr(kernels, name)
     found = configs(name, dtype, sizes)
     if INTERPRETED:
@@ -71,7 +71,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class Norm(NamedTuple):
-    """How sums of votes become poses."""
+    """The normalisation that turns sums of votes into poses."""
 
     kind: str = "none"
     """``"none"``, ``"layer"`` (LayerNorm over a pose) or ``"squash"``."""
@@ -97,7 +97,7 @@ class Norm(NamedTuple):
 
 
 def tile_of(e: int) -> dict[str, int]:
-    """A tile of the kernels in norms.py: ``BN`` poses of e numbers, ``num_warps`` (which the interpreter ignores)."""
+    """A tile of the kernels in norms.py: ``BN`` poses of dimension e, ``num_warps`` (which the interpreter ignores)."""
     padded_e = max(1 << (e - 1).bit_length(), 2)
     rows = max(16, _SMALL // padded_e)
     return {"E": e, "EP": padded_e, "BN": rows, "num_warps": 4 if rows * padded_e <= 4096 else 8}
@@ -111,7 +111,7 @@ def finish(
     kept: Tensor | None = None,
     before: Tensor | None = None,
 ) -> Tensor:
-    """``[part, n, j, e]`` added up, scaled (``kept``, if given), normalised and added to ``before``: ``out``."""
+    """Sum ``[part, n, j, e]`` over parts, scale (store in ``kept``, if given), normalise, add ``before``: ``out``."""
     count, e = out.numel() // out.shape[-1], out.shape[-1]
     tile = tile_of(e)
     with torch.cuda.device_of(out):
@@ -142,7 +142,7 @@ def normalise(sums: Tensor, norm: Norm, scale: float) -> Tensor:
 
 
 def grad_norm(grad: Tensor, sums: Tensor, norm: Norm, scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of the sums, ``[n, j, e]``, and of weight and bias, ``[2, e]``, or empty."""
+    """Gradients of the sums, ``[n, j, e]``, and of weight and bias, ``[2, e]`` (empty without them)."""
     count, e = sums.numel() // sums.shape[-1], sums.shape[-1]
     tile = tile_of(e)
     programs = triton.cdiv(count, tile["BN"])
@@ -167,7 +167,7 @@ def grad_norm(grad: Tensor, sums: Tensor, norm: Norm, scale: float) -> tuple[Ten
 
 
 class Pass:
-    """One pass over some children, weights and parents (see :func:`.ops.fused_pass` for the arguments)."""
+    """One iteration over some children, weights and parents (see :func:`.ops.fused_pass` for the arguments)."""
 
     def __init__(
         self, children: Tensor, weight: Tensor, parents: Tensor, scale: float, kernel: int, stride: int
@@ -209,7 +209,7 @@ class Pass:
             **padded_sizes,
             "TYPES": types,
             "KERNEL": kernel,
-            # float32 on the tensor cores without losing digits: three products of tf32
+            # float32 accuracy on the tensor cores: three tf32 products
             "PRECISION": "ieee" if INTERPRETED else "tf32x3" if children.dtype == torch.float32 else "tf32",
         }
         j_padded, p_padded, _, r_padded = self.sizes
@@ -221,14 +221,14 @@ class Pass:
             kernel(grid)(*tensors, **more, **self.arguments)
 
     def _parts(self, programs: int, length: int, least: int) -> tuple[int, int]:
-        """Parts of a loop, so many that no multiprocessor idles, and a part's length, a multiple of ``least``."""
+        """Number of parts of a loop that keeps every multiprocessor busy, and their length, a multiple of ``least``."""
         wanted = -(-_RESIDENT * multiprocessors(self.children.device) // programs)
         part = -(-length // max(1, min(wanted, length // least)))
         part = -(-part // least) * least
         return -(-length // part), part
 
     def _split(self) -> tuple[int, int]:
-        """Parts of the loop over the children, and a part's length: a part ends where a step of any depth does."""
+        """Number and length of the parts of the loop over the children; a part ends on a step boundary at any depth."""
         return self._parts(-(-self.routings // self.tile), self.count, max(1, DEPTH // self.sizes[2]))
 
     def _over_routings(self, parts: int) -> Any:
@@ -269,7 +269,7 @@ class Pass:
     def grad_parents(
         self, grad_sums: Tensor, grad_couplings: Tensor | None, grad_before: Tensor | None
     ) -> Tensor:
-        """``[n, j, e]``, ``grad_before`` (of the poses that the parents were added to) included."""
+        """``[n, j, e]``, including ``grad_before`` (of the poses that the parents were added to)."""
         if self.routings == 0:
             return torch.zeros_like(self.parents)
         parts, part = self._split()
@@ -326,6 +326,6 @@ class Pass:
 
 
 def _given(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """Gradients for a kernel; the first in the place of one that there is not, which the kernel does not read."""
+    """Gradients for a kernel, which reads no missing ones; the first one fills their places."""
     first = first.contiguous()
     return first, *(first if other is None else other.contiguous() for other in others)

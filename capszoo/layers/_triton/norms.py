@@ -1,11 +1,11 @@
-"""What follows the sums of votes: normalisation and the sum of poses so far, as an epilogue and as kernels.
+"""Steps after the sums of votes: normalisation, and the running sum of poses; as an epilogue and as kernels.
 
 Letters as in :mod:`.kernels`. LayerNorm runs over a pose and has a weight and a bias ``[e]`` (gamma, beta); squash is
 :func:`capszoo.layers.squash.squash`, with the same bounds. All of it is float32.
 
-:func:`finish` is the end of a pass whose loop is whole. :func:`finish_kernel` does the same for what lies in memory:
-the parts of a loop that was split, or the first pass's product. It and :func:`grad_norm_kernel` need not know rows and
-columns of a pose: they see ``n * j`` parents of one row, ``[n, j, e]`` as ``[m, 1, e]``.
+:func:`finish` is the epilogue of a kernel whose loop is not split. :func:`finish_kernel` does the same for sums in
+memory: the parts of a split loop, or the product of the first iteration. It and :func:`grad_norm_kernel` do not need
+the rows and columns of a pose: they see ``n * j`` parents of one row, ``[n, j, e]`` as ``[m, 1, e]``.
 """
 
 # Triton reads these functions' source: constants are marked tl.constexpr, and there are no other type hints.
@@ -19,7 +19,7 @@ from .tiles import over_pose, pose_offsets, pose_places, spread
 def _layer_norm(
     sums, eps, P: tl.constexpr, R: tl.constexpr, PP: tl.constexpr, RP: tl.constexpr
 ):  # fmt: skip
-    """Poses of mean 0 and variance 1, and what their deviations were multiplied by (before weight and bias)."""
+    """Poses of mean 0 and variance 1, and the factor applied to their deviations (before weight and bias)."""
     deviation = sums - spread(over_pose(sums) * (1.0 / (P * R)))
     if P != PP or R != RP:
         deviation = tl.where(pose_places(P, R, PP, RP)[1], deviation, 0.0)
@@ -29,7 +29,7 @@ def _layer_norm(
 
 @triton.jit
 def _squash(sums):
-    """Squared lengths, these within their bounds, and the lengths' factors, in the shape of poses."""
+    """Squared lengths, the same clamped, and the squash factors, in the shape of poses."""
     square = over_pose(sums * sums)
     held = tl.clamp(square, 1e-12, 1e38, propagate_nan=tl.PropagateNan.ALL)
     return spread(square), spread(held), spread(tl.sqrt(held) / (1.0 + held))
@@ -41,9 +41,9 @@ def finish(
     P: tl.constexpr, R: tl.constexpr, PP: tl.constexpr, RP: tl.constexpr,
     NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Store normalised poses (out), and the sums as they are (kept), which backward needs, if told to KEEP them.
+    """Store the normalised poses (out) and, with KEEP, the sums before the norm (kept), which backward needs.
 
-    With ADD, what is stored is the poses before plus the new ones.
+    With ADD, the stored value is the previous poses plus the new ones.
     """
     if KEEP:
         tl.store(kept_ptr + offsets, sums.to(kept_ptr.dtype.element_ty), mask=mask)
@@ -82,7 +82,7 @@ def finish_kernel(
 
 @triton.jit
 def _over_parents(x):
-    """Sum of a tile's poses, in the shape of places."""
+    """Sum over the poses of a tile, in the shape of pose places."""
     return tl.sum(tl.sum(x, 2, keep_dims=True), 0, keep_dims=True)
 
 
@@ -91,9 +91,10 @@ def grad_norm_kernel(
     g_ptr, s_ptr, gamma_ptr, gs_ptr, ga_ptr, parents, scale, eps,
     E: tl.constexpr, EP: tl.constexpr, NORM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the sums (gs) from that of the poses (g), both ``[m, e]``; the sums (s) are read again.
+    """Gradient of the sums (gs) from that of the poses (g), both ``[m, e]``; reads the sums (s).
 
-    And a tile's share of the gradients of LayerNorm's weight and bias, ``[program, 2, e]`` (ga). Programs: tiles of m.
+    Also writes a tile's share of the gradients of LayerNorm's weight and bias, ``[program, 2, e]`` (ga). Programs:
+    tiles of m.
     """
     m = tl.program_id(0) * BN + tl.arange(0, BN)
     offsets, mask = pose_offsets(m, parents, 1, 1, E, 1, 1, EP, BN)
@@ -110,7 +111,7 @@ def grad_norm_kernel(
         along = spread(over_pose(grads * x) * (1.0 / E))
         grads = factor * (grads - mean - x * along)
     elif NORM == "squash":
-        # with unit vectors u = s / |s|, in which nothing overflows; a length at its bound is a constant
+        # with unit vectors u = s / |s|, which cannot overflow; a clamped length is a constant
         square, held, factor = _squash(sums)
         u = sums / tl.sqrt(held)
         turn = tl.where(square == held, (1.0 - held) / (1.0 + held), 0.0)

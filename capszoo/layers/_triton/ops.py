@@ -1,6 +1,6 @@
-"""The operators over the kernels, as torch.compile and autograd see them: a pass, a norm alone, and their backward.
+"""The operators over the kernels, for torch.compile and autograd: an iteration, a norm alone, and their backward.
 
-A fake kernel or a backward that reads a few of an operator's arguments takes the others as ``*rest``.
+A fake kernel or a backward that reads only a few of an operator's arguments takes the others as ``*rest``.
 """
 
 from typing import Any, Optional, Tuple
@@ -27,27 +27,27 @@ def fused_pass(
     norm_bias: Optional[Tensor],
     eps: float,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """One iteration of routing by agreement: couplings from the parents so far, votes summed under them, normalisation.
+    """One iteration of routing by agreement: couplings from the current parents, weighted sums of votes, norm.
 
     Letters: b batch, h w grid, i types of children, c = kernel * kernel * i children of a parent, n = b * h' * w'
     routings, p q r rows and columns of poses (p = 1 for vectors), d = p*q, e = p*r.
 
     Args:
-        children: ``[b, h, w, i, d]``, padded already; ``[b, 1, 1, i, d]`` where fully connected.
-        weight: ``[c, q, j, r]`` of the same type, children in the order kernel row, kernel column, type.
+        children: ``[b, h, w, i, d]``, already padded; ``[b, 1, 1, i, d]`` for a fully connected layer.
+        weight: ``[c, q, j, r]`` of the same dtype, children in the order kernel row, kernel column, type.
         parents: ``[n, j, e]``.
-        want_couplings: give the couplings too.
-        keep: give the sums too. The gradient of a norm reads them; without norm nobody does.
-        scale: of the agreement.
+        want_couplings: return the couplings too.
+        keep: return the sums too. Only the gradient of a norm reads them.
+        scale: factor of the agreement.
         kernel, stride: of the window of children.
         accumulate: add the parents to the new poses, as dynamic routing does.
-        norm: of the sums: ``"none"``, ``"layer"`` (LayerNorm over e) or ``"squash"``.
-        norm_weight, norm_bias: of the LayerNorm, ``[e]``, of any type; else None.
+        norm: applied to the sums: ``"none"``, ``"layer"`` (LayerNorm over e) or ``"squash"``.
+        norm_weight, norm_bias: of the LayerNorm, ``[e]``, of any dtype; else None.
         eps: of the LayerNorm.
 
     Returns:
-        Poses ``[n, j, e]``, couplings ``[n, c, j]`` and sums of votes ``[n, j, e]`` (these two empty where not wanted),
-        in the type of the children.
+        Poses ``[n, j, e]``, couplings ``[n, c, j]`` and sums of votes ``[n, j, e]``, in the dtype of the children; the
+        last two are empty unless requested.
     """
     from .launch import Norm, Pass
 
@@ -77,9 +77,10 @@ def fused_pass_backward(
     kernel: int,
     stride: int,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`fused_pass` for its first three tensors; votes and couplings are computed again.
+    """Gradients of :func:`fused_pass` for its first three tensors; recomputes votes and couplings.
 
-    ``grad_sums`` is that of the sums, before the norm; ``grad_before`` that of the poses the parents were added to.
+    ``grad_sums`` is the gradient of the sums before the norm; ``grad_before`` that of the poses the parents were added
+    to.
     """
     from .launch import Pass
 
@@ -108,9 +109,9 @@ def fused_norm(
     norm_bias: Optional[Tensor],
     eps: float,
 ) -> Tensor:
-    """The norm of :func:`fused_pass` alone, of ``sums * scale``: ``[n, j, e]`` to the same.
+    """Only the norm of :func:`fused_pass`, applied to ``sums * scale``: ``[n, j, e]`` to the same shape.
 
-    For the first pass, whose sums of votes are a convolution or a matrix product.
+    For the first iteration, whose sums of votes are a convolution or a matrix product.
     """
     from .launch import Norm, normalise
 
@@ -132,7 +133,7 @@ def fused_norm_backward(
     norm_bias: Optional[Tensor],
     eps: float,
 ) -> Tuple[Tensor, Tensor]:
-    """Gradients of the sums, ``[n, j, e]``, and of LayerNorm's weight and bias, ``[2, e]``; empty for squash."""
+    """Gradients of the sums, ``[n, j, e]``, and of LayerNorm's weight and bias, ``[2, e]`` (empty for squash)."""
     from .launch import Norm, grad_norm
 
     return grad_norm(grad, sums, Norm(norm, norm_weight, norm_bias, eps), scale)

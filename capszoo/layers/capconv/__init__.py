@@ -1,4 +1,4 @@
-"""capConv and capFC: routing approximated in one supervised pass by a master and an aide branch (EncapNet).
+"""capConv and capFC: routing approximated in one supervised step by a master and an aide branch (EncapNet).
 
 Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation" (2018), section 3.1, Eq. 6, Fig. 1(c) and 3(a),
 Table 3; kernel of the aide, weight layout of capFC and initial values from the authors' release.
@@ -15,11 +15,11 @@ co-efficients  ``alpha`` of the master and ``beta`` of the aide: one map per cap
 Letters: ``b`` batch, ``g`` capsule channels ("groups", 32 in the paper), ``d e`` child and parent pose size,
 ``h w`` grid, ``k`` kernel, ``n`` classes. Feature maps are ``[b, g*d, h, w]``, channel = group * d + dimension.
 
-Where the paper does not say (our choices): "both" feeds the coefficients of one capsule channel with that channel
-of master and aide side by side (the weights of that convolution lie in two modules, one for each branch);
+Our choices where the paper does not specify: "both" computes the coefficients of one capsule channel from that channel
+of master and aide side by side (the weights of that convolution are stored in two modules, one for each branch);
 coefficients start near one, so that a layer starts as master + aide.
 
-Files: ``routing`` has the pure functions, ``layers`` parameters and shapes, ``engines`` training that keeps less.
+Files: ``routing`` has the pure functions, ``layers`` parameters and shapes, ``engines`` training with less memory.
 """
 
 from .layers import (

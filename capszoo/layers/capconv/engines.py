@@ -1,7 +1,7 @@
-"""Engine of capConv beside the reference: blocks of images, and training that keeps the convolutions' outputs alone.
+"""Engine of capConv besides the reference: blocks of images, and training that stores only the convolutions' outputs.
 
-Letters as in :mod:`capszoo.layers.capconv`; ``n`` stands for the maps of one branch before its norm. Autograd
-would keep the output of each norm, each squash and each product; here the backward pass recomputes them from ``n``.
+Letters as in :mod:`capszoo.layers.capconv`; ``n`` denotes the maps of one branch before its norm. Autograd
+would store the output of each norm, each squash and each product; here the backward pass recomputes them from ``n``.
 """
 
 from typing import Any, List, NamedTuple, Tuple
@@ -18,7 +18,7 @@ __all__ = ["Recompute", "RecomputeBranches"]
 
 
 class Norm(NamedTuple):
-    """A BatchNorm and the statistics that it applied, ``[g*d]`` each."""
+    """A BatchNorm and the statistics that it applied, each ``[g*d]``."""
 
     weight: Tensor
     bias: Tensor
@@ -28,13 +28,13 @@ class Norm(NamedTuple):
     eps: float
 
     def relu(self, n: Tensor) -> Tensor:
-        """``relu(norm(n))`` of some images, by these statistics."""
+        """``relu(norm(n))`` of some images, with these statistics."""
         variance = self.inverse.pow(-2) - self.eps
         y = torch.native_batch_norm(n, self.weight, self.bias, self.mean, variance, False, 0.0, self.eps)[0]
         return y.relu_()
 
     def gradients(self, grad: Tensor, n: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-        """Those of ``n``, weight and bias from that of ``norm(n)``."""
+        """Gradients of ``n``, weight and bias from that of ``norm(n)``."""
         variance = self.inverse.pow(-2) - self.eps
         return torch.ops.aten.native_batch_norm_backward(
             grad, n, self.weight, self.mean, variance, self.mean, self.inverse, self.training, self.eps, [True] * 3
@@ -42,7 +42,7 @@ class Norm(NamedTuple):
 
 
 def _norm_relu(n: Tensor, norm: Any) -> Tuple[Tensor, Tensor, Tensor]:
-    """``relu(norm(n))``, mean and inverse standard deviation; running statistics are updated as the module does."""
+    """``relu(norm(n))``, mean and inverse standard deviation; updates running statistics like the module."""
     if norm.training:
         norm.num_batches_tracked.add_(1)
     y, mean, inverse = torch.native_batch_norm(
@@ -54,7 +54,7 @@ def _norm_relu(n: Tensor, norm: Any) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 def _blocks(n: Tensor) -> List[slice]:
-    """Images of ``[b, g*d, h, w]`` in turn, so many at a time that a map of them stays in the cache."""
+    """Slices over the images of ``[b, g*d, h, w]``, sized so that a map of one block fits the cache."""
     images = max(1, TUNING.capconv_block_elements // max(1, n[0].numel()))
     return [slice(start, start + images) for start in range(0, len(n), images)]
 
@@ -69,17 +69,17 @@ def _factor(square: Tensor) -> Tensor:
 
 
 def _gradient(grad: Tensor, s: Tensor, square: Tensor) -> Tensor:
-    """Of ReLU and squash: from that of the squashed ``s`` to that of what ReLU took; exact at any length in float32."""
+    """Gradient through ReLU and squash, from squashed ``s`` to the input of ReLU; exact at any length in float32."""
     root, total = square.sqrt(), 1.0 + square
-    # the factor's derivative by half the square; divided in an order that does not leave float32
+    # derivative of the factor by half the square; the order of divisions avoids overflow in float32
     along = (grad * s).sum(dim=2, keepdim=True) / root / total * ((1.0 - square) / total)
-    along *= (square > 1e-12).to(s.dtype)  # where it was clamped (masked_fill_ takes far longer)
+    along *= (square > 1e-12).to(s.dtype)  # zero where clamped (masked_fill_ takes far longer)
     grad = (grad * (root / total)).addcmul_(s, along)
     return torch.ops.aten.threshold_backward(grad, s, 0).flatten(1, 2)
 
 
 class _NormSquash(torch.autograd.Function):
-    """BatchNorm, ReLU and squash that keep their input."""
+    """BatchNorm, ReLU and squash that store only their input."""
 
     @staticmethod
     def forward(ctx: Any, n: Tensor, weight: Tensor, bias: Tensor, norm: Any, groups: int) -> Tensor:  # type: ignore[override]
@@ -106,8 +106,8 @@ class _NormSquash(torch.autograd.Function):
 class _Branches(torch.autograd.Function):
     """Norm, ReLU and squash of both branches, their coefficients and the combination.
 
-    Keeps the maps of both branches and the coefficients, ``[b, g, 2, 1, h, w]``. The squashed branches of a block lie
-    side by side in each capsule channel, ``[b, g, 2, d, h, w]``, as the convolution of the coefficients takes them.
+    Stores the maps of both branches and the coefficients, ``[b, g, 2, 1, h, w]``. The squashed branches of a block lie
+    side by side in each capsule channel, ``[b, g, 2, d, h, w]``, the layout that the coefficients' convolution reads.
     """
 
     @staticmethod
@@ -167,7 +167,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _is_plain(*modules: nn.Module) -> bool:
-    """Whether each is computed as its class says, by nobody else's code, and each BatchNorm has all its tensors."""
+    """True if no module has hooks, and each BatchNorm is a plain ``nn.BatchNorm2d`` with all its tensors."""
     for module in modules:
         if any(getattr(module, name) for name in _HOOKS):
             return False
@@ -182,7 +182,7 @@ def _is_plain(*modules: nn.Module) -> bool:
 
 
 class Recompute(Engine):
-    """On a CPU: BatchNorm, ReLU and squash in blocks of images; training keeps their input alone."""
+    """On a CPU: BatchNorm, ReLU and squash in blocks of images; training stores only their input."""
 
     name = "recompute"
     evidence = "capConv: recompute"

@@ -30,7 +30,7 @@ __all__ = [
     "SquashGroups",
 ]
 
-#: Where the coefficients of a branch come from: the branch itself, the other one, both (Table 3, rows 2 to 4).
+#: Source of a branch's coefficients: the branch itself, the other one, or both (Table 3, rows 2 to 4).
 COEFFICIENTS = ("own", "cross", "both")
 
 
@@ -74,9 +74,9 @@ def _check(in_chans: int, out_chans: int, groups: int, coefficients: str, mode: 
 
 
 class XavierConv2d(nn.Conv2d):
-    """A convolution that starts as released (Xavier, normal) and with a constant bias.
+    """A convolution initialised as in the release (Xavier, normal), with a constant bias.
 
-    ``reset_parameters`` is replaced, not repeated: large networks are built in half the time.
+    ``reset_parameters`` replaces PyTorch's, so that weights are drawn once: large networks are built in half the time.
     """
 
     bias_start = 0.0
@@ -90,10 +90,10 @@ class XavierConv2d(nn.Conv2d):
 
 
 class CoefficientConv2d(XavierConv2d):
-    """The 3x3 convolution of one map (or two) per capsule channel; its bias starts at one.
+    """The 3x3 convolution that gives one map (or two) per capsule channel; its bias starts at one.
 
-    A few capsule channels are convolved as one group, by weights with zeros between them (:func:`merge_groups`): that
-    multiplies the arithmetic, which is a hundredth of the layer's, and halves the time.
+    A few capsule channels are convolved as one group, with zeros between their weights (:func:`merge_groups`). That
+    multiplies this convolution's arithmetic, a hundredth of the layer's, but halves its time.
     """
 
     bias_start = 1.0
@@ -112,7 +112,7 @@ class CoefficientConv2d(XavierConv2d):
 
     @torch.jit.unused
     def prepare_for_export(self) -> None:
-        """Keep the merged weights as a constant."""
+        """Store the merged weights as a constant."""
         self.graph_weight = merge_groups(self.weight.detach(), self.groups, self.together)
 
 
@@ -130,7 +130,7 @@ class CapGroupConv2d(XavierConv2d):
 
 
 class MasterAide(_GroupedLayer):
-    """Both branches and their coefficients: ``[b, in, h, w] -> [b, out, h', w']``, before any skip.
+    """Both branches and their coefficients: ``[b, in, h, w] -> [b, out, h', w']``, before any skip connection.
 
     Args:
         in_chans, out_chans: channels, multiples of ``groups``.
@@ -156,8 +156,8 @@ class MasterAide(_GroupedLayer):
         self.aide = XavierConv2d(in_chans, out_chans, wide, stride, wide // 2)
         self.aide_bn = nn.BatchNorm2d(out_chans)
         self.squash = SquashGroups(groups)
-        # "both": (alpha, beta) for every capsule channel, from one convolution that has its weights for each branch
-        # from one of these two; else one map per capsule channel and branch
+        # "both": (alpha, beta) for every capsule channel come from one convolution, whose weights for each branch are
+        # stored in one of these two modules; else one map per capsule channel and branch
         both = coefficients == "both"
         maps = 2 * groups if both else groups
         self.coef_master = CoefficientConv2d(out_chans, maps, groups, bias=not both)
@@ -176,7 +176,7 @@ class MasterAide(_GroupedLayer):
     def route(self, master: Tensor, aide: Tensor) -> Tuple[Tensor, Tensor]:
         """The coefficients ``(alpha, beta)`` of the two activations, each ``[b, g, h', w']``."""
         if self.coefficients == "both":
-            # one convolution of both, side by side in each group, in place of two and their sum
+            # one convolution of both branches, side by side in each group, instead of two and their sum
             grid = [x.unflatten(1, (self.groups, -1)) for x in (master, aide)]
             pair = torch.cat(grid, dim=2).flatten(1, 2)  # [b, g*2d, h, w]
             maps = self._coefficients(pair)
@@ -188,7 +188,7 @@ class MasterAide(_GroupedLayer):
         return second, first
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
-        """Of the convolved maps ``[master, aide]``; there are no couplings."""
+        """Combine the convolved maps ``[master, aide]``; there are no couplings."""
         master, aide = self._activate(inputs[0], inputs[1])
         alpha, beta = self.route(master, aide)
         return Routed([capconv_combine(master, aide, alpha, beta)], [], None)
@@ -197,7 +197,7 @@ class MasterAide(_GroupedLayer):
         return self.compute([self.master(x), self.aide(x)], 1, False).poses[0]
 
     def _coefficients(self, pair: Tensor) -> Tensor:
-        """Both coefficients ``[b, g, 2, h, w]`` of both branches side by side, ``[b, g*2d, h, w]``."""
+        """Both coefficients ``[b, g, 2, h, w]`` from both branches side by side, ``[b, g*2d, h, w]``."""
         weight = self.graph_weight
         if weight is None:
             weight = self.merged_weight()
@@ -211,7 +211,7 @@ class MasterAide(_GroupedLayer):
 
     @torch.jit.unused
     def prepare_for_export(self) -> None:
-        """Keep the merged weights as a constant."""
+        """Store the merged weights as a constant."""
         if self.coefficients == "both":
             self.graph_weight = self.merged_weight().detach()
             self.coef_master.graph_weight = self.coef_aide.graph_weight = None
@@ -260,7 +260,7 @@ class CapConv(_GroupedLayer):
         self.squash = SquashGroups(groups)
 
     def forward(self, x: Tensor, skip: Optional[Tensor] = None) -> Tensor:
-        """Capsules ``[b, in, h, w]`` (and what to add before the norm, ``[b, out, h', w']``) to the same shape."""
+        """Capsules ``[b, in, h, w]`` to ``[b, out, h', w']``; ``skip``, of that shape, is added before the norm."""
         y = self.conv(x)
         if skip is not None:
             y = y + skip
@@ -279,9 +279,9 @@ class EncapModule(nn.Module):
         depth: layers in all, the Type I layer included.
         stride: of the Type I layer.
         groups: capsule channels.
-        mode, coefficients: as :class:`CapConv` has them.
+        mode, coefficients: as in :class:`CapConv`.
         skip_type1: add a 3x3 ungrouped convolution of the input to the Type I layer (Table 3, row 5).
-        skip_type2: add the stack's input to its last layer, before that one's norm (Table 3, row 6).
+        skip_type2: add the stack's input to its last layer, before that layer's norm (Table 3, row 6).
     """
 
     def __init__(
@@ -325,11 +325,11 @@ class EncapModule(nn.Module):
 
 
 class CapFC(nn.Module):
-    """capFC: for each pose dimension its own matrix from all grid capsules to the classes, then squash.
+    """capFC: one matrix per pose dimension from all grid capsules to the classes, then squash.
 
     Args:
         num_classes: class capsules.
-        pose_dim: size of a capsule, lower and higher alike.
+        pose_dim: pose dimension of the grid capsules and of the class capsules.
         groups: capsule channels.
         grid: rows and columns of the feature map.
     """
@@ -355,7 +355,7 @@ class CapFC(nn.Module):
 
     @torch.jit.ignore
     def votes(self, x: Tensor) -> Tensor:
-        """Grid capsules ``[b, g*d, h, w]`` to their parts of the classes before the squash, ``[b, n, g*h*w, d]``."""
+        """Grid capsules ``[b, g*d, h, w]`` to their summands in the classes before the squash, ``[b, n, g*h*w, d]``."""
         children = x.unflatten(1, (self.groups, self.pose_dim)).transpose(1, 2).flatten(2)  # [b, d, g*h*w]
         return torch.einsum("bdi,din->bnid", children, self.weight)
 
@@ -363,9 +363,9 @@ class CapFC(nn.Module):
     def contributions(self, x: Tensor, poses: Tensor) -> Tensor:
         """How much each grid position adds to each class capsule's length, ``[b, n, h, w]``, summing to 1.
 
-        A position's vote for a class is its share of the matrix products before the squash; its contribution is
+        A position's vote for a class is its share of the matrix products before the squash. Its contribution is
         the vote's component along the class capsule, clamped at zero and normalised over the grid (uniform where
-        no position contributes). There are no coupling coefficients in this layer; this stands in for them.
+        no position contributes). It replaces coupling coefficients, which this layer does not have.
 
         Args:
             x: grid capsules ``[b, g*d, h, w]``.

@@ -1,4 +1,4 @@
-"""What capConv computes, step by step: grouped convolutions, squash, the combination of the branches; capFC.
+"""The steps of capConv: grouped convolutions, squash, the combination of the branches; capFC.
 
 Letters as in :mod:`capszoo.layers.capconv`.
 """
@@ -31,7 +31,7 @@ def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups:
 
     Args:
         x: ``[b, g*d, h, w]``.
-        weight: ``[g*e, d, 1, 1]``, as an ``nn.Conv2d`` holds it.
+        weight: ``[g*e, d, 1, 1]``, the layout of ``nn.Conv2d``.
         bias: ``[g*e]`` or None.
         groups: ``g``.
 
@@ -77,23 +77,23 @@ def cap_fc(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def groups_together(maps: int, groups: int) -> int:
-    """How many of ``groups`` groups that give ``maps`` maps in all are best convolved as one: those with 8 maps.
+    """How many of ``groups`` groups, with ``maps`` output maps in all, to merge into one: enough for 8 maps.
 
-    A convolution gives 8 or 16 channels at a time on a CPU; one map or two leave the rest of its vectors empty.
+    On a CPU a convolution computes 8 or 16 output channels at a time; one or two maps leave most of a vector empty.
     """
     return math.gcd(groups, max(1, 8 * groups // maps))
 
 
 def merge_groups(weight: Tensor, groups: int, together: int) -> Tensor:
-    """Weights of a grouped convolution as those of one with fewer groups, zeros between what did not meet.
+    """Weights of a grouped convolution for one with fewer groups, with zeros between channels of different groups.
 
     Args:
         weight: ``[g*o, d, k, k]``, of a convolution in ``g`` groups.
-        groups: ``g``.
-        together: how many groups become one; it divides ``g``.
+        groups: number of groups ``g``.
+        together: number of groups merged into one; divides ``g``.
 
     Returns:
-        ``[g*o, together*d, k, k]``, of the same function in ``g / together`` groups.
+        ``[g*o, together*d, k, k]``, weights of the same function in ``g / together`` groups.
     """
     chans, height, width = weight.shape[1], weight.shape[2], weight.shape[3]
     grouped = weight.flatten(1).unflatten(0, (groups // together, together, -1))  # [g/t, t, o, d*k*k]

@@ -22,8 +22,8 @@ that share a transform), ``p`` grid positions, ``h w`` grid, ``k l`` kernel.
 Files: ``routing`` has the procedures, step by step; ``layers`` the parameters and shapes; ``engines`` the other ways
 to compute them, of which ``vote_free`` is the longest.
 
-Deviations: logits and softmax are float32 for half-precision votes. On a CPU, in eager mode or compiled, so are all
-iterations, except those with transforms shared over the grid in training, and of long poses in blocks in training.
+Deviations: logits and softmax are float32 for half-precision votes. On a CPU, in eager mode or compiled, all
+iterations are float32 too, except in training with transforms shared over the grid or with long poses in blocks.
 """
 
 from .layers import ConvDynamicRouting, DynamicRouting, SharedDynamicRouting

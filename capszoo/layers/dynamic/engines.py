@@ -1,7 +1,7 @@
-"""Engines of dynamic routing beside the reference: fused on a GPU; on a CPU without votes, in blocks, in float32.
+"""Engines of dynamic routing besides the reference: fused on a GPU; on a CPU without votes, in blocks, in float32.
 
-Letters as in :mod:`capszoo.layers.dynamic`. ``layer`` is a layer of that package: an engine knows what its layers have,
-which :class:`.RoutingLayer` has not.
+Letters as in :mod:`capszoo.layers.dynamic`. ``layer`` is a layer of that package: an engine uses attributes of these
+layers that :class:`.RoutingLayer` does not have.
 """
 
 from typing import Any, List, Optional
@@ -24,14 +24,14 @@ _NO_VOTES = "a single iteration forms no votes"
 
 
 def _routed(poses: Tensor, couplings: Optional[Tensor], call: Call) -> Routed:
-    """Poses and couplings in the type of the call; couplings where they are asked for."""
+    """Poses and couplings in the dtype of the call; couplings only where requested."""
     if couplings is None or not call.couplings:
         return Routed([poses.to(call.dtype)], [], None)
     return Routed([poses.to(call.dtype)], [], couplings.to(call.dtype))
 
 
 class Fused(Engine):
-    """On a GPU: an iteration after the first is one ``capszoo::fused_pass``, squash and the sum of poses included."""
+    """On a GPU: each iteration after the first is one ``capszoo::fused_pass``, with squash and the sum of poses."""
 
     name = "fused"
     evidence = "Dynamic routing: fused"
@@ -64,7 +64,7 @@ class Fused(Engine):
         weight = weight.to(call.dtype)
         for t in range(1, call.num_iters):
             last = t == call.num_iters - 1
-            # before the last iteration, the poses of all iterations so far, added up
+            # before the last iteration: the sum of the poses of all iterations so far
             poses, couplings, _ = fused_pass(
                 children, weight, poses, call.couplings and last, call.grad, 1.0, 1, 1, not last, *squashed
             )
@@ -72,7 +72,7 @@ class Fused(Engine):
 
 
 class _Eager(Engine):
-    """What engines for more than one iteration on a CPU share, outside of compiled graphs."""
+    """Shared by the CPU engines for more than one iteration, outside of compiled graphs."""
 
     modes = ("eager",)
     devices = ("cpu",)
@@ -85,7 +85,7 @@ class _Eager(Engine):
 
 
 class VoteFree(_Eager):
-    """On a CPU: children weighted and summed before they are transformed, see :mod:`.vote_free`; float32 at least."""
+    """On a CPU: children are weighted and summed before the transform, see :mod:`.vote_free`; float32 or wider."""
 
     name = "vote_free"
     evidence = "Dynamic routing: vote_free"
@@ -116,9 +116,9 @@ class VoteFree(_Eager):
 
 
 class Blocked(_Eager):
-    """On a CPU: the votes of long poses routed for some images after the other.
+    """On a CPU: votes of long poses, routed one block of images at a time.
 
-    With gradients they are formed once, and kept: forming them costs more than keeping them.
+    With gradients, votes are formed once and stored: recomputing them costs more than storing them.
     """
 
     name = "blocked"

@@ -30,10 +30,10 @@ def _check(num_iters: int, softmax_over: str, init: str) -> None:
 
 
 class _DynamicLayer(RoutingLayer):
-    """What the routing layers share: settings, and the logits of the first iteration.
+    """Shared by the routing layers: settings, and the logits of the first iteration.
 
     ``start`` is None (zero), a buffer drawn once from U(0, 1) at construction (random; a fixed draw, so that
-    evaluation is deterministic), or a parameter that starts at zero (learned): Li et al. 2018, Table 5; the
+    evaluation is deterministic), or a parameter that starts at zero (learned). See Li et al. 2018, Table 5; the
     distributions are those of the authors' public release.
     """
 
@@ -59,15 +59,15 @@ class DynamicRouting(_DynamicLayer):
     """A fully connected capsule layer: every child has its own transform to every parent.
 
     Args:
-        in_caps, in_dim: children, and their pose dimension.
-        out_caps, out_dim: parents, and their pose dimension.
+        in_caps, in_dim: number of children, and their pose dimension.
+        out_caps, out_dim: number of parents, and their pose dimension.
         num_iters: iterations.
         softmax_over: ``"parents"`` or ``"children"``, see :func:`dynamic_routing`.
         init: logits of the first iteration: ``"zero"``, ``"random"`` or ``"learned"`` (``start``, ``[j, i]``).
-        weight_std: the transforms start as a normal distribution, cut at two standard deviations, of this width
-            (0.1 in the public release of Sabour et al.).
+        weight_std: standard deviation of the transforms' initial values, from a normal distribution truncated at two
+            standard deviations (0.1 in the public release of Sabour et al.).
 
-    ``weight`` is ``[i, d, j * e]``: the layout in which votes are one batched product over the children and a
+    ``weight`` is ``[i, d, j * e]``: in this layout votes are one batched product over the children and a
     single iteration is one plain product.
     """
 
@@ -96,18 +96,18 @@ class DynamicRouting(_DynamicLayer):
     def votes(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to votes ``[b, j, i, e]``, a view of ``[i, b, j, e]``.
 
-        A copy in the order of its axes costs as much time as it saves (measured), and as much memory again.
+        A contiguous copy would cost as much time as it saves (measured), and double the memory.
         """
         return self.votes_through(x, self.weight)
 
     def votes_through(self, x: Tensor, weight: Tensor) -> Tensor:
-        """:meth:`votes` by the layer's weight as it is given, such as in another type."""
+        """:meth:`votes` with a given weight, for example the layer's weight in another dtype."""
         votes = torch.bmm(x.transpose(0, 1), weight)  # [i, b, d] @ [i, d, j*e] -> [i, b, j*e]
         votes = votes.reshape(self.in_caps, -1, self.out_caps, self.out_dim)
         return votes.permute(1, 2, 0, 3)
 
     def sum_of_votes(self, x: Tensor) -> Tensor:
-        """Children ``[b, i, d]`` to the weighted sum ``[b, j, e]`` of the first iteration, in one matrix product."""
+        """Children ``[b, i, d]`` to the weighted sum of votes ``[b, j, e]`` of the first iteration, one product."""
         weight: Tensor = self.weight
         start = self.start
         scale = 1.0 / (self.out_caps if self.softmax_over == "parents" else self.in_caps)
@@ -168,14 +168,14 @@ class DynamicRouting(_DynamicLayer):
 class ConvDynamicRouting(nn.Module):
     """A convolutional capsule layer: at each output position the children of a window vote for the parents there.
 
-    The children of a window are its ``k * l * in_caps`` capsules, with a transform for each place in the window and
-    each type, shared over the output positions. The softmax runs, window by window, over the parent types at the
+    The children of a window are its ``k * l * in_caps`` capsules, with one transform for each place in the window and
+    each type, shared over the output positions. In each window, the softmax runs over the parent types at the
     output position (or over the window's children).
 
     Args:
         in_caps, in_dim: child types, and their pose dimension.
         out_caps, out_dim: parent types, and their pose dimension.
-        kernel_size, stride, padding: of the window; beyond the border there are zero capsules.
+        kernel_size, stride, padding: of the window; the padding consists of zero capsules.
         num_iters, softmax_over, init, weight_std: as in :class:`DynamicRouting`.
 
     ``window`` is the :class:`DynamicRouting` that every window goes through; its children are ordered
@@ -224,7 +224,7 @@ class ConvDynamicRouting(nn.Module):
         return poses.reshape(x.shape[0], x.shape[1], x.shape[2], channels).permute(0, 3, 1, 2)
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """As ``forward``, with the couplings ``[b, h', w', j, k*l*i]`` of the last iteration."""
+        """Like ``forward``, but also return the couplings ``[b, h', w', j, k*l*i]`` of the last iteration."""
         x = self._windows(x)
         poses, couplings = self.window.route(x.flatten(0, 2))
         poses = poses.reshape(x.shape[0], x.shape[1], x.shape[2], -1).permute(0, 3, 1, 2)
@@ -238,9 +238,9 @@ class ConvDynamicRouting(nn.Module):
 class SharedDynamicRouting(_DynamicLayer):
     """Dynamic routing whose transforms are shared over the grid (Li et al. 2018, Fig. 1b and appendix A.i).
 
-    Every capsule type ("group") has one biased transform to each parent, the same at all its positions: votes as by a
-    biased 1x1 convolution with as many groups as capsule types. See :func:`shared_dynamic_routing` for how they
-    are avoided.
+    Every capsule type ("group") has one biased transform to each parent, the same at all its positions: the votes are a
+    biased 1x1 convolution with as many groups as capsule types. :func:`shared_dynamic_routing` explains how forming
+    them is avoided.
 
     Args:
         groups, in_dim: child types, and their pose dimension.
@@ -248,7 +248,7 @@ class SharedDynamicRouting(_DynamicLayer):
         num_iters: iterations.
         softmax_over: ``"children"`` or ``"parents"``.
         init: logits of the first iteration, ``"zero"``, ``"random"`` or ``"learned"``.
-        positions: grid positions; needed only where the first logits are not zero, for they are one per child.
+        positions: number of grid positions; required only if the first logits are not zero, since they are per child.
 
     ``weight`` is ``[j, e, g * d]``, normal of variance ``1 / d`` (our choice); ``bias`` is ``[j, e, g]``, standard
     normal as in the public release: with the softmax over children a parent is an average of its votes, and without

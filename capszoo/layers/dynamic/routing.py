@@ -1,11 +1,11 @@
-"""Dynamic routing of votes, and of children whose transforms are shared over the grid, step by step.
+"""Dynamic routing of votes, and of children whose transforms are shared over the grid: the reference.
 
 Symbols and letters as in :mod:`capszoo.layers.dynamic`; line numbers are those of Procedure 1 of Sabour et al. (2017).
 
 What differs from the paper without changing the result:
 
 * The logits are never accumulated: after t iterations b_ij is ``<û_ij, v_j^1> + … + <û_ij, v_j^t>``, which is
-  ``<û_ij, v_j^1 + … + v_j^t>``. The poses are summed instead, which are ``i / e`` times fewer numbers.
+  ``<û_ij, v_j^1 + … + v_j^t>``. The poses are summed instead, which have ``i / e`` times fewer elements.
 * With zero logits the first iteration is the sum of the votes, divided by the number of parents (of children, where
   the softmax runs over children).
 * The logits are not updated after the last iteration (Procedure 1 does, and drops the result).
@@ -59,7 +59,7 @@ def dynamic_routing(
     # line 4 with b = 0: uniform, over the parents or over the children
     couplings = votes.new_ones((1, 1, 1)) / votes.shape[axis]  # [1, 1, 1]
     if start is None:
-        # line 5: [b, j, e]; by way of the mean, for a sum of many float16 votes could overflow
+        # line 5: [b, j, e]; via the mean, because a sum of many float16 votes could overflow
         total = votes.mean(dim=2) * (votes.shape[2] / votes.shape[axis])
     else:
         couplings = torch.softmax(upcast_half(start), dim=axis - 1).to(votes.dtype).unsqueeze(0)  # [1, j, i]
@@ -91,11 +91,11 @@ def shared_dynamic_routing(
     """Dynamic routing from capsules whose transforms are shared over the grid, without forming votes.
 
     The vote of the child of type ``g`` at position ``p`` for parent ``j`` is ``W_gj u_gp + B_gj``. Two identities
-    replace everything that is done with votes (``u'`` is ``u`` with a 1 appended, for the bias):
+    replace every operation on votes (``u'`` is ``u`` with a 1 appended, for the bias):
 
     * ``<W_gj u_gp + B_gj, v> = <u'_gp, [W_gjᵀ v, <B_gj, v>]>``: agreement is measured in the children's space;
-    * ``sum_p c_gpj (W_gj u_gp + B_gj) = W_gj sum_p c_gpj u_gp + B_gj sum_p c_gpj``: children are summed first,
-      and then transformed.
+    * ``sum_p c_gpj (W_gj u_gp + B_gj) = W_gj sum_p c_gpj u_gp + B_gj sum_p c_gpj``: children are summed before they
+      are transformed.
 
     Args:
         x: ``[b, g, d, p]``.
@@ -159,14 +159,14 @@ def shared_dynamic_routing(
 def _shared_share(
     children: Tensor, transforms: Tensor, pose_sum: Tensor, start: Optional[Tensor], over_children: bool
 ) -> Tensor:
-    """Couplings ``[b, g*p, j]``; not divided by their sum over the children, where they are to sum to 1 over those.
+    """Couplings ``[b, g*p, j]``; for ``over_children`` not yet divided by their sum over the children.
 
     Args:
         children: ``[b, g, d+1, p]``.
         transforms: ``[j, e, g*(d+1)]``.
         pose_sum: ``[b, j, e]``, the poses of all iterations so far, added up.
         start: as in :func:`shared_dynamic_routing`.
-        over_children: the axis of the softmax.
+        over_children: whether the softmax runs over the children.
     """
     g, size, p, j = children.shape[1], children.shape[2], children.shape[3], transforms.shape[0]
     keys = torch.bmm(pose_sum.transpose(0, 1), transforms)  # [Wᵀ v, <B, v>]: [j, b, g*(d+1)]
@@ -175,8 +175,8 @@ def _shared_share(
     if start is not None:
         logits = logits + start.t()
     if over_children:
-        # in place, its division left for the sums, whose row of ones has the denominator
-        # (the maximum in two steps: ONNX Runtime is slow at long reductions over a middle axis)
+        # in place; the division is left to the sums, whose row of ones has the denominator
+        # (maximum in two steps: ONNX Runtime is slow at long reductions over a middle axis)
         peak = logits.detach().reshape(-1, g, p, j).amax(dim=2).amax(dim=1)
         return logits.sub_(peak.unsqueeze(1)).exp_()
     return torch.softmax(logits, dim=2)

@@ -1,19 +1,19 @@
 """Dynamic routing without votes: children are weighted and summed before they are transformed.
 
-With u_i a child, W_ij its transform to parent j and v_j a pose, the two things that are done with the votes W_ij u_i
+With u_i a child, W_ij its transform to parent j and v_j a pose, the two operations on the votes W_ij u_i
 need no votes:
 
-* ``sum_i c_ij W_ij u_i`` is one matrix product for each parent, of all weighted children ``c_ij u_i``, one after the
-  other, with all transforms to that parent;
+* ``sum_i c_ij W_ij u_i`` is one matrix product for each parent: all weighted children ``c_ij u_i``, concatenated,
+  times all transforms to that parent;
 * ``<W_ij u_i, v_j> = <u_i, W_ijᵀ v_j>``, where ``W_ijᵀ v_j`` of all children (the *keys*) is one product as well.
 
-The weighted children and the keys have the children's pose dimension, not the parents', and the products have as many
-rows as there are images: for many images they are wide where products with votes are a vector by a matrix. Some images
-are routed at a time. The backward pass recomputes keys and weighted children, by one product with the transforms for
-both; couplings and sums are kept.
+The weighted children and the keys have the children's pose dimension, not the parents'. The products have as many
+rows as there are images: with many images they are full matrix products, where those with votes are vector-matrix
+products. A block of images is routed at a time. The backward pass recomputes keys and weighted children, by one product
+with the transforms for both; couplings and sums are stored.
 
-Letters: ``b`` batch, ``i`` children, ``d`` their pose, ``j`` parents, ``e`` theirs. The children are the last axis of
-whatever has ``d`` numbers for each, so that a sum over ``d`` runs along memory.
+Letters: ``b`` batch, ``i`` children, ``d`` their pose, ``j`` parents, ``e`` theirs. In every tensor with a ``d`` axis
+for each child, the children are the last axis, so that a sum over ``d`` runs along memory.
 """
 
 import itertools
@@ -73,7 +73,7 @@ def _blocks(children: Tensor, out_caps: int) -> list[tuple[int, int]]:
 
 
 def _route(routing: "_Routing", keep: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Poses; and, to be kept, all sums ``[t, b, j, e]`` and all couplings after the first ``[t - 1, j, b, i]``."""
+    """Poses; and, with ``keep``, all sums ``[t, b, j, e]`` and all couplings after the first ``[t - 1, j, b, i]``."""
     images, _, i = routing.children.shape
     j, e, _ = routing.transforms.shape
     poses = routing.children.new_empty(images, j, e)
@@ -126,7 +126,7 @@ class _Forward(NamedTuple):
 
 
 class _Routing:
-    """One call's tensors in the order that the products want, and what is done with a block of images."""
+    """Tensors of one call in the layout of the products, and the forward and backward steps of a block of images."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, start: Tensor | None, out_caps: int, num_iters: int, axis: int
@@ -142,7 +142,7 @@ class _Routing:
         self.first = None if self.start is None else torch.softmax(self.start, dim=axis)  # [j, 1, i]
 
     def _sum(self, weighted: Tensor) -> Tensor:
-        """Weighted children ``[j, b, d*i]``, transformed and added up: ``[b, j, e]``."""
+        """Weighted children ``[j, b, d*i]``, transformed and summed: ``[b, j, e]``."""
         return torch.bmm(weighted, self.transforms.transpose(1, 2)).transpose(0, 1)
 
     def forward(self, begin: int, length: int) -> _Forward:
@@ -178,7 +178,7 @@ class _Routing:
     def backward(
         self, begin: int, given: Tensor, d_couplings: Tensor | None, totals: Tensor, couplings: Tensor
     ) -> None:
-        """Add what a block's images give to the gradients: from those of poses and (``[j, b, i]``) of couplings."""
+        """Accumulate the gradients of a block's images, from those of poses and of couplings ``[j, b, i]``."""
         length = given.shape[0]
         u = self.children.narrow(0, begin, length)
         d_u = self.d_children.narrow(0, begin, length)
@@ -190,7 +190,7 @@ class _Routing:
         of_logits, of_sum = keys.view(self.out_caps, 2, length, *self.pose).unbind(1)
         made_of_logits, made_of_sum = made.view(self.out_caps, 2, length, *self.pose).unbind(1)
         for t in range(self.num_iters - 1, 0, -1):
-            # keys of the poses that the logits came from, and of the gradient of the sum, in one product
+            # keys of the poses that gave the logits, and of the gradient of the sum, in one product
             pose_sum = torch.stack(poses[:t]).sum(dim=0)
             rows = torch.cat([pose_sum, back[t](d_poses[t])]).transpose(0, 1)  # [j, 2*b, e]
             torch.bmm(rows, self.transforms, out=keys)
@@ -225,7 +225,7 @@ class _Routing:
         self.d_transforms.baddbmm_(rows.transpose(1, 2), workspace)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of ``x``, ``weight`` and ``start``."""
+        """Gradients of ``x``, ``weight`` and ``start``."""
         d, i = self.pose
         d_weight = self.d_transforms.view(self.out_caps, -1, d, i).permute(3, 2, 0, 1).reshape(i, d, -1)
         d_start = None
@@ -236,7 +236,7 @@ class _Routing:
 
 
 def _squash_with_gradient(total: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Squashed ``total``, and what takes the gradient of that to the gradient of ``total``."""
+    """Squashed ``total``, and a function from its gradient to the gradient of ``total``."""
     total = total.detach().requires_grad_()
     with torch.enable_grad():
         pose = squash(total)

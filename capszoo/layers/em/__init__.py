@@ -12,7 +12,7 @@ symbol                    here
 ``R_ij``                  ``coupling``: share of child ``i`` that parent ``j`` takes
 ``sum_i R_ij`` (after a)  ``mass``
 ``mu_j``, ``sigma_j^2``   ``poses``, ``variance``
-``beta_v``, ``beta_a``    ``beta_v``, ``beta_a``, one number per parent type
+``beta_v``, ``beta_a``    ``beta_v``, ``beta_a``, one scalar per parent type
 ``lambda_t``              ``lam_start + lam_step * t``, with t from 0
 ``a_j``                   ``sigmoid(logits)``
 ========================= =================================================
@@ -28,20 +28,20 @@ Each iteration, from ``R = 1 / parents``::
              logit_j = lambda_t * (beta_a - sum_h cost_jh)
     E-step   R_ij = softmax over parents of (log sigmoid(logit_j) - sum_h [log sigma_jh + (V - mu)^2 / 2 sigma^2])
 
-Deviations and choices of ours, all of them arguments: ``lambda_t = 1 + t``; variances are floored at ``var_floor``,
-from the second iteration on also at ``var_share`` of the first one's, and a range of normalised costs that may be
-rounding is not blown up (``min_share``; these two are arguments of the functions alone); ``eps``, an activation
-that every child has beside its own, keeps a weighted mean defined where no child is active.
+Deviations and choices of ours, all of them arguments: ``lambda_t = 1 + t``. Variances have the floor ``var_floor``, and
+from the second iteration on also ``var_share`` of the first iteration's variance. Normalised costs whose range may be
+rounding error are not stretched to the full range (``min_share``; these two are arguments of the functions only).
+``eps`` is added to every child's activation, so that a weighted mean is defined where no child is active.
 Activations are returned before their sigmoid, which keeps their order where the sigmoid has saturated; without
-``normalize_cost`` it does so early (encapnet's authors call that option crucial).
+``normalize_cost`` it saturates early (encapnet's authors call that option crucial).
 
-How it is computed: squares are taken about the mean of the first iteration, where they do not cancel; means,
+Computation: squares are taken about the mean of the first iteration, where they do not cancel; means,
 variances and log-likelihoods are then matrix-vector products of the votes and of these squares, the only two
-tensors of that size. Half types are computed in float32, under autocast too.
+tensors of that size. Half precision is computed in float32, also under autocast.
 
 Files: ``routing`` has the procedure for votes and for windows, step by step, and ``shared`` that for transforms shared
-over a grid, which forms no votes; ``steps`` what both take; ``base`` and ``layers`` the parameters and shapes;
-``engines`` the other ways to compute them: ``blocked`` (windows, in blocks) and ``chunked`` (graphs for a CPU).
+over a grid, which forms no votes; ``steps`` has the steps common to both; ``base`` and ``layers`` the parameters and
+shapes; ``engines`` the other ways to compute them: ``blocked`` (windows, in blocks) and ``chunked`` (graphs for a CPU).
 """
 
 from .layers import ClassEM, ConvEM, SharedEM

@@ -1,4 +1,4 @@
-"""What the two layers of matrix capsules share, and what describes and starts every EM layer."""
+"""Base classes: the layers of matrix capsules, and the settings and initial values of every EM layer."""
 
 from typing import ClassVar, List
 
@@ -16,16 +16,16 @@ torch.fx.wrap("upcast_half")
 
 
 def _init_transforms(weight: Tensor, noise: float) -> None:
-    """Identity plus noise: a parent starts as the mean of poses that mean the same to every child."""
+    """Identity plus noise: a parent starts as the mean of its children's poses."""
     with torch.no_grad():
         nn.init.normal_(weight, std=noise)
         weight += torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
 
 
 class EMLayer(RoutingLayer):
-    """A layer with EM routing: it holds what :class:`Settings` has, as attributes that may be set.
+    """A layer with EM routing; the fields of :class:`Settings` are attributes that may be set.
 
-    It computes at least in float32, under autocast too: half precision cannot represent its variances.
+    It computes in float32 or wider, under autocast too: half precision cannot represent its variances.
     """
 
     autocasts: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class EMLayer(RoutingLayer):
 
 
 class MatrixEM(EMLayer):
-    """What the two layers of matrix capsules share: arguments, parameters, and maps that hold them.
+    """Shared by the two layers of matrix capsules: arguments, parameters, and the layout of maps.
 
     A map of matrix capsules is ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p +
     column, then the activations, one channel a capsule.
@@ -103,7 +103,7 @@ class MatrixEM(EMLayer):
     def route_through(
         self, inputs: List[Tensor], weight: Tensor, wide: Tensor, num_iters: int, need_couplings: bool
     ) -> Routed:
-        """:meth:`reference` by transforms ``[i, q, j, r]``, and as matrices on flattened poses ``[i, d, j * e]``."""
+        """:meth:`reference` with given transforms: ``[i, q, j, r]``, and as ``[i, d, j * e]`` on flattened poses."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""EM routing in windows that share transforms, a block of windows at a time: an operator, eager and compiled.
+"""EM routing in windows that share transforms, one block of windows at a time: an operator, eager and compiled.
 
 Letters as in :mod:`capszoo.layers.em`.
 """
@@ -18,12 +18,12 @@ __all__ = ["em_windows"]
 
 
 class VoteBuffer:
-    """Votes (or their squares) in a buffer, and their gradient as the outer products that it is the sum of.
+    """Votes (or their squares) in a buffer, with their gradient stored as a list of outer products.
 
-    ``torch.bmm`` takes it in the place of a tensor.
+    ``torch.bmm`` accepts it in place of a tensor.
 
-    ``values`` is ``[bj, i, e]``; a pair in ``terms`` stands for the gradient ``pair[0] * pair[1]``, of ``[bj, i, 1]``
-    and ``[bj, 1, e]``.
+    ``values`` is ``[bj, i, e]``; a pair in ``terms`` represents the gradient ``pair[0] * pair[1]``, of ``[bj, i, 1]``
+    and ``[bj, 1, e]``; the gradient is the sum over the pairs.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -78,7 +78,7 @@ def _in_blocks(
     settings: Settings,
     need_couplings: bool,
 ) -> Tuple[Tensor, ...]:
-    """:func:`.window_routing`, a block of windows at a time; couplings where they are asked for."""
+    """:func:`.window_routing`, one block of windows at a time; couplings where requested."""
     parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
     outputs = [poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents)]
     if need_couplings:
@@ -96,7 +96,7 @@ def _in_blocks(
 
 
 def _buffers(wide: Tensor, count: int, number: int) -> Tuple[int, List[Tensor]]:
-    """Windows of a block, and so many buffers for their votes."""
+    """Number of windows in a block, and ``number`` buffers for their votes."""
     per_window = wide.shape[0] * wide.shape[2]
     block = max(1, min(count, TUNING.em_block_votes // per_window))
     return block, [wide.new_empty(block * per_window) for _ in range(number)]
@@ -128,7 +128,7 @@ def em_windows(
     normalize_cost: bool,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """:func:`window_routing` a block of windows at a time; couplings are empty if not asked for."""
+    """:func:`window_routing`, one block of windows at a time; couplings are empty unless requested."""
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     found = _in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
     return found[0], found[1], found[2] if need_couplings else poses.new_empty(0)
@@ -164,7 +164,7 @@ def _em_windows_backward(
     """Gradients of the tensors of :func:`em_windows`, from those of its results."""
     tensors = (poses, activations, weight, wide, beta_v, beta_a)
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
-    # autograd finds the gradients of the small steps in here, and an operator's kernel runs below it
+    # autograd computes the gradients of the small steps in here, but an operator's kernel runs below autograd
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         found = _gradients(tensors, settings, (grad_poses, grad_logits, grad_couplings))
     return found[0], found[1], found[2], found[3], found[4], found[5]
@@ -193,9 +193,9 @@ em_windows.register_autograd(_backward, setup_context=_keep)
 def _gradients(
     tensors: Tuple[Tensor, ...], settings: Settings, given: Tuple[Optional[Tensor], ...]
 ) -> Tuple[Tensor, ...]:
-    """Those of the tensors of :func:`_in_blocks`, from those of its results; recomputes the votes of each block.
+    """Gradients of the tensors of :func:`_in_blocks`, from those of its results; recomputes the votes of each block.
 
-    The buffers for votes, squares and gradients are allocated once: memory fresh from the system costs more than the
+    The buffers for votes, squares and gradients are allocated once: newly allocated memory costs more time than the
     arithmetic does.
     """
     poses, activations, weight, wide, beta_v, beta_a = tensors
@@ -206,7 +206,7 @@ def _gradients(
     for start in range(0, poses.shape[0], block):
         part = slice(start, start + block)
         with torch.enable_grad(), torch.autocast(poses.device.type, enabled=False):
-            # every input as if a gradient of it were asked for: the terms come from those of the weights
+            # every input requires a gradient, because the terms arise from the gradients of the weights
             inputs = [t.detach().requires_grad_() for t in (poses[part], activations[part], weight)]
             betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
             mean = first_mean(inputs[0], inputs[1], inputs[2], settings.eps)
@@ -245,7 +245,7 @@ def _gradients(
 
 
 def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = False) -> None:
-    """Outer products ``[nj, i, 1] * [nj, 1, e]`` summed in ``out``, ``[i, n, j, e]``, or added to it; uses them up."""
+    """Sum outer products ``[nj, i, 1] * [nj, 1, e]`` into ``out``, ``[i, n, j, e]``, or add to it; clears ``terms``."""
     for k, (left, right) in enumerate(terms):
         left = left.reshape(*out.shape[1:3], -1).permute(2, 0, 1).contiguous().unsqueeze(3)  # [i, n, j, 1]
         right = right.reshape(out.shape[1:])

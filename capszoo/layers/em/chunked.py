@@ -1,10 +1,9 @@
 """EM routing in windows, written for graphs that run on a CPU: see :func:`chunked_routing`.
 
-A graph has no loop over blocks of windows, as the blocked engine has. It has one over the output positions instead, a
-few at a time, written out: all that has the size of votes is formed and used up for these alone, and stays in the
-cache at the batches that a CPU is given. With ONNX Runtime at batch 16, chunks twice as large took half as long again.
-
-Letters as in :mod:`capszoo.layers.em`; m pairs of a row's numbers.
+A graph has no loop over blocks of windows, unlike the blocked engine. Instead it has an unrolled loop over the output
+positions, a few at a time: every tensor with the size of votes is formed and consumed for these only, and stays in the
+cache at the batch sizes used on a CPU. With ONNX Runtime at batch 16, chunks of twice the size took 1.5 times as long.
+Letters as in :mod:`capszoo.layers.em`; m pairs of entries of a row.
 """
 
 from typing import List, NamedTuple, Optional, Tuple
@@ -28,12 +27,12 @@ def chunked_routing(
     settings: Settings,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """:func:`.routing.window_routing` of the windows of images.
+    """:func:`.routing.window_routing` of the windows of a batch of images.
 
     The first iteration forms no votes: with even couplings their moments are linear and quadratic in the rows of the
-    children's poses, and two wide products give them. That variance is a difference of moments about 0, of which the
-    votes' mean over their deviation, squared, times the rounding of the type is lost; the later ones are taken about
-    the first mean.
+    children's poses, and two wide products give them. That variance is a difference of moments about 0. Its relative
+    error is the rounding of the dtype, times the squared ratio of the votes' mean to their deviation. The moments of
+    later iterations are taken about the first mean.
 
     Args:
         poses: ``[b, s, i, d]`` at s output positions, a plain integer.
@@ -60,7 +59,7 @@ def chunked_routing(
     for t in range(1, num_iters):
         # the E-step's terms of a child: sum_h p_h (V - mu)_h^2 with p = 1 / 2 sigma^2, expanded about the first mean
         precision = 0.5 / variance
-        pull = 2.0 * precision * shift  # 0 in the first
+        pull = 2.0 * precision * shift  # 0 in the first iteration
         level = log_weight(logits, log_sigma) - (0.5 * pull * shift).sum(dim=2)  # [bs, j]
         sums, couplings = [], []
         per_window = (activations.flatten(0, 1), precision, pull, level)
@@ -85,18 +84,18 @@ def chunked_routing(
 
 
 class _Chunks(NamedTuple):
-    """How windows are cut: ``size`` of the ``positions`` of every image at a time."""
+    """How windows are cut: into chunks of ``size`` out of the ``positions`` of every image."""
 
     positions: int
     size: int
 
     def split(self, x: Tensor) -> List[Tensor]:
-        """``[bs, ...]`` as ``[n, ...]`` of each chunk."""
+        """Cut ``[bs, ...]`` into chunks ``[n, ...]``."""
         parts = x.unflatten(0, [-1, self.positions]).split(self.size, dim=1)
         return [part.flatten(0, 1) for part in parts]
 
     def join(self, chunks: List[Tensor]) -> Tensor:
-        """What :meth:`split` has cut."""
+        """Reassemble what :meth:`split` has cut."""
         sizes = [min(self.size, self.positions - k) for k in range(0, self.positions, self.size)]
         parts = [c.unflatten(0, [-1, size]) for c, size in zip(chunks, sizes, strict=True)]
         return torch.cat(parts, dim=1).flatten(0, 1)
@@ -109,16 +108,16 @@ def _votes_about(
     votes, squares = [], []
     for x, m in zip(cut.split(poses.flatten(0, 1)), cut.split(mean), strict=True):
         v = torch.bmm(x.transpose(0, 1), wide) - m.flatten(1)  # [i, n, j*e]
-        # only products with these two follow, which read them in this layout: no vote is moved
+        # only products with these two follow, and they read this layout: no vote is copied
         votes.append(v.reshape(wide.shape[0], -1, mean.shape[2]).transpose(0, 1))
         squares.append((v * v).reshape(wide.shape[0], -1, mean.shape[2]).transpose(0, 1))
     return votes, squares
 
 
 def _moments(weights: Tensor, votes: Tensor, squares: Tensor) -> Tensor:
-    """Mass, mean and mean square under weights ``[n, j, i]``, as one ``[n, j, 1 + 2e]``.
+    """Mass, mean and mean square with weights ``[n, j, i]``, as one tensor ``[n, j, 1 + 2e]``.
 
-    One result of a chunk, so that a runtime that walks back from the results finishes a chunk before the next.
+    One result per chunk, so that a runtime that schedules backwards from the results finishes a chunk before the next.
     """
     parents, children = weights.shape[1], weights.shape[2]
     total = weights.sum(dim=2, keepdim=True)  # [n, j, 1]

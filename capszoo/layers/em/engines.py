@@ -1,7 +1,7 @@
-"""Engines of EM routing beside the reference: in blocks on a CPU; in an exported graph frozen, or in chunks.
+"""Engines of EM routing besides the reference: in blocks on a CPU; frozen or in chunks in an exported graph.
 
-Letters as in :mod:`capszoo.layers.em`. ``layer`` is a layer of that package: an engine knows what its layers have,
-which :class:`.RoutingLayer` has not.
+Letters as in :mod:`capszoo.layers.em`. ``layer`` is a layer of that package: an engine uses attributes of these
+layers that :class:`.RoutingLayer` does not have.
 """
 
 from typing import Any, Dict, List
@@ -19,7 +19,7 @@ __all__ = ["Blocked", "Chunked", "Frozen", "SharedBlocked"]
 
 
 class Frozen(Engine):
-    """In a graph: the reference through block-diagonal transforms that are constants."""
+    """In a graph: the reference, with block-diagonal transforms stored as constants."""
 
     name = "frozen"
     evidence = "EM: frozen"
@@ -32,7 +32,7 @@ class Frozen(Engine):
 
     @classmethod
     def transforms(cls, layer: Any) -> List[Tensor]:
-        """``[i, q, j, r]`` and ``[i, d, j * e]``, both from the constant alone."""
+        """``[i, q, j, r]`` and ``[i, d, j * e]``, both derived from the constant alone."""
         wide, p = upcast_half(layer.weights(Frozen)["wide"]), layer.pose_size
         weight = wide.reshape(-1, p, p, layer.out_caps, p, p)[:, 0, :, :, 0]  # of [i, p, q, j, p, r]
         return [weight.contiguous(), wide]
@@ -44,7 +44,7 @@ class Frozen(Engine):
 
 
 class Chunked(Engine):
-    """In a graph that a CPU takes node by node: a few output positions at a time, see :mod:`.chunked`."""
+    """In a graph that a CPU runs node by node: a few output positions at a time, see :mod:`.chunked`."""
 
     name = "chunked"
     evidence = "EM: chunked"
@@ -63,7 +63,7 @@ class Chunked(Engine):
 
 
 class Blocked(Engine):
-    """On a CPU: ``capszoo::em_windows``, some windows at a time; the backward pass recomputes their votes."""
+    """On a CPU: ``capszoo::em_windows``, a block of windows at a time; the backward pass recomputes their votes."""
 
     name = "blocked"
     evidence = "EM: blocked"
@@ -92,7 +92,7 @@ class Blocked(Engine):
 
 
 class SharedBlocked(Engine):
-    """On a CPU, transforms shared over the grid: steps for some parents, or some groups of children, at a time."""
+    """On a CPU, with transforms shared over the grid: each step in blocks of parents or of groups of children."""
 
     name = "blocked"
     evidence = "EM: blocked"

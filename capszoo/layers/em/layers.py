@@ -22,10 +22,10 @@ torch.fx.wrap("upcast_half")
 
 
 class ConvEM(MatrixEM):
-    """EM routing of matrix capsules in a window: ``k x k`` positions of every child type to every parent type.
+    """EM routing of matrix capsules in windows: ``k x k`` positions of every child type to every parent type.
 
-    The children of an output position are the ``k * k * in_caps`` capsules of its window, which has a normalisation
-    of its own: the couplings of a child sum to 1 over the parent types in each window that it lies in. No padding.
+    The children of an output position are the ``k * k * in_caps`` capsules of its window. Every window is normalised
+    separately: the couplings of a child sum to 1 over the parent types in each window that contains it. No padding.
 
     Args:
         in_caps, out_caps: capsule types.
@@ -33,11 +33,11 @@ class ConvEM(MatrixEM):
         kernel_size, stride: of the window.
         num_iters: iterations.
         lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
-        init_noise: standard deviation of the noise that the transforms, initially identities, are given.
+        init_noise: standard deviation of the noise that is added to the transforms, initially identities.
         init_beta_v: first ``beta_v``; minus the expected log of sigma makes the first activations neither 0 nor 1.
 
-    ``weight`` is ``[k*k*in_caps, out_caps, p, p]``, its first index ``(row * k + column) * in_caps + capsule``; a
-    vote is ``pose @ weight``, so that a transform has as many numbers as a pose. ``beta_v`` and ``beta_a`` are
+    ``weight`` is ``[k*k*in_caps, out_caps, p, p]``, its first index ``(row * k + column) * in_caps + capsule``. A
+    vote is ``pose @ weight``, so a transform has as many elements as a pose. ``beta_v`` and ``beta_a`` are
     ``[out_caps]``.
     """
 
@@ -82,13 +82,13 @@ class ConvEM(MatrixEM):
         return self.pack(poses, logits).to(x.dtype)
 
     def pack(self, poses: Tensor, logits: Tensor) -> Tensor:
-        """What :meth:`route` returns, as a map with the activations behind the poses."""
+        """Concatenate the results of :meth:`route` to a map, with the activations after the poses."""
         return torch.cat([poses.flatten(3), torch.sigmoid(logits)], dim=3).permute(0, 3, 1, 2)
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Map to poses ``[b, h', w', j, p*p]``, activation logits ``[b, h', w', j]``, couplings ``[b, h', w', j, i]``.
 
-        All of them at least in float32; the children i of a window as the first index of ``weight``.
+        All of them in float32 or wider; the children i of a window are ordered as the first index of ``weight``.
         """
         poses, logits, couplings = self._route(x, True)
         assert couplings is not None
@@ -144,16 +144,16 @@ class ConvEM(MatrixEM):
 class ClassEM(MatrixEM):
     """EM routing of all capsules of a map to one capsule per class.
 
-    The transforms are shared by all positions of a capsule type, so any grid will do. What tells positions apart is
-    coordinate addition: a child's place, scaled to (0, 1), is added to its votes, the row to the top and the column to
-    the second number of the pose's right-hand column.
+    The transforms are shared by all positions of a capsule type, so the grid may have any size. Coordinate addition
+    distinguishes the positions: a child's place, scaled to (0, 1), is added to its votes, the row to the first and the
+    column to the second element of the pose's right-hand column.
 
     Args:
         in_caps, num_classes: capsule types, and classes.
         pose_size: rows (and columns) of a pose.
         num_iters: iterations.
         lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
-        init_noise: standard deviation of the noise that the transforms, initially identities, are given.
+        init_noise: standard deviation of the noise that is added to the transforms, initially identities.
         init_beta_v: first ``beta_v``; minus the expected log of sigma makes the first activations neither 0 nor 1.
 
     ``weight`` is ``[in_caps, num_classes, p, p]``; ``beta_v``, ``beta_a`` are ``[num_classes]``.
@@ -193,7 +193,7 @@ class ClassEM(MatrixEM):
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Map to poses ``[b, n, p*p]``, activation logits ``[b, n]`` and couplings ``[b, n, h, w, in_caps]``.
 
-        All of them at least in float32.
+        All of them in float32 or wider.
         """
         routed = self._route(x, True)
         couplings = routed.couplings
@@ -206,7 +206,7 @@ class ClassEM(MatrixEM):
         return self.compute([upcast_half(x)], self.num_iters, need_couplings)
 
     def votes(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        """Map to votes ``[b, n, h*w*in_caps, p*p]``, places added, and activations ``[b, h*w*in_caps]``."""
+        """Map to votes ``[b, n, h*w*in_caps, p*p]``, coordinates added, and activations ``[b, h*w*in_caps]``."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
         return self._votes_through(upcast_half(x), self.wide_weight())
 
@@ -239,7 +239,7 @@ class ClassEM(MatrixEM):
 
 
 def grid_coordinates(like: Tensor, height: int, width: int, pose_size: int) -> Tensor:
-    """Places of a grid as additions to flattened matrix poses, ``[h*w, 1, p*p]``, in the type and place of ``like``."""
+    """Coordinates of a grid, to be added to flattened matrix poses: ``[h*w, 1, p*p]``, dtype and device of ``like``."""
     rows = (torch.arange(height, dtype=like.dtype, device=like.device) + 0.5) / height
     columns = (torch.arange(width, dtype=like.dtype, device=like.device) + 0.5) / width
     places = torch.zeros(height, width, 1, pose_size * pose_size, dtype=like.dtype, device=like.device)
@@ -248,14 +248,15 @@ def grid_coordinates(like: Tensor, height: int, width: int, pose_size: int) -> T
     return places.flatten(0, 1)
 
 
-torch.fx.wrap("grid_coordinates")  # a leaf for FX, which cannot make tensors of a traced size
+torch.fx.wrap("grid_coordinates")  # a leaf for FX, which cannot create tensors of a traced size
 
 
 class SharedEM(SharedSteps, EMLayer):
     """EM routing of vector capsules whose transforms are shared over the grid (Li et al. 2018, Fig. 1b, appendix A.i).
 
-    Every capsule type ("group") has one biased transform to each parent, the same at all its places: votes as by a
-    biased 1x1 convolution with as many groups as capsule types. :func:`shared_em_routing` says how they are avoided.
+    Every capsule type ("group") has one biased transform to each parent, the same at all its places: the votes are a
+    biased 1x1 convolution with as many groups as capsule types. :func:`shared_em_routing` explains how forming them is
+    avoided.
 
     Args:
         groups, in_dim: child types, and their pose dimension.
@@ -263,8 +264,8 @@ class SharedEM(SharedSteps, EMLayer):
         num_iters: iterations.
         lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
         init_beta_v: first ``beta_v``. Well below minus the log of sigma, the parents that take more votes start as the
-            more active ones; above, as the less active, and such a net hardly learns. Not for costs as they are, which
-            it would send to the end of the sigmoid.
+            more active ones; above it, as the less active ones, and such a net hardly learns. Not meant for costs
+            without normalisation, which it would push into the sigmoid's saturation.
 
     ``weight`` is ``[j, g, d, e]``, normal of standard deviation 1 (our choice: a parent is the mean of many votes, and
     smaller ones would put the next layer's variances near their floor); ``bias`` is ``[j, g, e]``, initially 0;
@@ -308,7 +309,7 @@ class SharedEM(SharedSteps, EMLayer):
         return (votes + upcast_half(self.bias).unsqueeze(2)).flatten(2, 3)
 
     def shared_tensors(self) -> List[Tensor]:
-        """Parameters in float32 at least, as :meth:`route_shared` takes them."""
+        """Parameters in float32 or wider, in the order of :meth:`route_shared`."""
         return [upcast_half(t) for t in (self.weight, self.bias, self.beta_v, self.beta_a)]
 
     @torch.jit.unused
@@ -325,7 +326,7 @@ class SharedEM(SharedSteps, EMLayer):
         return routed.poses[0].to(x.dtype), routed.activations[0].to(x.dtype)
 
     def route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-        """As :func:`shared_em_routing` returns them, at least in float32: couplings are ``[b, j, g, s]``."""
+        """Results of :func:`shared_em_routing`, in float32 or wider: couplings are ``[b, j, g, s]``."""
         routed = self.compute([upcast_half(x), upcast_half(activations)], self.num_iters, True)
         couplings = routed.couplings
         assert couplings is not None

@@ -52,9 +52,9 @@ def em_routing(
         normalize_cost: map the parents' costs of each item to [-5, 5], smallest to largest, before the sigmoid.
         var_share: from the second iteration on, a variance is at least this share of the first iteration's.
         min_share: with ``normalize_cost``, costs that spread over less than this share of the mean cost do not reach
-            5 (from the second iteration on; in the first, it is 0.01 nats per pose dimension).
-        mean: ``[b, j, e]``, the first iteration's mean, for a caller who has it for less than a pass over the
-            votes (see :func:`first_weights`); absent, it is computed here.
+            5 (from the second iteration on; in the first, the limit is 0.01 nats per pose dimension).
+        mean: ``[b, j, e]``, the first iteration's mean, if the caller can compute it without reading the votes (see
+            :func:`first_weights`); computed here if None.
 
     Returns:
         poses ``[b, j, e]``; logits ``[b, j]``, whose sigmoids are the parents' activations; couplings
@@ -66,7 +66,7 @@ def em_routing(
     if mean is None:
         weights = even_weights(first_weights(activations, parents, eps)[0], parents)
         mean = torch.bmm(weights, v).reshape(-1, parents, pose_dim)  # [b, j, e]
-    # (V - mean)^2 in one pass over the votes; written out, it and its gradient would take three
+    # (V - mean)^2 reads the votes once; written out, it and its gradient would read them three times
     squares = F.mse_loss(v, mean.reshape(-1, 1, pose_dim).expand_as(v), reduction="none")  # [bj, i, e]
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     return route_moments(v, squares, mean, mean, activations, beta_v, beta_a, settings, var_share, min_share)
@@ -84,11 +84,11 @@ def route_moments(
     var_share: float = VAR_SHARE,
     min_share: float = MIN_SHARE,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """:func:`em_routing` by moments of the votes: all that it does with tensors of their size is ``torch.bmm``.
+    """:func:`em_routing` from moments of the votes: all operations on tensors of their size are ``torch.bmm``.
 
     Args:
         votes: ``[bj, i, e]``.
-        squares: ``[bj, i, e]``, squares of the votes less the first iteration's mean.
+        squares: ``[bj, i, e]``, squares of the votes minus the first iteration's mean.
         mean: ``[b, j, e]``, the first iteration's mean.
         origin: ``[b, j, e]``, ``mean``, or 0 where it has been subtracted from ``votes``.
         activations: ``[b, i]``.
@@ -136,7 +136,7 @@ def even_weights(weights: Tensor, parents: int) -> Tensor:
 
 
 def first_mean(poses: Tensor, activations: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Mean vote at even couplings, ``[n, j, e]``: children summed and transformed by one product."""
+    """Mean vote with even couplings, ``[n, j, e]``: children summed, then transformed by one product."""
     children, pose_size, parents = weight.shape[0], weight.shape[1], weight.shape[2]
     weights = first_weights(activations, parents, eps)[0].unsqueeze(2)
     rows = (poses * weights).reshape(-1, children, pose_size, pose_size).transpose(1, 2)  # [n, p, i, q]

@@ -73,8 +73,8 @@ def shared_em_routing(
         sum_s r (V - m)_h^2  = <w_h w_h^T, sum_s r u u^T> + 2 D_h w_h . sum_s r u + D_h^2 sum_s r
         sum_h q_h (V - m)_h^2 = <sum_h q_h w_h w_h^T, u u^T> + 2 u . sum_h q_h D_h w_h + sum_h q_h D_h^2
 
-    so the largest tensors are the couplings, and ``w_h w_h^T`` of all transforms, whatever the batch. Squares about
-    ``c_g`` and ``m_j`` do not cancel: the variances are as exact as those of :func:`em_routing`.
+    so the largest tensors are the couplings, and ``w_h w_h^T`` of all transforms, whatever the batch size. Squares
+    about ``c_g`` and ``m_j`` do not cancel: the variances are as exact as those of :func:`em_routing`.
 
     Args:
         x: ``[b, g, d, s]``, float32 or float64.
@@ -98,7 +98,7 @@ def shared_em_routing(
 
 
 class SharedSteps:
-    """The procedure of :func:`shared_em_routing`, and its steps, as methods: :class:`StepsInBlocks` has other steps."""
+    """The procedure of :func:`shared_em_routing` and its steps as methods, which :class:`StepsInBlocks` overrides."""
 
     def route_shared(
         self,
@@ -126,7 +126,7 @@ class SharedSteps:
         present = features * activations.flatten(0, 1).unsqueeze(1)
         idle = (eps / parents) * features.sum(dim=2).unsqueeze(1)  # [bg, 1, f]
         forms = self.products(weight)  # w_h w_h^T: [j, g*m, e]
-        # the children's deviations u weigh up to zero: first moments are those of the centres alone
+        # the children's weighted deviations u sum to zero, so the first moments are those of the centres alone
         squares = (pairs * weights).sum(dim=3)
         mean, offset, variance = self.first_moments(weight, forms, bias, centre, share, squares)
         variance = variance.clamp_min(var_floor)  # [j, b, e]
@@ -165,7 +165,7 @@ class SharedSteps:
     def first_moments(
         self, weight: Tensor, forms: Tensor, bias: Tensor, centre: Tensor, share: Tensor, squares: Tensor
     ) -> Tuple[Tensor, Tensor, Tensor]:
-        """Even couplings' mean ``[j, b, e]``, the centres' votes about it ``[j, g, b, e]``, variance ``[j, b, e]``."""
+        """With even couplings: mean ``[j, b, e]``, centres' votes about it ``[j, g, b, e]``, variance ``[j, b, e]``."""
         # votes of the centres: [j, g, b, e]
         offset = torch.matmul(centre.transpose(0, 1), weight) + bias.unsqueeze(2)
         share = share.transpose(0, 1)  # [g, b, 1]
@@ -190,14 +190,14 @@ class SharedSteps:
         return form.permute(1, 2, 0, 3)
 
     def weighted_features(self, features: Tensor, present: Tensor, idle: Tensor, form: Tensor) -> Tensor:
-        """Features summed over the places of a type with the parents' weights, ``[bg, j, f]``."""
+        """Features summed over the places of a type, weighted for each parent, ``[bg, j, f]``."""
         couplings = _couplings(features, form)
         return torch.bmm(couplings.transpose(1, 2), present.transpose(1, 2)) + idle
 
     def moments(
         self, weight: Tensor, forms: Tensor, offset: Tensor, sums: Tensor
     ) -> Tuple[Tensor, Tensor, Tensor]:
-        """From sums ``[b, g, j, f]``: masses ``[j, b]``, means less the first ones and variances ``[j, b, e]``."""
+        """From sums ``[b, g, j, f]``: masses ``[j, b]``, means minus the first ones, and variances ``[j, b, e]``."""
         dim = weight.shape[2]
         sums = sums.permute(2, 0, 1, 3)  # [j, b, g, f]
         masses = sums[:, :, :, :1].transpose(1, 2)  # [j, g, b, 1]
@@ -216,7 +216,7 @@ def _couplings(features: Tensor, form: Tensor) -> Tensor:
 
 
 class StepsInBlocks(SharedSteps):
-    """The same steps in blocks: over the parents, with the products of their transforms, or the groups of children."""
+    """The same steps in blocks of parents, with the products of their transforms, or of groups of children."""
 
     def products(self, weight: Tensor) -> Tensor:
         return blockwise(lambda w: (SharedSteps.products(self, w),), (weight,), (0,), (0,), _parents(weight))[
@@ -242,6 +242,6 @@ class StepsInBlocks(SharedSteps):
 
 
 def _parents(weight: Tensor) -> int:
-    """Parents of a block, by the numbers in the products ``w_h w_h^T`` of one."""
+    """Number of parents in a block, from the number of elements of the products ``w_h w_h^T`` of one parent."""
     groups, d, e = weight.shape[1:]
     return TUNING.em_shared_block_numbers // (groups * d * (d + 1) // 2 * e)

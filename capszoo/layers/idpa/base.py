@@ -1,4 +1,4 @@
-"""What the two kinds of IDPA layer share."""
+"""Base class of the two kinds of IDPA layer."""
 
 import math
 from typing import ClassVar, List, Optional, Tuple, Type
@@ -17,7 +17,7 @@ __all__ = ["IDPALayer"]
 
 
 class IDPALayer(RoutingLayer):
-    """What convolutional and fully connected layers share: options, norm, iterations over votes."""
+    """Shared by convolutional and fully connected layers: options, norm, iterations over votes."""
 
     engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Blocked, Reference)
 
@@ -55,7 +55,7 @@ class IDPALayer(RoutingLayer):
                 f"matrix poses are square and alike in both layers, not of dimension {in_dim} and {out_dim}: "
                 "use pose='vector'"
             )
-        self.num_children = num_children  # of one parent
+        self.num_children = num_children  # per parent
         self.in_dim = in_dim
         self.out_caps = out_caps
         self.out_dim = out_dim
@@ -85,12 +85,12 @@ class IDPALayer(RoutingLayer):
         self.norm = nn.LayerNorm(out_dim, eps=eps) if layer_norm else nn.Identity()
 
     def _new_weight(self, *shape: int) -> nn.Parameter:
-        """Normal with variance parents / (children * inner), as the release has it."""
+        """Normal with variance parents / (children * inner), as in the release."""
         std = math.sqrt(self.out_caps / (self.num_children * self.inner))
         return nn.Parameter(torch.empty(shape).normal_(std=std))
 
     def votes(self, children: Tensor) -> Tensor:
-        """Votes of every routing's own children (Procedure 1, line 2), ``[n, j, i, e]``."""
+        """Votes of the children of every routing (Procedure 1, line 2), ``[n, j, i, e]``."""
         x = (
             self._child_poses(children).transpose(0, 1).reshape(self.num_children, -1, self.inner)
         )  # [i, n*p, q]
@@ -105,7 +105,7 @@ class IDPALayer(RoutingLayer):
 
         Args:
             votes: ``[n, j, i, e]``.
-            parents: poses of the iteration before, ``[n, j, e]``.
+            parents: poses of the previous iteration, ``[n, j, e]``.
             activation: of the children, ``[n, i]`` (ablation C).
 
         Returns:
@@ -115,7 +115,7 @@ class IDPALayer(RoutingLayer):
         beta_v, beta_a = self.beta_v, self.beta_a
         if activation is None or beta_v is None or beta_a is None:
             return weighted_sum(votes, couplings), couplings, None  # line 5
-        # Ablation C: the M-step of EM routing with the couplings in the place of its assignments
+        # Ablation C: the M-step of EM routing, with the couplings in place of its assignments
         exact = upcast_half(votes)
         assigned = upcast_half(couplings * activation.unsqueeze(1))  # R_ij, [n, j, i]
         sums = weighted_sum(exact, assigned)
@@ -128,19 +128,19 @@ class IDPALayer(RoutingLayer):
         return sums.to(votes.dtype), couplings, torch.sigmoid(beta_a - cost).to(votes.dtype)
 
     def _normalise(self, sums: Tensor) -> Tensor:
-        """Line 6, after the release's dropout: ``[..., e]``."""
+        """Dropout, at its place in the release, then line 6: ``[..., e]``."""
         return self.norm(self.drop(sums))
 
     def _sum_of_votes(self, children: Tensor) -> Tensor:
-        """Sum of the votes of each parent, ``[n, j, e]``, in one product."""
+        """Sum of the votes for each parent, ``[n, j, e]``, in one product."""
         raise NotImplementedError
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
-        """Activations of a layer's children as the parents see them, ``[n, i]``."""
+        """Activations of each routing's children, ``[n, i]``."""
         raise NotImplementedError
 
     def _child_poses(self, children: Tensor) -> Tensor:
-        """Every routing's own children, ``[n, i, p, q]``."""
+        """Poses of each routing's children, ``[n, i, p, q]``."""
         raise NotImplementedError
 
     def _child_weight(self) -> Tensor:
@@ -148,22 +148,22 @@ class IDPALayer(RoutingLayer):
         raise NotImplementedError
 
     def _child_grid(self, children: Tensor) -> Tensor:
-        """Children as :func:`.fused_pass` reads them, ``[b, h, w, i, d]``, padded."""
+        """Children in the layout of :func:`.fused_pass`, ``[b, h, w, i, d]``, padded."""
         raise NotImplementedError
 
     @torch.jit.unused
     def positions(self, children: Tensor) -> int:
-        """Independent routings of an image, a plain integer also where the batch is free."""
+        """Number of routings per image, a plain integer even if the batch is symbolic."""
         raise NotImplementedError
 
     @torch.jit.unused
     def routings(self, children: Tensor) -> int:
-        """Independent routings n."""
+        """Number of independent routings n."""
         return children.shape[0] * self.positions(children)
 
     @torch.jit.unused
     def weight_type(self) -> torch.dtype:
-        """The type in which matrix products compute with the weights."""
+        """The dtype in which matrix products with the weights are computed."""
         return working_type(self.weight)
 
     @torch.jit.unused
@@ -182,12 +182,12 @@ class IDPALayer(RoutingLayer):
         Args:
             inputs: the children's poses after each of their iterations, then (ablation C) their activations.
             num_iters: iterations.
-            need_couplings: whether to give the last couplings, ``[n, j, i]``.
+            need_couplings: whether to return the last couplings, ``[n, j, i]``.
         """
         given = len(inputs) // 2 if self.activations else len(inputs)
         poses: List[Tensor] = []
         active: List[Tensor] = []
-        votes = inputs[0]  # replaced before it is read
+        votes = inputs[0]  # a placeholder, replaced before it is read
         activation: Optional[Tensor] = None
         couplings: Optional[Tensor] = None
         for s in range(num_iters):  # from 0

@@ -1,4 +1,4 @@
-"""The operator ``capszoo::idpa_pass``: one iteration of Procedure 1 on a CPU, block by block, keeping no vote."""
+"""The operator ``capszoo::idpa_pass``: one iteration of Procedure 1 on a CPU, block by block, storing no votes."""
 
 from typing import Any, Optional, Tuple
 
@@ -12,13 +12,13 @@ __all__ = ["idpa_pass"]
 
 
 class Workspace:
-    """Buffers for one block of votes: new memory for every block would cost more than the arithmetic in it.
+    """Reused buffers for one block of votes: allocating them for every block would cost more than its arithmetic.
 
     Each thread's part of the two vote-sized buffers stays in its L2 cache; 128 rows make the products of the
     votes wide enough.
 
     Args:
-        like: gives dtype and device.
+        like: a tensor with the dtype and device of the buffers.
         n, i, rows, j, e: routings, children, rows of a pose, parents, pose dimension.
     """
 
@@ -34,7 +34,7 @@ class Workspace:
         self.sum = like.new_empty(self.n_step * e * j)
 
     def votes(self, children: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
-        """Votes of ``[n, i, p, q]`` through ``[i, q, r*j]``, ``[i, n, e, j]``, and a buffer like them (line 2)."""
+        """Votes of ``[n, i, p, q]`` through ``[i, q, r*j]``: ``[i, n, e, j]``, and a buffer of that shape (line 2)."""
         n, i, rows, inner = children.shape
         width = weight.shape[2]
         x = upcast_half(children).transpose(0, 1).reshape(i, n * rows, inner)
@@ -43,12 +43,12 @@ class Workspace:
         return self.wide[0, :size].view(shape), self.wide[1, :size].view(shape)
 
     def agreement(self, votes: Tensor, parents: Tensor, product: Tensor, which: int) -> Tensor:
-        """Dot product of each vote with its parent's ``[n, e, j]``: ``[i, n, j]`` (line 3)."""
+        """Dot product of each vote with its parent, ``[n, e, j]``: ``[i, n, j]`` (line 3)."""
         out = self.flat(which, votes)
         return torch.sum(torch.mul(votes, parents, out=product), 2, out=out)
 
     def add_sum(self, votes: Tensor, weights: Tensor, product: Tensor, to: Tensor) -> None:
-        """Add the votes, weighted by ``[i, n, j]`` and summed over the children, to ``[n, e, j]`` (line 5)."""
+        """Weight the votes by ``[i, n, j]``, sum over the children, and add to ``[n, e, j]`` (line 5)."""
         out = self.sum[: to.numel()].view(to.shape)
         to += torch.sum(torch.mul(votes, weights.unsqueeze(2), out=product), 0, out=out)
 
@@ -61,19 +61,19 @@ class Workspace:
 def idpa_pass(
     children: Tensor, weight: Tensor, parents: Tensor, need_couplings: bool
 ) -> Tuple[Tensor, Tensor]:
-    """One iteration of Procedure 1 in which a vote exists only while its block is worked on.
+    """One iteration of Procedure 1 in which votes exist only for the current block.
 
-    Within a block, votes lie as ``[i, n, e, j]``: every product with the parents' poses or the couplings is a plain
-    multiplication of long runs, every sum one over an outer axis.
+    Within a block, votes have the layout ``[i, n, e, j]``: every product with the parents' poses or the couplings is a
+    plain multiplication of long contiguous runs, every sum runs over an outer axis.
 
     Args:
         children: ``[n, i, p, q]``.
         weight: ``[i, q, j, r]``.
         parents: ``[n, j, e]``, times the scale of the agreement.
-        need_couplings: give the couplings too.
+        need_couplings: return the couplings too.
 
     Returns:
-        Sums of votes ``[n, j, e]`` and couplings ``[n, i, j]`` (empty where they are not asked for).
+        Sums of votes ``[n, j, e]`` and couplings ``[n, i, j]`` (empty unless requested).
     """
     n, i, rows, _ = children.shape
     j, e = parents.shape[1], parents.shape[2]

@@ -1,4 +1,4 @@
-"""Engines of IDPA beside the reference: in blocks on a CPU, fused on a GPU, in chunks in an exported graph."""
+"""Engines of IDPA besides the reference: in blocks on a CPU, fused on a GPU, in chunks in an exported graph."""
 
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -17,9 +17,9 @@ __all__ = ["Blocked", "Chunked", "Fused"]
 
 
 class Iterated(Engine):
-    """An engine that computes one iteration after the other; an instance holds what a call's iterations share.
+    """An engine that computes one iteration after the other; an instance has the state that a call's iterations share.
 
-    ``layer`` is an :class:`.IDPALayer`: an engine knows what its layers have, which :class:`.RoutingLayer` has not.
+    ``layer`` is an :class:`.IDPALayer`: an engine uses attributes that :class:`.RoutingLayer` does not have.
     """
 
     keeps_votes = False
@@ -56,7 +56,7 @@ class Iterated(Engine):
         return self.layer._normalise(self.layer._sum_of_votes(children) / self.layer.out_caps)
 
     def read(self, children: Tensor) -> List[Tensor]:
-        """What iterations over the same children share."""
+        """Tensors shared by all iterations over the same children."""
         raise NotImplementedError
 
     def iterate(
@@ -66,17 +66,17 @@ class Iterated(Engine):
 
         Args:
             given: from :meth:`read`.
-            parents: poses of the iteration before, ``[n, j, e]``.
-            need_couplings: give the couplings too.
+            parents: poses of the previous iteration, ``[n, j, e]``.
+            need_couplings: return the couplings too.
 
         Returns:
-            Poses ``[n, j, e]`` and couplings ``[n, j, i]``, which say nothing where they are not asked for.
+            Poses ``[n, j, e]`` and couplings ``[n, j, i]``, which are undefined unless requested.
         """
         raise NotImplementedError
 
 
 class Blocked(Iterated):
-    """On a CPU: iterations by ``capszoo::idpa_pass``, which keeps no votes."""
+    """On a CPU: iterations by ``capszoo::idpa_pass``, which stores no votes."""
 
     name = "blocked"
     evidence = "IDPA: blocked"
@@ -114,10 +114,10 @@ class Blocked(Iterated):
 
 
 class Chunked(Iterated):
-    """In a graph, which has no loop over blocks: votes of some children at a time, by block-diagonal weights.
+    """In a graph, which has no loop over blocks: votes of some children at a time, with block-diagonal weights.
 
     For matrix poses such weights take ``rows`` times the multiply-adds (and ``rows**2`` times the memory) of products
-    as narrow as a pose, and far less time; votes come out with the pose last, and only couplings are transposed.
+    as narrow as a pose, but far less time. Votes come out with the pose last, and only couplings are transposed.
     """
 
     name = "chunked"
@@ -141,7 +141,7 @@ class Chunked(Iterated):
         return self.layer._normalise(self.layer._sum_of_votes_in_planes(children) / self.layer.out_caps)
 
     def read(self, children: Tensor) -> List[Tensor]:
-        """All votes, ``[n, j, i, e]`` of some children at a time: computed and moved while they are in the cache."""
+        """All votes, as chunks ``[n, j, i, e]`` of the children, each computed and moved while it is in the cache."""
         layer = self.layer
         poses = layer._child_poses(children).flatten(2).transpose(0, 1)  # [i, n, d]
         shape = (layer.out_caps, layer.out_dim)
@@ -167,7 +167,7 @@ class Chunked(Iterated):
 
 
 class Fused(Iterated):
-    """On a GPU: one ``capszoo::fused_pass`` an iteration, no vote leaving the registers."""
+    """On a GPU: one ``capszoo::fused_pass`` per iteration; no vote leaves the registers."""
 
     name = "fused"
     evidence = "IDPA: fused"
@@ -186,7 +186,7 @@ class Fused(Iterated):
     def __init__(self, layer: Any, call: Call) -> None:
         super().__init__(layer, call)
         self.dtype = call.dtype
-        self.weight = layer._child_weight().to(self.dtype).contiguous()  # once, not in each iteration
+        self.weight = layer._child_weight().to(self.dtype).contiguous()  # cast once, not in each iteration
         self.norm: Tuple[str, Optional[Tensor], Optional[Tensor], float] = ("none", None, None, 0.0)
         dropped = layer.training and layer.drop.p > 0  # between sums and norm
         if isinstance(layer.norm, nn.LayerNorm) and not dropped:
@@ -213,5 +213,5 @@ class Fused(Iterated):
 
 
 def _same_type(layer: Any, call: Call) -> bool:
-    """Whether children and weights have one type, or autocast gives them one."""
+    """True if children and weights have the same dtype, or autocast casts them to one."""
     return call.dtype == layer.weight_type()

@@ -17,7 +17,7 @@ __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
 class CapsuleNorm(nn.Module):
     """LayerNorm over the pose of every capsule of a feature map: ``[b, i*d, h, w]`` to the same shape.
 
-    Channel = capsule * d + dimension. The result is laid out channels-last, as the capsule layers read it.
+    Channel = capsule * d + dimension. The result is channels-last, the layout that the capsule layers read.
     """
 
     def __init__(self, pose_dim: int, eps: float = 1e-5) -> None:
@@ -37,24 +37,24 @@ class ConvIDPA(IDPALayer):
         in_caps: capsule types of the children.
         out_caps: capsule types of the parents.
         in_dim: pose dimension of the children.
-        out_dim: pose dimension of the parents; the children's where absent.
+        out_dim: pose dimension of the parents; defaults to that of the children.
         kernel_size, stride, padding: of the window of child positions that each parent sees.
-        num_iters: iterations of :meth:`forward`; :class:`IDPAStack` counts its own.
+        num_iters: iterations of :meth:`forward`; :class:`IDPAStack` has a separate number.
         pose: ``"matrix"`` (vote = pose·W, O(d) weights a pair) or ``"vector"`` (a whole matrix a pair).
         scale_agreement: divide the agreement by sqrt(out_dim).
         parent_init: parents before the first iteration: ``"zero"``, ``"random"`` (drawn at construction, saved with the
             weights) or ``"learned"`` (a parameter that starts at zero), footnote 1 of the paper.
-        layer_norm: False leaves out the LayerNorm (ablation A).
-        activations: capsules have activations as in EM routing (ablation C). The paper only names this; here
-            (our choice) a child's activation multiplies its couplings, ``R = r * a``; the pose is
+        layer_norm: False omits the LayerNorm (ablation A).
+        activations: capsules have activations as in EM routing (ablation C). The paper only names this. Our choice:
+            a child's activation multiplies its couplings, ``R = r * a``; the pose is
             ``LayerNorm(sum R v)``; and a parent's activation is ``sigmoid(beta_a - cost)`` with the cost
-            ``(beta_v + mean log sigma) * sum R * parents / children``, sigma being the votes' standard deviation
-            under R. Scaled so, the sigmoid does not start saturated, whatever the number of children.
+            ``(beta_v + mean log sigma) * sum R * parents / children``, where sigma is the votes' standard deviation
+            under R. With this scale, the sigmoid does not start saturated, whatever the number of children.
         drop: dropout of the sum of votes, before the LayerNorm.
         eps: of the LayerNorm.
 
     Shapes: ``[b, in_caps*in_dim, h, w]`` to ``[b, out_caps*out_dim, h', w']``, channel = capsule * dim + dimension
-    (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first iteration's convolution unfolded.
+    (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first iteration's convolution unflattened.
     """
 
     engines = (Chunked, Fused, Blocked, Reference)
@@ -78,13 +78,13 @@ class ConvIDPA(IDPALayer):
         self.weight = self._new_weight(out_caps, self.cols, in_caps, self.inner, kernel_size, kernel_size)
 
     def out_size(self, size: int) -> int:
-        """Parents along an axis of ``size`` children."""
+        """Number of parents along an axis of ``size`` children."""
         return (size + 2 * self.padding - self.kernel_size) // self.stride + 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Child map ``[b, i*d, h, w]`` to parent map ``[b, j*e, h', w']``, after ``num_iters`` iterations.
 
-        This is the layer alone, without activations: its children do not change between iterations.
+        Computes the layer alone, without activations: its children do not change between iterations.
         """
         torch._assert(not self.activations, "activations go through route()")
         grid = x.permute(0, 2, 3, 1).unflatten(-1, [self.in_caps, self.in_dim])
@@ -102,15 +102,15 @@ class ConvIDPA(IDPALayer):
 
         Args:
             children: poses ``[b, h, w, i, d]`` after each of their iterations. Iteration s reads entry s-1 (1-based);
-                the first reads entry 1, and the last entry stands for all that would follow.
+                the first reads entry 1, and iterations past the end of the list read the last entry.
             activations: likewise, ``[b, h, w, i]``; empty unless the layer has activations.
             num_iters: iterations.
-            need_couplings: False where nobody reads them, which saves their memory.
+            need_couplings: False if the couplings are not used, which saves their memory.
 
         Returns:
             Poses ``[b, h', w', j, e]`` after each iteration; activations ``[b, h', w', j]``, or an empty list; and the
-            last iteration's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None where they are not
-            asked for, or the only iteration was a sum of votes: all couplings are then 1/j.
+            last iteration's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None if they are not
+            requested, or if the only iteration was a sum of votes: all couplings are then 1/j.
         """
         height = self.out_size(children[0].shape[1])
         width = self.out_size(children[0].shape[2])
@@ -128,21 +128,21 @@ class ConvIDPA(IDPALayer):
         return poses, active, couplings
 
     def even_couplings(self, poses: Tensor) -> Tensor:
-        """The couplings of an iteration that is a sum of votes, 1/j: ``[b, h', w', j, k*l, i]``, for its poses."""
+        """The couplings 1/j of an iteration that is a sum of votes: ``[b, h', w', j, k*l, i]``, sized by its poses."""
         b, h, w = poses.shape[0], poses.shape[1], poses.shape[2]
         even = poses.new_full([1], 1.0 / self.out_caps)
         return even.expand(b, h, w, self.out_caps, self.kernel_size * self.kernel_size, self.in_caps)
 
     def share_among_children(self, share: Tensor, couplings: Tensor, height: int, width: int) -> Tensor:
-        """Divide what each parent holds among its children, in proportion to their couplings with it.
+        """Divide each parent's share among its children, in proportion to their couplings with it.
 
         Args:
-            share: ``[b, n, h'*w'*j]``, for n wholes (the classes).
+            share: ``[b, n, h'*w'*j]``, for n totals (the classes).
             couplings: ``[b, h', w', j, k*l, i]``.
             height, width: of the children's grid.
 
         Returns:
-            ``[b, n, height*width*i]``; sums over the last axis are kept (without padding).
+            ``[b, n, height*width*i]``; without padding, sums over the last axis are preserved.
         """
         b, h, w, j, window, i = couplings.shape
         n = share.shape[1]
@@ -165,9 +165,9 @@ class ConvIDPA(IDPALayer):
         return x.unflatten(3, [j, r]).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(2)
 
     def _sum_of_votes_in_planes(self, children: Tensor) -> Tensor:
-        """The same with all maps as planes, as exported convolutions read and write them.
+        """Compute ``_sum_of_votes`` with channels-first maps, the layout of exported convolutions.
 
-        A matrix is transposed, then long runs are copied: less time than moving one row of a pose after the other.
+        It transposes a matrix, then copies long runs: this takes less time than moving one row of a pose at a time.
         """
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
         height, width = children.shape[1], children.shape[2]
@@ -201,8 +201,8 @@ class ConvIDPA(IDPALayer):
     def _windows(self, x: Tensor) -> Tensor:
         """Every window of a grid: ``[b, h, w, c]`` to ``[b, h', w', k*l*c]``.
 
-        Slices along one axis, then the other: 2 k slices and two concatenations, which export to plain operators
-        (unfold becomes Gather) and copy long runs.
+        Slices along one axis, then the other: 2 k slices and two concatenations. They export to plain operators
+        (unfold becomes Gather) and copy long contiguous runs.
         """
         if self.padding > 0:
             x = F.pad(x, [0, 0, self.padding, self.padding, self.padding, self.padding])
@@ -223,17 +223,17 @@ class ConvIDPA(IDPALayer):
 
 
 class FCIDPA(IDPALayer):
-    """Fully connected capsule layer with IDPA routing; every child has weights of its own.
+    """Fully connected capsule layer with IDPA routing; every child has separate weights.
 
     Args:
-        in_caps: children, over all grid positions.
-        out_caps: parents.
-        in_dim, out_dim: pose sizes.
+        in_caps: number of children, over all grid positions.
+        out_caps: number of parents.
+        in_dim, out_dim: pose dimensions.
         num_iters, pose, scale_agreement, parent_init, layer_norm, activations, drop, eps: as in :class:`ConvIDPA`.
 
-    Shapes: ``[b, in_caps, in_dim]`` to ``[b, out_caps, out_dim]``. A grid ``[b, h, w, i, d]`` is taken position
+    Shapes: ``[b, in_caps, in_dim]`` to ``[b, out_caps, out_dim]``. A grid ``[b, h, w, i, d]`` is read position
     by position: child = (row * width + column) * types + type. ``weight`` is ``[i, q, j, r]``, which is the first
-    iteration's matrix ``[i*q, j*r]`` and the later iterations' batch of matrices without a copy.
+    iteration's matrix ``[i*q, j*r]`` and, without a copy, the later iterations' batch of matrices.
     """
 
     def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
@@ -261,17 +261,17 @@ class FCIDPA(IDPALayer):
             children: ``[b, i, d]`` or ``[b, h, w, types, d]``, one entry per iteration.
             activations: ``[b, i]`` or ``[b, h, w, types]``; empty unless the layer has activations.
             num_iters: iterations.
-            need_couplings: False where nobody reads them, which saves their memory.
+            need_couplings: False if the couplings are not used, which saves their memory.
 
         Returns:
             Poses ``[b, j, e]`` after each iteration; activations ``[b, j]``, or an empty list; and the last iteration's
-            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None where they are not asked for or all are 1/j.
+            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None if they are not requested or all are 1/j.
         """
         poses, active, couplings = self.compute(children + activations, num_iters, need_couplings)
         return poses, active, couplings
 
     def even_couplings(self, poses: Tensor) -> Tensor:
-        """The couplings of an iteration that is a sum of votes, 1/j: ``[b, j, i]``, for its poses."""
+        """The couplings 1/j of an iteration that is a sum of votes: ``[b, j, i]``, sized by its poses."""
         return poses.new_full([1], 1.0 / self.out_caps).expand(poses.shape[0], self.out_caps, self.in_caps)
 
     def share_among_children(self, share: Tensor, couplings: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def agreement_of(votes: Tensor, parents: Tensor) -> Tensor:
 
 
 def couplings_of(agreement: Tensor, dtype: torch.dtype) -> Tensor:
-    """Softmax of ``[n, j, i]`` over the parents, in float32 for half types (line 4)."""
+    """Softmax of ``[n, j, i]`` over the parents, in float32 for half precision (line 4)."""
     return upcast_half(agreement).softmax(dim=1).to(dtype)
 
 
@@ -34,7 +34,7 @@ def iteration(votes: Tensor, parents: Tensor, scale: float) -> Tuple[Tensor, Ten
 
     Args:
         votes: ``[n, j, i, e]``.
-        parents: poses of the iteration before, ``[n, j, e]``.
+        parents: poses of the previous iteration, ``[n, j, e]``.
         scale: of the agreement.
 
     Returns:
@@ -45,7 +45,7 @@ def iteration(votes: Tensor, parents: Tensor, scale: float) -> Tuple[Tensor, Ten
 
 
 def normalised(couplings: Tensor) -> Tensor:
-    """Couplings ``[..., j, i]`` as each parent's shares in its children, which sum to 1 over ``i``."""
+    """Couplings ``[..., j, i]``, normalised for each parent to sum to 1 over the children ``i``."""
     return couplings / couplings.sum(dim=-1, keepdim=True).clamp(min=1e-30)
 
 
@@ -59,17 +59,17 @@ def idpa_routing(
     layer_norm: bool = True,
     eps: float = 1e-5,
 ) -> Tuple[Tensor, Tensor]:
-    """Route the votes of one layer, its children fixed (Procedure 1, ``num_iters`` times).
+    """Route the votes of one layer with fixed children (Procedure 1, ``num_iters`` times).
 
     The layers do the same across layers (Procedure 2).
 
     Args:
         votes: ``[b, j, i, e]``.
         num_iters: iterations, at least 1.
-        parents: poses to start from, ``[b, j, e]``; zero where absent.
+        parents: initial poses, ``[b, j, e]``; zero if None.
         scale_agreement: divide the agreement by sqrt(e).
         norm_weight, norm_bias: affine part of the LayerNorm, ``[e]``.
-        layer_norm: False leaves the LayerNorm out (ablation A).
+        layer_norm: False omits the LayerNorm (ablation A).
         eps: of the LayerNorm.
 
     Returns:

@@ -1,4 +1,4 @@
-"""IDPA layers routed together (Procedure 2), as far as the last one depends on them."""
+"""IDPA layers routed together (Procedure 2), limited to the dependency cone of the last one."""
 
 from collections import OrderedDict
 from typing import List, Optional, Tuple, Union
@@ -20,10 +20,10 @@ class IDPAStack(nn.Sequential):
     Args:
         layers: :class:`ConvIDPA` layers, then :class:`FCIDPA` ones, by name, from the primary capsules' parents up.
         num_iters: routing iterations t.
-        routing: ``"concurrent"`` (Procedure 2), or ``"sequential"``: each layer makes all its iterations before
+        routing: ``"concurrent"`` (Procedure 2), or ``"sequential"``: each layer completes all its iterations before
             the next starts (ablation B).
-        depth: layers of the whole network, from which the iterations of every layer follow; those given where
-            absent. (A class layer may be missing now and added later, as a child module.)
+        depth: number of layers of the whole network, which determines the iterations of every layer; defaults to the
+            given layers. (A class layer may be missing now and added later, as a child module.)
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class IDPAStack(nn.Sequential):
         self.depth = len(layers) if depth is None else depth
 
     def iterations(self, level: int, full: bool = False) -> int:
-        """Passes of layer ``level`` (from 0): those in the dependency cone of the last layer, or with ``full`` all."""
+        """Iterations of layer ``level`` (from 0): those in the last layer's dependency cone, or all with ``full``."""
         if full or self.routing == "sequential":
             return self.num_iters
         return max(1, self.num_iters - (self.depth - 1 - level))
@@ -54,11 +54,11 @@ class IDPAStack(nn.Sequential):
         return poses
 
     def run(self, x: Tensor, activation: Optional[Tensor], layers: int) -> Tuple[Tensor, Optional[Tensor]]:
-        """Poses and activations of layer ``layers`` (from 1), as the last layer of the stack reads or gives them.
+        """Poses and activations of layer ``layers`` (from 1), after the iterations that the last layer depends on.
 
         Args:
             x: primary capsules, ``[b, h, w, i, d]``.
-            activation: theirs, ``[b, h, w, i]``; None unless the layers have activations.
+            activation: of the primary capsules, ``[b, h, w, i]``; None unless the layers have activations.
             layers: how many layers to run.
         """
         children = [x]
@@ -87,7 +87,7 @@ class IDPAStack(nn.Sequential):
                 poses and couplings are the same either way.
 
         Returns:
-            Poses, activations (empty without activations) and couplings of each layer, as of its ``route()``;
+            Poses, activations (empty without activations) and couplings of each layer, as returned by its ``route()``;
             even couplings for a layer whose only iteration was a sum of votes.
         """
         children, activations = [x], [] if activation is None else [activation]
@@ -107,12 +107,12 @@ class IDPAStack(nn.Sequential):
         """Share of each primary capsule in each of the last layer's: ``[b, n, h, w, i]``, summing to 1 over h, w, i.
 
         A parent's share is divided among its children in proportion to their couplings with it, from the last layer
-        down. The couplings are those that reach the last layer: where its dependency cone holds but one iteration of
+        down. The couplings are those that reach the last layer: if its dependency cone contains only one iteration of
         a layer, that layer divides evenly.
 
         Args:
             x, activation: as in :meth:`run`; the last layer is fully connected.
-            even: what even couplings would give everywhere, ``[1, 1, h, w, i]``: by how many windows a capsule is seen.
+            even: return the shares for even couplings everywhere, ``[1, 1, h, w, i]``: how many windows see a capsule.
         """
         poses, _, couplings = self.run_full(x, activation, full=False)
         layers = self._typed()
