@@ -225,8 +225,8 @@ def page(kept: Path = KEPT) -> str:
         f"{recipe.optimizer.lr:g} with {recipe.schedule.warmup_epochs:g} epochs of warm-up and cosine, weight decay "
         f"{recipe.optimizer.weight_decay:g}, label smoothing {recipe.loss.options['label_smoothing']:g}, gradients "
         f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip; {recipe.data.val_size:,} training images for "
-        "validation. Without gradient clipping, the `conv` head, whose classes have 32,768 inputs each, diverged at this "
-        "learning rate in a trial (300 updates of 64 images, loss above 1e9)."
+        "validation. Without gradient clipping, the `conv` head, whose classes have 32,768 inputs each, diverged at "
+        "this learning rate in a trial (300 updates of 64 images, loss above 1e9)."
     )
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if any(row.runs for row in found) else []
     return "\n".join([HEADER, "", settings, "", *table(found), *plot, "", conclusion(found), ""])
