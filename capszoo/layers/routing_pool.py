@@ -20,35 +20,27 @@ transform. :func:`routing_caps` routes all children, of every type and position,
 transforms that are shared over positions; each class has its own couplings over all the children.
 
 Deviations from the paper: lengths are clamped at 1e-6 (zero capsules stay zero, gradients stay finite). Half precision
-is computed in float32, also under autocast; poses are cast back, couplings stay float32. With ``lam=0``, where every
-coupling is uniform whatever the agreement, the iterations are skipped. Sharing the transforms of `routing_caps`
-over positions is our choice (the paper states only the model's size, which it matches).
+is computed in float32, as is everything in the layers under autocast; poses are cast back, couplings stay float32. With
+``lam=0``, where every coupling is uniform whatever the agreement, the iterations are skipped. Sharing the transforms of
+`routing_caps` over positions is our choice (the paper states only the model's size, which it matches).
 
 Speed: agreements and updates are batched matrix products over the children, whose layout changes once. `routing_caps`
 forms its votes once, for their lengths alone: as ``Σ c·(W u) = W·(Σ c·u)`` and ``⟨W u, v⟩ = ⟨u, Wᵀv⟩``, each
 iteration works on the ``d``-dimensional children instead of ``n`` votes for each, with a tenth of the memory traffic.
 """
 
-import contextlib
-from typing import Any, Tuple, Union
+from typing import List, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from ._precision import upcast_half
+from .engine import Routed, RoutingLayer
 from .squash import squash
 
 __all__ = ["RoutingCaps", "RoutingPool2d", "routing_caps", "routing_pool"]
 
 _ACTIVATIONS = ("identity", "squash", "norm")
-
-
-def _without_autocast(x: Tensor) -> Any:
-    """Disable autocast, so that matrix products stay in float32."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _inverse_length(square: Tensor) -> Tensor:
@@ -64,7 +56,21 @@ def _activate(s: Tensor, activation: str) -> Tensor:
     return s
 
 
-def _routing_pool(x: Tensor, lam: float, num_iters: int, activation: str) -> Tuple[Tensor, Tensor]:
+def routing_pool(
+    x: Tensor, lam: float = 5.0, num_iters: int = 3, activation: str = "identity"
+) -> Tuple[Tensor, Tensor]:
+    """Pool the capsules of each group to one, by agreement (Zhao & Huang 2019, Algorithm 1).
+
+    Args:
+        x: child capsules ``[b, g, l, e]``.
+        lam: λ, sparsity of the couplings: 0 is average pooling, a large value selects the winner.
+        num_iters: routing iterations r, at least 1.
+        activation: of the parent: ``"identity"``, ``"squash"`` or ``"norm"`` (unit length).
+
+    Returns:
+        Poses ``[b, g, e]`` in the dtype of ``x``, and couplings ``[b, g, l]`` that sum to 1 over ``l`` (float32 for
+        half precision).
+    """
     groups, locations, pose = x.shape[1], x.shape[2], x.shape[3]
     u = upcast_half(x).reshape(-1, locations, pose)  # [b*g, l, e]
     s = u.mean(dim=1, keepdim=True)  # lines 2, 3 and the first line 5: uniform couplings, [b*g, 1, e]
@@ -87,30 +93,24 @@ def _routing_pool(x: Tensor, lam: float, num_iters: int, activation: str) -> Tup
     return poses.to(x.dtype), couplings.reshape(-1, groups, locations)
 
 
-def routing_pool(
-    x: Tensor, lam: float = 5.0, num_iters: int = 3, activation: str = "identity"
+def routing_caps(
+    x: Tensor, weight: Tensor, lam: float = 1.0, num_iters: int = 3, activation: str = "squash"
 ) -> Tuple[Tensor, Tensor]:
-    """Pool the capsules of each group to one, by agreement (Zhao & Huang 2019, Algorithm 1).
+    """Route capsules of several types through transforms to class capsules (Algorithm 1 with votes).
+
+    The vote of child (type g, position l) for class j is ``x[:, g, l] @ weight[j, g*d:(g+1)*d]``.
 
     Args:
-        x: child capsules ``[b, g, l, e]``.
-        lam: λ, sparsity of the couplings: 0 is average pooling, a large value selects the winner.
+        x: child capsules ``[b, g, l, d]``.
+        weight: transforms ``[n, g*d, e]``, one ``d x e`` matrix for each class and type.
+        lam: λ, sparsity of the couplings.
         num_iters: routing iterations r, at least 1.
-        activation: of the parent: ``"identity"``, ``"squash"`` or ``"norm"`` (unit length).
+        activation: of the parents: ``"identity"``, ``"squash"`` or ``"norm"``.
 
     Returns:
-        Poses ``[b, g, e]`` in the dtype of ``x``, and couplings ``[b, g, l]`` that sum to 1 over ``l`` (float32 for
-        half precision).
+        Poses ``[b, n, e]`` in the dtype of ``x``, and couplings ``[b, n, g, l]``: for each class they sum to 1 over
+        all children, ``g`` and ``l`` together (float32 for half precision).
     """
-    if torch.jit.is_scripting():
-        return _routing_pool(x, lam, num_iters, activation)
-    with _without_autocast(x):
-        return _routing_pool(x, lam, num_iters, activation)
-
-
-def _routing_caps(
-    x: Tensor, weight: Tensor, lam: float, num_iters: int, activation: str
-) -> Tuple[Tensor, Tensor]:
     types, locations, d = x.shape[1], x.shape[2], x.shape[3]
     classes, e = weight.shape[0], weight.shape[2]
     w = upcast_half(weight)  # [n, g*d, e]
@@ -154,30 +154,6 @@ def _routing_caps(
     return poses.to(x.dtype), couplings
 
 
-def routing_caps(
-    x: Tensor, weight: Tensor, lam: float = 1.0, num_iters: int = 3, activation: str = "squash"
-) -> Tuple[Tensor, Tensor]:
-    """Route capsules of several types through transforms to class capsules (Algorithm 1 with votes).
-
-    The vote of child (type g, position l) for class j is ``x[:, g, l] @ weight[j, g*d:(g+1)*d]``.
-
-    Args:
-        x: child capsules ``[b, g, l, d]``.
-        weight: transforms ``[n, g*d, e]``, one ``d x e`` matrix for each class and type.
-        lam: λ, sparsity of the couplings.
-        num_iters: routing iterations r, at least 1.
-        activation: of the parents: ``"identity"``, ``"squash"`` or ``"norm"``.
-
-    Returns:
-        Poses ``[b, n, e]`` in the dtype of ``x``, and couplings ``[b, n, g, l]``: for each class they sum to 1 over
-        all children, ``g`` and ``l`` together (float32 for half precision).
-    """
-    if torch.jit.is_scripting():
-        return _routing_caps(x, weight, lam, num_iters, activation)
-    with _without_autocast(x):
-        return _routing_caps(x, weight, lam, num_iters, activation)
-
-
 # Leaves for FX, which cannot trace the dtype and autocast branches.
 torch.fx.wrap("routing_pool")
 torch.fx.wrap("routing_caps")
@@ -194,7 +170,7 @@ def _check(lam: float, num_iters: int, activation: str) -> None:
         )
 
 
-class RoutingPool2d(nn.Module):
+class RoutingPool2d(RoutingLayer):
     """Routing pooling of a feature map: ``[b, C, h, w] -> [b, C, 1, 1]`` or, flattened, ``[b, C]``.
 
     Channels are cut into groups of ``caps_dim``. In each group the capsules of all positions route to one, and the
@@ -216,6 +192,8 @@ class RoutingPool2d(nn.Module):
         ValueError: an argument is out of range.
         AssertionError: in ``forward``, if the channels or the grid of the input are not divisible.
     """
+
+    autocasts = False
 
     def __init__(
         self,
@@ -271,7 +249,7 @@ class RoutingPool2d(nn.Module):
             torch._assert(x.shape[1] % self.caps_dim == 0, self._chans_message)
         else:
             chans = x.shape[1]
-            poses, _ = routing_pool(self._children(x), self.lam, self.num_iters, self.activation)
+            poses = self.compute([self._children(x)], self.num_iters, False).poses[0]
             if self.rows == 1 and self.cols == 1:
                 pooled = poses.reshape(-1, chans, 1, 1)
             else:
@@ -280,11 +258,22 @@ class RoutingPool2d(nn.Module):
             pooled = pooled.flatten(1)
         return pooled
 
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """:func:`routing_pool` of children ``[b, g, l, e]``."""
+        poses, couplings = routing_pool(inputs[0], self.lam, num_iters, self.activation)
+        return Routed([poses], [], couplings)
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        groups, locations, pose = inputs[0].shape[1:]
+        return groups, locations, 1, pose, pose
+
     def couplings(self, x: Tensor) -> Tensor:
         """Contribution of each position: ``[b, C, h, w] -> [b, groups, h, w]``; sums to 1 over each cell."""
         h, w = x.shape[2], x.shape[3]
         groups = x.shape[1] // self.caps_dim
-        _, c = routing_pool(self._children(x), self.lam, self.num_iters, self.activation)
+        c = self.compute([self._children(x)], self.num_iters, True).couplings
+        assert c is not None
         c = c.reshape(-1, self.rows, self.cols, h // self.rows, w // self.cols)
         return c.transpose(2, 3).reshape(-1, groups, h, w)
 
@@ -295,7 +284,7 @@ class RoutingPool2d(nn.Module):
         )
 
 
-class RoutingCaps(nn.Module):
+class RoutingCaps(RoutingLayer):
     """Class capsules by Algorithm 1: capsules at the grid positions of a map, transforms shared over positions.
 
     ``[b, in_types * in_dim, h, w] -> [b, out_caps, out_dim]``; channel = type * in_dim + dimension. The weights do
@@ -310,6 +299,8 @@ class RoutingCaps(nn.Module):
         num_iters: routing iterations.
         activation: of the class capsules: ``"squash"``, ``"identity"`` or ``"norm"``.
     """
+
+    autocasts = False
 
     def __init__(
         self,
@@ -348,8 +339,17 @@ class RoutingCaps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Feature map ``[b, in_types * in_dim, h, w]`` to class capsules ``[b, out_caps, out_dim]``."""
-        poses, _ = routing_caps(self._children(x), self.weight, self.lam, self.num_iters, self.activation)
-        return poses
+        return self.compute([self._children(x)], self.num_iters, False).poses[0]
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """:func:`routing_caps` of children ``[b, g, l, d]``."""
+        poses, couplings = routing_caps(inputs[0], self.weight, self.lam, num_iters, self.activation)
+        return Routed([poses], [], couplings)
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        x = inputs[0]
+        return 1, x.shape[1] * x.shape[2], self.out_caps, self.in_dim, self.out_dim
 
     def votes(self, x: Tensor) -> Tensor:
         """Feature map to votes ``[b, out_caps, in_types * h * w, out_dim]``, which routing does not store."""
@@ -358,8 +358,10 @@ class RoutingCaps(nn.Module):
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Like :meth:`forward`, but also return couplings ``[b, out_caps, in_types, h, w]`` (sum 1 over the last 3)."""
-        poses, c = routing_caps(self._children(x), self.weight, self.lam, self.num_iters, self.activation)
-        return poses, c.unflatten(3, [x.shape[2], x.shape[3]])
+        routed = self.compute([self._children(x)], self.num_iters, True)
+        c = routed.couplings
+        assert c is not None
+        return routed.poses[0], c.unflatten(3, [x.shape[2], x.shape[3]])
 
     def extra_repr(self) -> str:
         return (

@@ -22,12 +22,13 @@ Deviations: logits and softmax are float32 for half-precision votes. The transfo
 ``i * d`` dimensions of the children as fan-in (our choice).
 """
 
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ._precision import upcast_half
+from .engine import Routed, RoutingLayer
 from .squash import exponential_squash
 
 __all__ = ["SelfAttentionRouting", "self_attention_routing"]
@@ -54,7 +55,7 @@ def self_attention_routing(votes: Tensor, bias: Optional[Tensor] = None) -> Tupl
     return exponential_squash(total).to(votes.dtype), couplings.to(votes.dtype)
 
 
-class SelfAttentionRouting(nn.Module):
+class SelfAttentionRouting(RoutingLayer):
     """A fully connected capsule layer with self-attention routing: each child has its own transform to every parent.
 
     Args:
@@ -89,7 +90,19 @@ class SelfAttentionRouting(nn.Module):
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` (sum 1 over ``j``)."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
-        return self_attention_routing(self.votes(x), self.bias)
+        routed = self.compute([x], 1, True)
+        couplings = routed.couplings
+        assert couplings is not None
+        return routed.poses[0], couplings
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """:func:`self_attention_routing` of children ``[b, i, d]``."""
+        poses, couplings = self_attention_routing(self.votes(inputs[0]), self.bias)
+        return Routed([poses], [], couplings)
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        return 1, self.in_caps, self.out_caps, self.in_dim, self.out_dim
 
     def extra_repr(self) -> str:
         return f"{self.in_caps}x{self.in_dim} -> {self.out_caps}x{self.out_dim}"

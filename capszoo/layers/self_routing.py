@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._precision import upcast_half
+from .engine import Routed, RoutingLayer
 
 __all__ = ["ConvSelfRouting", "SelfRouting", "self_routing"]
 
@@ -71,7 +72,7 @@ def self_routing(
     return parents.to(poses.dtype), parent_poses, couplings
 
 
-class SelfRouting(nn.Module):
+class SelfRouting(RoutingLayer):
     """A fully connected capsule layer with self-routing: every child has separate weights.
 
     Args:
@@ -113,7 +114,27 @@ class SelfRouting(nn.Module):
     def route(self, poses: Tensor, activations: Tensor) -> Tuple[Tensor, Optional[Tensor], Tensor]:
         """Like :meth:`forward`, but also return the couplings ``[b, j, i]``."""
         torch._assert(poses.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
-        return self_routing(poses, activations, self.weight, self.bias, self.pose_weight)
+        routed = self.compute([poses, activations], 1, True)
+        parent_poses: Optional[Tensor] = None
+        if self.pose_weight is not None:
+            parent_poses = routed.poses[0]
+        couplings = routed.couplings
+        assert couplings is not None
+        return routed.activations[0], parent_poses, couplings
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """:func:`self_routing` of poses ``[b, i, d]`` and activations ``[b, i]``; no poses if the parents have none."""
+        active, poses, couplings = self_routing(
+            inputs[0], inputs[1], self.weight, self.bias, self.pose_weight
+        )
+        if poses is None:
+            none: List[Tensor] = []
+            return Routed(none, [active], couplings)
+        return Routed([poses], [active], couplings)
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        return 1, self.in_caps, self.out_caps, self.in_dim, max(1, self.out_dim)
 
     def extra_repr(self) -> str:
         return f"{self.in_caps}x{self.in_dim} -> {self.out_caps}x{self.out_dim}"

@@ -263,6 +263,13 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def test_engines_alone_ask_for_torchscript() -> None:
+    """Layer files see neither TorchScript nor thresholds: RoutingLayer guards the one, TUNING has the others."""
+    files = sorted((ROOT / "capszoo" / "layers").rglob("*.py"))
+    asking = [file.name for file in files if "is_scripting" in file.read_text(encoding="utf-8")]
+    assert asking == ["engine.py"]
+
+
 @pytest.mark.parametrize(("case", "engine"), PAIRS)
 @pytest.mark.parametrize("batch", [1, 7])
 def test_float64(case: Case, engine: type[Engine], batch: int) -> None:
