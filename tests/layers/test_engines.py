@@ -264,7 +264,7 @@ def _fresh() -> Iterator[None]:
 
 
 def test_engines_alone_ask_for_torchscript() -> None:
-    """Layer files see neither TorchScript nor thresholds: RoutingLayer guards the one, TUNING has the others."""
+    """Layer files do not look at TorchScript: RoutingLayer has the one guard."""
     files = sorted((ROOT / "capszoo" / "layers").rglob("*.py"))
     asking = [file.name for file in files if "is_scripting" in file.read_text(encoding="utf-8")]
     assert asking == ["engine.py"]
