@@ -185,6 +185,9 @@ def test_recomputing_refuses_what_it_does_not_know() -> None:
     with torch.no_grad(), record_engines() as choices:
         layer(x)
     assert {c.engine.name for c in choices} == {"reference"}
+    for mode in ("master", "master_aide"):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            CapConv(8, 8, 1, 1, groups=4, mode=mode)(x[:1, :, :1, :1])
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -196,6 +196,8 @@ class Recompute(Engine):
             return "half precision is squashed in float32"
         if not _is_plain(layer.bn, layer.squash):
             return "a norm or squash was replaced or has hooks"
+        if layer.bn.training and call.routings == 1:
+            return "BatchNorm refuses one value per channel in training"
         return ""
 
     @classmethod
@@ -222,6 +224,8 @@ class RecomputeBranches(Recompute):
             return "half precision is squashed in float32"
         if layer.coefficients != "both":
             return "each coefficient comes from one branch"
+        if layer.master_bn.training and call.routings == 1:
+            return "BatchNorm refuses one value per channel in training"
         if layer.graph_weight is not None:
             return "its weights are constants of a graph"
         if not _is_plain(layer.master_bn, layer.aide_bn, layer.squash, layer.coef_master, layer.coef_aide):
