@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 import capszoo
 from capszoo.cli import app
+from capszoo.models._pretrained import bundled_tags
 
 MODEL = "resnet20_routingcaps"
 
@@ -110,7 +111,8 @@ def test_list_without_a_match() -> None:
 
 def test_list_shows_size_data_and_accuracy_and_finds_tags() -> None:
     (line,) = (row for row in succeeds("list").splitlines() if row.startswith("resnet20_routingpool "))
-    assert "3x32x32" in line and "cifar10 91.16" in line and "doi:10.1109" in line
+    stated = bundled_tags()["resnet20_routingpool.cifar10"].raw["metrics"]["test"]["top1"]
+    assert "3x32x32" in line and f"cifar10 {stated:.2f}" in line and "doi:10.1109" in line
     found = {row["name"]: row for row in json.loads(succeeds("list", "mnist", "--json"))}
     assert "resnet20_routingcaps" in found  # by its tags
     assert "idpa_multimnist" in found  # by its own name

@@ -19,6 +19,7 @@ from torch import fx
 
 import capszoo
 from capszoo import CapsuleNet
+from capszoo.layers import use_engines
 from tests.models.zoo_cases import calibrate, each_family, images, names, small, small_arguments
 
 NAMES = names()
@@ -157,7 +158,10 @@ def test_fx_trace_is_bit_exact(name: str) -> None:
     with torch.no_grad():
         for batch in (1, 3):  # the trace must not hold a batch
             x = images(model, batch)
-            assert torch.equal(traced(x), model(x))
+            with use_engines("reference"):
+                assert torch.equal(traced(x), model(x))
+            # capsnet6_em takes blocks even at this size, which some processors round differently
+            torch.testing.assert_close(traced(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 @each_family()
