@@ -27,18 +27,23 @@ class Norm(NamedTuple):
     training: bool
     eps: float
 
+    @property
+    def variance(self) -> Tensor:
+        return self.inverse.pow(-2) - self.eps
+
     def relu(self, n: Tensor) -> Tensor:
         """``relu(norm(n))`` of some images, with these statistics."""
-        variance = self.inverse.pow(-2) - self.eps
-        y = torch.native_batch_norm(n, self.weight, self.bias, self.mean, variance, False, 0.0, self.eps)[0]
+        y = torch.native_batch_norm(
+            n, self.weight, self.bias, self.mean, self.variance, False, 0.0, self.eps
+        )[0]
         return y.relu_()
 
     def gradients(self, grad: Tensor, n: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Gradients of ``n``, weight and bias from that of ``norm(n)``."""
-        variance = self.inverse.pow(-2) - self.eps
+        stats = (self.mean, self.variance, self.mean, self.inverse)  # running, then those of the batch
         return torch.ops.aten.native_batch_norm_backward(
-            grad, n, self.weight, self.mean, variance, self.mean, self.inverse, self.training, self.eps, [True] * 3
-        )  # fmt: skip
+            grad, n, self.weight, *stats, self.training, self.eps, [True] * 3
+        )
 
 
 def _norm_relu(n: Tensor, norm: Any) -> Tuple[Tensor, Tensor, Tensor]:
@@ -189,16 +194,22 @@ class Recompute(Engine):
     modes = ("eager",)
     devices = ("cpu",)
     atol = {torch.float64: 1e-11, torch.float32: 2e-6}
+    #: why it refuses modules that are not plain
+    altered = "a norm or squash was replaced or has hooks"
+
+    @classmethod
+    def modules(cls, layer: Any) -> Tuple[nn.Module, ...]:
+        """Modules of the layer that it computes itself; the first is a norm."""
+        return layer.bn, layer.squash
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         if call.dtype not in cls.atol:
             return "half precision is squashed in float32"
-        if not _is_plain(layer.bn, layer.squash):
-            return "a norm or squash was replaced or has hooks"
-        if layer.bn.training and call.routings == 1:
+        modules = cls.modules(layer)
+        if modules[0].training and call.routings == 1:
             return "BatchNorm refuses one value per channel in training"
-        return ""
+        return "" if _is_plain(*modules) else cls.altered
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
@@ -217,20 +228,20 @@ class RecomputeBranches(Recompute):
     """The same for both branches of a layer, with their coefficients and the combination."""
 
     name = "recompute"
+    altered = "a norm, squash or coefficient was replaced or has hooks"
+
+    @classmethod
+    def modules(cls, layer: Any) -> Tuple[nn.Module, ...]:
+        return layer.master_bn, layer.aide_bn, layer.squash, layer.coef_master, layer.coef_aide
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        if call.dtype not in cls.atol:
-            return "half precision is squashed in float32"
-        if layer.coefficients != "both":
+        reason = super().unsupported(layer, call)
+        if not reason and layer.coefficients != "both":
             return "each coefficient comes from one branch"
-        if layer.master_bn.training and call.routings == 1:
-            return "BatchNorm refuses one value per channel in training"
-        if layer.graph_weight is not None:
+        if not reason and layer.graph_weight is not None:
             return "its weights are constants of a graph"
-        if not _is_plain(layer.master_bn, layer.aide_bn, layer.squash, layer.coef_master, layer.coef_aide):
-            return "a norm, squash or coefficient was replaced or has hooks"
-        return ""
+        return reason
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
