@@ -46,9 +46,11 @@ class Tuning:
     dynamic_block_votes: int = 1 << 21
 
     # EM routing
-    #: elements of the votes of a block of windows, and the number from which there are blocks (8 MiB in float32): each
-    #: block reads the transforms and takes a hundred small steps; fewer and larger blocks save both
-    em_block_votes: int = 1 << 21
+    #: elements of the votes from which it works in blocks: below that, their small steps cost more than they save
+    em_blocked_min_votes: int = 1 << 18
+    #: elements of the votes of a block of windows (4 MiB in float32): each block takes a hundred small steps, and its
+    #: votes, their squares and gradients should fit a cache
+    em_block_votes: int = 1 << 20
     #: elements of the votes of an image in one chunk of an exported graph
     em_chunk_votes: int = 1 << 17
     #: elements in the largest temporary of a step in blocks (2 MiB in float32, the size of a core's own cache)

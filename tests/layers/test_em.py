@@ -281,7 +281,7 @@ def test_weights_are_not_expanded_over_the_batch() -> None:
     """Votes, and nothing larger."""
     layer = ConvEM(4, 5, stride=2)
     x = capsule_map(16, 4, 4, 9, 9, torch.float32).requires_grad_()
-    with LargestTensor() as made:
+    with use_engines("reference"), LargestTensor() as made:
         layer(x).sum().backward()
     assert made.numel == 16 * 16 * 36 * 5 * 16
 
@@ -297,7 +297,7 @@ def test_blocks_hold_memory_down() -> None:
 
     for batch in (4, 12):
         x = capsule_map(batch, 8, 4, 10, 10, torch.float32).requires_grad_()
-        with pytest.MonkeyPatch.context() as patch, tuned(em_block_votes=1 << 18):
+        with pytest.MonkeyPatch.context() as patch, tuned(em_blocked_min_votes=0, em_block_votes=1 << 18):
             patch.setattr(torch.Tensor, "new_empty", new_empty)
             layer(x).sum().backward()
         votes = 64 * batch * 72 * 16 * 16
@@ -310,7 +310,7 @@ def test_blocks_are_freed(num_iters: int) -> None:
     """No buffer of votes outlives its training step."""
     layer = ConvEM(4, 4, num_iters=num_iters)
     x = capsule_map(2, 4, 4, 8, 8, torch.float32).requires_grad_()
-    with tuned(em_block_votes=1 << 14), record_engines() as choices:
+    with tuned(em_blocked_min_votes=0, em_block_votes=1 << 14), record_engines() as choices:
         layer(x).sum().backward()
     assert [choice.engine.name for choice in choices] == ["blocked"]
     gc.collect()
@@ -322,7 +322,7 @@ def test_the_operator_is_sound(need_couplings: bool) -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
     layer = ConvEM(2, 3, 2, 2, 1).double()
     tensors = (torch.randn(12, 8, 4, dtype=F64), torch.rand(12, 8, dtype=F64), layer.weight.transpose(1, 2))
-    tensors = (*tensors, layer.wide_weight(), layer.beta_v, layer.beta_a)
+    tensors = (*tensors, layer.beta_v, layer.beta_a)
     arguments = (*(t.detach().requires_grad_() for t in tensors), *layer.settings(2), need_couplings)
     with tuned(em_block_votes=5 * 96):
         library.opcheck(blocked.em_windows, arguments)

@@ -124,7 +124,12 @@ class PackedShared(Packed):
         return self.layer.route(*self._split(x))
 
 
-EM = {"em_block_votes": 5 * 8 * 3 * 4, "em_chunk_votes": 4 * 8 * 3 * 4, "em_shared_block_numbers": 200}
+EM = {
+    "em_blocked_min_votes": 0,
+    "em_block_votes": 5 * 8 * 3 * 4,
+    "em_chunk_votes": 4 * 8 * 3 * 4,
+    "em_shared_block_numbers": 200,
+}
 
 #: blocks of three images, or of one
 DYNAMIC = {
@@ -394,7 +399,7 @@ def test_leaves_python(case: Case, engine: type[Engine]) -> None:
     module, x = case.module(), [t.detach() for t in case.inputs(2)]
     with use_engines("reference"):
         expected = flat(module(*x))
-    with tuned(idpa_blocked_min_votes=0, em_block_votes=0), use_engines(engine.name):
+    with tuned(idpa_blocked_min_votes=0, em_blocked_min_votes=0), use_engines(engine.name):
         variants = [torch.jit.script(module), torch.fx.symbolic_trace(module)]
         if not engine.targets:
             variants.append(torch.export.export(module, tuple(x)).module())

@@ -11,8 +11,8 @@ from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from ..tuning import TUNING
-from .routing import first_mean, route_moments
-from .steps import Settings
+from .routing import route_moments
+from .steps import Settings, first_weights
 
 __all__ = ["em_windows"]
 
@@ -20,10 +20,11 @@ __all__ = ["em_windows"]
 class VoteBuffer:
     """Votes (or their squares) in a buffer, with their gradient stored as a list of outer products.
 
-    ``torch.bmm`` accepts it in place of a tensor.
+    ``torch.bmm`` accepts it in place of a tensor ``[nj, i, e]``. The children are innermost in memory: a matrix-vector
+    product then reads the votes in their order, and vector registers hold children.
 
-    ``values`` is ``[bj, i, e]``; a pair in ``terms`` represents the gradient ``pair[0] * pair[1]``, of ``[bj, i, 1]``
-    and ``[bj, 1, e]``; the gradient is the sum over the pairs.
+    ``values`` is ``[nj, e, i]``; a pair in ``terms`` represents the gradient ``pair[0] * pair[1]``, of ``[nj, e, 1]``
+    and ``[nj, 1, i]``; the gradient is the sum over the pairs.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -39,40 +40,50 @@ class VoteBuffer:
 
 
 class _WeightedSum(torch.autograd.Function):
+    """``[nj, 1, i]`` times votes: ``[nj, 1, e]``."""
+
     @staticmethod
     def forward(ctx: Any, weights: Tensor, votes: VoteBuffer) -> Tensor:
         ctx.save_for_backward(weights)
         ctx.votes = votes
-        return torch.bmm(weights, votes.values)
+        return torch.bmm(weights, votes.values.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
         (weights,) = ctx.saved_tensors
-        ctx.votes.terms.append((weights.transpose(1, 2), grad))
-        return torch.bmm(ctx.votes.values, grad.transpose(1, 2)).transpose(1, 2), None
+        ctx.votes.terms.append((grad.transpose(1, 2), weights))
+        return torch.bmm(grad, ctx.votes.values), None
 
 
 class _Project(torch.autograd.Function):
+    """Votes times ``[nj, e, 1]``: ``[nj, i, 1]``."""
+
     @staticmethod
     def forward(ctx: Any, votes: VoteBuffer, directions: Tensor) -> Tensor:
-        ctx.save_for_backward(directions)
+        row = _row(directions)
+        ctx.save_for_backward(row)
         ctx.votes = votes
-        return torch.bmm(votes.values, directions)
+        return torch.bmm(row, votes.values).transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tuple[None, Tensor]:
         (directions,) = ctx.saved_tensors
-        ctx.votes.terms.append((grad, directions.transpose(1, 2)))
-        return None, torch.bmm(grad.transpose(1, 2), ctx.votes.values).transpose(1, 2)
+        grad = _row(grad)
+        ctx.votes.terms.append((directions.transpose(1, 2), grad))
+        return None, torch.bmm(grad, ctx.votes.values.transpose(1, 2)).transpose(1, 2)
+
+
+def _row(column: Tensor) -> Tensor:
+    """``[nj, x, 1]`` as ``[nj, 1, x]``, with the strides of a contiguous tensor; others slow a product down tenfold."""
+    return column.flatten(1).unsqueeze(1)
 
 
 def _in_blocks(
     poses: Tensor,
     activations: Tensor,
     weight: Tensor,
-    wide: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
     settings: Settings,
@@ -83,11 +94,13 @@ def _in_blocks(
     outputs = [poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents)]
     if need_couplings:
         outputs.append(poses.new_empty(count, parents, children))
-    block, buffers = _buffers(wide, count, 2)
+    transforms = _children_last(weight)
+    block, buffers = _buffers(transforms, pose_dim, count, 2)
     for start in range(0, count, block):
         part = slice(start, start + block)
-        mean = first_mean(poses[part], activations[part], weight, settings.eps)
-        votes, squares = _votes_about(poses[part], wide, mean, buffers)
+        rows = _rows(poses[part])
+        even = first_weights(activations[part], parents, settings.eps)[0]
+        mean, votes, squares = _votes_about_mean(rows, even, transforms, buffers)
         zero = torch.zeros_like(mean)
         results = route_moments(votes, squares, mean, zero, activations[part], beta_v, beta_a, settings)
         for output, result in zip(outputs, results, strict=False):
@@ -95,21 +108,40 @@ def _in_blocks(
     return tuple(outputs)
 
 
-def _buffers(wide: Tensor, count: int, number: int) -> Tuple[int, List[Tensor]]:
+def _children_last(weight: Tensor) -> Tensor:
+    """The transforms ``[i, q, j, r]`` as ``[j, r, q, i]``."""
+    return weight.permute(2, 3, 1, 0).contiguous()
+
+
+def _rows(poses: Tensor) -> Tensor:
+    """Poses ``[n, i, d]`` as ``[n, p, q, i]``."""
+    size = math.isqrt(poses.shape[2])
+    return poses.transpose(1, 2).contiguous().unflatten(1, [size, size])
+
+
+def _buffers(transforms: Tensor, pose_dim: int, count: int, number: int) -> Tuple[int, List[Tensor]]:
     """Number of windows in a block, and ``number`` buffers for their votes."""
-    per_window = wide.shape[0] * wide.shape[2]
+    per_window = transforms.shape[0] * pose_dim * transforms.shape[3]
     block = max(1, min(count, TUNING.em_block_votes // per_window))
-    return block, [wide.new_empty(block * per_window) for _ in range(number)]
+    return block, [transforms.new_empty(block * per_window) for _ in range(number)]
 
 
-def _votes_about(poses: Tensor, wide: Tensor, mean: Tensor, buffers: List[Tensor]) -> Tuple[Any, Any]:
-    """Votes about ``mean`` and their squares, in the first two buffers."""
-    shape = (wide.shape[0], *mean.shape)  # [i, n, j, e]
+def _votes_about_mean(
+    rows: Tensor, even: Tensor, transforms: Tensor, buffers: List[Tensor]
+) -> Tuple[Tensor, Any, Any]:
+    """Mean vote ``[n, j, e]`` with weights ``even``, votes about it, and their squares, in the first two buffers."""
+    count, size, _, children = rows.shape
+    shape = (count, transforms.shape[0], size, size, children)  # [n, j, p, r, i]
     votes, squares = (buffer[: math.prod(shape)].view(shape) for buffer in buffers[:2])
-    torch.bmm(poses.transpose(0, 1), wide, out=votes.flatten(2))
-    votes -= mean
+    for q in range(size):
+        factors = rows[:, None, :, None, q], transforms[:, None, :, q]
+        torch.mul(*factors, out=votes) if q == 0 else votes.addcmul_(*factors)
+    by_window = votes.view(count, -1, children)  # [n, je, i]
+    mean = torch.bmm(even.unsqueeze(1), by_window.transpose(1, 2))  # [n, 1, je]
+    by_window -= mean.transpose(1, 2)
     torch.mul(votes, votes, out=squares)
-    return VoteBuffer(votes.flatten(1, 2).transpose(0, 1)), VoteBuffer(squares.flatten(1, 2).transpose(0, 1))
+    merged = (-1, size * size, children)
+    return mean.view(count, -1, size * size), VoteBuffer(votes.view(merged)), VoteBuffer(squares.view(merged))
 
 
 @library.custom_op("capszoo::em_windows", mutates_args=())
@@ -117,7 +149,6 @@ def em_windows(
     poses: Tensor,
     activations: Tensor,
     weight: Tensor,
-    wide: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
     num_iters: int,
@@ -130,13 +161,13 @@ def em_windows(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """:func:`window_routing`, one block of windows at a time; couplings are empty unless requested."""
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
-    found = _in_blocks(poses, activations, weight, wide, beta_v, beta_a, settings, need_couplings)
+    found = _in_blocks(poses, activations, weight, beta_v, beta_a, settings, need_couplings)
     return found[0], found[1], found[2] if need_couplings else poses.new_empty(0)
 
 
 @em_windows.register_fake
 def _(
-    poses: Tensor, activations: Tensor, weight: Tensor, wide: Tensor, beta_v: Tensor, *rest: Any
+    poses: Tensor, activations: Tensor, weight: Tensor, beta_v: Tensor, *rest: Any
 ) -> Tuple[Tensor, Tensor, Tensor]:
     parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
     couplings = poses.new_empty((count, parents, children) if rest[-1] else (0,))  # need_couplings
@@ -148,7 +179,6 @@ def _em_windows_backward(
     poses: Tensor,
     activations: Tensor,
     weight: Tensor,
-    wide: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
     num_iters: int,
@@ -160,25 +190,25 @@ def _em_windows_backward(
     grad_poses: Optional[Tensor],
     grad_logits: Optional[Tensor],
     grad_couplings: Optional[Tensor],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the tensors of :func:`em_windows`, from those of its results."""
-    tensors = (poses, activations, weight, wide, beta_v, beta_a)
+    tensors = (poses, activations, weight, beta_v, beta_a)
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     # autograd computes the gradients of the small steps in here, but an operator's kernel runs below autograd
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         found = _gradients(tensors, settings, (grad_poses, grad_logits, grad_couplings))
-    return found[0], found[1], found[2], found[3], found[4], found[5]
+    return found[0], found[1], found[2], found[3], found[4]
 
 
 @_em_windows_backward.register_fake
 def _(*given: Any) -> Tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in given[:6])
+    return tuple(t.new_empty(t.shape) for t in given[:5])
 
 
 def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6])
+    ctx.save_for_backward(*inputs[:5])
     ctx.set_materialize_grads(False)
-    ctx.settings, ctx.need_couplings = inputs[6:12], inputs[12]
+    ctx.settings, ctx.need_couplings = inputs[5:11], inputs[11]
 
 
 def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
@@ -198,23 +228,23 @@ def _gradients(
     The buffers for votes, squares and gradients are allocated once: newly allocated memory costs more time than the
     arithmetic does.
     """
-    poses, activations, weight, wide, beta_v, beta_a = tensors
+    poses, activations, weight, beta_v, beta_a = tensors
+    parents, pose_dim = beta_v.shape[0], poses.shape[2]
     grads = [torch.empty_like(poses), torch.empty_like(activations)]
-    shared = [torch.zeros_like(t) for t in (weight, beta_v, beta_a)]
-    wide_grad = torch.zeros_like(wide)
-    block, buffers = _buffers(wide, poses.shape[0], 3)
+    transforms = _children_last(weight)
+    shared = [torch.zeros_like(t) for t in (transforms, beta_v, beta_a)]
+    block, buffers = _buffers(transforms, pose_dim, poses.shape[0], 3)
     for start in range(0, poses.shape[0], block):
         part = slice(start, start + block)
+        rows = _rows(poses[part])
         with torch.enable_grad(), torch.autocast(poses.device.type, enabled=False):
             # every input requires a gradient, because the terms arise from the gradients of the weights
-            inputs = [t.detach().requires_grad_() for t in (poses[part], activations[part], weight)]
-            betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
-            mean = first_mean(inputs[0], inputs[1], inputs[2], settings.eps)
-            about = mean.detach().requires_grad_()
-            with torch.no_grad():
-                votes, squares = _votes_about(poses[part], wide, mean, buffers)
-            zero = torch.zeros_like(about)
             present = activations[part].detach().requires_grad_()
+            betas = [t.detach().requires_grad_() for t in (beta_v, beta_a)]
+            even = first_weights(present, parents, settings.eps)[0]  # [n, i]
+            with torch.no_grad():
+                mean, votes, squares = _votes_about_mean(rows, even, transforms, buffers)
+            zero, about = torch.zeros_like(mean), mean.detach().requires_grad_()
             results = route_moments(votes, squares, about, zero, present, betas[0], betas[1], settings)
             pairs = [
                 (r, g[part])
@@ -228,30 +258,40 @@ def _gradients(
                 allow_unused=True,
                 materialize_grads=True,
             )
-        grad = buffers[2][: votes.values.numel()].view(wide.shape[0], *mean.shape)  # [i, n, j, e]
+        grad = buffers[2][: votes.values.numel()].view(votes.values.shape)  # [nj, e, i]
         _sum_of_terms(squares.terms, grad)
-        grad *= votes.values.transpose(0, 1).reshape(grad.shape)
-        grad *= 2.0
+        grad.mul_(votes.values).mul_(2.0)
         _sum_of_terms(votes.terms, grad, add=True)
-        about_grad = small[0] - grad.sum(dim=0)
-        by_mean = torch.autograd.grad(mean, inputs, about_grad)
-        flat = grad.flatten(2)  # [i, n, j*e]
-        grads[0][part] = by_mean[0] + torch.bmm(flat, wide.transpose(1, 2)).transpose(0, 1)
-        grads[1][part] = by_mean[1] + small[1]
-        wide_grad.baddbmm_(poses[part].permute(1, 2, 0), flat)
-        for total, more in zip(shared, (by_mean[2], small[2], small[3]), strict=True):
+        # the mean is a weighted sum of the votes: the share of each vote, and that of each weight
+        about_grad = small[0] - grad.sum(dim=2).view(mean.shape)
+        by_window = (mean.shape[0], -1, grad.shape[2])  # [n, je, i]
+        about_grad = about_grad.flatten(1)
+        grad.view(by_window).addcmul_(about_grad.unsqueeze(2), even.detach().unsqueeze(1))
+        even_grad = torch.bmm(about_grad.unsqueeze(1), votes.values.view(by_window)).squeeze(1)
+        grads[1][part] = small[1] + torch.autograd.grad(even, present, even_grad)[0]
+        grads[0][part] = _transform_gradients(grad, rows, transforms, shared[0])
+        for total, more in zip(shared[1:], small[2:], strict=True):
             total += more
-    return *grads, shared[0], wide_grad, shared[1], shared[2]
+    return *grads, shared[0].permute(3, 2, 0, 1).contiguous(), shared[1], shared[2]
+
+
+def _transform_gradients(grad: Tensor, rows: Tensor, transforms: Tensor, transforms_grad: Tensor) -> Tensor:
+    """Gradient of the poses, ``[n, i, d]``, from that of the votes; adds that of the transforms to the last tensor."""
+    count, size, _, children = rows.shape
+    grad = grad.view(count, -1, size, size, children)  # [n, j, p, r, i]
+    found = torch.zeros_like(rows)
+    for j in range(transforms.shape[0]):
+        for r in range(size):
+            found.addcmul_(grad[:, j, :, r].unsqueeze(2), transforms[j, r])
+    for n in range(count):
+        for p in range(size):
+            transforms_grad.addcmul_(grad[n, :, p].unsqueeze(2), rows[n, p])
+    return found.flatten(1, 2).transpose(1, 2)
 
 
 def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = False) -> None:
-    """Sum outer products ``[nj, i, 1] * [nj, 1, e]`` into ``out``, ``[i, n, j, e]``, or add to it; clears ``terms``."""
+    """Sum outer products ``[nj, e, 1] * [nj, 1, i]`` into ``out``, ``[nj, e, i]``, or add to it; clears ``terms``."""
     for k, (left, right) in enumerate(terms):
-        left = left.reshape(*out.shape[1:3], -1).permute(2, 0, 1).contiguous().unsqueeze(3)  # [i, n, j, 1]
-        right = right.reshape(out.shape[1:])
-        if k == 0 and not add:
-            torch.mul(left, right, out=out)
-        else:
-            out.addcmul_(left, right)
+        torch.mul(left, right, out=out) if k == 0 and not add else out.addcmul_(left, right)
     # break the cycle term -> autograd graph -> VoteBuffer -> term, which the garbage collector cannot see
     terms.clear()

@@ -72,8 +72,8 @@ class Blocked(Engine):
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.votes <= TUNING.em_block_votes:
-            return "its votes have no more elements than TUNING.em_block_votes"
+        if call.votes <= TUNING.em_blocked_min_votes:
+            return "its votes have no more elements than TUNING.em_blocked_min_votes"
         return ""
 
     @classmethod
@@ -82,7 +82,6 @@ class Blocked(Engine):
             inputs[0].flatten(0, 1),
             inputs[1].flatten(0, 1),
             upcast_half(layer.weight).transpose(1, 2).contiguous(),
-            layer.wide_weight(),
             upcast_half(layer.beta_v),
             upcast_half(layer.beta_a),
             *layer.settings(call.num_iters),
