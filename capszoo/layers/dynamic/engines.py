@@ -145,7 +145,10 @@ class Blocked(_Eager):
             else:
                 blocks = (upcast_half(layer.votes_through(part, weight)) for part in x.split(images))
             for votes in blocks:
-                pose, coupling = dynamic_routing(votes, call.num_iters, layer.softmax_over, layer.start)
+                # a block fits the cache, where a copy with the children's rows in sequence pays for itself at once
+                pose, coupling = dynamic_routing(
+                    votes.contiguous(), call.num_iters, layer.softmax_over, layer.start
+                )
                 poses.append(pose)
                 if call.couplings:
                     couplings.append(coupling)
