@@ -66,7 +66,7 @@ def test_the_commands_of_transfer_are_taken_by_the_command_line() -> None:
     assert (
         recipe.name == "resnet20_avg.cifar100"
         and recipe.data.name == "cifar100"
-        and recipe.precision == "fp32"
+        and recipe.precision == "bf16"
     )
     tuned, scratch = (set(command) for command in commands[2:4])
     assert scratch - tuned == {"--from-scratch", "runs/idpa.0.scratch"}, "both sides have one recipe"
