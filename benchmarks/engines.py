@@ -23,7 +23,8 @@ import torch  # noqa: E402
 
 from benchmarks.models import Form, _peak_mib, forward_of, timed, train_step_of  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
-from capszoo.layers.engine import Call, Engine, RoutingLayer, record_engines, use_engines  # noqa: E402
+from capszoo.layers.engine import Call, Engine, RoutingLayer  # noqa: E402
+from capszoo.layers.engine_choice import record_engines, use_engines  # noqa: E402
 
 
 def engines_called(name: str) -> list[type[Engine]]:

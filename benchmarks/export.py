@@ -40,7 +40,7 @@ from capszoo import layers  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
 from capszoo.export import compare, to_onnx, unroll  # noqa: E402
 from capszoo.export.prepare import quiet  # noqa: E402
-from capszoo.layers.engine import use_engines  # noqa: E402
+from capszoo.layers.engine_choice import use_engines  # noqa: E402
 from tests.support import warm  # noqa: E402
 
 BATCHES = (1, 16)

@@ -38,7 +38,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.models import build  # noqa: E402
 from capszoo import layers  # noqa: E402
-from capszoo.layers.engine import use_engines  # noqa: E402
+from capszoo.layers.engine_choice import use_engines  # noqa: E402
 
 #: ``||found - expected|| / ||expected||`` that rounding in a dtype explains.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}

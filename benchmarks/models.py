@@ -51,7 +51,8 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import capszoo  # noqa: E402
 from capszoo.layers.capconv import CapConv, CoefficientConv2d, MasterAide, SquashGroups  # noqa: E402
-from capszoo.layers.engine import Reference, use_engines  # noqa: E402
+from capszoo.layers.engine import Reference  # noqa: E402
+from capszoo.layers.engine_choice import use_engines  # noqa: E402
 
 YARDSTICK = "resnet18_cifar"
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import capszoo  # noqa: E402
 from capszoo import layers  # noqa: E402
-from capszoo.layers.engine import record_engines, use_engines  # noqa: E402
+from capszoo.layers.engine_choice import record_engines, use_engines  # noqa: E402
 
 
 def seconds(run: Callable[[], object]) -> float:

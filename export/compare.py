@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.errors import CapszooError
-from capszoo.layers.engine import use_engines
+from capszoo.layers.engine_choice import use_engines
 
 __all__ = [
     "Difference",
@@ -62,7 +62,7 @@ class EagerRunner:
 
     Args:
         model: called in eval mode.
-        target: route with the engines of graphs for this target (:data:`capszoo.layers.engine.TARGETS`).
+        target: route with the engines of graphs for this target (:data:`capszoo.layers.engine_choice.TARGETS`).
     """
 
     name = "eager"

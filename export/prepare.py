@@ -16,7 +16,7 @@ import torch.nn as nn
 
 from capszoo._verbosity import is_verbose
 from capszoo.errors import UsageError
-from capszoo.layers.engine import record_engines, use_engines
+from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.models._base import NoCapsules
 from capszoo.preprocess import model_input_size, model_transform
 
@@ -74,7 +74,7 @@ class PreparedModel:
         """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
 
         Args:
-            target: target of the graph, one of :data:`capszoo.layers.engine.TARGETS`: ``"onnx_cpu"`` is a
+            target: target of the graph, one of :data:`capszoo.layers.engine_choice.TARGETS`: ``"onnx_cpu"`` is a
                 runtime that runs it node by node, ``"gpu"`` a compiler (for either device).
 
         Raises:

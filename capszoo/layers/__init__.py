@@ -20,8 +20,8 @@ from .dynamic import (
     shared_dynamic_routing,
 )
 from .em import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
-from .engine import read_environment as _read_environment
-from .engine import use_engines
+from .engine_choice import read_environment as _read_environment
+from .engine_choice import use_engines
 from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool

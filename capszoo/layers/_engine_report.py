@@ -6,7 +6,7 @@ from typing import Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .engine import Choice, record_engines, use_engines
+from .engine_choice import Choice, record_engines, use_engines
 
 __all__ = ["engine_report"]
 

@@ -3,7 +3,7 @@
 A routing layer owns its parameters and :meth:`RoutingLayer.reference`, the paper's procedure line by line. Every other
 way to compute the same result (in blocks, without votes, in one kernel, in chunks for a graph) is an :class:`Engine`
 in the layer's ``engines``. :func:`choose` selects the first one that can compute the call and is profitable; the last
-is :class:`Reference`, which refuses nothing. Choice, reasons, forcing (:func:`use_engines`), reports
+is :class:`Reference`, which refuses nothing. Reasons and forcing (:mod:`.engine_choice`), reports
 (:func:`.engine_report`), tests (``tests/layers/test_engines.py``) and export read the same list. :data:`.TUNING` has
 the measured thresholds.
 
@@ -12,35 +12,23 @@ Scripted code contains only the reference: :meth:`RoutingLayer.compute` has the 
 trace through the choice, which therefore compares plain values and formats no strings.
 """
 
-import difflib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import ClassVar, Dict, List, NamedTuple, Optional, Tuple, Type
+from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
 
 from ._precision import working_type
 from ._tracing import is_tracing
-from .tuning import TUNING
+from .engine_choice import NAMES, STATE, Choice
 
 __all__ = [
-    "TARGETS",
     "Call",
-    "Choice",
     "Engine",
     "Reference",
     "Routed",
     "RoutingLayer",
     "choose",
-    "record_engines",
-    "use_engines",
 ]
-
-#: Targets of an exported graph: ONNX Runtime on a CPU, which runs it node by node, or a compiler.
-TARGETS = ("onnx_cpu", "gpu")
 
 
 class Call(NamedTuple):
@@ -50,7 +38,7 @@ class Call(NamedTuple):
     """
 
     mode: str  # "eager", "compiled" or "graph"
-    target: str  # "" or one of TARGETS: what a graph is exported for
+    target: str  # "" or one of :data:`.TARGETS`: what a graph is exported for
     device: str
     dtype: torch.dtype  # of matrix products: autocast's where it is on
     grad: bool
@@ -97,6 +85,11 @@ class Engine:
         torch.bfloat16: 1e-2,
         torch.float16: 2e-3,
     }
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" in vars(cls):
+            NAMES.add(cls.name)
 
     @classmethod
     def unsupported(cls, layer: "RoutingLayer", call: Call) -> str:
@@ -151,19 +144,6 @@ class Reference(Engine):
         return layer.reference(inputs, call.num_iters, call.couplings)
 
 
-class _State:
-    """State set by :func:`use_engines` and :func:`record_engines`, for the whole process."""
-
-    def __init__(self) -> None:
-        self.names: Tuple[str, ...] = ()
-        self.target = ""
-        self.records: Optional[List["Choice"]] = None
-        self.device = ""  # assumed by choices where tensors are on the meta device
-
-
-_STATE = _State()
-
-
 class RoutingLayer(nn.Module):
     """A layer whose routing has engines.
 
@@ -206,8 +186,8 @@ class RoutingLayer(nn.Module):
         routings, children, parents, child_dim, parent_dim = self.sizes(inputs)
         return Call(
             mode,
-            _STATE.target,
-            _STATE.device or x.device.type,
+            STATE.target,
+            STATE.device or x.device.type,
             working_type(x),
             torch.is_grad_enabled(),
             need_couplings,
@@ -253,16 +233,16 @@ class RoutingLayer(nn.Module):
             return self.reference(inputs, num_iters, need_couplings)
         call = self.describe(inputs, num_iters, need_couplings)
         engine = choose(self, call)
-        if _STATE.records is not None:
-            _STATE.records.append(Choice("", self, call, engine))
-            if _STATE.device:  # on the meta device every engine works
+        if STATE.records is not None:
+            STATE.records.append(Choice("", self, call, engine))
+            if STATE.device:  # on the meta device every engine works
                 engine = Reference
         return engine.route(self, inputs, call)
 
 
 def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
     """The first engine that is forced and can compute the call, else the first that can and pays."""
-    for name in _STATE.names:
+    for name in STATE.names:
         for engine in layer.engines:
             if engine.name == name and not engine.cannot(layer, call):
                 return engine
@@ -270,93 +250,3 @@ def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
         if not engine.cannot(layer, call) and not engine.does_not_pay(layer, call):
             return engine
     return Reference
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One choice: the layer (by its name in the model, if known), the call, and the engine selected."""
-
-    name: str
-    layer: RoutingLayer
-    call: Call
-    engine: Type[Engine]
-
-    def refused(self) -> Dict[str, str]:
-        """Each engine that precedes the chosen one, with the reason for its refusal; thresholds with their values."""
-        reasons: Dict[str, str] = {}
-        for engine in self.layer.engines:
-            if engine is self.engine:
-                break
-            reason = engine.cannot(self.layer, self.call) or engine.does_not_pay(self.layer, self.call)
-            for field, value in vars(TUNING).items():
-                reason = reason.replace(f"TUNING.{field}", f"TUNING.{field} ({value:,})")
-            reasons[engine.name] = reason or "another was forced"
-        return reasons
-
-
-@contextmanager
-def record_engines(meta_as: str = "") -> Iterator[List[Choice]]:
-    """Within this context, append every choice to the list that it yields.
-
-    Args:
-        meta_as: the device that choices assume for tensors on the meta device, where nothing is computed.
-    """
-    before = _STATE.records, _STATE.device
-    records: List[Choice] = []
-    _STATE.records, _STATE.device = records, meta_as
-    try:
-        yield records
-    finally:
-        _STATE.records, _STATE.device = before
-
-
-@contextmanager
-def use_engines(*names: str, target: str = "") -> Iterator[None]:
-    """Within this context, select engines of these names wherever they can run, whether they pay or not; process-wide.
-
-    Layers that have none of them, or where none can run, choose as usual. The environment variable ``CAPSZOO_ENGINES``
-    (comma-separated names) does the same from the start. Code that is already compiled is compiled again.
-
-    Args:
-        names: such as ``"reference"``, in order of preference; without names, those in force remain.
-        target: target of an exported graph, one of TARGETS.
-
-    Raises:
-        ValueError: an engine or a target that does not exist.
-    """
-    _check_names(names)
-    if target and target not in TARGETS:
-        raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {target!r}")
-    before = _STATE.names, _STATE.target
-    _STATE.names, _STATE.target = names or _STATE.names, target or _STATE.target
-    try:
-        yield
-    finally:
-        _STATE.names, _STATE.target = before
-
-
-def _known() -> List[str]:
-    names: List[str] = []
-    classes: List[Type[Engine]] = [Engine]
-    while classes:
-        engine = classes.pop()
-        classes += engine.__subclasses__()
-        if "name" in vars(engine):
-            names.append(engine.name)
-    return sorted(set(names))
-
-
-def _check_names(names: Tuple[str, ...]) -> None:
-    known = _known()
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the engines are {', '.join(known)}"
-            raise ValueError(f"there is no engine {name!r}: {hint}")
-
-
-def read_environment() -> None:
-    """Apply ``CAPSZOO_ENGINES``; called once all engines are known."""
-    names = tuple(name.strip() for name in os.environ.get("CAPSZOO_ENGINES", "").split(",") if name.strip())
-    _check_names(names)
-    _STATE.names = names

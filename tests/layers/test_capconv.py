@@ -21,7 +21,7 @@ from capszoo.layers.capconv import (
     merge_groups,
     squash_groups,
 )
-from capszoo.layers.engine import record_engines, use_engines
+from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.squash import squash
 from tests.reference import capconv as reference
 

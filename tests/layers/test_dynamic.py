@@ -17,7 +17,8 @@ from capszoo.layers import (
     dynamic_routing,
     squash,
 )
-from capszoo.layers.engine import choose, record_engines, use_engines
+from capszoo.layers.engine import choose
+from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
 from tests.reference import dynamic as naive
 

@@ -16,7 +16,7 @@ from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em_routing, sh
 from capszoo.layers.em import blocked
 from capszoo.layers.em.blocked import VoteBuffer
 from capszoo.layers.em.steps import MIN_SHARE, parent_logits
-from capszoo.layers.engine import record_engines, use_engines
+from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
 from tests.reference import em as naive
 

@@ -30,14 +30,8 @@ from capszoo.layers import (
     SharedEM,
     engine_report,
 )
-from capszoo.layers.engine import (
-    TARGETS,
-    Engine,
-    Reference,
-    RoutingLayer,
-    record_engines,
-    use_engines,
-)
+from capszoo.layers.engine import Engine, Reference, RoutingLayer
+from capszoo.layers.engine_choice import TARGETS, record_engines, use_engines
 from capszoo.layers.tuning import TUNING, tuned
 
 F64 = torch.float64

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
-from capszoo.layers.engine import record_engines, use_engines
+from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.idpa import blocked
 from capszoo.layers.tuning import TUNING, tuned
 from tests.reference import idpa as naive

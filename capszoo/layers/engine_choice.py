@@ -1,0 +1,114 @@
+"""Which engine is chosen: what is in force, the choices recorded, and why an engine was refused.
+
+:mod:`.engine` has the engines and chooses; layers, calls and engines are its :class:`.RoutingLayer`, :class:`.Call` and
+subclasses of :class:`.Engine`.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Set, Tuple
+
+from .tuning import TUNING
+
+__all__ = ["NAMES", "STATE", "TARGETS", "Choice", "record_engines", "use_engines"]
+
+#: Targets of an exported graph: ONNX Runtime on a CPU, which runs it node by node, or a compiler.
+TARGETS = ("onnx_cpu", "gpu")
+
+#: Names of all engines; each class adds its own.
+NAMES: Set[str] = set()
+
+
+class State:
+    """State set by :func:`use_engines` and :func:`record_engines`, for the whole process."""
+
+    def __init__(self) -> None:
+        self.names: Tuple[str, ...] = ()
+        self.target = ""
+        self.records: Optional[List["Choice"]] = None
+        self.device = ""  # assumed by choices where tensors are on the meta device
+
+
+STATE = State()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice: the layer (by its name in the model, if known), the call, and the engine selected."""
+
+    name: str
+    layer: Any
+    call: Any
+    engine: Any
+
+    def refused(self) -> Dict[str, str]:
+        """Each engine that precedes the chosen one, with the reason for its refusal; thresholds with their values."""
+        reasons: Dict[str, str] = {}
+        for engine in self.layer.engines:
+            if engine is self.engine:
+                break
+            reason = engine.cannot(self.layer, self.call) or engine.does_not_pay(self.layer, self.call)
+            for field, value in vars(TUNING).items():
+                reason = reason.replace(f"TUNING.{field}", f"TUNING.{field} ({value:,})")
+            reasons[engine.name] = reason or "another was forced"
+        return reasons
+
+
+@contextmanager
+def record_engines(meta_as: str = "") -> Iterator[List[Choice]]:
+    """Within this context, append every choice to the list that it yields.
+
+    Args:
+        meta_as: the device that choices assume for tensors on the meta device, where nothing is computed.
+    """
+    before = STATE.records, STATE.device
+    records: List[Choice] = []
+    STATE.records, STATE.device = records, meta_as
+    try:
+        yield records
+    finally:
+        STATE.records, STATE.device = before
+
+
+@contextmanager
+def use_engines(*names: str, target: str = "") -> Iterator[None]:
+    """Within this context, select engines of these names wherever they can run, whether they pay or not; process-wide.
+
+    Layers that have none of them, or where none can run, choose as usual. The environment variable ``CAPSZOO_ENGINES``
+    (comma-separated names) does the same from the start. Code that is already compiled is compiled again.
+
+    Args:
+        names: such as ``"reference"``, in order of preference; without names, those in force remain.
+        target: target of an exported graph, one of TARGETS.
+
+    Raises:
+        ValueError: an engine or a target that does not exist.
+    """
+    _check_names(names)
+    if target and target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {target!r}")
+    before = STATE.names, STATE.target
+    STATE.names, STATE.target = names or STATE.names, target or STATE.target
+    try:
+        yield
+    finally:
+        STATE.names, STATE.target = before
+
+
+def _check_names(names: Tuple[str, ...]) -> None:
+    known = sorted(NAMES)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the engines are {', '.join(known)}"
+            raise ValueError(f"there is no engine {name!r}: {hint}")
+
+
+def read_environment() -> None:
+    """Apply ``CAPSZOO_ENGINES``; called once all engines are known."""
+    names = tuple(name.strip() for name in os.environ.get("CAPSZOO_ENGINES", "").split(",") if name.strip())
+    _check_names(names)
+    STATE.names = names
