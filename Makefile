@@ -19,7 +19,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 help:
 	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
-	@echo "make test          lint, types and the quick tests (at most 15 minutes on 2 cores)"
+	@echo "make test          lint, types and the quick tests (8 minutes on 2 idle cores)"
 	@echo "make test-slow     the exhaustive sweeps"
 	@echo "make test-timm     timm's own model tests, unmodified, on our models"
 	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"

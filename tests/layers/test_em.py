@@ -317,6 +317,23 @@ def test_blocks_are_freed(num_iters: int) -> None:
     assert not [o for o in gc.get_objects() if isinstance(o, VoteBuffer)]
 
 
+@pytest.mark.parametrize("num_iters", [1, 2])
+@pytest.mark.parametrize("output", [0, 1])
+def test_a_loss_on_one_output_alone(output: int, num_iters: int) -> None:
+    """With one iteration, poses do not depend on the votes' squares: their gradient is 0, not what a buffer held."""
+    layer = ConvEM(2, 3, 3, 2, num_iters=num_iters).double()
+    x = capsule_map(2, 2, 3, 5, 5, F64).requires_grad_()
+    found = []
+    for name in ("blocked", "reference"):
+        stale = [torch.full((2000,), torch.nan, dtype=F64) for _ in range(50)]
+        del stale  # the memory that the operator's buffers are likely to get
+        with tuned(em_blocked_min_votes=0, em_block_votes=2000), use_engines(name):
+            loss = layer.route(x)[output].square().sum()
+            found.append(torch.autograd.grad(loss, [x, layer.weight]))
+    for blocked_grad, grad in zip(*found, strict=True):
+        assert (blocked_grad - grad).abs().max() <= 1e-10 * grad.abs().max()
+
+
 @pytest.mark.parametrize("need_couplings", [False, True])
 def test_the_operator_is_sound(need_couplings: bool) -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
