@@ -57,7 +57,8 @@ shows the one with the best validation accuracy. `python scripts/comparison.py` 
 the runs in `benchmarks/results/comparison`; `--commands` prints the commands of the runs.
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
-the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule."""
+the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Seconds are
+those of the whole run, on cores that other work shared: they compare no heads."""
 
 
 @dataclass(frozen=True)
@@ -224,12 +225,18 @@ def page(kept: Path = KEPT) -> str:
         f"The recipe: {recipe.epochs} epochs, batch {recipe.batch_size}, SGD with Nesterov momentum, rate "
         f"{recipe.optimizer.lr:g} with {recipe.schedule.warmup_epochs:g} epochs of warm-up and cosine, weight decay "
         f"{recipe.optimizer.weight_decay:g}, label smoothing {recipe.loss.options['label_smoothing']:g}, gradients "
-        f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip; {recipe.data.val_size:,} training images for "
-        "validation. Without gradient clipping, the `conv` head, whose classes have 32,768 inputs each, diverged at "
-        "this learning rate in a trial (300 updates of 64 images, loss above 1e9)."
+        f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip, {recipe.precision} autocast, compiled; "
+        f"{recipe.data.val_size:,} training images for validation. Without gradient clipping, the `conv` head, whose "
+        "classes have 32,768 inputs each, diverged at this learning rate in a trial (300 updates of 64 images, loss "
+        "above 1e9)."
     )
-    plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if any(row.runs for row in found) else []
+    plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
     return "\n".join([HEADER, "", settings, "", *table(found), *plot, "", conclusion(found), ""])
+
+
+def _worth_drawing(found: list[Row]) -> bool:
+    """Whether there is something to compare: runs of two heads."""
+    return sum(bool(row.runs) for row in found) > 1
 
 
 def draw(found: list[Row], path: Path = PLOT) -> None:
@@ -269,7 +276,7 @@ def main() -> int:
         return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text)
     PAGE.write_text(text, encoding="utf-8")
     found = rows()
-    if any(row.runs for row in found):
+    if _worth_drawing(found):
         draw(found)
     return 0
 
