@@ -96,7 +96,7 @@ class DynamicRouting(_DynamicLayer):
     def votes(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to votes ``[b, j, i, e]``, a view of ``[i, b, j, e]``.
 
-        A contiguous copy would cost as much time as it saves (measured), and double the memory.
+        A contiguous copy of all votes would cost as much time as it saves (measured), and double the memory.
         """
         return self.votes_through(x, self.weight)
 
