@@ -68,6 +68,7 @@ from .training.run_folder import (
     closing_lock,
     note_session,
     open_run,
+    read_sessions,
     versions,
 )
 from .training.setup import (
@@ -349,6 +350,7 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
                 f"the processes see different checkpoints: {run.out} must be a folder they share"
             )
         log = RunLog(run.out, run.main, run.total, state.step)
+        before = (read_sessions(run.out) or [{}])[-1].get("precision") or run.recipe.precision
         if run.main:
             _note_session(run, state)
     for line in (*skipped, *(f"left out: {line}" for line in run.data.skipped)):
@@ -358,6 +360,7 @@ def _start(run: Run) -> tuple[TrainState, RunLog]:
         f"{run.recipe.name}: {parameters:,} parameters, {len(run.data.training):,} images, "
         f"{run.recipe.epochs} epochs of {run.steps} updates, {hardware(run.device)}"
         + (f"; resumed at update {state.step:,}" if state.step else "")
+        + (f" in {run.recipe.precision}, before in {before}" if before != run.recipe.precision else "")
     )
     if _normalises(state.net) and run.world > 1 and run.device.type != "cuda":
         log.say("note: on CPUs, BatchNorm takes the statistics of each process's share of a batch alone")
@@ -375,6 +378,8 @@ def _note_session(run: Run, state: TrainState) -> None:
         "processes": run.world,
         "commit": run.commit,
         "hardware": hardware(run.device),
+        "precision": run.recipe.precision,
+        "compile": run.recipe.compile,
         "versions": versions(),
         "data": run.data.fingerprints,
         "engines": training_engines(run, state.net, state.batches.target),
@@ -720,7 +725,23 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
     if state.held_out:
         top1 = state.best.top1 if state.best else log.records()[-1]["val_top1"]
         details["metrics"]["validation"] = {"top1": top1, "n": len(data.validation)}
-    return details
+    return details | _machines(run.out)
+
+
+def _machines(out: Path) -> dict[str, Any]:
+    """The metadata of a run that moved to another processor or precision: each of its parts, and all the hardware."""
+    keys = ("from_update", "commit", "hardware", "precision", "compile")
+    parts: list[dict[str, Any]] = []
+    for session in read_sessions(out):
+        part = {key: session.get(key) for key in keys}
+        if parts and all(part[key] == parts[-1][key] for key in keys[2:]):
+            continue  # a resume on the same machine
+        if parts and part["from_update"] == parts[-1]["from_update"]:
+            parts.pop()  # the session before made no update
+        parts.append(part)
+    if len(parts) < 2:
+        return {}
+    return {"hardware": "; ".join(dict.fromkeys(str(part["hardware"]) for part in parts)), "sessions": parts}
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:

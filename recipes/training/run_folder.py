@@ -31,6 +31,7 @@ from .distributed import TrainingError
 
 __all__ = [
     "LOCK",
+    "MACHINE_KEYS",
     "RunLock",
     "check_data",
     "check_room",
@@ -38,6 +39,7 @@ __all__ = [
     "closing_lock",
     "note_session",
     "open_run",
+    "read_sessions",
     "versions",
 ]
 
@@ -71,13 +73,20 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         )
     with suppress(ValueError):  # a run of an earlier version lacks newer keys
         old = Recipe.model_validate(old).model_dump(mode="json")
-    key, was, wanted = _first_difference(old, recipe.model_dump(mode="json"))
+    wanted_recipe = recipe.model_dump(mode="json")
+    for key in MACHINE_KEYS & old.keys():
+        old[key] = wanted_recipe[key]
+    key, was, wanted = _first_difference(old, wanted_recipe)
     if key:
         raise TrainingError(
             f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
             f"or continue with the run's own: {before}"
         )
 
+
+#: Keys of a recipe that suit the processor and may differ between the sessions of a run: the updates stay the same up
+#: to rounding. `sessions.json` states them.
+MACHINE_KEYS = frozenset({"compile", "precision"})
 
 #: Files of a run besides its recipe.
 _TRACES = ("checkpoints", "metrics.jsonl", "sessions.json")
@@ -157,13 +166,9 @@ def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False)
     Raises:
         TrainingError: the newest session with fingerprints had others; the message names the splits.
     """
-    stated: Any = []
-    with suppress(OSError, ValueError, RecursionError):
-        stated = json.loads((out / "sessions.json").read_text(encoding="utf-8"))
-    sessions = (
-        [session for session in stated if isinstance(session, dict)] if isinstance(stated, list) else []
+    before: Any = next(
+        (session["data"] for session in reversed(read_sessions(out)) if session.get("data")), {}
     )
-    before: Any = next((session["data"] for session in reversed(sessions) if session.get("data")), {})
     if accept or not isinstance(before, dict):
         return
     changed = [split for split, digest in fingerprints.items() if before.get(split, digest) != digest]
@@ -197,13 +202,17 @@ def _first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, A
     return "", None, None
 
 
+def read_sessions(out: Path) -> list[dict[str, Any]]:
+    """The sessions that a run's `sessions.json` states, oldest first; none if it cannot be read."""
+    stated: Any = []
+    with suppress(OSError, ValueError, RecursionError):
+        stated = json.loads((out / "sessions.json").read_text(encoding="utf-8"))
+    return [session for session in stated if isinstance(session, dict)] if isinstance(stated, list) else []
+
+
 def note_session(out: Path, session: dict[str, Any]) -> None:
     """Append the settings of this session to the run's `sessions.json`."""
-    path = out / "sessions.json"
-    before: list[Any] = []
-    with suppress(OSError, ValueError):
-        before = json.loads(path.read_text(encoding="utf-8"))
-    write_atomically(path, json.dumps([*before, session], indent=1) + "\n")
+    write_atomically(out / "sessions.json", json.dumps([*read_sessions(out), session], indent=1) + "\n")
 
 
 def check_room(out: Path, recipe: Recipe, net: nn.Module) -> None:

@@ -18,7 +18,7 @@ import torch
 from capszoo.data.readers import read_idx_pair
 from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
-from capszoo.recipes.training.run_folder import LOCK, RunLock, check_data, check_run
+from capszoo.recipes.training.run_folder import LOCK, RunLock, check_data, check_run, read_sessions
 from tests.data.formats import write_idx
 from tests.recipes.test_train import tiny_recipe
 
@@ -104,6 +104,29 @@ def test_an_empty_folder_or_one_of_other_files_is_no_run(tmp_path: Path) -> None
         with pytest.raises(TrainingError, match=f"holds {name} of a run, but not its recipe.yaml"):
             check_run(tiny_recipe(), tmp_path, resume=True)
         (tmp_path / name).unlink()
+
+
+def test_a_run_may_go_on_in_another_precision_and_states_both(
+    tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    train(tiny_recipe(precision="bf16"), out=out, data=tiny_mnist, stop_after=1)
+    done = train(tiny_recipe(), out=out, data=tiny_mnist)
+    assert [session["precision"] for session in read_sessions(out)] == ["bf16", "fp32"]
+    stated = json.loads(Path(done["weights"]).with_suffix(".json").read_text())
+    assert stated["recipe"]["precision"] == "fp32"
+    assert [(part["from_update"], part["precision"]) for part in stated["sessions"]] == [(0, "bf16"), (1, "fp32")]
+    assert stated["hardware"] == stated["sessions"][0]["hardware"], "one processor, named once"
+    assert "resumed at update 1 in fp32, before in bf16" in capsys.readouterr().out
+    with pytest.raises(TrainingError, match="epochs=2, this recipe says 3"):
+        check_run(tiny_recipe(epochs=3, precision="bf16"), out, resume=True)
+
+
+def test_a_run_on_one_machine_states_no_sessions(tiny_mnist: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(), out=tmp_path, data=tiny_mnist, stop_after=1)
+    done = train(tiny_recipe(), out=tmp_path, data=tiny_mnist)
+    assert len(read_sessions(tmp_path)) == 2
+    assert "sessions" not in json.loads(Path(done["weights"]).with_suffix(".json").read_text())
 
 
 def test_other_images_under_the_same_path_are_named(tiny_mnist: Path, tmp_path: Path) -> None:
