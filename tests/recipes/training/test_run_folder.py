@@ -115,7 +115,10 @@ def test_a_run_may_go_on_in_another_precision_and_states_both(
     assert [session["precision"] for session in read_sessions(out)] == ["bf16", "fp32"]
     stated = json.loads(Path(done["weights"]).with_suffix(".json").read_text())
     assert stated["recipe"]["precision"] == "fp32"
-    assert [(part["from_update"], part["precision"]) for part in stated["sessions"]] == [(0, "bf16"), (1, "fp32")]
+    assert [(part["from_update"], part["precision"]) for part in stated["sessions"]] == [
+        (0, "bf16"),
+        (1, "fp32"),
+    ]
     assert stated["hardware"] == stated["sessions"][0]["hardware"], "one processor, named once"
     assert "resumed at update 1 in fp32, before in bf16" in capsys.readouterr().out
     with pytest.raises(TrainingError, match="epochs=2, this recipe says 3"):
