@@ -53,6 +53,7 @@ import capszoo  # noqa: E402
 from capszoo.layers.capconv import CapConv, CoefficientConv2d, MasterAide, SquashGroups  # noqa: E402
 from capszoo.layers.engine import Reference  # noqa: E402
 from capszoo.layers.engine_choice import use_engines  # noqa: E402
+from capszoo.recipes.weights import hardware  # noqa: E402
 
 YARDSTICK = "resnet18_cifar"
 
@@ -456,7 +457,7 @@ def main() -> None:
     settings = {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": hardware(torch.device("cpu")),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": args.threads,
         "batch": args.batch,

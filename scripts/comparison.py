@@ -2,10 +2,11 @@
 
     python scripts/comparison.py --commands           # what to run: every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
+    python scripts/comparison.py --benchmark          # the command that measures times and memory
     python scripts/comparison.py                      # write docs/comparison.md (and its plot) from what is kept
 
-Every figure of the page comes from the metadata of a run; a head without runs is marked. Metadata are stored in
-benchmarks/results/comparison, one file per run.
+Every figure of the page comes from the metadata of a run or from that benchmark; a head without runs is marked.
+Metadata are stored in benchmarks/results/comparison, one file per run, times and memory in comparison_cost.json.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from capszoo.summary import count_multiply_adds  # noqa: E402
 __all__ = ["HEADS", "Row", "collect", "commands", "page", "rows"]
 
 KEPT = ROOT / "benchmarks" / "results" / "comparison"
+COST = ROOT / "benchmarks" / "results" / "comparison_cost.json"
 PAGE, PLOT = ROOT / "docs" / "comparison.md", ROOT / "docs" / "comparison.svg"
 PROFILE, SEEDS = "comparison", (0, 1, 2)
 
@@ -58,7 +60,8 @@ the runs in `benchmarks/results/comparison`; `--commands` prints the commands of
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
 the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Seconds are
-those of the whole run, on cores that other work shared: they compare no heads."""
+those of the whole run, on cores that other work shared: they compare no heads. A run computes in bf16 (autocast) where
+the processor gains by it, else in float32: the last column states it."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,44 @@ def cost(recipe: str) -> tuple[int, float]:
     return sum(p.numel() for p in model.parameters()), count_multiply_adds(model) / 1e6
 
 
+def benchmark() -> str:
+    """The command that measures forward time, training time and memory of every head."""
+    models = " ".join(_spec(recipe) for recipe in (HEADS | DEPTH2).values())
+    return (
+        "python benchmarks/models.py --batch 32 --iters 9 --warmup 3 --train --memory --keep-memory "
+        f"--models {models} --out {COST.relative_to(ROOT)}"
+    )
+
+
+def _spec(recipe: str) -> str:
+    """The recipe's model as benchmarks/models.py names it."""
+    loaded = load_recipe(recipe, profile=PROFILE)
+    arguments = ",".join(f"{key}={value}" for key, value in loaded.model_args.items())
+    return f"{loaded.arch}:{arguments}" if arguments else loaded.arch
+
+
+def cost_table(measured: Path = COST) -> list[str]:
+    """Times of every head as multiples of `avg`'s in the same run, and memory; empty if nothing was measured."""
+    if not measured.is_file():
+        return []
+    content = json.loads(measured.read_text(encoding="utf-8"))
+    by_model = {row["model"]: row for row in content["rows"]}
+    twin, settings = by_model[_spec(HEADS["avg"])], content["settings"]
+    lines = [
+        f"What a head costs: batch {settings['batch']}, float32, not compiled, {settings['processor']}. "
+        f"Times are medians of {settings['iters']} turns, divided by the time of `avg`; memory "
+        "is the peak of two training steps above that of the imports.",
+        "",
+        "| head | forward | training step | training memory, MiB |",
+        "|---|---:|---:|---:|",
+    ]
+    for head, recipe in (HEADS | DEPTH2).items():
+        row = by_model[_spec(recipe)]
+        forward, train = (row[key] / twin[key] for key in ("forward_ratio", "train_ratio"))
+        lines.append(f"| {head} | {forward:.2f} | {train:.2f} | {row['peak_over_start_mib']:,.0f} |")
+    return [*lines, "", "```sh", benchmark(), "```"]
+
+
 def _entropy(row: Row) -> str:
     found = [run["routing"]["entropy"][-1] for run in row.runs if (run.get("routing") or {}).get("entropy")]
     values = [value for value in found if value is not None]
@@ -177,7 +218,9 @@ def table(found: list[Row]) -> list[str]:
             continue
         validation = row.figures("validation")
         seconds = statistics.mean(run["train_seconds"] for run in row.runs)
-        machines = " / ".join(sorted({str(run["hardware"]) for run in row.runs}))
+        machines = " / ".join(
+            sorted({f"{run['hardware']}, {run['recipe']['precision']}" for run in row.runs})
+        )
         lines.append(
             f"| {row.head} | {size} | {_plus_minus(row)} | {len(row.runs)} "
             f"| {statistics.mean(validation):.2f} | {_entropy(row)} | {seconds:,.0f} | {machines} |"
@@ -225,13 +268,14 @@ def page(kept: Path = KEPT) -> str:
         f"The recipe: {recipe.epochs} epochs, batch {recipe.batch_size}, SGD with Nesterov momentum, rate "
         f"{recipe.optimizer.lr:g} with {recipe.schedule.warmup_epochs:g} epochs of warm-up and cosine, weight decay "
         f"{recipe.optimizer.weight_decay:g}, label smoothing {recipe.loss.options['label_smoothing']:g}, gradients "
-        f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip, {recipe.precision} autocast, compiled; "
+        f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip, compiled; "
         f"{recipe.data.val_size:,} training images for validation. Without gradient clipping, the `conv` head, whose "
         "classes have 32,768 inputs each, diverged at this learning rate in a trial (300 updates of 64 images, loss "
         "above 1e9)."
     )
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
-    return "\n".join([HEADER, "", settings, "", *table(found), *plot, "", conclusion(found), ""])
+    costs = ["", *cost_table()] if COST.is_file() else []
+    return "\n".join([HEADER, "", settings, "", *table(found), *plot, "", conclusion(found), *costs, ""])
 
 
 def _worth_drawing(found: list[Row]) -> bool:
@@ -259,6 +303,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--commands", action="store_true", help="print the commands of all runs")
+    parser.add_argument("--benchmark", action="store_true", help="print the command of times and memory")
     parser.add_argument(
         "--collect", type=Path, metavar="FOLDER", help="keep the metadata of the runs below FOLDER"
     )
@@ -268,6 +313,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.commands:
         print("\n".join(commands()))
+        return 0
+    if args.benchmark:
+        print(benchmark())
         return 0
     if args.collect:
         print("\n".join(collect(args.collect)) or f"no finished run of the comparison below {args.collect}")

@@ -48,6 +48,22 @@ def test_rows_without_runs_say_so(comparison: Any, tmp_path: Path) -> None:
     assert page.count("no run yet") == 8 and "too few runs" in page and ".svg" not in page
 
 
+def test_costs_are_relative_to_average_pooling(comparison: Any, tmp_path: Path) -> None:
+    assert comparison.cost_table(tmp_path / "absent.json") == []
+    command = comparison.benchmark().split()
+    models = command[command.index("--models") + 1 : command.index("--out")]
+    rows = [
+        {"model": model, "forward_ratio": 0.5 + n, "train_ratio": 0.25 + n, "peak_over_start_mib": 1000.0 + n}
+        for n, model in enumerate(models)
+    ]
+    settings = {"batch": 32, "processor": "a processor, 2 CPU threads", "iters": 9}
+    measured = tmp_path / "cost.json"
+    measured.write_text(json.dumps({"settings": settings, "rows": rows}))
+    lines = comparison.cost_table(measured)
+    assert "| avg | 1.00 | 1.00 | 1,000 |" in lines and "| routing_pool | 3.00 | 5.00 | 1,001 |" in lines
+    assert sum(line.startswith("| ") for line in lines) == 11 and "a processor, 2 CPU threads" in lines[0]
+
+
 def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None:
     runs, kept = tmp_path / "runs", tmp_path / "kept"
     for seed, (avg, em) in enumerate([(91.0, 92.0), (91.2, 92.2), (91.4, 92.4)]):
