@@ -2,21 +2,28 @@
 
     git worktree add ../before v0.1.0
     python benchmarks/versions.py ../before --models idpa_resnet capsnet_dynamic --batch 8 32 --train --memory
+    python benchmarks/versions.py ../before --models idpa_resnet capsnet_em --batch 1 16 --onnx
 
 Each checkout has a process of its own. Both build the model, and then take turns: one call here, one there, of which
 the ratio is taken. A ratio below 1 says that this checkout is faster than the other one. The interval is that of the
 median (a sign test's, at 95%). Memory is the peak above start-up of two training steps in a fresh process of each
 checkout, as ``benchmarks/models.py --memory`` measures it; the median of ``--repeats``.
+
+``--onnx`` compares the exported files instead: whether both checkouts write the same graph with the same weights, and
+where they do not, the times of the two in ONNX Runtime. Files are cached in each checkout's ``bench/versions``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +48,15 @@ def serve(checkout: Path, threads: int, keep_memory: bool) -> None:
     run: Any = None
     for line in sys.stdin:
         order = json.loads(line)
-        if order["build"]:
+        if order.get("export"):
+            from benchmarks import export
+
+            export.FOLDER = Path(order["export"])
+            export.FOLDER.mkdir(parents=True, exist_ok=True)
+            with contextlib.redirect_stdout(sys.stderr):
+                file, _ = export.exported(order["spec"])
+            print(json.dumps(str(file)), flush=True)
+        elif order["build"]:
             build = models.train_step_of if order["train"] else models.forward_of
             run = build(order["spec"], order["batch"], form)
             run()
@@ -61,15 +76,15 @@ class Checkout:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
 
-    def ask(self, **order: Any) -> float:
-        """Send an order and wait for its answer."""
+    def ask(self, **order: Any) -> Any:
+        """Send an order and wait for its answer, a number or a path."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps({"build": False, **order}) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
             raise SystemExit(f"error: {self.folder}: the measurement failed (its message is above)")
-        return float(answer)
+        return json.loads(answer)
 
     def memory(self, spec: str, batch: int, repeats: int) -> float:
         """MiB above start-up, by the checkout's own benchmarks/models.py."""
@@ -108,6 +123,70 @@ def compare(before: Checkout, after: Checkout, spec: str, batch: int, train: boo
     return f"| `{spec}` | {batch} | {what}, ms | {ms[0]:.1f} | {ms[1]:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |"
 
 
+def canonical_graph(file: Path) -> list[tuple[Any, ...]]:
+    """The nodes of an ONNX file with their attributes; values are numbered, weights are hashes of their content."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(file).graph
+    ids: dict[str, Any] = {"": None}
+    for tensor in graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        digest = hashlib.sha256(values.tobytes()).hexdigest()
+        ids[tensor.name] = (str(values.dtype), values.shape, digest)
+    for value in graph.input:
+        ids.setdefault(value.name, len(ids))
+    nodes = []
+    for node in graph.node:
+        for name in node.output:
+            ids.setdefault(name, len(ids))
+        attributes = sorted(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
+        nodes.append(
+            (node.op_type, tuple(map(ids.get, node.input)), tuple(map(ids.get, node.output)), *attributes)
+        )
+    return nodes
+
+
+def compare_exported(
+    before: Checkout, after: Checkout, spec: str, batches: list[int], iters: int
+) -> list[str]:
+    """Rows: "the same graph", or the times of both files at each batch size."""
+    import torch
+
+    from benchmarks import models
+    from benchmarks.engines import median_interval
+    from capszoo.export.compare import OnnxRunner
+
+    files = [
+        Path(checkout.ask(export=str(checkout.folder / "bench" / "versions" / side), spec=spec))
+        for side, checkout in (("before", before), ("after", after))
+    ]
+    graphs = [canonical_graph(file) for file in files]
+    if graphs[0] == graphs[1]:
+        return [f"| `{spec}` | | ONNX graph, nodes | {len(graphs[0])} | the same graph | |"]
+    rows = [f"| `{spec}` | | ONNX graph, nodes | {len(graphs[0])} | {len(graphs[1])} | |"]
+    _, size = models.build(spec)
+    runners = [OnnxRunner(str(file)) for file in files]
+    for batch in batches:
+        images = torch.rand(models.batch_of(spec, batch), *size).numpy()
+        times: tuple[list[float], list[float]] = ([], [])
+        for turn in range(iters + 1):
+            for runner, found in zip(runners, times, strict=True):
+                time.sleep(0.05)  # the other runtime's threads spin for some milliseconds
+                runner(images)
+                start = time.perf_counter()
+                runner(images)
+                if turn:
+                    found.append(time.perf_counter() - start)
+        middle, low, high = median_interval([n / o for o, n in zip(*times, strict=True)])
+        ms = [statistics.median(found) * 1000 for found in times]
+        rows.append(
+            f"| `{spec}` | {len(images)} | ONNX Runtime, ms | {ms[0]:.1f} | {ms[1]:.1f} "
+            f"| {middle:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,6 +198,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--train", action="store_true", help="training steps too")
     parser.add_argument("--memory", action="store_true", help="peak memory of training too")
+    parser.add_argument("--onnx", action="store_true", help="compare the exported ONNX files instead")
     parser.add_argument("--repeats", type=int, default=1, help="processes of a memory measurement")
     parser.add_argument("--keep-memory", action="store_true", help="as training and evaluation do on a CPU")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -134,6 +214,9 @@ def main() -> None:
     )
     print("| model | batch | | before | after | after / before |\n|---|---:|---|---:|---:|---:|", flush=True)
     for spec in args.models:
+        if args.onnx:
+            print(*compare_exported(before, after, spec, args.batch, args.iters), sep="\n", flush=True)
+            continue
         for batch in args.batch:
             for train in (False, True) if args.train else (False,):
                 print(compare(before, after, spec, batch, train, args.iters), flush=True)

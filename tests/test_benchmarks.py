@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,42 @@ def test_two_checkouts_in_turns(root: Path) -> None:
     rows = [line.split(" | ") for line in done.stdout.splitlines() if "`" in line]
     assert [row[2] for row in rows] == ["forward, ms", "training step, ms", "training, MiB"]
     assert all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows)
+
+
+def test_graphs_are_compared_by_content(root: Path, tmp_path: Path) -> None:
+    """Names do not matter; weights, attributes and wiring do."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    versions = load_script(root / "benchmarks" / "versions.py")
+
+    def write(name: str, prefix: str = "", weight: float = 1.0, axis: int = 1, swapped: bool = False) -> Any:
+        tensor = helper.make_tensor(prefix + "w", TensorProto.FLOAT, [1], [weight])
+        ends = [
+            helper.make_tensor_value_info(prefix + end, TensorProto.FLOAT, ["b", 3]) for end in ("x", "y")
+        ]
+        inputs = [prefix + "x", prefix + "w"]
+        nodes = [
+            helper.make_node("Sub", inputs[::-1] if swapped else inputs, [prefix + "s"]),
+            helper.make_node("Softmax", [prefix + "s"], [prefix + "y"], axis=axis),
+        ]
+        file = tmp_path / f"{name}.onnx"
+        onnx.save(helper.make_model(helper.make_graph(nodes, "g", [ends[0]], [ends[1]], [tensor])), file)
+        return versions.canonical_graph(file)
+
+    plain = write("a")
+    assert len(plain) == 2 and plain == write("b", prefix="other/")
+    for change in ({"weight": 2.0}, {"axis": 0}, {"swapped": True}):
+        assert plain != write("c", **change), change
+
+
+@pytest.mark.slow
+def test_two_checkouts_exported(root: Path) -> None:
+    """A checkout against itself writes the same graph."""
+    command = [sys.executable, "benchmarks/versions.py", str(root), "--models", "resnet20_routingcaps"]
+    done = subprocess.run([*command, "--onnx", "--threads", "1"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the same graph" in done.stdout
 
 
 def test_a_folder_without_a_checkout_is_refused(root: Path, tmp_path: Path) -> None:
