@@ -56,6 +56,12 @@ class Tuning:
     #: elements in the largest temporary of a step in blocks (2 MiB in float32, the size of a core's own cache)
     em_shared_block_numbers: int = 1 << 19
 
+    # Self-routing
+    #: elements of the votes from which it forms none: below that, a product for each parent is too small
+    self_routing_vote_free_min_votes: int = 1 << 20
+    #: elements of the weighted children of one parent in a block of rows (2 MiB in float32)
+    self_routing_block_elements: int = 1 << 19
+
     # capConv
     #: elements of the maps of one branch in a block of images (2 MiB in float32)
     capconv_block_elements: int = 1 << 19

@@ -23,9 +23,11 @@ from capszoo.layers import (
     ConvDynamicRouting,
     ConvEM,
     ConvIDPA,
+    ConvSelfRouting,
     DynamicRouting,
     EncapModule,
     IDPAStack,
+    SelfRouting,
     SharedDynamicRouting,
     SharedEM,
     engine_report,
@@ -118,6 +120,23 @@ class PackedShared(Packed):
         return self.layer.route(*self._split(x))
 
 
+class PackedChildren(nn.Module):
+    """A fully connected layer on children ``[b, i, d + 1]`` whose activations, the last column, are made positive."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x[..., :-1], x[..., -1].sigmoid())
+
+    def route(self, x: Tensor) -> Any:
+        return self.layer.route(x[..., :-1], x[..., -1].sigmoid())
+
+
+#: blocks of three rows of the first case
+SELF_ROUTING = {"self_routing_block_elements": 3 * 5 * 3}
+
 EM = {
     "em_blocked_min_votes": 0,
     "em_block_votes": 5 * 8 * 3 * 4,
@@ -199,6 +218,13 @@ CASES = [
         lambda: Packed(ConvEM(2, 3, 2, 2, 1, 2, normalize_cost=True), 8),
         (10, 4, 4),
         EM,
+    ),
+    Case("self-routing", lambda: PackedChildren(SelfRouting(5, 3, 4, 2)), (5, 4), SELF_ROUTING),
+    Case(
+        "self-routing conv",
+        lambda: Packed(ConvSelfRouting(2, 3, 4, 5, stride=2, padding=1), 6),
+        (8, 5, 4),
+        SELF_ROUTING,
     ),
     Case("em class", lambda: Packed(ClassEM(2, 3, 2, 3), 8), (10, 3, 2), EM),
     Case("em, shared", lambda: PackedShared(SharedEM(3, 2, 7, 4), 6), (9, 5), EM),

@@ -1,75 +1,16 @@
-"""Self-routing: every child chooses its parents from its pose alone, without agreement and without iterations.
+"""Layers with self-routing: fully connected, and on a grid. Letters as in :mod:`capszoo.layers.self_routing`."""
 
-Paper: Hahn, Pyeon, Kim, "Self-Routing Capsule Networks" (NeurIPS 2019), section 3. The public release was read for
-facts: initialisation and the place of the activations.
-
-======================= ==================================================================
-symbol                  here
-======================= ==================================================================
-u_i, a_i                ``poses``, ``activations`` of the children
-W_route_i, b_i          ``weight``, ``bias``
-c_ij                    ``couplings``, ``softmax_j(W_route_i u_i + b_i)``
-a_j                     ``Σ_i c_ij a_i / Σ_i a_i``
-û_ij = W_pose_ij u_i    ``votes``
-u_j                     ``Σ_i c_ij a_i û_ij / Σ_i c_ij a_i``
-======================= ==================================================================
-
-Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` parent pose, ``h w`` grid, ``k l`` kernel.
-
-Deviations: 1e-7 is added to both denominators (1e-12 in the release, which the ONNX exporter would delete). All sums
-are computed in float32 for half precision.
-"""
-
-from typing import List, Optional, Tuple
+from typing import ClassVar, List, Optional, Tuple, Type
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._precision import upcast_half
-from .engine import Routed, RoutingLayer
+from ..engine import Engine, Reference, Routed, RoutingLayer
+from .engines import VoteFree
+from .routing import self_routing
 
-__all__ = ["ConvSelfRouting", "SelfRouting", "self_routing"]
-
-torch.fx.wrap("upcast_half")
-
-
-def self_routing(
-    poses: Tensor,
-    activations: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    pose_weight: Optional[Tensor] = None,
-    eps: float = 1e-7,
-) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-    """Route children to parents by the children's own poses.
-
-    Args:
-        poses: ``[b, i, d]``.
-        activations: ``[b, i]``, not negative.
-        weight: ``[i, d, j]``, W_route.
-        bias: ``[i, j]``.
-        pose_weight: ``[i, d, j * e]``, W_pose; None if the parents need no poses.
-        eps: added to both denominators.
-
-    Returns:
-        activations ``[b, j]``, which sum to 1; poses ``[b, j, e]``, or None without ``pose_weight``; and the
-        couplings ``[b, j, i]``, which sum to 1 over the parents.
-    """
-    children = poses.transpose(0, 1)  # [i, b, d]
-    logits = torch.bmm(children, weight) + bias.unsqueeze(1)  # [i, b, j]
-    couplings = torch.softmax(upcast_half(logits), dim=2).permute(1, 2, 0)  # [b, j, i]
-    active = upcast_half(activations)
-    share = couplings * active.unsqueeze(1)  # c_ij a_i: [b, j, i]
-    mass = share.sum(dim=2)  # [b, j]
-    parents = mass / (active.sum(dim=1, keepdim=True) + eps)
-    parent_poses: Optional[Tensor] = None
-    if pose_weight is not None:
-        votes = upcast_half(torch.bmm(children, pose_weight))  # [i, b, j*e]
-        votes = votes.reshape(weight.shape[0], -1, weight.shape[2], pose_weight.shape[2] // weight.shape[2])
-        total = torch.matmul(share.unsqueeze(2), votes.permute(1, 2, 0, 3)).squeeze(2)  # [b, j, e]
-        parent_poses = (total / (mass.unsqueeze(2) + eps)).to(poses.dtype)
-    return parents.to(poses.dtype), parent_poses, couplings
+__all__ = ["ConvSelfRouting", "SelfRouting"]
 
 
 class SelfRouting(RoutingLayer):
@@ -84,6 +25,7 @@ class SelfRouting(RoutingLayer):
     start even. ``pose_weight`` is ``[i, d, j * e]``, Kaiming uniform with fan-in ``j * e * d`` (as in the release).
     """
 
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (VoteFree, Reference)
     pose_weight: Optional[Tensor]
 
     def __init__(self, in_caps: int, in_dim: int, out_caps: int, out_dim: int = 0) -> None:

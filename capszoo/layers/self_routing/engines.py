@@ -1,0 +1,123 @@
+"""Engine of self-routing besides the reference: the parents' poses without votes, on a CPU.
+
+The sum ``Σ_i c_ij a_i W_ij u_i`` is one matrix product for each parent: all children, each multiplied by its share of
+that parent and concatenated, times all transforms to that parent. Votes have ``j * e`` elements for each child, the
+weighted children of one parent ``d``. They are formed for some rows at a time and recomputed in the backward pass.
+
+It is an operator of PyTorch, so that torch.compile does not unroll the loops. Letters as in
+:mod:`capszoo.layers.self_routing`.
+"""
+
+from typing import Any, List, Tuple
+
+import torch
+from torch import Tensor, library
+
+from .._precision import upcast_half
+from ..engine import Call, Engine, Routed
+from ..tuning import TUNING
+from .routing import EPS, choose_parents
+
+__all__ = ["VoteFree", "weighted_sum_of_votes"]
+
+
+def _rows(poses: Tensor) -> List[slice]:
+    """Slices over the batch of ``[b, i, d]``, so that the weighted children of one parent fit the cache."""
+    rows = max(1, TUNING.self_routing_block_elements // max(1, poses[0].numel()))
+    return [slice(start, start + rows) for start in range(0, len(poses), rows)]
+
+
+@library.custom_op("capszoo::weighted_sum_of_votes", mutates_args=())
+def weighted_sum_of_votes(poses: Tensor, share: Tensor, weight: Tensor) -> Tensor:
+    """``Σ_i s_ij W_ij u_i`` without votes.
+
+    Args:
+        poses: children ``[b, i, d]``, at least one.
+        share: factors ``[b, j, i]``; float32 for half precision, else of the same type.
+        weight: ``[j, i * d, e]``, of the type of ``poses``.
+
+    Returns:
+        ``[b, j, e]``, of the type of ``share``.
+    """
+    total = share.new_empty(share.shape[0], share.shape[1], weight.shape[2])
+    with torch.autocast(poses.device.type, enabled=False):
+        for rows in _rows(poses):
+            part, factors = poses[rows], share[rows].to(poses.dtype)
+            weighted = torch.empty_like(part, memory_format=torch.contiguous_format)
+            for j, transforms in enumerate(weight):
+                torch.mul(part, factors[:, j].unsqueeze(2), out=weighted)
+                total[rows, j] = weighted.flatten(1) @ transforms
+    return total
+
+
+@weighted_sum_of_votes.register_fake
+def _(poses: Tensor, share: Tensor, weight: Tensor) -> Tensor:
+    return share.new_empty(share.shape[0], share.shape[1], weight.shape[2])
+
+
+@library.custom_op("capszoo::weighted_sum_of_votes_backward", mutates_args=())
+def weighted_sum_of_votes_backward(
+    grad: Tensor, poses: Tensor, share: Tensor, weight: Tensor
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Gradients of poses, share and weight."""
+    grad_poses = share.new_zeros(poses.shape)
+    grad_share = torch.empty_like(share, memory_format=torch.contiguous_format)
+    grad_weight = share.new_zeros(weight.shape)
+    with torch.autocast(poses.device.type, enabled=False):
+        for rows in _rows(poses):
+            part, factors, given = poses[rows], share[rows], grad[rows].to(poses.dtype)
+            weighted = torch.empty_like(part, memory_format=torch.contiguous_format)
+            for j, transforms in enumerate(weight):
+                torch.mul(part, factors[:, j].unsqueeze(2).to(part.dtype), out=weighted)
+                grad_weight[j] += weighted.flatten(1).t() @ given[:, j]
+                by_weighted = (given[:, j] @ transforms.t()).view_as(part)
+                grad_poses[rows].addcmul_(by_weighted.to(factors.dtype), factors[:, j].unsqueeze(2))
+                grad_share[rows, j] = by_weighted.mul_(part).sum(dim=2)
+    return grad_poses.to(poses.dtype), grad_share, grad_weight.to(weight.dtype)
+
+
+@weighted_sum_of_votes_backward.register_fake
+def _(grad: Tensor, poses: Tensor, share: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    return poses.new_empty(poses.shape), share.new_empty(share.shape), weight.new_empty(weight.shape)
+
+
+def _keep(ctx: Any, inputs: Tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    return weighted_sum_of_votes_backward(grad, *ctx.saved_tensors)
+
+
+weighted_sum_of_votes.register_autograd(_backward, setup_context=_keep)
+
+
+class VoteFree(Engine):
+    """On a CPU: one matrix product of the weighted children for each parent, no votes."""
+
+    name = "vote_free"
+    evidence = "Self-routing: vote_free"
+    keeps_votes = False
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        return (
+            "" if layer.pose_weight is not None else "the parents have no poses, so that there are no votes"
+        )
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if call.votes < TUNING.self_routing_vote_free_min_votes:
+            return "fewer votes than TUNING.self_routing_vote_free_min_votes"
+        return ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        poses, activations = inputs
+        active, mass, share, couplings = choose_parents(poses, activations, layer.weight, layer.bias)
+        weight = layer.pose_weight.to(call.dtype).unflatten(2, [call.parents, -1])  # [i, d, j, e]
+        weight = weight.permute(2, 0, 1, 3).reshape(call.parents, -1, call.parent_dim)
+        total = weighted_sum_of_votes(poses.to(call.dtype), upcast_half(share).contiguous(), weight)
+        parents = (total / (mass.unsqueeze(2) + EPS)).to(poses.dtype)
+        return Routed([parents], [active.to(poses.dtype)], couplings if call.couplings else None)
