@@ -274,8 +274,20 @@ def page(kept: Path = KEPT) -> str:
         "above 1e9)."
     )
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
-    costs = ["", *cost_table()] if COST.is_file() else []
-    return "\n".join([HEADER, "", settings, "", *table(found), *plot, "", conclusion(found), *costs, ""])
+    costs = cost_table()
+    lines = [
+        HEADER,
+        "",
+        settings,
+        "",
+        *table(found),
+        *plot,
+        "",
+        conclusion(found),
+        *([""] if costs else []),
+        *costs,
+    ]
+    return "\n".join([*lines, ""])
 
 
 def _worth_drawing(found: list[Row]) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor, library
 
-from .._precision import upcast_half
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
 from .routing import EPS, choose_parents
@@ -118,6 +117,6 @@ class VoteFree(Engine):
         active, mass, share, couplings = choose_parents(poses, activations, layer.weight, layer.bias)
         weight = layer.pose_weight.to(call.dtype).unflatten(2, [call.parents, -1])  # [i, d, j, e]
         weight = weight.permute(2, 0, 1, 3).reshape(call.parents, -1, call.parent_dim)
-        total = weighted_sum_of_votes(poses.to(call.dtype), upcast_half(share).contiguous(), weight)
+        total = weighted_sum_of_votes(poses.to(call.dtype), share.contiguous(), weight)
         parents = (total / (mass.unsqueeze(2) + EPS)).to(poses.dtype)
         return Routed([parents], [active.to(poses.dtype)], couplings if call.couplings else None)
