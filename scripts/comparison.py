@@ -1,12 +1,15 @@
 """Eight heads on one backbone with one recipe: the runs' commands, their metadata, and docs/comparison.md from these.
 
-    python scripts/comparison.py --commands           # what to run: every head, every seed
+    python scripts/comparison.py --commands           # what to run: trials, then every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
     python scripts/comparison.py --benchmark          # the command that measures times and memory
     python scripts/comparison.py                      # write docs/comparison.md (and its plot) from what is kept
 
 Every figure of the page comes from the metadata of a run or from that benchmark; a head without runs is marked.
 Metadata are stored in benchmarks/results/comparison, one file per run, times and memory in comparison_cost.json.
+
+The heads of two layers take 5 to 17 times a training step of average pooling, so only one of the three is trained in
+full: the one with the best validation accuracy in a trial of two epochs, which has a schedule of its own length.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ COST = ROOT / "benchmarks" / "results" / "comparison_cost.json"
 PAGE, PLOT = ROOT / "docs" / "comparison.md", ROOT / "docs" / "comparison.svg"
 PROFILE, SEEDS = "comparison", (0, 1, 2)
 
-#: Head -> its recipe; of the depth-2 candidates, the best one by validation images makes the last row.
+#: Head -> its recipe.
 HEADS = {
     "avg": "resnet20_avg.cifar10",
     "routing_pool": "resnet20_routingpool.cifar10",
@@ -44,19 +47,24 @@ HEADS = {
     "idpa": "resnet20_idpa.cifar10",
     "self_routing": "resnet20_selfrouting.cifar10",
 }
+#: Candidates for the last row: the best one by a trial's validation images.
 DEPTH2 = {
     "dynamic, 2 layers": "resnet20_dynamic.cifar10_depth2",
     "em, 2 layers": "resnet20_em.cifar10_depth2",
     "self_routing, 2 layers": "resnet20_selfrouting.cifar10_depth2",
 }
 
+#: What a trial changes in the profile: 5,000 validation images separate candidates that 1,000 do not.
+TRIAL = ("epochs=2", "schedule.warmup_epochs=0.2", "data.val_size=5000")
+
 HEADER = """# Heads compared: what routing gains
 
 Eight heads on one backbone: the CIFAR ResNet-20 (16-32-64 channels), and the heads of the SR-CapsNet paper with
 32 primary capsules of 16 dimensions. All train on CIFAR-10 with one recipe (`--profile comparison`), three seeds each.
-The last epoch's weights are measured once on the 10,000 test images. Of the heads with two capsule layers, the table
-shows the one with the best validation accuracy. `python scripts/comparison.py` writes this page from the metadata of
-the runs in `benchmarks/results/comparison`; `--commands` prints the commands of the runs.
+The last epoch's weights are measured once on the 10,000 test images. Three heads with two capsule layers were
+candidates for the last row: a trial of two epochs each, on 5,000 validation images, chooses the one that is trained.
+`python scripts/comparison.py` writes this page from the metadata of the runs in `benchmarks/results/comparison`;
+`--commands` prints the commands of the runs.
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
 the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Seconds are
@@ -86,41 +94,47 @@ class Row:
         return statistics.stdev(found) if len(found) > 1 else math.nan
 
 
-def recipe_settings(name: str) -> dict[str, Any]:
+def recipe_settings(name: str, trial: bool = False) -> dict[str, Any]:
     """Settings that a run must have been trained with to count."""
-    tree = load_recipe(name, profile=PROFILE).model_dump(mode="json")
-    return {
-        key: tree[key]
-        for key in (
-            *("arch", "tag", "model_args", "epochs", "batch_size", "optimizer", "schedule", "loss"),
-            "clip_grad",
-        )
-    }
+    tree = load_recipe(name, TRIAL if trial else (), PROFILE).model_dump(mode="json")
+    keys = ("arch", "tag", "model_args", "epochs", "batch_size", "optimizer", "schedule", "loss", "clip_grad")
+    return {key: tree[key] for key in keys}
 
 
-def commands(seeds: tuple[int, ...] = SEEDS) -> list[str]:
-    """Commands of all runs, seed by seed, so that each head has one run before any has two."""
-    return [
+def commands(seeds: tuple[int, ...] = SEEDS, kept: Path = KEPT) -> list[str]:
+    """Commands: the trials of two layers, then all runs seed by seed, so that each head has one before any has two.
+
+    Before the trials have been run, the last head of each seed is left out.
+    """
+    best = chosen(kept)
+    changes = " ".join(f"--set {change}" for change in TRIAL)
+    trials = [
+        f"capszoo train {recipe} --profile {PROFILE} {changes} --out runs/comparison/trials/{recipe}"
+        for recipe in DEPTH2.values()
+    ]
+    recipes = [*HEADS.values(), *([DEPTH2[best]] if best else [])]
+    return trials + [
         f"capszoo train {recipe} --profile {PROFILE} --set seed={seed} --out runs/comparison/{recipe}.{seed}"
         for seed in seeds
-        for recipe in (HEADS | DEPTH2).values()
+        for recipe in recipes
     ]
 
 
 def collect(folder: Path, kept: Path = KEPT) -> list[str]:
     """Copy the metadata of finished runs below a folder; return a line about each, including skipped ones.
 
-    A run counts if its recipe's settings are those of the profile.
+    A run counts if its recipe's settings are those of the profile, or, below ``trials``, those of a trial. Of a trial,
+    the figures on test images are dropped.
     """
     lines = []
     known = (HEADS | DEPTH2).values()
-    for path in sorted(folder.glob("*/*.json")):
-        name, raw = path.stem, {}
+    for path in sorted([*folder.glob("*/*.json"), *folder.glob("trials/*/*.json")]):
+        name, raw, trial = path.stem, {}, path.parents[1].name == "trials"
         if name in known:
             raw = json.loads(path.read_text(encoding="utf-8"))
         if "test" not in raw.get("metrics", {}):
             continue
-        wanted = recipe_settings(name)
+        wanted = recipe_settings(name, trial)
         different = [key for key, value in wanted.items() if raw["recipe"].get(key) != value]
         if different:
             lines.append(f"left out: {path.parent}: {', '.join(different)} not as in --profile {PROFILE}")
@@ -128,23 +142,42 @@ def collect(folder: Path, kept: Path = KEPT) -> list[str]:
         log = path.parent / "metrics.jsonl"
         last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1]) if log.is_file() else {}
         raw["routing"] = last.get("routing")
-        kept.mkdir(parents=True, exist_ok=True)
-        target = kept / f"{name}.{raw['seed']}.json"
+        if trial:
+            del raw["metrics"]["test"]
+        split = "validation" if trial else "test"
+        target = kept / "trials" / f"{name}.json" if trial else kept / f"{name}.{raw['seed']}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        lines.append(f"kept: {target.name}: {raw['metrics']['test']['top1']:.2f}")
+        lines.append(f"kept: {target.relative_to(kept)}: {raw['metrics'][split]['top1']:.2f} ({split})")
     return lines
 
 
+def trials(kept: Path = KEPT) -> dict[str, float]:
+    """Head of two layers -> validation accuracy of its trial, for those that have been run."""
+    files = {head: kept / "trials" / f"{recipe}.json" for head, recipe in DEPTH2.items()}
+    return {
+        head: json.loads(file.read_text(encoding="utf-8"))["metrics"]["validation"]["top1"]
+        for head, file in files.items()
+        if file.is_file()
+    }
+
+
+def chosen(kept: Path = KEPT) -> str | None:
+    """The head of two layers to train: the best by its trial, once all three have one."""
+    found = trials(kept)
+    return max(found, key=lambda head: found[head]) if len(found) == len(DEPTH2) else None
+
+
 def rows(kept: Path = KEPT) -> list[Row]:
-    """A row for each head; the last one is the best head of two layers, or states that there is none yet."""
+    """A row for each head; the last one is the chosen head of two layers, or states that there is none yet."""
 
     def row(head: str, recipe: str) -> Row:
         files = sorted(kept.glob(f"{recipe}.[0-9]*.json"))
         return Row(head, recipe, tuple(json.loads(file.read_text(encoding="utf-8")) for file in files))
 
-    deep = [found for found in (row(*item) for item in DEPTH2.items()) if found.figures("validation")]
-    best = max(deep, key=lambda found: statistics.mean(found.figures("validation")), default=None)
-    return [*(row(*item) for item in HEADS.items()), best or Row("2 layers, the best of three", "", ())]
+    best = chosen(kept)
+    last = row(best, DEPTH2[best]) if best else Row("2 layers, the best of three", "", ())
+    return [*(row(*item) for item in HEADS.items()), last]
 
 
 def cost(recipe: str) -> tuple[int, float]:
@@ -273,6 +306,8 @@ def page(kept: Path = KEPT) -> str:
         "classes have 32,768 inputs each, diverged at this learning rate in a trial (300 updates of 64 images, loss "
         "above 1e9)."
     )
+    tried = [f"{head} {top1:.1f}" for head, top1 in trials(kept).items()]
+    trial = ["", f"Trials of two layers, validation accuracy in %: {', '.join(tried)}."] if tried else []
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
     costs = cost_table()
     lines = [
@@ -281,6 +316,7 @@ def page(kept: Path = KEPT) -> str:
         settings,
         "",
         *table(found),
+        *trial,
         *plot,
         "",
         conclusion(found),

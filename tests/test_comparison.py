@@ -25,11 +25,13 @@ def test_all_heads_share_one_recipe(comparison: Any) -> None:
     settings = [{k: v for k, v in recipe.model_dump().items() if k not in free} for recipe in recipes]
     assert len(recipes) == 10 and all(tree == settings[0] for tree in settings)
     assert settings[0]["clip_grad"] == 1.0, "the conv head diverges without"
-    assert len(comparison.commands()) == 30 and len(set(comparison.commands())) == 30
 
 
-def run(comparison: Any, folder: Path, name: str, seed: int, top1: float, **changes: Any) -> None:
-    tree = load_recipe(name, [f"seed={seed}"], "comparison").model_dump(mode="json") | changes
+def run(
+    comparison: Any, folder: Path, name: str, seed: int, top1: float, trial: bool = False, **changes: Any
+) -> None:
+    settings = [f"seed={seed}", *(comparison.TRIAL if trial else ())]
+    tree = load_recipe(name, settings, "comparison").model_dump(mode="json") | changes
     meta = {
         "recipe": tree,
         "seed": seed,
@@ -37,7 +39,7 @@ def run(comparison: Any, folder: Path, name: str, seed: int, top1: float, **chan
         "hardware": "a machine",
         "metrics": {"validation": {"top1": top1 + 1, "n": 1000}, "test": {"top1": top1, "n": 10000}},
     }
-    out = folder / f"{name}.{seed}"
+    out = folder / "trials" / name if trial else folder / f"{name}.{seed}"
     out.mkdir(parents=True)
     (out / f"{name}.json").write_text(json.dumps(meta))
     (out / "metrics.jsonl").write_text(json.dumps({"epoch": 1, "routing": {"entropy": [0.5]}}) + "\n")
@@ -46,6 +48,30 @@ def run(comparison: Any, folder: Path, name: str, seed: int, top1: float, **chan
 def test_rows_without_runs_say_so(comparison: Any, tmp_path: Path) -> None:
     page = comparison.page(tmp_path)
     assert page.count("no run yet") == 8 and "too few runs" in page and ".svg" not in page
+    commands = comparison.commands(kept=tmp_path)
+    assert len(set(commands)) == len(commands) == 3 + 3 * 7, "no head of two layers is chosen yet"
+
+
+def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path) -> None:
+    runs, kept = tmp_path / "runs", tmp_path / "kept"
+    names = list(comparison.DEPTH2.values())
+    for name, top1 in zip(names[:2], (60.0, 50.0), strict=True):
+        run(comparison, runs, name, 0, top1, trial=True)
+    comparison.collect(runs, kept)
+    assert comparison.chosen(kept) is None, "two of three have a trial"
+    run(comparison, runs, names[2], 0, 55.0, trial=True)
+    lines = comparison.collect(runs, kept)
+    assert lines[0].endswith("61.00 (validation)") and comparison.chosen(kept) == "dynamic, 2 layers"
+    kept_trial = json.loads((kept / "trials" / f"{names[0]}.json").read_text())
+    assert "test" not in kept_trial["metrics"], "nothing is chosen by test images, and nothing tempts to"
+    assert f"{names[0]}.2" in comparison.commands(kept=kept)[-1] and len(comparison.commands(kept=kept)) == 27
+    page = comparison.page(kept)
+    assert "dynamic, 2 layers 61.0, em, 2 layers 51.0, self_routing, 2 layers 56.0" in page
+    # a run of full length below trials, or a trial beside the runs, is no trial
+    run(comparison, runs / "other", names[1], 0, 99.0, trial=True, epochs=20)
+    assert "left out" in comparison.collect(runs / "other", kept)[0] and comparison.chosen(kept).startswith(
+        "dynamic"
+    )
 
 
 def test_costs_are_relative_to_average_pooling(comparison: Any, tmp_path: Path) -> None:
@@ -71,9 +97,11 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
         run(comparison, runs, "resnet20_em.cifar10", seed, em)
     run(comparison, runs, "resnet20_em.cifar10_depth2", 0, 90.0)
     run(comparison, runs, "resnet20_dynamic.cifar10_depth2", 0, 91.0)
+    for name, top1 in zip(comparison.DEPTH2.values(), (60.0, 50.0, 55.0), strict=True):
+        run(comparison, runs, name, 0, top1, trial=True)
     run(comparison, runs, "resnet20_conv.cifar10", 0, 99.0, epochs=3)  # another recipe: it does not count
     lines = comparison.collect(runs, kept)
-    assert sum(line.startswith("kept") for line in lines) == 8
+    assert sum(line.startswith("kept") for line in lines) == 11
     assert any("left out" in line and "epochs" in line for line in lines)
     page = comparison.page(kept)
     results, _, _ = page.partition("What a head costs")  # the table of costs has rows of the same names
