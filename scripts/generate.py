@@ -26,11 +26,12 @@ from benchmarks import heads, transfer  # noqa: E402
 from capszoo._catalogue import CATALOGUE  # noqa: E402
 from capszoo._metadata import default_weights  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
-from capszoo.models._papers import PAPERS  # noqa: E402
+from capszoo.models._papers import PAPERS, PaperFigure  # noqa: E402
 from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
 from capszoo.recipes.release.model_card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.release.paper_results import (  # noqa: E402
+    as_accuracy,
     began_with,
     counted,
     header_line,
@@ -117,13 +118,18 @@ def model_table() -> str:
 
 def weights_table() -> str:
     """The checkpoints for the README: data set, accuracy, number of test images, the paper's result."""
-    lines = ["| weights | data set | top-1, % | n | paper |", "|---|---|---:|---:|---|"]
+    lines = ["| weights | data set | top-1, % | n | paper's top-1, % |", "|---|---|---:|---:|---|"]
     for name, info in bundled_tags().items():
         test = info.raw["metrics"]["test"]
         accuracy = f"{test['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"
-        papers = "; ".join(str(figure) for figure in paper_figures(info)) or "–"
+        papers = "; ".join(map(_paper_accuracy, paper_figures(info))) or "–"
         lines.append(f"| `{name}` | {info.raw['dataset']['name']} | {accuracy} | {test['n']:,} | {papers} |")
     return "\n".join(lines)
+
+
+def _paper_accuracy(figure: PaperFigure) -> str:
+    """A paper's result as an accuracy, like ours beside it: most papers print errors."""
+    return f"{as_accuracy(figure):.2f}" + (f" ({figure.note})" if figure.note else "")
 
 
 def defaults_table() -> str:
@@ -142,13 +148,13 @@ def defaults_table() -> str:
 def results_table() -> str:
     """The checkpoints and their measured results, from the metadata beside the weights."""
     lines = [
-        "| weights | data set | top-1, % | wrong of | runs | paper | parameters | recipe |",
+        "| weights | data set | top-1, % | wrong of | runs | paper's top-1, % | parameters | recipe |",
         "|---|---|---:|---:|---|---|---:|---|",
     ]
     for name, info in bundled_tags().items():
         stated = info.metadata
         test = stated.metrics["test"]
-        same = [str(figure) for figure in paper_figures(info)]
+        same = [_paper_accuracy(figure) for figure in paper_figures(info)]
         runs = f"1 (seed {stated.seed}), {stated.trained.epochs} epochs, the last"
         if began_with(info):
             runs += ", after those of " + ("a run broken off" if went_on(info) else "an earlier run")
