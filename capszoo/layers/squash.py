@@ -43,10 +43,21 @@ def squash(s: Tensor, dim: int = -1) -> Tensor:
         tensor([0.9615, 0.0000])
     """
     x = upcast_half(s)
-    # The lower bound keeps the square root differentiable (the ONNX exporter would delete so small a ``+ eps``,
-    # not a clamp); the upper one keeps float32 finite when the sum of squares overflows.
-    square = (x * x).sum(dim=dim, keepdim=True).clamp(1e-12, 1e38)
-    return (x * (square.sqrt() / (1.0 + square))).to(s.dtype)
+    return (x * squash_factor(squared_lengths(x, dim))).to(s.dtype)
+
+
+def squared_lengths(s: Tensor, dim: int) -> Tensor:
+    """Squared lengths along ``dim``, which stays with size 1; clamped to [1e-12, 1e38].
+
+    The lower bound keeps the square root differentiable (the ONNX exporter would delete so small a ``+ eps``, not a
+    clamp); the upper one keeps float32 finite when the sum of squares overflows.
+    """
+    return (s * s).sum(dim=dim, keepdim=True).clamp(1e-12, 1e38)
+
+
+def squash_factor(square: Tensor) -> Tensor:
+    """What :func:`squash` multiplies a capsule by, ``|s| / (1 + |s|^2)``, from its squared length."""
+    return square.sqrt() / (1.0 + square)
 
 
 def exponential_squash(s: Tensor, dim: int = -1) -> Tensor:
@@ -62,7 +73,7 @@ def exponential_squash(s: Tensor, dim: int = -1) -> Tensor:
         Tensor of the shape and dtype of ``s``; lengths lie in [0, 1].
     """
     x = upcast_half(s)
-    length = (x * x).sum(dim=dim, keepdim=True).clamp(1e-12, 1e38).sqrt()
+    length = squared_lengths(x, dim).sqrt()
     return (x * (-torch.expm1(-length) / length)).to(s.dtype)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..engine import Call, Engine, Routed
+from ..squash import squared_lengths, squash_factor
 from ..tuning import TUNING
 
 __all__ = ["Recompute", "RecomputeBranches"]
@@ -64,15 +65,6 @@ def _blocks(n: Tensor) -> List[slice]:
     return [slice(start, start + images) for start in range(0, len(n), images)]
 
 
-def _square(s: Tensor) -> Tensor:
-    """Squared lengths ``[b, g, 1, h, w]`` of ``[b, g, d, h, w]``, clamped as :func:`.squash` clamps them."""
-    return (s * s).sum(dim=2, keepdim=True).clamp_(1e-12, 1e38)
-
-
-def _factor(square: Tensor) -> Tensor:
-    return square.sqrt() / (1.0 + square)
-
-
 def _gradient(grad: Tensor, s: Tensor, square: Tensor) -> Tensor:
     """Gradient through ReLU and squash, from squashed ``s`` to the input of ReLU; exact at any length in float32."""
     root, total = square.sqrt(), 1.0 + square
@@ -93,7 +85,7 @@ class _NormSquash(torch.autograd.Function):
         ctx.groups, ctx.how = groups, (norm.training, norm.eps)
         for block in _blocks(y):
             s = y[block].unflatten(1, (groups, -1))
-            s.mul_(_factor(_square(s)))
+            s.mul_(squash_factor(squared_lengths(s, 2)))
         return y
 
     @staticmethod
@@ -104,7 +96,7 @@ class _NormSquash(torch.autograd.Function):
         found = torch.empty_like(n)
         for block in _blocks(n):
             s = norm.relu(n[block]).unflatten(1, split)
-            found[block] = _gradient(grad[block].unflatten(1, split), s, _square(s))
+            found[block] = _gradient(grad[block].unflatten(1, split), s, squared_lengths(s, 2))
         return (*norm.gradients(found, n), None, None)
 
 
@@ -131,7 +123,7 @@ class _Branches(torch.autograd.Function):
             branches.append(y)
         for block in _blocks(out):
             parts = [y[block].unflatten(1, split) for y in branches]
-            pair = torch.stack([s * _factor(_square(s)) for s in parts], dim=2)
+            pair = torch.stack([s * squash_factor(squared_lengths(s, 2)) for s in parts], dim=2)
             found = F.conv2d(pair.flatten(1, 3), coef, coef_bias, 1, 1, 1, coef_groups)
             maps[block] = found.unflatten(1, (groups, 2)).unsqueeze(3)
             grid = out[block].unflatten(1, split)
@@ -151,8 +143,10 @@ class _Branches(torch.autograd.Function):
         for block in _blocks(grad):
             up = grad[block].unflatten(1, (ctx.groups, -1))
             parts = [norm.relu(n[block]).unflatten(1, (ctx.groups, -1)) for n, norm in branches]
-            squares = [_square(s) for s in parts]
-            pair = torch.stack([s * _factor(square) for s, square in zip(parts, squares, strict=True)], dim=2)
+            squares = [squared_lengths(s, 2) for s in parts]
+            pair = torch.stack(
+                [s * squash_factor(square) for s, square in zip(parts, squares, strict=True)], dim=2
+            )
             grad_maps = (pair * up.unsqueeze(2)).sum(dim=3).flatten(1, 2)
             grad_pair, by_coef, by_bias = torch.ops.aten.convolution_backward(
                 grad_maps, pair.flatten(1, 3), coef, [len(coef)], [1, 1], [1, 1], [1, 1], False, [0, 0],
