@@ -123,28 +123,30 @@ def compare(before: Checkout, after: Checkout, spec: str, batch: int, train: boo
     return f"| `{spec}` | {batch} | {what}, ms | {ms[0]:.1f} | {ms[1]:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |"
 
 
-def canonical_graph(file: Path) -> list[tuple[Any, ...]]:
-    """The nodes of an ONNX file with their attributes; values are numbered, weights are hashes of their content."""
+def graph_digest(file: Path) -> tuple[int, list[str]]:
+    """Number of nodes, and for each output of an ONNX file a hash of all that computes it.
+
+    Names and the order of the nodes make no difference; operators, attributes, weights and connections do.
+    """
     import onnx
     from onnx import numpy_helper
 
+    def digest(*parts: Any) -> str:
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
     graph = onnx.load(file).graph
-    ids: dict[str, Any] = {"": None}
+    found = {"": ""}
     for tensor in graph.initializer:
         values = numpy_helper.to_array(tensor)
-        digest = hashlib.sha256(values.tobytes()).hexdigest()
-        ids[tensor.name] = (str(values.dtype), values.shape, digest)
-    for value in graph.input:
-        ids.setdefault(value.name, len(ids))
-    nodes = []
-    for node in graph.node:
-        for name in node.output:
-            ids.setdefault(name, len(ids))
+        found[tensor.name] = digest(values.dtype, values.shape, hashlib.sha256(values.tobytes()).hexdigest())
+    for position, value in enumerate(graph.input):
+        found.setdefault(value.name, digest("input", position))
+    for node in graph.node:  # in topological order, as ONNX demands
         attributes = sorted(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
-        nodes.append(
-            (node.op_type, tuple(map(ids.get, node.input)), tuple(map(ids.get, node.output)), *attributes)
-        )
-    return nodes
+        inputs = [found[name] for name in node.input]
+        for position, name in enumerate(node.output):
+            found[name] = digest(node.op_type, attributes, inputs, position)
+    return len(graph.node), [found[value.name] for value in graph.output]
 
 
 def compare_exported(
@@ -161,10 +163,10 @@ def compare_exported(
         Path(checkout.ask(export=str(checkout.folder / "bench" / "versions" / side), spec=spec))
         for side, checkout in (("before", before), ("after", after))
     ]
-    graphs = [canonical_graph(file) for file in files]
-    if graphs[0] == graphs[1]:
-        return [f"| `{spec}` | | ONNX graph, nodes | {len(graphs[0])} | the same graph | |"]
-    rows = [f"| `{spec}` | | ONNX graph, nodes | {len(graphs[0])} | {len(graphs[1])} | |"]
+    (nodes, content), (nodes_now, content_now) = map(graph_digest, files)
+    if content == content_now:
+        return [f"| `{spec}` | | ONNX graph, nodes | {nodes} | the same graph | |"]
+    rows = [f"| `{spec}` | | ONNX graph, nodes | {nodes} | {nodes_now} | |"]
     _, size = models.build(spec)
     runners = [OnnxRunner(str(file)) for file in files]
     for batch in batches:

@@ -103,28 +103,40 @@ def test_two_checkouts_in_turns(root: Path) -> None:
 
 
 def test_graphs_are_compared_by_content(root: Path, tmp_path: Path) -> None:
-    """Names do not matter; weights, attributes and wiring do."""
+    """Names and the order of nodes do not matter; weights, attributes and wiring do."""
     import onnx
     from onnx import TensorProto, helper
 
     versions = load_script(root / "benchmarks" / "versions.py")
 
-    def write(name: str, prefix: str = "", weight: float = 1.0, axis: int = 1, swapped: bool = False) -> Any:
+    def write(
+        name: str,
+        prefix: str = "",
+        weight: float = 1.0,
+        axis: int = 1,
+        swapped: bool = False,
+        bias_first: bool = False,
+    ) -> Any:
         tensor = helper.make_tensor(prefix + "w", TensorProto.FLOAT, [1], [weight])
         ends = [
             helper.make_tensor_value_info(prefix + end, TensorProto.FLOAT, ["b", 3]) for end in ("x", "y")
         ]
         inputs = [prefix + "x", prefix + "w"]
-        nodes = [
+        parts = [
             helper.make_node("Sub", inputs[::-1] if swapped else inputs, [prefix + "s"]),
-            helper.make_node("Softmax", [prefix + "s"], [prefix + "y"], axis=axis),
+            helper.make_node("Neg", inputs[1:], [prefix + "n"]),
+        ]
+        nodes = [
+            *(parts[::-1] if bias_first else parts),
+            helper.make_node("Add", [prefix + "s", prefix + "n"], [prefix + "t"]),
+            helper.make_node("Softmax", [prefix + "t"], [prefix + "y"], axis=axis),
         ]
         file = tmp_path / f"{name}.onnx"
         onnx.save(helper.make_model(helper.make_graph(nodes, "g", [ends[0]], [ends[1]], [tensor])), file)
-        return versions.canonical_graph(file)
+        return versions.graph_digest(file)
 
     plain = write("a")
-    assert len(plain) == 2 and plain == write("b", prefix="other/")
+    assert plain[0] == 4 and plain == write("b", prefix="other/") == write("b", bias_first=True)
     for change in ({"weight": 2.0}, {"axis": 0}, {"swapped": True}):
         assert plain != write("c", **change), change
 
