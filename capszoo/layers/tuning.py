@@ -24,6 +24,8 @@ class Tuning:
     idpa_block_votes: int = 1 << 17
     #: elements of the votes of an image in one chunk of an exported graph
     idpa_chunk_votes: int = 1 << 20
+    #: parents of a fully connected layer up to which an exported graph masks products instead of gathering votes
+    idpa_masked_max_parents: int = 16
 
     # Dynamic routing
     #: images (or windows) from which it routes without votes: the rows of its products, and of a block of them

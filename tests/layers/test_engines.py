@@ -151,7 +151,7 @@ DYNAMIC = {
     "dynamic_block_votes": 3 * 7 * 4 * 5,
 }
 
-IDPA = {"idpa_block_votes": 150, "idpa_chunk_votes": 300}
+IDPA = {"idpa_block_votes": 150, "idpa_chunk_votes": 300, "idpa_masked_max_parents": 18}
 
 CASES = [
     Case("idpa conv", lambda: ConvIDPA(2, 3, 9, kernel_size=3, num_iters=3), (18, 4, 3), IDPA, idpa_route),
@@ -441,7 +441,8 @@ def test_writes_graphs(case: Case, engine: type[Engine], monkeypatch: pytest.Mon
     with tuned(**case.tuning), use_engines(target=engine.targets[0]), record_engines() as choices:
         program = torch.export.export(module, tuple(x), dynamic_shapes=tuple({0: batch} for _ in x))
     assert engine in {choice.engine for choice in choices}
-    assert all(choice.engine in (engine, Reference) for choice in choices)
+    # layers of another kind have an engine of their own
+    assert all(choice.engine is Reference or choice.engine.targets for choice in choices)
     assert deviation(flat(program.module()(*x)), expected) < engine.atol[F64]
     more = [torch.cat([t, t, t]) for t in x]
     assert deviation(flat(program.module()(*more)), flat(module(*more))) < engine.atol[F64]

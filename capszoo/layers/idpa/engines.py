@@ -11,9 +11,9 @@ from .._triton.ops import fused_norm, fused_pass
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
 from .blocked import idpa_pass
-from .routing import iteration
+from .routing import couplings_of, iteration
 
-__all__ = ["Blocked", "Chunked", "Fused"]
+__all__ = ["Blocked", "Chunked", "Fused", "Masked"]
 
 
 class Iterated(Engine):
@@ -164,6 +164,54 @@ class Chunked(Iterated):
         for some in sums[1:]:
             total = total + some
         return self.layer._normalise(total), torch.cat(couplings, dim=2) if need_couplings else None
+
+
+class Masked(Iterated):
+    """In a graph of a fully connected layer: one product for all parents, in which those of other parents are zeros.
+
+    Votes of matrix poses leave their product row by row, all parents side by side. The reference gathers each parent's
+    rows, a copy of runs as short as a row. Here votes stay so: parents of few poses cost less arithmetic than the copy.
+    """
+
+    name = "masked"
+    evidence = "IDPA: masked"
+    keeps_votes = True
+    modes = ("eager", "compiled", "graph")
+    targets = ("onnx_cpu", "gpu")
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if call.parents > TUNING.idpa_masked_max_parents:
+            return "more parents than TUNING.idpa_masked_max_parents"
+        return ""
+
+    @classmethod
+    def prepare(cls, layer: Any) -> Dict[str, Tensor]:
+        own = torch.eye(layer.out_caps, dtype=layer.weight.dtype, device=layer.weight.device)
+        return {"mask": own.repeat_interleave(layer.cols, 0).repeat(layer.rows, 1)}  # [p*j*r, j]
+
+    def __init__(self, layer: Any, call: Call) -> None:
+        super().__init__(layer, call)
+        self.mask = layer.weights(Masked)["mask"].to(call.dtype)
+
+    def read(self, children: Tensor) -> List[Tensor]:
+        """All votes, ``[n, i, p*j*r]``."""
+        layer = self.layer
+        poses = layer._child_poses(children).transpose(0, 1).reshape(layer.num_children, -1, layer.inner)
+        votes = torch.bmm(poses, layer._child_weight().flatten(2))  # [i, n*p, j*r]
+        return [votes.reshape(layer.num_children, -1, len(self.mask)).transpose(0, 1)]
+
+    def iterate(
+        self, given: List[Tensor], parents: Tensor, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        layer, votes = self.layer, given[0]
+        p, j, r = layer.rows, layer.out_caps, layer.cols
+        rows = (parents * layer.scale).reshape(-1, j, p, r).transpose(1, 2).reshape(-1, len(self.mask), 1)
+        agreement = torch.bmm(votes, (rows * self.mask).to(votes.dtype))  # [n, i, j]
+        couplings = couplings_of(agreement.transpose(1, 2), votes.dtype)
+        sums = (torch.bmm(couplings, votes) * self.mask.t()).sum(dim=1)  # [n, p*j*r]
+        sums = sums.reshape(-1, p, j, r).transpose(1, 2).reshape(-1, j, p * r)
+        return layer._normalise(sums), couplings if need_couplings else None
 
 
 class Fused(Iterated):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..engine import Reference
 from .base import IDPALayer
-from .engines import Blocked, Chunked, Fused
+from .engines import Blocked, Chunked, Fused, Masked
 from .routing import normalised
 
 __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
@@ -235,6 +235,8 @@ class FCIDPA(IDPALayer):
     by position: child = (row * width + column) * types + type. ``weight`` is ``[i, q, j, r]``, which is the first
     iteration's matrix ``[i*q, j*r]`` and, without a copy, the later iterations' batch of matrices.
     """
+
+    engines = (Masked, Fused, Blocked, Reference)
 
     def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
         super().__init__(in_caps, out_caps, *args, **options)
