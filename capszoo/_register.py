@@ -23,8 +23,12 @@ def register_with_timm() -> None:
     """Register now if timm is loaded, else as soon as it is."""
     if "timm" in sys.modules:
         importlib.import_module(_MODELS)
-    elif not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TimmFinder())
+    else:
+        # by name: a capszoo that was removed from sys.modules has left a finder of another class, and two would call
+        # each other for ever
+        name = (_TimmFinder.__module__, _TimmFinder.__qualname__)
+        others = [f for f in sys.meta_path if (type(f).__module__, type(f).__qualname__) != name]
+        sys.meta_path[:] = [_TimmFinder(), *others]
 
 
 class _TimmFinder(MetaPathFinder):

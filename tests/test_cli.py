@@ -139,7 +139,8 @@ def test_info_engines() -> None:
     command = ("info", "idpa_resnet", "--engines", "--batch", "32", "--training")
     rows = json.loads(succeeds(*command, "--json"))
     assert [row["engine"] for row in rows] == ["reference", "reference", "blocked"]
-    assert rows[2]["refused"] == {"fused": "runs on CUDA alone"} and rows[2]["votes"] == 32 * 800 * 10 * 16
+    assert rows[2]["refused"] == {"masked": "is for other graphs", "fused": "runs on CUDA alone"}
+    assert rows[2]["votes"] == 32 * 800 * 10 * 16
     text = succeeds(*command)
     assert "blocked" in text and "fused: " in text and rows[0]["layer"] in text
     (row,) = json.loads(succeeds("info", "idpa_cnn.mnist", "--engines", "--batch", "1", "--json"))[-1:]
