@@ -102,6 +102,8 @@ def test_list() -> None:
 def test_list_pretrained() -> None:
     rows = json.loads(succeeds("list", "--pretrained", "--json"))
     assert [row["name"] for row in rows] == capszoo.list_pretrained()
+    shown = succeeds("list", "--pretrained")
+    assert all(row["name"] in shown for row in rows) and "99.35" in shown
 
 
 def test_list_without_a_match() -> None:
@@ -582,3 +584,11 @@ def test_importing_the_package_stays_light(root: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_queue_is_shown_without_training(tmp_path: Path) -> None:
+    shown = succeeds("train", "--queue", "--dry-run", "--out", tmp_path / "runs")
+    assert "idpa_resnet.cifar10" in shown and "resnet20_routingpool.cifar10, seed 2" in shown
+    assert not (tmp_path / "runs").exists()
+    assert "--seeds takes whole numbers with commas" in fails(2, "train", "cnn6.mnist", "--seeds", "0,x")
+    assert "--seeds takes one" in fails(2, "train", "cnn6.mnist", "encapnet6.cifar10", "--seeds", "0")

@@ -101,8 +101,14 @@ def test_the_commands_are_listed(root: Path) -> None:
     assert " app " in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["capsnet_dynamic.mnist", "resnet20_routingcaps.mnist", "idpa_cnn.mnist"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet20_routingcaps.mnist",
+        pytest.param("capsnet_dynamic.mnist", marks=pytest.mark.slow),
+        pytest.param("idpa_cnn.mnist", marks=pytest.mark.slow),
+    ],
+)
 def test_the_exported_file_answers_as_the_network_does(name: str, tmp_path: Path) -> None:
     model, direct = AppModel(name, tmp_path), capszoo.load(name)
     assert not list(tmp_path.iterdir()), "the export was not deleted"
@@ -117,7 +123,6 @@ def test_the_exported_file_answers_as_the_network_does(name: str, tmp_path: Path
         assert np.allclose(answer.explanation.heat, heat.heat, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_capsule_dimensions_and_iterations_change_the_pictures(tmp_path: Path) -> None:
     model = AppModel("capsnet_dynamic.mnist", tmp_path)
     answer = model.answer(Image.open(ASSETS / "digit_3.png"))
@@ -135,7 +140,6 @@ def test_capsule_dimensions_and_iterations_change_the_pictures(tmp_path: Path) -
     assert couplings_picture(own).size == overlay_picture(own, answer.view).size == (280, 280)
 
 
-@pytest.mark.slow
 def test_a_network_without_routing_says_so(tmp_path: Path) -> None:
     answer = AppModel("cnn_routingpool.fashion_mnist_avg", tmp_path).answer(Image.new("L", (28, 28), 200))
     assert answer.explanation is None and answer.top(3)

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -528,3 +529,37 @@ def test_no_pickle_in_the_sources_of_publishing(root: Path) -> None:
         and "allow_pickle=True" not in text
         and module.HUB_FILENAME.endswith(".safetensors")
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "problem", "remedy"),
+    [
+        (401, {}, "the Hub asks who you are (401)", "run `hf auth login`"),
+        (403, {}, "your token may not write to ann/pets (403)", "a namespace other than ann"),
+        (404, {}, "the Hub knows no ann/pets (404)", "check the name and who ann is"),
+        (412, {}, "was changed by someone else at the same time, or is taken (412)", "choose another name"),
+        (429, {"Retry-After": " 7 "}, "too many calls (429)", "give the same command again in 7 s"),
+        (429, {"RateLimit": "limit;r=0;t=12"}, "too many calls (429)", "give the same command again in 12 s"),
+        (429, {}, "too many calls (429)", "in some minutes"),
+        (502, {}, "the Hub failed (502)", "it resumes there"),
+        (418, {}, "the Hub refuses ann/pets (418: short and stout)", "mend that first"),
+        (None, {}, "the Hub's answer makes no sense (ValueError: short and stout)", "check HF_ENDPOINT"),
+    ],
+)
+def test_every_status_of_the_hub_has_its_message(
+    status: int | None, headers: dict[str, str], problem: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    error: Any = ValueError("short\nand  stout")
+    error.response = SimpleNamespace(status_code=status, headers=headers)
+    assert module._status(error) == status
+    message = str(module._explained(error, status, module._wait(error), "ann/pets"))
+    assert problem in message and remedy in message and "\n" not in message
+
+
+def test_a_broken_connection_and_a_refused_token_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    refused = module._explained(ValueError(), 401, None, "ann/pets")
+    assert "the Hub does not accept the token (401)" in str(refused)
+    broken = module._explained(ConnectionError("reset by peer"), None, None, "ann/pets")
+    assert "the connection to the Hub broke (reset by peer)" in str(broken)
