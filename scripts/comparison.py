@@ -98,7 +98,18 @@ class Row:
 def recipe_settings(name: str, trial: bool = False) -> dict[str, Any]:
     """Settings that a run must have been trained with to count."""
     tree = load_recipe(name, TRIAL if trial else (), PROFILE).model_dump(mode="json")
-    keys = ("arch", "tag", "model_args", "epochs", "batch_size", "optimizer", "schedule", "loss", "clip_grad")
+    keys = (
+        "arch",
+        "tag",
+        "model_args",
+        "data",
+        "epochs",
+        "batch_size",
+        "optimizer",
+        "schedule",
+        "loss",
+        "clip_grad",
+    )
     return {key: tree[key] for key in keys}
 
 

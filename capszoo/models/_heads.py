@@ -499,7 +499,12 @@ class DynamicHead(CapsuleLayersHead):
         self._ready(num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
-        return DynamicRouting(self.num_children, self.caps_dim, num_classes, self.class_dim, self._iters)
+        # Behind the BatchNorm, children are caps_dim ** 0.5 long instead of 1. With transforms as large as for children
+        # of length 1, all classes would start at a length of 0.99, where squash has hardly any gradient.
+        std = 0.1 / self.caps_dim**0.5 if self.depth == 2 else 0.1
+        return DynamicRouting(
+            self.num_children, self.caps_dim, num_classes, self.class_dim, self._iters, weight_std=std
+        )
 
     def _scores(self, poses: Tensor) -> Tensor:
         lengths = capsule_lengths(upcast_half(poses))

@@ -95,3 +95,13 @@ def test_the_exported_file_agrees(routing: str, tmp_path: Path) -> None:
         network(routing), tmp_path / "x.onnx", outputs=outputs, batch=(1, 2, 3), gate="quick"
     )
     assert report.passed and sum(name.startswith("couplings") for name in report.outputs) == 2
+
+
+@each_routing
+def test_classes_do_not_start_saturated(routing: str) -> None:
+    """A new network of the registered size: class activations near 1 would give the layers below no gradient."""
+    torch.manual_seed(0)
+    model = capszoo.create_model(f"resnet20_{routing}", depth=2).train()
+    with torch.no_grad():
+        active = model.forward_capsules(torch.randn(8, 3, 32, 32)).activations
+    assert active.max() < 0.9
