@@ -167,7 +167,7 @@ class Chunked(Iterated):
 
 
 class Masked(Iterated):
-    """In a graph of a fully connected layer: one product for all parents, in which those of other parents are zeros.
+    """In a graph for a CPU, fully connected layers: one product for all parents, in which other parents' are zeros.
 
     Votes of matrix poses leave their product row by row, all parents side by side. The reference gathers each parent's
     rows, a copy of runs as short as a row. Here votes stay so: parents of few poses cost less arithmetic than the copy.
@@ -177,7 +177,7 @@ class Masked(Iterated):
     evidence = "IDPA: masked"
     keeps_votes = True
     modes = ("eager", "compiled", "graph")
-    targets = ("onnx_cpu", "gpu")
+    targets = ("onnx_cpu",)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
