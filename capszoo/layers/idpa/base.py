@@ -91,12 +91,14 @@ class IDPALayer(RoutingLayer):
 
     def votes(self, children: Tensor) -> Tensor:
         """Votes of the children of every routing (Procedure 1, line 2), ``[n, j, i, e]``."""
-        x = (
-            self._child_poses(children).transpose(0, 1).reshape(self.num_children, -1, self.inner)
-        )  # [i, n*p, q]
-        votes = torch.bmm(x, self._child_weight().flatten(2))  # [i, n*p, j*r]
+        votes = self._rows_of_votes(children)
         votes = votes.reshape(self.num_children, -1, self.rows, self.out_caps, self.cols)
         return votes.permute(1, 3, 0, 2, 4).flatten(3)
+
+    def _rows_of_votes(self, children: Tensor) -> Tensor:
+        """The rows of all votes, the parents side by side: ``[i, n*p, j*r]``."""
+        poses = self._child_poses(children).transpose(0, 1).reshape(self.num_children, -1, self.inner)
+        return torch.bmm(poses, self._child_weight().flatten(2))
 
     def _iterate(
         self, votes: Tensor, parents: Tensor, activation: Optional[Tensor]

@@ -196,10 +196,8 @@ class Masked(Iterated):
 
     def read(self, children: Tensor) -> List[Tensor]:
         """All votes, ``[n, i, p*j*r]``."""
-        layer = self.layer
-        poses = layer._child_poses(children).transpose(0, 1).reshape(layer.num_children, -1, layer.inner)
-        votes = torch.bmm(poses, layer._child_weight().flatten(2))  # [i, n*p, j*r]
-        return [votes.reshape(layer.num_children, -1, len(self.mask)).transpose(0, 1)]
+        rows = self.layer._rows_of_votes(children)
+        return [rows.reshape(self.layer.num_children, -1, len(self.mask)).transpose(0, 1)]
 
     def iterate(
         self, given: List[Tensor], parents: Tensor, need_couplings: bool
