@@ -60,6 +60,22 @@ def squash_factor(square: Tensor) -> Tensor:
     return square.sqrt() / (1.0 + square)
 
 
+def squash_gradient(grad: Tensor, s: Tensor, dim: int, square: Tensor) -> Tensor:
+    """Gradient of ``s`` from that of ``squash(s, dim)``; exact at any length in float32.
+
+    Args:
+        grad: of the shape of ``s``.
+        s: capsules, float32 or float64.
+        dim: the pose axis.
+        square: :func:`squared_lengths` of ``s``.
+    """
+    root, total = square.sqrt(), 1.0 + square
+    # derivative of the factor by half the square; the order of divisions avoids overflow in float32
+    along = (grad * s).sum(dim=dim, keepdim=True) / root / total * ((1.0 - square) / total)
+    along *= (square > 1e-12).to(s.dtype)  # zero where clamped (masked_fill_ takes far longer)
+    return (grad * (root / total)).addcmul_(s, along)
+
+
 def exponential_squash(s: Tensor, dim: int = -1) -> Tensor:
     """Squash capsules along one axis with ``1 - exp(-|s|)`` (Efficient-CapsNet).
 

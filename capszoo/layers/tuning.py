@@ -28,24 +28,16 @@ class Tuning:
     idpa_masked_max_parents: int = 16
 
     # Dynamic routing
-    #: images (or windows) from which it routes without votes: the rows of its products, and of a block of them
-    dynamic_vote_free_min_routings: int = 16
-    #: child pose dimension up to which keys, which have that dimension, cost less than votes
-    dynamic_vote_free_max_child_dim: int = 15
-    #: elements in the keys of all images from which it routes without votes
-    dynamic_vote_free_min_keys: int = 1 << 17
-    #: elements in the keys of one image up to which it does, so that no block takes much memory
-    dynamic_vote_free_max_keys: int = 1 << 20
-    #: elements in the keys of a block (8 MiB in float32); the backward pass needs four times as many at a time
-    dynamic_vote_free_block_keys: int = 1 << 21
-    #: child pose dimension from which votes are formed for some images at a time
-    dynamic_blocked_min_child_dim: int = 16
-    #: elements of the votes from which they are; below that, the process reuses the memory between calls
-    dynamic_blocked_min_votes: int = 1 << 23
+    #: elements of the votes from which they are routed for some images at a time
+    dynamic_blocked_min_votes: int = 1 << 20
     #: elements of the votes of an image up to which they are: blocks of few images read all weights for each block
     dynamic_blocked_max_image_votes: int = 1 << 19
-    #: elements of the votes of a block; smaller ones pay more for each call than they save
-    dynamic_block_votes: int = 1 << 21
+    #: elements of the votes of a block (16 MiB in float32); smaller ones pay more for each call than they save. Layers
+    #: with more weights than that store all votes in training
+    dynamic_block_votes: int = 1 << 22
+    #: child pose dimension from which half-precision children form votes in half precision, although products of half
+    #: precision first repack their inputs
+    dynamic_half_min_child_dim: int = 16
 
     # EM routing
     #: elements of the votes from which it works in blocks: below that, their small steps cost more than they save
@@ -61,8 +53,8 @@ class Tuning:
     # Self-routing
     #: elements of the votes from which it forms none: below that, a product for each parent is too small
     self_routing_vote_free_min_votes: int = 1 << 20
-    #: elements of the weighted children of one parent in a block of rows (2 MiB in float32)
-    self_routing_block_elements: int = 1 << 19
+    #: elements of the weighted children of one parent in a block of rows (1 MiB in float32)
+    self_routing_block_elements: int = 1 << 18
 
     # capConv
     #: elements of the maps of one branch in a block of images (2 MiB in float32)

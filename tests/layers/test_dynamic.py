@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +17,7 @@ from capszoo.layers import (
     dynamic_routing,
     squash,
 )
+from capszoo.layers.dynamic.blocked import route_votes
 from capszoo.layers.engine import choose
 from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
@@ -182,16 +183,16 @@ def test_blocks_hold_memory_down() -> None:
     assert made.numel == 2 * 64 * 10 * 16
 
 
-def test_without_votes_when_children_need_no_gradient() -> None:
+def test_blocks_when_children_need_no_gradient() -> None:
     layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3)
     expected = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
-    with tuned(dynamic_vote_free_min_routings=4), use_engines("vote_free"):
+    with tuned(dynamic_block_votes=4 * 7 * 4 * 5), use_engines("blocked"):
         found = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("engine", "in_dim"), [("float32", 8), ("float32", 16), ("vote_free", 8), ("blocked", 16)]
+    ("engine", "in_dim"), [("float32", 8), ("float32", 16), ("blocked", 8), ("blocked", 16)]
 )
 @pytest.mark.parametrize("init", ["zero", "learned"])
 def test_autocast(init: str, engine: str, in_dim: int) -> None:
@@ -217,13 +218,54 @@ def chosen(images: int, in_dim: int, out_caps: int = 10, dtype: torch.dtype = to
 
 
 def test_choice() -> None:
-    assert chosen(16, 8) == chosen(32, 8, out_caps=100) == chosen(32, 4, out_caps=1) == "vote_free"
-    assert chosen(16, 8, dtype=torch.bfloat16) == "vote_free"
-    assert chosen(16, 4, out_caps=1) == "reference"  # 73,728 numbers in the keys
-    assert chosen(15, 8) == "reference" and chosen(15, 8, dtype=torch.bfloat16) == "float32"
-    assert chosen(32, 16) == "reference" and chosen(46, 16) == "blocked"  # 8.5 million numbers in the votes
-    assert chosen(32, 8, out_caps=120) == "reference"  # the keys of so many parents are too large
-    assert chosen(46, 16, out_caps=30) == "reference"  # and their votes, of an image
+    assert (
+        chosen(6, 8) == chosen(6, 16) == chosen(32, 8, out_caps=28) == "blocked"
+    )  # 1.1 million numbers in the votes
+    assert chosen(5, 8) == "reference" and chosen(5, 8, dtype=torch.bfloat16) == "float32"
+    assert chosen(32, 8, out_caps=29) == "reference"  # too many votes of one image
+
+
+@pytest.mark.parametrize("softmax_over", AXES)
+def test_gradients_in_blocks(softmax_over: str) -> None:
+    """The written-out gradients, those through the couplings among them, against finite differences."""
+    layer = DynamicRouting(5, 2, 3, 2, 3, softmax_over, "learned", weight_std=0.5).double()
+    start_of(layer)
+    x = torch.randn(5, 5, 2, dtype=F64, requires_grad=True)
+
+    def route(x: Tensor, weight: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.func.functional_call(layer, {"weight": weight, "start": start}, x)
+
+    layer.forward = layer.route  # type: ignore[assignment, method-assign]
+    with tuned(dynamic_block_votes=2 * 5 * 3 * 2), use_engines("blocked"), record_engines() as choices:
+        assert torch.autograd.gradcheck(route, (x, layer.weight, layer.start))
+    assert {choice.engine.name for choice in choices} == {"blocked"}
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_operator_is_sound(stored: bool, axis: int) -> None:
+    """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
+    tensors = (
+        torch.randn(6, 5, 2, dtype=F64),
+        torch.randn(5, 2, 3 * 2, dtype=F64),
+        torch.randn(3, 5, dtype=F64),
+    )
+    given = [t.requires_grad_() for t in tensors]
+    with tuned(
+        dynamic_block_votes=59 if stored else 60
+    ):  # the layer has 60 weights, an image 30 elements of votes
+        assert len(route_votes(*given, 3, 3, axis)[3]) == (6 if stored else 0)
+        library.opcheck(route_votes, (*given, 3, 3, axis))
+
+
+def test_compiled_training_is_one_graph() -> None:
+    layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
+    with use_engines("blocked"), record_engines() as choices:
+        y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    assert [choice.engine.name for choice in choices] == ["blocked"]
+    found = torch.autograd.grad(y.square().sum(), [x, layer.weight])
+    torch.testing.assert_close(found, expected)
 
 
 def test_batch_equals_one_by_one() -> None:

@@ -145,11 +145,7 @@ EM = {
 }
 
 #: blocks of three images, or of one
-DYNAMIC = {
-    "dynamic_vote_free_min_routings": 3,
-    "dynamic_vote_free_block_keys": 0,
-    "dynamic_block_votes": 3 * 7 * 4 * 5,
-}
+DYNAMIC = {"dynamic_block_votes": 3 * 7 * 4 * 5}
 
 IDPA = {"idpa_block_votes": 150, "idpa_chunk_votes": 300, "idpa_masked_max_parents": 18}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..engine import Call, Engine, Routed
-from ..squash import squared_lengths, squash_factor
+from ..squash import squared_lengths, squash_factor, squash_gradient
 from ..tuning import TUNING
 
 __all__ = ["Recompute", "RecomputeBranches"]
@@ -66,12 +66,8 @@ def _blocks(n: Tensor) -> List[slice]:
 
 
 def _gradient(grad: Tensor, s: Tensor, square: Tensor) -> Tensor:
-    """Gradient through ReLU and squash, from squashed ``s`` to the input of ReLU; exact at any length in float32."""
-    root, total = square.sqrt(), 1.0 + square
-    # derivative of the factor by half the square; the order of divisions avoids overflow in float32
-    along = (grad * s).sum(dim=2, keepdim=True) / root / total * ((1.0 - square) / total)
-    along *= (square > 1e-12).to(s.dtype)  # zero where clamped (masked_fill_ takes far longer)
-    grad = (grad * (root / total)).addcmul_(s, along)
+    """Gradient through ReLU and squash, from squashed ``s`` to the input of ReLU."""
+    grad = squash_gradient(grad, s, 2, square)
     return torch.ops.aten.threshold_backward(grad, s, 0).flatten(1, 2)
 
 

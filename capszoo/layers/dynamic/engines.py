@@ -1,4 +1,4 @@
-"""Engines of dynamic routing besides the reference: fused on a GPU; on a CPU without votes, in blocks, in float32.
+"""Engines of dynamic routing besides the reference: fused on a GPU; on a CPU in blocks, in float32.
 
 Letters as in :mod:`capszoo.layers.dynamic`. ``layer`` is a layer of that package: an engine uses attributes of these
 layers that :class:`.RoutingLayer` does not have.
@@ -14,10 +14,10 @@ from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
+from .blocked import Blocks, route_votes
 from .routing import dynamic_routing, shared_dynamic_routing
-from .vote_free import vote_free_routing
 
-__all__ = ["Blocked", "Float32", "Fused", "SharedFloat32", "VoteFree"]
+__all__ = ["Blocked", "Float32", "Fused", "SharedFloat32"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _NO_VOTES = "a single iteration forms no votes"
@@ -71,63 +71,32 @@ class Fused(Engine):
         return Routed([poses], [], couplings.transpose(1, 2) if call.couplings else None)
 
 
-class _Eager(Engine):
-    """Shared by the CPU engines for more than one iteration, outside of compiled graphs."""
-
-    modes = ("eager",)
-    devices = ("cpu",)
-
-    @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        if call.num_iters == 1:
-            return _NO_VOTES
-        return "" if call.routings > 0 else "there are no images"
+def _vote_type(call: Call) -> torch.dtype:
+    """Type in which a CPU forms votes: float32 for short poses in half precision."""
+    short = call.child_dim < TUNING.dynamic_half_min_child_dim and call.dtype in _HALF
+    return torch.float32 if short else call.dtype
 
 
-class VoteFree(_Eager):
-    """On a CPU: children are weighted and summed before the transform, see :mod:`.vote_free`; float32 or wider."""
-
-    name = "vote_free"
-    evidence = "Dynamic routing: vote_free"
-    keeps_votes = False
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        keys = call.children * call.child_dim * call.parents
-        if call.routings < TUNING.dynamic_vote_free_min_routings:
-            return "fewer images (or windows) than TUNING.dynamic_vote_free_min_routings"
-        if call.child_dim > TUNING.dynamic_vote_free_max_child_dim:
-            return "a child pose dimension above TUNING.dynamic_vote_free_max_child_dim"
-        if keys > TUNING.dynamic_vote_free_max_keys:
-            return "the keys of an image have more elements than TUNING.dynamic_vote_free_max_keys"
-        if call.routings * keys < TUNING.dynamic_vote_free_min_keys:
-            return "all keys together have fewer elements than TUNING.dynamic_vote_free_min_keys"
-        return ""
-
-    @classmethod
-    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        dtype = torch.float32 if call.dtype in _HALF else call.dtype
-        start = None if layer.start is None else layer.start.to(dtype)
-        with torch.autocast("cpu", enabled=False):
-            x, weight = inputs[0].to(dtype), layer.weight.to(dtype)
-            options = (call.parents, call.num_iters, layer.softmax_over, call.couplings)
-            poses, couplings = vote_free_routing(x, weight, start, *options)
-        return _routed(poses, couplings, call)
-
-
-class Blocked(_Eager):
-    """On a CPU: votes of long poses, routed one block of images at a time.
+class Blocked(Engine):
+    """On a CPU: votes are routed one block of images at a time; in training by ``capszoo::route_votes``.
 
     With gradients, votes are formed once and stored: recomputing them costs more than storing them.
     """
 
     name = "blocked"
     evidence = "Dynamic routing: blocked"
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if call.mode == "compiled" and not call.grad:
+            return "without gradients, a compiled graph would unroll its blocks"
+        if call.num_iters == 1:
+            return _NO_VOTES
+        return "" if call.routings > 0 else "there are no images"
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.child_dim < TUNING.dynamic_blocked_min_child_dim:
-            return "a child pose dimension below TUNING.dynamic_blocked_min_child_dim"
         if call.votes < TUNING.dynamic_blocked_min_votes:
             return "its votes have fewer elements than TUNING.dynamic_blocked_min_votes"
         if call.votes > call.routings * TUNING.dynamic_blocked_max_image_votes:
@@ -136,18 +105,16 @@ class Blocked(_Eager):
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        images = max(1, TUNING.dynamic_block_votes * call.routings // call.votes)
-        poses, couplings = [], []
         with torch.autocast("cpu", enabled=False):
-            x, weight = inputs[0].to(call.dtype), layer.weight.to(call.dtype)
+            x, weight = inputs[0].to(_vote_type(call)), layer.weight.to(_vote_type(call))
             if call.grad:
-                blocks = iter(layer.votes_through(x, weight).split(images))
-            else:
-                blocks = (upcast_half(layer.votes_through(part, weight)) for part in x.split(images))
-            for votes in blocks:
-                # a block fits the cache, where a copy with the children's rows in sequence pays for itself at once
+                axis = 1 if layer.softmax_over == "parents" else 2
+                found = route_votes(x, weight, layer.start, call.parents, call.num_iters, axis)
+                return _routed(found[0], found[1][-1], call)
+            poses, couplings, room = [], [], Blocks(x, weight, call.parents)
+            for block in room.slices:
                 pose, coupling = dynamic_routing(
-                    votes.contiguous(), call.num_iters, layer.softmax_over, layer.start
+                    room.votes(block), call.num_iters, layer.softmax_over, layer.start
                 )
                 poses.append(pose)
                 if call.couplings:
@@ -173,10 +140,8 @@ class Float32(Engine):
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        short = call.child_dim < TUNING.dynamic_blocked_min_child_dim and call.dtype in _HALF
-        dtype = torch.float32 if short else call.dtype
         with torch.autocast("cpu", enabled=False):
-            x, weight = inputs[0].to(dtype), layer.weight.to(dtype)
+            x, weight = inputs[0].to(_vote_type(call)), layer.weight.to(_vote_type(call))
             votes = upcast_half(layer.votes_through(x, weight))
             poses, couplings = dynamic_routing(votes, call.num_iters, layer.softmax_over, layer.start)
         return _routed(poses, couplings, call)

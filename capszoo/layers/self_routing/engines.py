@@ -5,7 +5,8 @@ that parent and concatenated, times all transforms to that parent. Votes have ``
 weighted children of one parent ``d``. They are formed for some rows at a time and recomputed in the backward pass.
 
 It is an operator of PyTorch, so that torch.compile does not unroll the loops. Letters as in
-:mod:`capszoo.layers.self_routing`.
+:mod:`capszoo.layers.self_routing`. In its tensors with an axis ``d`` for each child, the children are the last axis:
+products with their shares and sums over ``d`` then run along memory.
 """
 
 from typing import Any, List, Tuple
@@ -21,7 +22,7 @@ __all__ = ["VoteFree", "weighted_sum_of_votes"]
 
 
 def _rows(poses: Tensor) -> List[slice]:
-    """Slices over the batch of ``[b, i, d]``, so that the weighted children of one parent fit the cache."""
+    """Slices over the batch of ``[b, d, i]``, so that the weighted children of one parent fit the cache."""
     rows = max(1, TUNING.self_routing_block_elements // max(1, poses[0].numel()))
     return [slice(start, start + rows) for start in range(0, len(poses), rows)]
 
@@ -31,27 +32,27 @@ def weighted_sum_of_votes(poses: Tensor, share: Tensor, weight: Tensor) -> Tenso
     """``Σ_i s_ij W_ij u_i`` without votes.
 
     Args:
-        poses: children ``[b, i, d]``, at least one.
+        poses: children ``[b, d, i]``, contiguous, at least one.
         share: factors ``[b, j, i]``; float32 for half precision, else of the same type.
-        weight: ``[j, i * d, e]``, of the type of ``poses``.
+        weight: ``[j, e, d * i]``, of the type of ``poses``.
 
     Returns:
         ``[b, j, e]``, of the type of ``share``.
     """
-    total = share.new_empty(share.shape[0], share.shape[1], weight.shape[2])
+    total = share.new_empty(share.shape[0], share.shape[1], weight.shape[1])
     with torch.autocast(poses.device.type, enabled=False):
         for rows in _rows(poses):
             part, factors = poses[rows], share[rows].to(poses.dtype)
-            weighted = torch.empty_like(part, memory_format=torch.contiguous_format)
+            weighted = part.new_empty(part.shape)
             for j, transforms in enumerate(weight):
-                torch.mul(part, factors[:, j].unsqueeze(2), out=weighted)
-                total[rows, j] = weighted.flatten(1) @ transforms
+                torch.mul(part, factors[:, j].unsqueeze(1), out=weighted)
+                total[rows, j] = weighted.flatten(1) @ transforms.t()
     return total
 
 
 @weighted_sum_of_votes.register_fake
 def _(poses: Tensor, share: Tensor, weight: Tensor) -> Tensor:
-    return share.new_empty(share.shape[0], share.shape[1], weight.shape[2])
+    return share.new_empty(share.shape[0], share.shape[1], weight.shape[1])
 
 
 @library.custom_op("capszoo::weighted_sum_of_votes_backward", mutates_args=())
@@ -65,13 +66,14 @@ def weighted_sum_of_votes_backward(
     with torch.autocast(poses.device.type, enabled=False):
         for rows in _rows(poses):
             part, factors, given = poses[rows], share[rows], grad[rows].to(poses.dtype)
-            weighted = torch.empty_like(part, memory_format=torch.contiguous_format)
+            weighted, by_weighted = part.new_empty(part.shape), part.new_empty(part.shape)
             for j, transforms in enumerate(weight):
-                torch.mul(part, factors[:, j].unsqueeze(2).to(part.dtype), out=weighted)
-                grad_weight[j] += weighted.flatten(1).t() @ given[:, j]
-                by_weighted = (given[:, j] @ transforms.t()).view_as(part)
-                grad_poses[rows].addcmul_(by_weighted.to(factors.dtype), factors[:, j].unsqueeze(2))
-                grad_share[rows, j] = by_weighted.mul_(part).sum(dim=2)
+                own = factors[:, j].unsqueeze(1)  # [b, 1, i]
+                torch.mul(part, own.to(part.dtype), out=weighted)
+                grad_weight[j] += given[:, j].t() @ weighted.flatten(1)
+                torch.mm(given[:, j], transforms, out=by_weighted.flatten(1))
+                grad_poses[rows].addcmul_(by_weighted.to(factors.dtype), own)
+                grad_share[rows, j] = by_weighted.mul_(part).sum(dim=1)
     return grad_poses.to(poses.dtype), grad_share, grad_weight.to(weight.dtype)
 
 
@@ -116,7 +118,8 @@ class VoteFree(Engine):
         poses, activations = inputs
         active, mass, share, couplings = choose_parents(poses, activations, layer.weight, layer.bias)
         weight = layer.pose_weight.to(call.dtype).unflatten(2, [call.parents, -1])  # [i, d, j, e]
-        weight = weight.permute(2, 0, 1, 3).reshape(call.parents, -1, call.parent_dim)
-        total = weighted_sum_of_votes(poses.to(call.dtype), share.contiguous(), weight)
+        weight = weight.permute(2, 3, 1, 0).reshape(call.parents, call.parent_dim, -1)
+        children = poses.to(call.dtype).transpose(1, 2).contiguous()
+        total = weighted_sum_of_votes(children, share.contiguous(), weight)
         parents = (total / (mass.unsqueeze(2) + EPS)).to(poses.dtype)
         return Routed([parents], [active.to(poses.dtype)], couplings if call.couplings else None)
