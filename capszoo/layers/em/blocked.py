@@ -291,9 +291,12 @@ def _transform_gradients(grad: Tensor, rows: Tensor, transforms: Tensor, transfo
 
 def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = False) -> None:
     """Sum outer products ``[nj, e, 1] * [nj, 1, i]`` into ``out``, ``[nj, e, i]``, or add to it; clears ``terms``."""
-    if not terms and not add:
+    if terms:
+        columns, rows = (
+            torch.cat(side, dim=axis) for side, axis in zip(zip(*terms, strict=True), (2, 1), strict=True)
+        )
+        torch.baddbmm(out, columns, rows, out=out) if add else torch.bmm(columns, rows, out=out)
+    elif not add:
         out.zero_()
-    for k, (left, right) in enumerate(terms):
-        torch.mul(left, right, out=out) if k == 0 and not add else out.addcmul_(left, right)
     # break the cycle term -> autograd graph -> VoteBuffer -> term, which the garbage collector cannot see
     terms.clear()
