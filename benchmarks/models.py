@@ -41,7 +41,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import timm  # noqa: E402
 import torch  # noqa: E402
@@ -281,22 +282,15 @@ def measure_memory(spec: str, batch: int, device: torch.device) -> tuple[float, 
 
 @functools.cache
 def memory_in_subprocess(
-    spec: str, batch: int, threads: int, device: torch.device, keep: bool = False
+    spec: str, batch: int, threads: int, device: str, keep: bool = False, checkout: Path = ROOT
 ) -> tuple[float, float]:
-    command = [
-        sys.executable,
-        __file__,
-        "--memory-of",
-        spec,
-        "--batch",
-        str(batch),
-        "--threads",
-        str(threads),
-        *(["--keep-memory"] if keep else []),
-    ]
-    done = subprocess.run([*command, "--device", str(device)], capture_output=True, text=True)
+    """:func:`measure_memory` in a fresh process, of this checkout or of another one with its own benchmark."""
+    command = [sys.executable, "benchmarks/models.py", "--memory-of", spec, "--batch", str(batch)]
+    command += ["--threads", str(threads), "--device", str(device), *(["--keep-memory"] if keep else [])]
+    env = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{spec}: the memory measurement failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise SystemExit(f"error: {checkout}: {spec}: {done.stderr.strip().splitlines()[-1:]}")
     peak, over = json.loads(done.stdout.splitlines()[-1])
     return peak, over
 
@@ -386,10 +380,9 @@ def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
             train_step_of(part, batch, form) if part else None,
         )
     if args.memory:
-        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(
-            spec, batch, args.threads, device, args.keep_memory
-        )
-        _, reference = memory_in_subprocess(YARDSTICK, batch, args.threads, device, args.keep_memory)
+        where = (batch, args.threads, args.device, args.keep_memory)
+        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(spec, *where)
+        _, reference = memory_in_subprocess(YARDSTICK, *where)
         row.peak_ratio = row.peak_over_start_mib / max(reference, 1.0)
     return row
 

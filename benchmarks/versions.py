@@ -88,15 +88,10 @@ class Checkout:
 
     def memory(self, spec: str, batch: int, repeats: int) -> float:
         """MiB above start-up, by the checkout's own benchmarks/models.py."""
-        command = [sys.executable, "benchmarks/models.py", "--memory-of", spec, "--batch", str(batch)]
-        command += ["--threads", str(self.threads)]
-        env = {**os.environ, "PYTHONPATH": str(self.folder)}
-        peaks = []
-        for _ in range(repeats):
-            done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(f"error: {self.folder}: {done.stderr.strip().splitlines()[-1:]}")
-            peaks.append(json.loads(done.stdout.splitlines()[-1])[1])
+        from benchmarks.models import memory_in_subprocess
+
+        once = memory_in_subprocess.__wrapped__  # not the cached result
+        peaks = [once(spec, batch, self.threads, "cpu", checkout=self.folder)[1] for _ in range(repeats)]
         return statistics.median(peaks)
 
     def close(self) -> None:
