@@ -316,8 +316,8 @@ def page(kept: Path = KEPT) -> str:
         f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip, compiled; "
         f"{recipe.data.val_size:,} training images for validation. Without gradient clipping, the `conv` head, whose "
         "classes have 32,768 inputs each, diverged at this learning rate in a trial (300 updates of 64 images, loss "
-        "above 1e9). With clipping, its training loss rises to 5.1 in epoch 4 and is back at 1.5 in epoch 7 (seed 0): that "
-        "rate is too high for this head, and it learns in the other 13 epochs."
+        "above 1e9). With clipping, its training loss rises to 5.1 in epoch 4 and is back at 1.5 in epoch 7 (seed 0): "
+        "that rate is too high for this head, and it learns in the other 13 epochs."
     )
     tried = [f"{head} {top1:.1f}" for head, top1 in trials(kept).items()]
     trial = ["", f"Trials of two layers, validation accuracy in %: {', '.join(tried)}."] if tried else []
