@@ -286,7 +286,7 @@ def memory_in_subprocess(
 ) -> tuple[float, float]:
     """:func:`measure_memory` in a fresh process, of this checkout or of another one with its own benchmark."""
     command = [sys.executable, "benchmarks/models.py", "--memory-of", spec, "--batch", str(batch)]
-    command += ["--threads", str(threads), "--device", str(device), *(["--keep-memory"] if keep else [])]
+    command += ["--threads", str(threads), "--device", device, *(["--keep-memory"] if keep else [])]
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
     if done.returncode:

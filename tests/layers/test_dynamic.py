@@ -218,11 +218,10 @@ def chosen(images: int, in_dim: int, out_caps: int = 10, dtype: torch.dtype = to
 
 
 def test_choice() -> None:
-    assert (
-        chosen(6, 8) == chosen(6, 16) == chosen(32, 8, out_caps=28) == "blocked"
-    )  # 1.1 million numbers in the votes
+    # the votes of 6 images have 1.1 million elements
+    assert chosen(6, 8) == chosen(6, 16) == chosen(32, 8, out_caps=28) == "blocked"
     assert chosen(5, 8) == "reference" and chosen(5, 8, dtype=torch.bfloat16) == "float32"
-    assert chosen(32, 8, out_caps=29) == "reference"  # too many votes of one image
+    assert chosen(32, 8, out_caps=29) == "reference"  # the votes of one image are too many
 
 
 @pytest.mark.parametrize("softmax_over", AXES)
@@ -251,9 +250,8 @@ def test_the_operator_is_sound(stored: bool, axis: int) -> None:
         torch.randn(3, 5, dtype=F64),
     )
     given = [t.requires_grad_() for t in tensors]
-    with tuned(
-        dynamic_block_votes=59 if stored else 60
-    ):  # the layer has 60 weights, an image 30 elements of votes
+    # the layer has 60 weights; the votes of an image have 30 elements
+    with tuned(dynamic_block_votes=59 if stored else 60):
         assert len(route_votes(*given, 3, 3, axis)[3]) == (6 if stored else 0)
         library.opcheck(route_votes, (*given, 3, 3, axis))
 

@@ -144,7 +144,7 @@ EM = {
     "em_shared_block_numbers": 200,
 }
 
-#: blocks of three images, or of one
+#: blocks of three images
 DYNAMIC = {"dynamic_block_votes": 3 * 7 * 4 * 5}
 
 IDPA = {"idpa_block_votes": 150, "idpa_chunk_votes": 300, "idpa_masked_max_parents": 18}

@@ -62,7 +62,7 @@ class Blocks:
 
 
 def _type_of_votes(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    return upcast_half(x.new_empty(0)).dtype
 
 
 @library.custom_op("capszoo::route_votes", mutates_args=())
