@@ -1,0 +1,218 @@
+"""The table of heads, and the base of them all."""
+
+import inspect
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from capszoo._suggest import unknown_name
+
+from .._base import CouplingLayout, NoCapsules, Votes
+from .._blocks import ConvBnAct, init_conv_weights
+
+__all__ = [
+    "HEADS",
+    "CapsuleHead",
+    "ConvNorm",
+    "HeadOutput",
+    "head_arguments",
+    "log_probabilities",
+    "register_head",
+    "unknown_routing",
+]
+
+#: Routings available for a head, by name.
+HEADS: Dict[str, Type["CapsuleHead"]] = {}
+
+#: Arguments that follow from the feature map and the data set.
+_MAP_ARGUMENTS = ("in_chans", "grid", "num_classes")
+
+_Head = TypeVar("_Head", bound="Type[CapsuleHead]")
+
+
+def register_head(routing: str) -> Callable[[_Head], _Head]:
+    """Class decorator: enter a head into :data:`HEADS`."""
+
+    def register(cls: _Head) -> _Head:
+        HEADS[routing] = cls
+        return cls
+
+    return register
+
+
+class HeadOutput(NamedTuple):
+    """Capsule outputs of a head.
+
+    Attributes:
+        scores: ``[b, n]``, as ``forward`` returns them.
+        poses: class capsules ``[b, n, e]``.
+        activations: presence of each class, ``[b, n]``.
+        couplings: of each routing layer, in order; see :meth:`CapsuleHead.coupling_layouts`.
+        share: ``[b, n, i]``, contribution of each child of the class layer to each class; not normalised.
+    """
+
+    scores: Tensor
+    poses: Tensor
+    activations: Tensor
+    couplings: Tuple[Tensor, ...]
+    share: Tensor
+
+
+def log_probabilities(probabilities: Tensor) -> Tensor:
+    """``log(p + 1e-7)``."""
+    return (probabilities + 1e-7).log()  # not a clamp, whose gradient would be zero
+
+
+class ConvNorm(nn.Module):
+    """3x3 convolution and BatchNorm, no activation."""
+
+    def __init__(self, in_chans: int, out_chans: int, bias: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_chans, out_chans, 3, 1, 1, bias=bias)
+        self.bn = nn.BatchNorm2d(out_chans)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
+
+
+class CapsuleHead(nn.Module):
+    """A feature map ``[b, in_chans, h, w]`` to class scores ``[b, n]``; call this class, not its subclasses.
+
+    ``CapsuleHead(64, (8, 8), 10, "dynamic")`` creates the head of that routing in :data:`HEADS`; further arguments are
+    those of its class.
+
+    Args:
+        in_chans: channels of the map.
+        grid: rows and columns of the map.
+        num_classes: classes; 0 omits the class layer.
+        routing: a name of :data:`HEADS`.
+        proj_chans: channels of a 1x1 convolution (BatchNorm, ReLU) before the head, which makes the head's cost
+            independent of the width of the map; 0 omits it.
+        max_grid: a map with more rows or columns is first average-pooled to at most this many; 0 disables this.
+        drop_rate: dropout of the class layer's input.
+
+    Raises:
+        ValueError: an unknown routing or argument, or sizes that do not fit; one line.
+    """
+
+    #: whether weights depend on ``grid``
+    fixed_grid = True
+    #: whether there are capsules; the twins have none
+    has_capsules = True
+    #: whether the classes have capsules, which ``forward`` computes
+    has_poses = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "CapsuleHead":
+        if cls is CapsuleHead:
+            routing = kwargs.get("routing", args[3] if len(args) > 3 else "idpa")
+            if routing not in HEADS:
+                raise unknown_routing(routing)
+            cls = HEADS[routing]
+            head_arguments(routing, set(kwargs).difference(_MAP_ARGUMENTS))
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        in_chans: int,
+        grid: Tuple[int, int],
+        num_classes: int,
+        routing: str = "idpa",
+        proj_chans: int = 0,
+        max_grid: int = 0,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if in_chans < 1 or min(grid) < 1:
+            raise ValueError(f"in_chans and grid must be positive, not {in_chans} and {grid}")
+        self.routing = routing
+        self.shrink = -(-max(grid) // max_grid) if max_grid else 1
+        self.grid = (-(-grid[0] // self.shrink), -(-grid[1] // self.shrink))
+        self.project: nn.Module = ConvBnAct(in_chans, proj_chans, 1) if proj_chans else nn.Identity()
+        self.chans = proj_chans or in_chans
+        self.head_drop = nn.Dropout(drop_rate)
+
+    def _ready(self, num_classes: int) -> None:
+        """Last call of every ``__init__``: initialise the convolutions, create the class layer."""
+        init_conv_weights(self)
+        self.classes: Any = self.make_classes(num_classes)
+
+    def make_classes(self, num_classes: int) -> nn.Module:
+        """A new class layer; an identity for 0 classes."""
+        return self._class_layer(num_classes) if num_classes else nn.Identity()
+
+    def _class_layer(self, num_classes: int) -> nn.Module:
+        raise NotImplementedError
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of :meth:`pooled`."""
+        return self.chans
+
+    def _map(self, x: Tensor) -> Tensor:
+        """The feature map, pooled to at most ``max_grid`` and projected."""
+        if self.shrink > 1:
+            x = F.avg_pool2d(x, self.shrink, ceil_mode=True)
+        return self.project(x)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """Feature map to ``[b, hidden_size]``: the class layer's input, averaged over the grid."""
+        return self._map(x).mean(dim=(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Feature map ``[b, in_chans, h, w]`` to class scores ``[b, n]``."""
+        return self.class_capsules(x)[0]
+
+    def class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Feature map to scores ``[b, n]`` and class capsules ``[b, n, e]``."""
+        raise NotImplementedError(f"the {self.routing} head has no class capsules")
+
+    @torch.jit.ignore
+    def route(self, x: Tensor) -> HeadOutput:
+        """Feature map to all outputs of the head."""
+        raise NoCapsules(f"the {self.routing} head has no capsules")
+
+    @torch.jit.ignore
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        """Layout of each of the couplings of :meth:`route`."""
+        return ()
+
+    @torch.jit.ignore
+    def class_votes(self, x: Tensor) -> Votes:
+        """Feature map to the votes for the class capsules."""
+        raise NotImplementedError
+
+    @torch.jit.ignore
+    def coupling_map(self, x: Tensor) -> Tensor:
+        """Feature map to ``[b, n, h', w']``: the share of each grid position in each class, summing to 1."""
+        out = self.route(x)
+        share = self._hand_down(out.share.float().clamp_min(0.0), out)
+        heat = share.unflatten(2, (*self.grid, -1)).sum(dim=4) + 1e-12  # [b, n, h, w]
+        return heat / heat.sum(dim=(2, 3), keepdim=True)
+
+    def _hand_down(self, share: Tensor, out: HeadOutput) -> Tensor:
+        """``[b, n, children of the class layer]`` to ``[b, n, h*w*types]``."""
+        return share
+
+
+def unknown_routing(name: str) -> ValueError:
+    """The error for a routing that is not in :data:`HEADS`."""
+    return ValueError(unknown_name("routing", str(name), HEADS))
+
+
+def head_arguments(routing: str, given: Optional[Set[str]] = None) -> List[str]:
+    """Names of the arguments specific to a routing.
+
+    Raises:
+        ValueError: an unknown routing, or one of ``given`` is no argument of it; the message suggests the nearest.
+    """
+    if routing not in HEADS:
+        raise unknown_routing(routing)
+    parameters = inspect.signature(HEADS[routing].__init__).parameters
+    names = [name for name in parameters if name not in ("self", *_MAP_ARGUMENTS)]
+    for name in sorted(given or ()):
+        if name not in names:
+            raise ValueError(unknown_name(f"argument of the {routing} head", name, names))
+    return names

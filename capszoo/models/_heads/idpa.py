@@ -1,0 +1,68 @@
+"""Head with inverted dot-product attention routing."""
+
+from typing import Tuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from capszoo.layers import FCIDPA, CapsuleNorm
+
+from .._base import Votes
+from .base import HeadOutput, register_head
+from .capsule_layers import CapsuleLayersHead
+
+__all__ = ["IDPAHead"]
+
+
+@register_head("idpa")
+class IDPAHead(CapsuleLayersHead):
+    """Primary capsules with LayerNorm as matrix poses, one IDPA layer; scores by a linear layer shared by all classes.
+
+    Args:
+        caps_types, caps_dim: primary capsule types, and their pose dimension, a square number.
+        num_iters: routing iterations.
+    """
+
+    def __init__(
+        self,
+        in_chans: int,
+        grid: Tuple[int, int],
+        num_classes: int,
+        routing: str = "idpa",
+        proj_chans: int = 0,
+        max_grid: int = 0,
+        drop_rate: float = 0.0,
+        caps_types: int = 32,
+        caps_dim: int = 16,
+        num_iters: int = 2,
+    ) -> None:
+        super().__init__(
+            in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate, caps_types, caps_dim
+        )
+        self._iters = num_iters
+        conv = nn.Conv2d(self.chans, self.width, 3, 1, 1, bias=False)
+        self.primary = nn.Sequential(conv, CapsuleNorm(caps_dim))
+        self.score = nn.Linear(caps_dim, 1)
+        self._ready(num_classes)
+
+    def _class_layer(self, num_classes: int) -> nn.Module:
+        return FCIDPA(self.num_children, num_classes, self.caps_dim, num_iters=self._iters)
+
+    def class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses = self.classes(self._poses(self._children(x)))
+        return self.score(poses).squeeze(-1), poses
+
+    @torch.jit.ignore
+    def route(self, x: Tensor) -> HeadOutput:
+        """Returns couplings ``[b, n, i]``, children ordered (row, column, type)."""
+        children = self._poses(self._children(x))
+        poses, _, found = self.classes.route([children], [], self.classes.num_iters)
+        couplings = self.classes.even_couplings(poses[-1]) if found is None else found
+        scores = self.score(poses[-1]).squeeze(-1)
+        return HeadOutput(scores, poses[-1], scores, (couplings,), couplings)
+
+    @torch.jit.ignore
+    def class_votes(self, x: Tensor) -> Votes:
+        children = self._poses(self._children(x))
+        return Votes(self.classes.votes(children), self.classes(children), True)

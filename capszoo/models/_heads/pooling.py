@@ -1,0 +1,160 @@
+"""Heads without primary capsules: average, maximum and routing pooling, and a convolution over the whole map."""
+
+from typing import Tuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from capszoo.layers import RoutingPool2d
+
+from .._base import CouplingLayout, Votes
+from .base import CapsuleHead, ConvNorm, HeadOutput, register_head
+
+__all__ = ["AverageHead", "ConvHead", "MaxHead", "RoutingPoolHead"]
+
+
+@register_head("avg")
+class AverageHead(CapsuleHead):
+    """Average pooling and a linear layer: the twin without capsules."""
+
+    fixed_grid = has_capsules = has_poses = False
+
+    def __init__(
+        self,
+        in_chans: int,
+        grid: Tuple[int, int],
+        num_classes: int,
+        routing: str = "avg",
+        proj_chans: int = 0,
+        max_grid: int = 0,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+        self._ready(num_classes)
+
+    def _class_layer(self, num_classes: int) -> nn.Module:
+        return nn.Linear(self.chans, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classes(self.head_drop(self.pooled(x)))
+
+
+@register_head("max")
+class MaxHead(AverageHead):
+    """Maximum pooling and a linear layer."""
+
+    def __init__(
+        self,
+        in_chans: int,
+        grid: Tuple[int, int],
+        num_classes: int,
+        routing: str = "max",
+        proj_chans: int = 0,
+        max_grid: int = 0,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return self._map(x).amax(dim=(2, 3))
+
+
+@register_head("conv")
+class ConvHead(CapsuleHead):
+    """A convolution over the whole map of the primary capsules' channels: the same number of weights, no routing.
+
+    Args:
+        caps_types, caps_dim: their product is the number of channels.
+    """
+
+    has_capsules = has_poses = False
+
+    def __init__(
+        self,
+        in_chans: int,
+        grid: Tuple[int, int],
+        num_classes: int,
+        routing: str = "conv",
+        proj_chans: int = 0,
+        max_grid: int = 0,
+        drop_rate: float = 0.0,
+        caps_types: int = 32,
+        caps_dim: int = 16,
+    ) -> None:
+        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+        self.width = caps_types * caps_dim
+        self.primary = ConvNorm(self.chans, self.width, bias=True)
+        self._ready(num_classes)
+
+    def _class_layer(self, num_classes: int) -> nn.Module:
+        layer = nn.Conv2d(self.width, num_classes, self.grid)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="linear")
+        nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        return layer
+
+    @property
+    def hidden_size(self) -> int:
+        return self.width
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return self.primary(self._map(x)).mean(dim=(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classes(self.head_drop(self.primary(self._map(x)))).flatten(1)
+
+
+@register_head("routing_pool")
+class RoutingPoolHead(AverageHead):
+    """Routing pooling and a linear layer; "poses" are the contributions of each pooled capsule to each class score.
+
+    Args:
+        lam: λ of the routing; 0 is average pooling.
+        caps_dim: channels of a capsule; divides those of the map (``proj_chans`` with a projection).
+        num_iters: routing iterations.
+    """
+
+    has_capsules = True
+
+    def __init__(
+        self,
+        in_chans: int,
+        grid: Tuple[int, int],
+        num_classes: int,
+        routing: str = "routing_pool",
+        proj_chans: int = 0,
+        max_grid: int = 0,
+        drop_rate: float = 0.0,
+        lam: float = 5.0,
+        caps_dim: int = 16,
+        num_iters: int = 3,
+    ) -> None:
+        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+        if self.chans % caps_dim:
+            raise ValueError(f"caps_dim={caps_dim} does not divide the {self.chans} channels of the map")
+        self.pool = RoutingPool2d(caps_dim, lam, num_iters, flatten=True)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return self.pool(self._map(x))
+
+    @torch.jit.ignore
+    def route(self, x: Tensor) -> HeadOutput:
+        """Returns couplings ``[b, groups, h, w]``, which sum to 1 over the positions."""
+        x = self._map(x)
+        pooled = self.pool(x)
+        parts = (pooled[:, None] * self.classes.weight).unflatten(2, (-1, self.pool.caps_dim)).sum(-1)
+        couplings = self.pool.couplings(x)
+        scores = self.classes(self.head_drop(pooled))
+        share = torch.bmm(parts.float().clamp_min(1e-6), couplings.float().flatten(2))  # [b, n, h*w]
+        return HeadOutput(scores, parts, scores, (couplings,), share)
+
+    @torch.jit.ignore
+    def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
+        return (CouplingLayout(1, "children"),)
+
+    @torch.jit.ignore
+    def class_votes(self, x: Tensor) -> Votes:
+        x = self._map(x)
+        dim = self.pool.caps_dim
+        votes = x.flatten(2).unflatten(1, (-1, dim)).transpose(2, 3)  # [b, g, h*w, e]
+        return Votes(votes, self.pool(x).unflatten(1, (-1, dim)), False)
