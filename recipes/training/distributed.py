@@ -1,4 +1,4 @@
-"""Coordination of a run's processes: they fail together, and stop together on request."""
+"""Accelerate, and the coordination of a run's processes: they fail together, and stop together on request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
+
 from capszoo.errors import CapszooError
+
+from ..config import Recipe
 
 try:
     from accelerate import Accelerator
-    from accelerate.utils import gather_object
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, gather_object, set_seed
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
 
@@ -24,8 +29,11 @@ __all__ = [
     "StopRequest",
     "Stopped",
     "TrainingError",
-    "destroy_group_at_exit",
+    "accelerator_for",
+    "gather_object",
+    "is_lost_peer",
     "raise_on_all_ranks",
+    "set_seed",
     "sync_error",
 ]
 
@@ -44,6 +52,13 @@ class PeerLost(TrainingError):
         )
 
 
+def is_lost_peer(error: RuntimeError) -> bool:
+    """True for the errors with which PyTorch reports that another process is gone."""
+    return isinstance(error, torch.distributed.DistError) or any(
+        word in str(error) for word in ("gloo", "onnection closed", "onnection reset", "NCCL")
+    )
+
+
 class Stopped(TrainingError):
     """A signal stopped the run, and its state was saved."""
 
@@ -52,7 +67,7 @@ class Stopped(TrainingError):
         self.exit_code = 128 + number  # the convention of shells and schedulers
 
 
-def destroy_group_at_exit(accelerator: Accelerator) -> None:
+def _destroy_group_at_exit(accelerator: Accelerator) -> None:
     """Destroy the process group before the interpreter exits.
 
     Otherwise its threads are still running during the clean-up of the process, which occasionally aborts it
@@ -61,6 +76,30 @@ def destroy_group_at_exit(accelerator: Accelerator) -> None:
     """
     if accelerator.num_processes > 1:
         atexit.register(accelerator.state.destroy_process_group)  # no effect if called twice
+
+
+@contextmanager
+def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
+    """Accelerate keeps its settings in a process-wide singleton: reset it afterwards, for runs with other settings."""
+    precision = "no" if recipe.precision == "fp32" else recipe.precision
+    unfit = f"precision {recipe.precision} does not work on this device"
+    try:
+        accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
+        if precision == "fp16" and accelerator.device.type == "cpu":
+            raise TrainingError(f"{unfit}, a CPU: take bf16 or fp32")
+        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            raise TrainingError(
+                f"Accelerate is set to {accelerator.distributed_type.value}, which recipes do not use: "
+                "launch plain processes and set parallel: fsdp in the recipe"
+            )
+        _destroy_group_at_exit(accelerator)
+        yield accelerator
+    except ValueError as error:
+        if "mixed precision" in str(error):
+            raise TrainingError(f"{unfit} ({error}): take bf16 or fp32") from error
+        raise
+    finally:
+        AcceleratorState._reset_state()
 
 
 def sync_error(accelerator: Accelerator, failure: Exception | None) -> None:

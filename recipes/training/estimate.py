@@ -12,8 +12,8 @@ from capszoo._memory import keep_freed_memory
 from capszoo.data import DatasetSpec, dataset_spec
 
 from ..config import Recipe
-from ..train import TrainStep
 from .setup import create_feedback, create_net, create_optimizer
+from .step import TrainStep
 
 __all__ = ["Estimate", "estimate"]
 

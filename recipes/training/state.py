@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.scheduler.scheduler import Scheduler
@@ -32,10 +32,8 @@ from .stages import (
     stage_spec,
 )
 
-try:
+if TYPE_CHECKING:
     from accelerate import Accelerator
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
 
 __all__ = ["Run", "TrainState", "check_stages", "distribute", "kept_net", "restore", "save_state"]
 

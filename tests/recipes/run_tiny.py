@@ -24,6 +24,7 @@ from capszoo.data import DATASETS, batches, folders
 from capszoo.errors import CapszooError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe
+from capszoo.recipes.training import step
 
 
 def main(out: str, data: str, tree: str, mode: str = "") -> int:
@@ -42,21 +43,21 @@ def main(out: str, data: str, tree: str, mode: str = "") -> int:
     elif mode.startswith("stop:"):
         options["stop_after"] = int(mode.partition(":")[2])
     elif mode.startswith("pace:"):
-        made = train_module.create_loss
+        made = step.create_loss
 
         def create_paced(name: str, **kwargs: Any) -> Any:
             loss = made(name, **kwargs)
             loss.register_forward_pre_hook(lambda *_: time.sleep(float(mode.partition(":")[2])))
             return loss
 
-        train_module.create_loss = create_paced
+        step.create_loss = create_paced
     elif mode.startswith(("nan:", "crash:")) and os.environ["RANK"] == mode.partition(":")[2]:
-        original = train_module.create_loss
+        original = step.create_loss
 
         def create_loss(name: str, **kwargs: Any) -> Any:
             loss = original(name, **kwargs)
             # Each update seeds the random numbers by its number: so the third is known, when it is made anew too.
-            train_module._seed_update(0, 2, int(os.environ["RANK"]))
+            step.seed_update(0, 2, int(os.environ["RANK"]))
             third = torch.initial_seed()
 
             def spoil(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ def main(out: str, data: str, tree: str, mode: str = "") -> int:
             loss.register_forward_hook(spoil)
             return loss
 
-        train_module.create_loss = create_loss
+        step.create_loss = create_loss
     recipe = Recipe.model_validate(json.loads(tree))
     try:
         train_module.train(recipe, out=out, data=data, cpu=True, **options)

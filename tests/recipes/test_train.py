@@ -24,7 +24,7 @@ from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation import target
 from capszoo.recipes.train import TrainingError, main, train
-from capszoo.recipes.training import checkpoints
+from capszoo.recipes.training import begin, checkpoints, finish, step
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.training.distributed import StopRequest
 from capszoo.recipes.weights import bundle
@@ -74,7 +74,7 @@ def test_a_run_from_start_to_bundle(tiny_mnist: Path, tmp_path: Path) -> None:
         "curves.png",
         f"tensorboard/{events.name}",
         *(f"{name}{suffix}" for suffix in (".safetensors", ".json", ".golden.npz")),
-        *(f"checkpoints/step-{step:08d}/{file}" for step in (3, 6) for file in checkpoint),
+        *(f"checkpoints/step-{number:08d}/{file}" for number in (3, 6) for file in checkpoint),
     }
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records] == [1, 2] and records[-1]["lr"] < 0.003
@@ -153,7 +153,7 @@ def test_a_finished_run_is_not_evaluated_again(
     printed = capsys.readouterr().out
     assert "epoch 1/" in printed and "training accuracy" in printed and "train_top1" not in printed
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "evaluate", None)
+        patch.setattr(finish, "evaluate", None)
         again = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
     said = capsys.readouterr()
     assert "already finished; choose another --out" in said.err
@@ -212,8 +212,8 @@ def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Mon
     assert files_under(tmp_path) == {
         f"checkpoints/step-00000001/{file}" for file in ("model.safetensors", "optimizer.pt", "state.json")
     }
-    for step in (2, 3, 4):
-        save_checkpoint(tmp_path, step, weights, {"optimizer": {}}, {"seconds": 3.0})
+    for number in (2, 3, 4):
+        save_checkpoint(tmp_path, number, weights, {"optimizer": {}}, {"seconds": 3.0})
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000003", "step-00000004"]
     (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text("{")
     checkpoint, skipped = latest_checkpoint(tmp_path)
@@ -231,7 +231,7 @@ def test_a_non_finite_layer_is_named_and_the_last_state_kept(
 ) -> None:
     """One image of the sixth update's batch makes one layer overflow: that layer and that update are named."""
     recipe = tiny_recipe(data={"name": "mnist", "val_size": 20}, epochs=3)
-    original, poison = train_module.create_net, []
+    original, poison = begin.create_net, []
 
     def create(*args: Any) -> Any:
         net = original(*args)
@@ -248,7 +248,7 @@ def test_a_non_finite_layer_is_named_and_the_last_state_kept(
         return bool(poison) and abs(float(image.sum()) - poison[0]) < 1e-3
 
     seen: list[bool] = []
-    monkeypatch.setattr(train_module, "create_net", create)
+    monkeypatch.setattr(begin, "create_net", create)
     if before:
         train(recipe, out=tmp_path / "run", data=tiny_mnist, stop_after=before)
     spoilt = Batches(
@@ -277,7 +277,7 @@ def test_a_gradient_that_is_not_finite_is_named(
         def forward(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return (scores - scores.detach()).abs().sum().sqrt() + scores.mean()
 
-    monkeypatch.setattr(train_module, "create_loss", lambda *_, **__: Overflow())
+    monkeypatch.setattr(step, "create_loss", lambda *_, **__: Overflow())
     with pytest.raises(
         TrainingError,
         match=r"not finite at update 2 .*, first in the gradient of \S+ at update 1; .* update 0",
@@ -291,7 +291,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
 ) -> None:
     recipe = tiny_recipe()
     whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
-    original, calls = train_module._update, []
+    original, calls = step._update, []
     number, handler = signal.Signals[name], signal.getsignal(signal.Signals[name])
 
     def interrupted(*args: Any) -> Any:
@@ -300,7 +300,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
             os.kill(os.getpid(), number)  # in the midst of an update, which is then made to its end
         return original(*args)
 
-    monkeypatch.setattr(train_module, "_update", interrupted)
+    monkeypatch.setattr(step, "_update", interrupted)
     with pytest.raises(TrainingError, match="stopped at update 4 of 6; the same command resumes") as caught:
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
     assert caught.value.exit_code == 128 + number and signal.getsignal(number) == handler
@@ -314,7 +314,7 @@ def test_a_second_interrupt_stops_at_once(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StopRequest, "PATIENCE", -1.0)
-    original, calls = train_module._update, []
+    original, calls = step._update, []
 
     def stuck(*args: Any) -> Any:
         calls.append(1)
@@ -323,7 +323,7 @@ def test_a_second_interrupt_stops_at_once(
             os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
 
-    monkeypatch.setattr(train_module, "_update", stuck)
+    monkeypatch.setattr(step, "_update", stuck)
     with pytest.raises(TrainingError, match="stopped at once; the same command resumes at update 3 of 6"):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
 

@@ -18,11 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from capszoo.data import dataset_spec
 from capszoo.layers import engine_report, use_engines
-from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe
 from capszoo.recipes.evaluation.target import create_for
-from capszoo.recipes.train import TrainingError, train, training_engines
-from capszoo.recipes.training import checkpoints
+from capszoo.recipes.train import TrainingError, train
+from capszoo.recipes.training import begin, checkpoints, step
 from capszoo.recipes.training.checkpoints import latest_checkpoint
 
 from .test_distributed import TINY, newest
@@ -79,10 +78,10 @@ def test_a_session_names_the_engine_of_each_routing_layer() -> None:
         choice.name: choice.engine.name
         for choice in engine_report(net, 32, training=True, input_size=(1, 28, 28))
     }
-    assert training_engines(run, net, (28, 28)) == expected and len(expected) == 3
+    assert begin.training_engines(run, net, (28, 28)) == expected and len(expected) == 3
     with use_engines("reference"):
-        assert set((training_engines(run, net, (28, 28)) or {}).values()) == {"reference"}
-    assert training_engines(run, Curious(), (28, 28)) is None
+        assert set((begin.training_engines(run, net, (28, 28)) or {}).values()) == {"reference"}
+    assert begin.training_engines(run, Curious(), (28, 28)) is None
 
 
 def test_no_room_is_said_before_the_first_update(
@@ -117,7 +116,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtypes: list[torch.dtype] = []
-    original = train_module.create_net
+    original = begin.create_net
 
     def create(*args: Any) -> Any:
         net = original(*args)
@@ -125,7 +124,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
         layer.register_forward_hook(lambda _, __, y: None if y.is_meta else dtypes.append(y.dtype))
         return net
 
-    monkeypatch.setattr(train_module, "create_net", create)
+    monkeypatch.setattr(begin, "create_net", create)
     train(recipe(precision="bf16"), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
     assert dtypes == [torch.bfloat16]
     assert {value.dtype for value in weights(tmp_path / "run").values()} == {torch.float32}
@@ -174,14 +173,14 @@ def test_ema_is_the_average_of_the_weights(tiny_mnist: Path, tmp_path: Path) -> 
 
 
 def test_channels_last(tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, layouts = train_module._update, []
+    original, layouts = step._update, []
 
-    def spy(accelerator: Any, task: Any, *args: Any) -> Any:
-        weight = task.net.get_submodule("stages.layer2.0.conv1").weight
+    def spy(run: Any, state: Any, batch: Any) -> Any:
+        weight = state.net.get_submodule("stages.layer2.0.conv1").weight
         layouts.append(weight.is_contiguous(memory_format=torch.channels_last))
-        return original(accelerator, task, *args)
+        return original(run, state, batch)
 
-    monkeypatch.setattr(train_module, "_update", spy)
+    monkeypatch.setattr(step, "_update", spy)
     found = []
     for wanted in (True, False):
         out = tmp_path / str(wanted)

@@ -1,0 +1,178 @@
+"""How a run begins: from its checkpoint or from the recipe's initial weights; and each of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+import torch
+from timm.layers import convert_sync_batchnorm
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from capszoo.data import Batches
+from capszoo.layers import engine_report
+
+from ..config import RecipeError
+from ..weights import hardware
+from .checkpoints import latest_checkpoint
+from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
+from .early_stop import BestEpoch
+from .log import RunLog
+from .routing_probe import RoutingProbe
+from .run_folder import check_room, note_session, open_run, read_sessions, versions
+from .setup import create_feedback, create_net, create_optimizer, create_scheduler
+from .stages import Stage, stage_at, staged_data
+from .state import Run, TrainState, distribute, restore, save_state
+from .step import TrainStep
+
+__all__ = ["begin_run", "begin_stage", "training_engines"]
+
+
+def begin_run(run: Run) -> tuple[TrainState, RunLog]:
+    """The state that the run resumes from, and its log."""
+    with raise_on_all_ranks(run.accelerator):
+        checkpoint, skipped = latest_checkpoint(run.out)
+        epoch = checkpoint.state["step"] // run.steps if checkpoint else 0
+        state = _create_state(run, stage_at(run.recipe, epoch))
+        # Create the run's folder only now, after recipe and data are checked.
+        if run.main:
+            open_run(run.recipe, run.out, run.lock)
+            check_room(run.out, run.recipe, state.net)
+    distribute(run, state)
+    with raise_on_all_ranks(run.accelerator):
+        if checkpoint:
+            restore(run, state, checkpoint)
+            state.saved_step = state.step
+        if run.world > 1 and len(set(gather_object([state.step]))) > 1:
+            raise TrainingError(
+                f"the processes see different checkpoints: {run.out} must be a folder they share"
+            )
+        log = RunLog(run.out, run.main, run.total, state.step)
+        before = (read_sessions(run.out) or [{}])[-1].get("precision") or run.recipe.precision
+        if run.main:
+            _note_session(run, state)
+    for line in (*skipped, *(f"left out: {line}" for line in run.data.skipped)):
+        log.say(line)
+    parameters = sum(p.numel() for p in state.net.parameters())
+    log.say(
+        f"{run.recipe.name}: {parameters:,} parameters, {len(run.data.training):,} images, "
+        f"{run.recipe.epochs} epochs of {run.steps} updates, {hardware(run.device)}"
+        + (f"; resumed at update {state.step:,}" if state.step else "")
+        + (f" in {run.recipe.precision}, before in {before}" if before != run.recipe.precision else "")
+    )
+    if _normalises(state.net) and run.world > 1 and run.device.type != "cuda":
+        log.say("note: on CPUs, BatchNorm takes the statistics of each process's share of a batch alone")
+    if not checkpoint:
+        # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
+        save_state(run, state)
+    return state, log
+
+
+def begin_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
+    """The state of the next stage, from the checkpoint at the end of this one."""
+    checkpoint, _ = latest_checkpoint(run.out)
+    if checkpoint is None or checkpoint.state["step"] != before.step:
+        raise TrainingError(f"the checkpoint of update {before.step} in {run.out} cannot be read")
+    run.accelerator.free_memory()
+    if run.recipe.compile:
+        torch._dynamo.reset()  # else the next size would be compiled with dynamic shapes
+    state = _create_state(run, stage_at(run.recipe, before.step // run.steps))
+    distribute(run, state)
+    restore(run, state, checkpoint)
+    state.saved_step, state.next_sync = state.step, state.step + 1
+    log.say(f"stage {state.stage.number + 1}: images of {'x'.join(map(str, state.batches.target))} pixels")
+    return state
+
+
+def _create_state(run: Run, stage: Stage) -> TrainState:
+    """Create all objects that a stage trains with, from random (or the recipe's initial) weights."""
+    recipe, device = run.recipe, run.device
+    training, validation = staged_data(recipe, run.data, stage)
+    augment = recipe.data.augment
+    if stage.cutout is not None:
+        augment = augment.model_copy(update={"cutout": stage.cutout})
+    shares = {"rank": run.accelerator.process_index, "world": run.world}
+    batches = Batches(
+        training.to(device),
+        recipe.batch_size,
+        train=True,
+        augment=augment.build(),
+        seed=recipe.seed,
+        balance=recipe.data.balance,
+        cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
+        **shares,
+    )
+    held_out = Batches(validation.to(device), 500, **shares) if len(validation) else None
+    if recipe.early_stop and not held_out:
+        raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")
+
+    set_seed(recipe.seed)
+    net = create_net(recipe, training.spec).to(device).to(memory_format=run.layout)
+    if _normalises(net) and run.world > 1 and device.type == "cuda":
+        net = convert_sync_batchnorm(net)  # statistics of the whole batch, as on one GPU
+    ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
+    feedback = create_feedback(recipe, net)
+    optimizer = create_optimizer(recipe, net, feedback)
+    best = BestEpoch(recipe.early_stop) if recipe.early_stop else None
+    try:
+        step_module = TrainStep(net, recipe, feedback)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
+    scheduler = create_scheduler(recipe, optimizer, run.steps)
+    probe = None
+    if recipe.routing_images and run.main:
+        probe = RoutingProbe(recipe, net, validation.to(device))
+    return TrainState(
+        stage=stage,
+        batches=batches,
+        held_out=held_out,
+        net=net,
+        ema=ema,
+        feedback=feedback,
+        best=best,
+        step_module=step_module,
+        ddp_module=step_module,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        probe=probe,
+        sums=torch.zeros(3, dtype=torch.float64, device=device),
+    )
+
+
+def _normalises(net: nn.Module) -> bool:
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.modules())
+
+
+def _note_session(run: Run, state: TrainState) -> None:
+    session = {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "from_update": state.step,
+        "seed": run.recipe.seed,
+        "processes": run.world,
+        "commit": run.commit,
+        "hardware": hardware(run.device),
+        "precision": run.recipe.precision,
+        "compile": run.recipe.compile,
+        "versions": versions(),
+        "data": run.data.fingerprints,
+        "engines": training_engines(run, state.net, state.batches.target),
+    }
+    note_session(run.out, session)
+
+
+def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str, str] | None:
+    """The engine with which each routing layer trains on images of ``size``, by the layer's name.
+
+    None for a network that cannot run without data (on the meta device), such as some backbones.
+    """
+    batch = run.recipe.batch_size // run.world // run.recipe.accumulate
+    images = (run.data.training.spec.input_size[0], *size)
+    if run.sharded:  # the report needs a net on the meta device, which shards are not
+        with torch.device("meta"):
+            net = create_net(run.recipe.model_copy(update={"init": None}), run.data.training.spec)
+    try:
+        choices = engine_report(net, batch, True, run.device.type, input_size=images)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return {choice.name: choice.engine.name for choice in choices}

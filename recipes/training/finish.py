@@ -1,0 +1,138 @@
+"""How a run ends: its weights, their metadata, and the one evaluation on the test set."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from capszoo.data import Batches, ImageSet
+from capszoo.models._pretrained import sha256_of
+
+from ..evaluate import evaluate
+from ..weights import finished_metadata, hardware, write_weights
+from .checkpoints import latest_checkpoint
+from .distributed import raise_on_all_ranks
+from .log import RunLog, accuracy_line, weights_line
+from .run_folder import read_sessions, versions
+from .state import Run, TrainState, kept_net
+
+__all__ = ["finish_run", "result_of_finished"]
+
+GOLDEN_IMAGES = 4
+
+
+def result_of_finished(run: Run) -> dict[str, Any] | None:
+    """The result of a run that finished earlier, from its metadata; None if it is not complete."""
+    metadata = finished_metadata(run.out)
+    checkpoint, _ = latest_checkpoint(run.out) if metadata else (None, [])
+    measured = (metadata or {}).get("metrics", {})
+    if metadata is None or checkpoint is None or (run.data.test is not None) != ("test" in measured):
+        return None
+    step = int(checkpoint.state["step"])
+    if step < run.total and not run.recipe.early_stop:
+        return None
+    weights = run.out / f"{metadata['architecture']}.{metadata['tag']}.safetensors"
+    if sha256_of(weights) != metadata["sha256"]:
+        return None
+    print(f"{run.recipe.name}: already finished; choose another --out to train again", file=sys.stderr)
+    print(weights_line(weights))
+    for split in ("validation", "test"):
+        if split in measured:
+            print(accuracy_line(split, run.data.training.spec.accuracy, measured[split]))
+    epoch = step // run.steps
+    return {"out": run.out, "finished": True, "step": step, "epoch": epoch, "weights": weights, **measured}
+
+
+def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
+    """Write the weights, and evaluate the stored file once on the test set."""
+    recipe, spec = run.recipe, run.data.training.spec
+    result: dict[str, Any] = {
+        "out": run.out,
+        "finished": True,
+        "step": state.step,
+        "epoch": state.step // run.steps,
+    }
+    if state.best:
+        state.evaluated.load_state_dict(state.best.weights)
+        ended = "the last" if state.step == run.total else f"none was better in {recipe.early_stop} more"
+        log.say(
+            f"kept: epoch {state.best.epoch}, validation {spec.accuracy} {state.best.top1:.2f}% ({ended})"
+        )
+    net = kept_net(run, state)
+    with raise_on_all_ranks(run.accelerator):
+        if run.main:
+            details = _details(run, state, log)
+
+            def write() -> Path:
+                return write_weights(
+                    run.out,
+                    net,
+                    architecture=recipe.arch,
+                    tag=recipe.tag,
+                    model_args=recipe.model_args,
+                    spec=spec,
+                    golden_pixels=next(Batches(run.data.measured, GOLDEN_IMAGES).epoch()).pixels,
+                    details=details,
+                )
+
+            result["weights"] = write()
+            log.result(weights_line(result["weights"]))
+            if run.data.test is not None:
+                figures = evaluate(result["weights"], run.data.test, device=run.device)
+                details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
+                write()
+                log.result(accuracy_line("test", spec.accuracy, figures))
+            elif "validation" in details["metrics"]:
+                log.result(accuracy_line("validation", spec.accuracy, details["metrics"]["validation"]))
+            result |= details["metrics"]
+    return result
+
+
+def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
+    """Metadata of the weights that describe the run."""
+    recipe, data, spec = run.recipe, run.data, run.data.training.spec
+    details: dict[str, Any] = {
+        "description": recipe.description or None,
+        "recipe": recipe.model_dump(mode="json"),
+        "seed": recipe.seed,
+        "commit": run.commit,
+        "dataset": {
+            "name": spec.name,
+            "title": spec.title,
+            "source": spec.source,
+            "sha256": data.fingerprints,
+            **({"left_out": list(data.skipped)} if data.skipped else {}),
+        },
+        "chosen": "best validation epoch" if state.best else "last epoch",
+        "hardware": hardware(run.device),
+        "train_seconds": round(state.seconds),
+        "versions": versions(),
+        "metrics": {},
+    }
+    if state.best:
+        details["epoch"] = state.best.epoch
+    composed = isinstance(data.training, ImageSet) and data.training.composer
+    if not composed and state.batches.margin[0]:
+        # predict crops in the same way as evaluation
+        details["crop_pct"] = spec.input_size[1] / data.training.size[0]
+    if state.held_out:
+        top1 = state.best.top1 if state.best else log.records()[-1]["val_top1"]
+        details["metrics"]["validation"] = {"top1": top1, "n": len(data.validation)}
+    return details | _machines(run.out)
+
+
+def _machines(out: Path) -> dict[str, Any]:
+    """The metadata of a run that moved to another processor or precision: each of its parts, and all the hardware."""
+    keys = ("from_update", "commit", "hardware", "precision", "compile")
+    parts: list[dict[str, Any]] = []
+    for session in read_sessions(out):
+        part = {key: session.get(key) for key in keys}
+        if parts and all(part[key] == parts[-1][key] for key in keys[2:]):
+            continue  # a resume on the same machine
+        if parts and part["from_update"] == parts[-1]["from_update"]:
+            parts.pop()  # the session before made no update
+        parts.append(part)
+    if len(parts) < 2:
+        return {}
+    return {"hardware": "; ".join(dict.fromkeys(str(part["hardware"]) for part in parts)), "sessions": parts}
