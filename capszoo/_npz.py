@@ -44,9 +44,8 @@ def read_npz(path: str | Path, names: Iterable[str], max_bytes: int = MAX_BYTES)
         raise
     except FileNotFoundError:
         raise CapszooError(f"{path}: no such file", "check the path") from None
-    except (
-        Exception
-    ) as e:  # BadZipFile, zlib.error, KeyError, NotImplementedError, ValueError of an object array, …
+    # BadZipFile, zlib.error, KeyError, NotImplementedError, ValueError of an object array, …
+    except Exception as e:
         reason = " ".join(str(e).split())[:200] or type(e).__name__
         raise CapszooError(f"{path}: not readable ({reason})", "the file is damaged; write it again") from e
     for name, array in arrays.items():

@@ -55,9 +55,8 @@ def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.I
     if not image.has_transparency_data:
         return image, ""
     rgba = image.convert("RGBA")
-    step = max(
-        1, round((rgba.width * rgba.height / 1e6) ** 0.5)
-    )  # a sample of about a million pixels is enough
+    # a sample of about a million pixels is enough
+    step = max(1, round((rgba.width * rgba.height / 1e6) ** 0.5))
     opacity = np.asarray(rgba.getchannel("A"))[::step, ::step].astype(np.float64)
     grey = np.asarray(rgba.convert("RGB").convert("L"))[::step, ::step].astype(np.float64)
     total = opacity.sum()

@@ -54,9 +54,8 @@ def _place(model: str, img_size: tuple[int, int] | None, routing_iters: int | No
     if weights is None:
         return None
     key = hashlib.sha256(weights.read_bytes())
-    key.update(
-        weights.with_suffix(".json").read_bytes()
-    )  # labels and normalisation become part of the bundle
+    # labels and normalisation become part of the bundle
+    key.update(weights.with_suffix(".json").read_bytes())
     name = key.hexdigest()
     if img_size is not None:
         name += f"-{img_size[0]}x{img_size[1]}"

@@ -294,9 +294,8 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
         return [(image, False), said, *score(image, False, values), *explain(image, False, values)]
 
     for function in (score_drawing, explain_drawing):
-        function.__annotations__["event"] = (
-            gr.EventData
-        )  # gradio inspects the class, which is not known above
+        # gradio inspects the class, which is not known above
+        function.__annotations__["event"] = gr.EventData
     asked = [part for column in columns for part in (column.model, *column.controls)]
     scored = [picture, message, *(part for column in columns for part in column.scored)]
     explained = [part for column in columns for part in column.explained]

@@ -302,9 +302,8 @@ def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
     path = Path(file)
     raw = _read_bytes(path)
     try:
-        stated = {
-            name: shape for name, shape, _ in whosmat(io.BytesIO(raw))
-        }  # checked before anything is unpacked
+        # checked before anything is unpacked
+        stated = {name: shape for name, shape, _ in whosmat(io.BytesIO(raw))}
         most = {"X": _SVHN_IMAGES * _CIFAR_PIXELS, "y": _SVHN_IMAGES}
         large = [name for name, limit in most.items() if math.prod(stated.get(name, ())) > limit]
         content = {} if large else loadmat(io.BytesIO(raw), variable_names=("X", "y"))
@@ -314,9 +313,8 @@ def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
         ):
             raise ValueError("labels that are no whole numbers")
         labels = given.astype(np.int64)
-    except (
-        Exception
-    ) as error:  # a damaged file may raise anything: ValueError, TypeError, zlib.error, KeyError, …
+    # a damaged file may raise anything: ValueError, TypeError, zlib.error, KeyError, …
+    except Exception as error:
         raise DataError(f"{path} is not a MATLAB 5 file with X and y (damaged?); fetch it again") from error
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[2] != 3 or images.shape[3] != len(labels):
         raise DataError(

@@ -26,9 +26,8 @@ def capsules_from_map(x: Tensor, pose_dim: int) -> Tensor:
     Returns:
         ``[b, h * w * types, d]``, index = (row * w + column) * types + type. For a channels-last ``x`` no copy.
     """
-    count = (
-        x.shape[2] * x.shape[3] * (x.shape[1] // pose_dim)
-    )  # explicit, because -1 is ambiguous for an empty batch
+    # explicit, because -1 is ambiguous for an empty batch
+    count = x.shape[2] * x.shape[3] * (x.shape[1] // pose_dim)
     return x.permute(0, 2, 3, 1).reshape(x.shape[0], count, pose_dim)
 
 

@@ -64,9 +64,8 @@ def ground_cost(x: Tensor, y: Tensor, cost: str = "cosine") -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     """Rows scaled to length one; rows shorter than 1e-4 stay shorter, so that the gradient at zero is bounded."""
-    largest = (
-        x.detach().abs().amax(dim=1, keepdim=True).clamp(min=1.0)
-    )  # squares of huge values must not overflow
+    # squares of huge values must not overflow
+    largest = x.detach().abs().amax(dim=1, keepdim=True).clamp(min=1.0)
     x = x / largest
     return x / (x * x).sum(dim=1, keepdim=True).clamp(min=1e-8).sqrt()
 

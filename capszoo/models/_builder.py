@@ -281,9 +281,8 @@ def build_capsule_model(
         check_demand(partial(model_cls, **args), cfg.state_dict or {}, str(weights_id or variant))
 
     def make(*, device: Any = None, dtype: torch.dtype | None = None, **args: Any) -> ModelT:
-        args = {
-            k: v for k, v in args.items() if k in own_args
-        }  # timm adds defaults that a model may not accept
+        # timm adds defaults that a model may not accept
+        args = {k: v for k, v in args.items() if k in own_args}
         with _placement(device, dtype):
             return model_cls(**args)
 

@@ -150,9 +150,8 @@ def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
             return _read(folder), skipped
-        except (
-            Exception
-        ) as error:  # SafetensorError, UnpicklingError, RecursionError, …: the previous one may be valid
+        # SafetensorError, UnpicklingError, RecursionError, …: the previous one may be valid
+        except Exception as error:
             reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
             skipped.append(f"skipped the damaged checkpoint {folder.name}: {reason}")
     return None, skipped

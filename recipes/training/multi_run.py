@@ -136,9 +136,8 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
                     live.update(_table(processes), refresh=True)
                 time.sleep(LOOK_SECONDS)
         finally:
-            _signal(
-                processes, signal.SIGKILL
-            )  # a second Ctrl-C, or an error of ours: leave no process running
+            # a second Ctrl-C, or an error of ours: leave no process running
+            _signal(processes, signal.SIGKILL)
     _tell(processes, console)
     failed = [one.job.out.name for one in processes if one.process.returncode]
     if stop.number:

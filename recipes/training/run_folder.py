@@ -219,9 +219,8 @@ def check_room(out: Path, recipe: Recipe, net: nn.Module) -> None:
     """Raise `TrainingError` if the disk has no room for the run's checkpoints."""
     weights = sum(t.numel() * t.element_size() for t in net.state_dict().values())
     moments = 2 * sum(p.numel() * p.element_size() for p in net.parameters())  # the most that optimisers keep
-    copies = (
-        1 + (recipe.ema_decay is not None) + (recipe.early_stop is not None)
-    )  # the moving average, the best epoch's weights
+    # the moving average, the best epoch's weights
+    copies = 1 + (recipe.ema_decay is not None) + (recipe.early_stop is not None)
     needed = weights * copies + moments
     if missing := room_missing(out, needed):
         raise TrainingError(

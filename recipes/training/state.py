@@ -154,9 +154,8 @@ def distribute(run: Run, state: TrainState) -> None:
     shard(state.step_module, run.device, run.world)
     optimizer = create_optimizer(run.recipe, state.net, state.feedback)
     state.scheduler = create_scheduler(run.recipe, optimizer, run.steps)
-    state.ddp_module = run.accelerator.prepare_model(
-        state.step_module, evaluation_mode=True
-    )  # precision only
+    # precision only
+    state.ddp_module = run.accelerator.prepare_model(state.step_module, evaluation_mode=True)
     state.optimizer = run.accelerator.prepare_optimizer(optimizer)
 
 

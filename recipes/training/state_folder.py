@@ -75,9 +75,8 @@ def _import_finished(source: Path, run: Path) -> None:
         raise TrainingError(f"{source} is not a finished run, or damaged: {error}") from error
     try:
         run.mkdir(parents=True, exist_ok=True)
-        for name in sorted(
-            contents, key=lambda name: name.endswith(".json")
-        ):  # metadata last: they mark the run as finished
+        # metadata last: they mark the run as finished
+        for name in sorted(contents, key=lambda name: name.endswith(".json")):
             write_atomically(run / name, contents[name])
     except OSError as error:
         raise TrainingError(f"cannot write to {run}: {error.strerror or error}") from error

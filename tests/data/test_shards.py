@@ -245,13 +245,14 @@ def test_truncated_and_damaged_shards(folder: Path) -> None:
     path = folder / "train-000002.tar"
     whole = path.read_bytes()
     end = 2 * PER_SHARD * 1024
+    # within a member, between samples, a header, nothing
     for kept in (
         end - 700,
         end - 1024,
         end - 2048,
         100,
         0,
-    ):  # within a member, between samples, a header, nothing
+    ):
         path.write_bytes(whole[:kept])
         with pytest.raises(DataError, match="train-000002.tar (is|holds)") as caught:
             opened(folder)

@@ -69,9 +69,8 @@ class ByHand(nn.Module):
 
 def test_dead_parents_and_dead_children() -> None:
     batches = [(torch.zeros(2, 1), None), (torch.zeros(3, 1), None)]
-    over_parents = torch.tensor(
-        [[0.6, 0.5], [0.38, 0.49], [0.02, 0.01]]
-    )  # [j, i]: the third gets 1.5 of 33 per cent
+    # [j, i]: the third gets 1.5 of 33 per cent
+    over_parents = torch.tensor([[0.6, 0.5], [0.38, 0.49], [0.02, 0.01]])
     found = routing_stats(ByHand(over_parents[None], "parents"), batches)
     (layer,) = found.layers
     assert (found.n, layer.positions, layer.parents, layer.children, layer.dead) == (5, 1, 3, 2, 1)
@@ -88,9 +87,8 @@ def test_dead_parents_and_dead_children() -> None:
 
 def test_votes_are_sorted_by_their_cosine_with_the_own_class() -> None:
     votes = torch.zeros(1, 2, 4, 2)
-    votes[0, 0] = torch.tensor(
-        [[3.0, 0.0], [-0.5, 0.0], [5.0, 0.1], [0.0, 2.0]]
-    )  # along, against, along, across
+    # along, against, along, across
+    votes[0, 0] = torch.tensor([[3.0, 0.0], [-0.5, 0.0], [5.0, 0.1], [0.0, 2.0]])
     batches = [(torch.zeros(3, 1), torch.zeros(3, dtype=torch.long))]
     curve = routing_stats(ByHand(torch.full((1, 2, 4), 0.5), "parents", votes), batches).curve
     assert curve is not None and curve.classes and sum(curve.share) == pytest.approx(100)

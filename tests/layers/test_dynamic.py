@@ -360,9 +360,10 @@ def test_shared_votes_are_those_of_a_grouped_convolution() -> None:
     layer = SharedDynamicRouting(4, 3, 6, 5, num_iters=3).double()
     x = torch.randn(2, 12, 3, 2, dtype=F64)
     transforms, offsets = shared_parts(layer)
+    # [b, g*j*e, h, w]
     votes = torch.nn.functional.conv2d(
         x, transforms.reshape(4 * 6 * 5, 3, 1, 1), offsets.reshape(-1), groups=4
-    )  # [b, g*j*e, h, w]
+    )
     votes = votes.reshape(2, 4, 6, 5, 6).permute(0, 2, 1, 4, 3).reshape(2, 6, 24, 5)  # [b, j, g*p, e]
     expected = dynamic_routing(votes, 3, "children")[0]
     torch.testing.assert_close(layer(x.reshape(2, 4, 3, 6)), expected, atol=1e-11, rtol=1e-10)

@@ -377,9 +377,8 @@ def test_shared_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blockwise._Blockwise, "apply", lambda *a: (made.append(a[3]), apply(*a))[1])
     with tuned(em_shared_block_numbers=200):
         layer(x, activations)
-    assert (
-        len(made) == 8 and max(made) < 7
-    )  # products, first moments; twice forms, weighted features, moments
+    # products, first moments; twice forms, weighted features, moments
+    assert len(made) == 8 and max(made) < 7
 
 
 @pytest.mark.parametrize(("centre", "spread"), [(0.0, 1.0), (30.0, 0.1), (1000.0, 30.0)])

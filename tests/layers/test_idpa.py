@@ -429,9 +429,8 @@ def test_batch_equals_one_by_one(num_iters: int) -> None:
 
 def test_a_child_turns_to_the_parent_that_agrees_with_it() -> None:
     """One child disagrees with the others in its votes for parent 0: it goes to parent 1."""
-    votes = torch.ones(1, 2, 8, 4, dtype=F64) * torch.tensor(
-        [1.0, -1.0, 2.0, -2.0], dtype=F64
-    )  # [b, j, i, e]
+    # [b, j, i, e]
+    votes = torch.ones(1, 2, 8, 4, dtype=F64) * torch.tensor([1.0, -1.0, 2.0, -2.0], dtype=F64)
     votes[0, 0, 0] *= -1
     _, couplings = idpa_routing(votes, 3)
     assert couplings[0, 1, 0] > 0.9

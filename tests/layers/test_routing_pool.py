@@ -62,9 +62,10 @@ def test_caps_equals_reference(shape: tuple[int, ...], num_iters: int) -> None:
 
 def test_modules_cut_the_map_into_capsules_by_channel() -> None:
     x = torch.randn(2, 12, 3, 5, dtype=torch.float64)
+    # [b, g, l, e]
     children = torch.stack(
         [torch.stack([x[:, g * 4 : g * 4 + 4, p // 5, p % 5] for p in range(15)], 1) for g in range(3)], 1
-    )  # [b, g, l, e]
+    )
     pool = RoutingPool2d(caps_dim=4, lam=2.0)
     poses, couplings = reference.routing_pool(children, 2.0, 3)
     torch.testing.assert_close(pool(x), poses.reshape(2, 12, 1, 1), rtol=0, atol=1e-9)

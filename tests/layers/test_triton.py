@@ -231,10 +231,11 @@ def test_the_norms_compile_for_hopper(name: str, e: int, norm: str) -> None:
     from capszoo.layers._triton import launch, norms
 
     tile = launch.tile_of(e)
+    # of a split loop; of a first pass, for which a launch makes 1 a constant
     for parts in (
         {},
         {"parts": 1},
-    ):  # of a split loop; of a first pass, for which a launch makes 1 a constant
+    ):
         constants = {**tile, **end_of(norm), **parts}
         used = resources(translated(getattr(norms, name), constants, "bf16", tile["num_warps"]))
         print(f"{name}, {norm}, poses of {e}: {used}")

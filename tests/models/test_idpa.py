@@ -254,9 +254,8 @@ def test_coupling_map() -> None:
         heat = model.coupling_map(x)
     assert heat.shape == (2, 3, 10, 9)
     torch.testing.assert_close(heat.sum(dim=(2, 3)), torch.ones(2, 3, dtype=F64))
-    assert (heat[:, :, 9] == 0).all() and heat[
-        :, :, :9
-    ].min() > 0  # windows of stride 2 leave out the last row
+    # windows of stride 2 leave out the last row
+    assert (heat[:, :, 9] == 0).all() and heat[:, :, :9].min() > 0
     assert (heat[:, 0] - heat[:, 1]).abs().max() > 1e-4
 
     model.capsules.num_iters = 1  # all couplings even: a flat map over what is seen

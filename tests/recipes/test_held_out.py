@@ -60,9 +60,8 @@ def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["stated"] == result["validation"]["top1"]
-    said = run(
-        "eval", out, "--split", "val", "--data", photos, "--device", "cpu"
-    ).stdout  # without imagefolder:
+    # without imagefolder:
+    said = run("eval", out, "--split", "val", "--data", photos, "--device", "cpu").stdout
     assert "(validation; chose the epoch)" in said and "(test" not in said
     line = run("eval", out, "--device", "cpu").stderr
     assert "no test images: --split val takes those that training held out" in line

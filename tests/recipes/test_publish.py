@@ -307,9 +307,8 @@ def test_every_failure_is_one_line_and_a_repeat_finishes(
     hub: Hub, client: Client, tmp_path: Path, fault: Fault, message: str
 ) -> None:
     name = re.sub(r"\W+", "-", f"{fault.path}{fault.status}{fault.hang:.0f}").strip("-")
-    run = write_run(
-        tmp_path / "run", seed=zlib.crc32(name.encode())
-    )  # weights of its own, which the Hub has not
+    # weights of its own, which the Hub has not
+    run = write_run(tmp_path / "run", seed=zlib.crc32(name.encode()))
     hub.faults = [fault]
     done = client.capszoo("publish", run, f"me/{name}")
     assert done.code == 1 and message in done.error, done.err

@@ -66,9 +66,8 @@ def test_loss_falls(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(setup, "load_dataset", few)
     changes = [f"epochs={epochs}", f"batch_size={batch}", "data.val_size=0", "precision=fp32"]
-    if (
-        recipe.data.name == "h_imagenet"
-    ):  # of 224 pixels: an update takes a minute, and so many do not fit a batch
+    # of 224 pixels: an update takes a minute, and so many do not fit a batch
+    if recipe.data.name == "h_imagenet":
         changes += ["data.size=96", "data.augment.resize=112"]
     if recipe.arch in GENTLE:
         changes.append(f"optimizer.lr={recipe.optimizer.lr / 10}")

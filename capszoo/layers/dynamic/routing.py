@@ -117,9 +117,8 @@ def shared_dynamic_routing(
     j, e = weight.shape[0], weight.shape[1]
     over_children = softmax_over == "children"
     children = F.pad(x, [0, 0, 0, 1], value=1.0)  # u': [b, g, d+1, p]
-    transforms = torch.cat([weight.reshape(j, e, g, d), bias.unsqueeze(3)], dim=3).flatten(
-        2
-    )  # [j, e, g*(d+1)]
+    # [j, e, g*(d+1)]
+    transforms = torch.cat([weight.reshape(j, e, g, d), bias.unsqueeze(3)], dim=3).flatten(2)
     couplings: Optional[Tensor] = None
     poses = x.new_zeros((1, 1, 1))
     pose_sum = poses

@@ -139,9 +139,8 @@ class SharedSteps:
         for t in range(1, num_iters):
             # E-step: log-likelihoods as one form per parent and group, applied to the features
             height = log_weight(logits, log_sigma).t()  # [j, b]
-            form = self.likelihood_forms(weight, forms, offset, shift, variance, height).flatten(
-                0, 1
-            )  # [bg, j, f]
+            # [bg, j, f]
+            form = self.likelihood_forms(weight, forms, offset, shift, variance, height).flatten(0, 1)
             # M-step
             sums = self.weighted_features(features, present, idle, form)  # [bg, j, f]
             if need_couplings and t == num_iters - 1:
@@ -183,9 +182,8 @@ class SharedSteps:
         scaled = there * precision.unsqueeze(1)
         level = (scaled * there).sum(dim=3, keepdim=True) + height[:, None, :, None]  # [j, g, b, 1]
         linear = torch.matmul(2.0 * scaled, weight.transpose(2, 3))  # [j, g, b, d]
-        square = torch.bmm(precision, forms.transpose(1, 2)).unflatten(
-            2, [weight.shape[1], -1]
-        )  # [j, b, g, m]
+        # [j, b, g, m]
+        square = torch.bmm(precision, forms.transpose(1, 2)).unflatten(2, [weight.shape[1], -1])
         form = torch.cat([level.transpose(1, 2), linear.transpose(1, 2), square], dim=3)  # [j, b, g, f]
         return form.permute(1, 2, 0, 3)
 

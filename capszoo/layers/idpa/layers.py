@@ -149,18 +149,16 @@ class ConvIDPA(IDPALayer):
         of_parent = normalised(couplings.reshape(b, h * w, j, window * i))
         share = torch.matmul(share.reshape(b, n, h * w, j).transpose(1, 2), of_parent)  # [b, h'*w', n, k*l*i]
         share = share.reshape(b, h * w, n, window, i).permute(0, 2, 4, 3, 1).reshape(b, n * i * window, h * w)
-        share = F.fold(
-            share, (height, width), self.kernel_size, 1, self.padding, self.stride
-        )  # [b, n*i, h, w]
+        # [b, n*i, h, w]
+        share = F.fold(share, (height, width), self.kernel_size, 1, self.padding, self.stride)
         return share.reshape(b, n, i, height * width).transpose(2, 3).flatten(2)
 
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
         x = children.unflatten(4, [p, q]).permute(0, 4, 1, 2, 3, 5)  # [b, p, h, w, i, q]
         x = x.flatten(0, 1).flatten(3).permute(0, 3, 1, 2)  # [b*p, i*q, h, w], channels last
-        x = F.conv2d(
-            x, self.weight.flatten(2, 3).flatten(0, 1), None, self.stride, self.padding
-        )  # [b*p, j*r, ...]
+        # [b*p, j*r, ...]
+        x = F.conv2d(x, self.weight.flatten(2, 3).flatten(0, 1), None, self.stride, self.padding)
         x = x.permute(0, 2, 3, 1).unflatten(0, [-1, p]).flatten(2, 3)  # [b, p, h'*w', j*r]
         return x.unflatten(3, [j, r]).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(2)
 

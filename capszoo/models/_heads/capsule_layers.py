@@ -128,8 +128,7 @@ class CapsuleLayersHead(CapsuleHead):
         share = share.unflatten(2, (h * w, j)).transpose(1, 2)  # [b, h'w', n, j]
         share = torch.matmul(share, down.reshape(b, h * w, j, window))  # [b, h'w', n, 9*types]
         n = share.shape[2]
-        share = (
-            share.unflatten(3, (9, -1)).permute(0, 2, 4, 3, 1).reshape(b, -1, h * w)
-        )  # [b, n*types*9, h'w']
+        # [b, n*types*9, h'w']
+        share = share.unflatten(3, (9, -1)).permute(0, 2, 4, 3, 1).reshape(b, -1, h * w)
         share = F.fold(share, self.grid, 3, padding=1, stride=2)  # [b, n*types, h, w]
         return share.reshape(b, n, self.caps_types, -1).transpose(2, 3).flatten(2)
