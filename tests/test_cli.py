@@ -592,3 +592,24 @@ def test_the_queue_is_shown_without_training(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
     assert "--seeds takes whole numbers with commas" in fails(2, "train", "cnn6.mnist", "--seeds", "0,x")
     assert "--seeds takes one" in fails(2, "train", "cnn6.mnist", "encapnet6.cifar10", "--seeds", "0")
+
+
+@needs_training
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("cnn6.mnist", "--parallel", 2),
+            "--parallel has no effect on a single run: it belongs to --seeds and --queue",
+        ),
+        (("cnn6.mnist", "--minutes", 0), "--minutes has no effect on a single run: it belongs to --queue"),
+        (
+            ("cnn6.mnist", "--seeds", "0,1", "--threads", 1),
+            "--threads has no effect with --seeds: leave it out",
+        ),
+        (("--queue", "--profile", "short"), "--profile has no effect with --queue: leave it out"),
+        (("cnn6.mnist", "--seeds", "0,1", "--together"), "--seeds and --together exclude each other"),
+    ],
+)
+def test_training_refuses_options_that_it_would_ignore(arguments: tuple[Any, ...], said: str) -> None:
+    assert said in fails(2, "train", *arguments)

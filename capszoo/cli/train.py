@@ -232,6 +232,17 @@ def train_command(
     for recipe in recipes:
         check_recipe_argument(recipe)
     _check_training()
+    _check_kind_of_run(
+        [kind for kind, given in (("--queue", queue), ("--seeds", seeds), ("--together", together)) if given],
+        {
+            "--profile": profile,
+            "--threads": threads,
+            "--accept-data": accept_data,
+            "--parallel": parallel,
+            "--minutes": minutes,
+            "--state": state,
+        },
+    )
     overrides = _settings(overrides, epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
     cpu = _use_cpu(device, cpu)
     if queue:
@@ -259,6 +270,31 @@ def train_command(
 
     given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
     _print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
+
+
+#: Options of `capszoo train` that some kinds of runs do not use, and the kinds that do ("": one run).
+_USED_BY = {
+    "--profile": ("", "--seeds", "--together"),
+    "--threads": ("",),
+    "--accept-data": ("",),
+    "--parallel": ("--seeds", "--queue"),
+    "--minutes": ("--queue",),
+    "--state": ("--queue",),
+}
+
+
+def _check_kind_of_run(kinds: list[str], given: dict[str, Any]) -> None:
+    """Raise `UsageError` for two kinds of runs at once, or an option that this kind would ignore."""
+    if len(kinds) > 1:
+        raise UsageError(f"{kinds[0]} and {kinds[1]} exclude each other", "give one of them")
+    kind = kinds[0] if kinds else ""
+    for option, value in given.items():
+        users = _USED_BY[option]
+        if value is None or value is False or kind in users:
+            continue
+        if kind:
+            raise UsageError(f"{option} has no effect with {kind}", "leave it out")
+        raise UsageError(f"{option} has no effect on a single run", f"it belongs to {' and '.join(users)}")
 
 
 def resolved_yaml(recipe: Any) -> str:
