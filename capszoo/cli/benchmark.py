@@ -22,6 +22,7 @@ from .common import (
     parse_size,
     print_json,
     progress_bar,
+    refuse_unused,
     stderr,
     stdout,
 )
@@ -57,6 +58,7 @@ def _load(name: str, device: str | None, **options: Any) -> nn.Module:
 
 
 def benchmark_command(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -100,10 +102,13 @@ def benchmark_command(
     """Time a model here: latency and images/s by batch, in PyTorch, compiled and in ONNX Runtime."""
     sizes = _sizes(batch)
     if _is_bundle(model):
+        unused = ("img_size", "routing_iters", "device")
+        refuse_unused(context, unused, "on a bundle", "leave it out")
         compare_runtimes(Path(model), images or [], runtimes, original, sizes, repeats, as_json)
         return
     if images:
         raise UsageError(f"{model} is no bundle, so IMAGE has no meaning", "leave it out")
+    refuse_unused(context, ["original"], f"on {model}, which is no bundle", "leave it out")
     check_model_argument(model)
     options: dict[str, Any] = given(img_size=parse_size(img_size), routing_iters=routing_iters)
     from ..export.benchmark import RUNTIMES, benchmark
@@ -173,6 +178,7 @@ def _print_timings(rows: list[dict[str, Any]], first: str = "runtime") -> None:
 
 
 def compare_command(
+    context: typer.Context,
     model: ModelArgument,
     other: Annotated[
         list[str] | None,
@@ -222,6 +228,8 @@ def compare_command(
         raise UsageError(f"{model}: {what}", "give two models, or the folder of a bundle")
     if others[0] == model:
         raise UsageError(f"{model} is given twice", "give two models")
+    if data is None and dataset is None:
+        refuse_unused(context, ["limit", "seed"], "without images", "add --data")
     names = [model, others[0]]
     for name in names:
         check_model_argument(name)

@@ -49,6 +49,7 @@ __all__ = [
     "print_error",
     "print_json",
     "progress_bar",
+    "refuse_unused",
     "stderr",
     "stdout",
 ]
@@ -59,6 +60,24 @@ PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
 
 #: Seconds after which progress is shown.
 PROGRESS_AFTER = 2.0
+
+
+def refuse_unused(context: typer.Context, parameters: Iterable[str], why: str, remedy: str) -> None:
+    """Refuse options that were given, but that this call would ignore.
+
+    Args:
+        context: of the command.
+        parameters: names of the command's parameters.
+        why: end of the sentence "--option has no effect …".
+        remedy: what to do instead.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name in parameters and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"{parameter.opts[0]} has no effect {why}", remedy)
 
 
 def complete_model(incomplete: str) -> list[str]:

@@ -22,6 +22,7 @@ from .common import (
     check_picture_options,
     print_json,
     progress_bar,
+    refuse_unused,
     stdout,
 )
 
@@ -35,6 +36,7 @@ MOST_CLASSES = 20
 
 
 def eval_command(
+    context: typer.Context,
     model: ModelArgument,
     data: Annotated[
         str | None,
@@ -137,6 +139,10 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
+    if not robustness:
+        refuse_unused(context, ["eps", "steps"], "without --robustness", "add --robustness")
+    if out is None:
+        refuse_unused(context, ["format", "style", "dpi"], "without --out", "add --out FOLDER")
     check_model_argument(model)
     check_picture_options(format, style)
     if dataset is not None:
@@ -184,8 +190,6 @@ def _check_options(eps: str | None, robustness: bool, routing: bool, crops: str,
 
     if eps is not None:
         parse_radii(eps)
-        if not robustness:
-            raise UsageError("--pgd-eps belongs to PGD", "add --robustness")
     if crops == "multi" and (robustness or routing):
         raise UsageError(
             "--robustness and --routing are measured on one view of each image", "leave --crops multi out"

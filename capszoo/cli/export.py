@@ -14,7 +14,17 @@ from rich.table import Table
 from .._catalogue import check_model_argument
 from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError
-from .common import ItersOption, JsonOption, SizeOption, given, parse_size, print_json, stderr, stdout
+from .common import (
+    ItersOption,
+    JsonOption,
+    SizeOption,
+    given,
+    parse_size,
+    print_json,
+    refuse_unused,
+    stderr,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from ..export.options import ExportOptions
@@ -27,6 +37,7 @@ FORMATS = ("onnx", "tensorrt", "aoti")
 
 
 def export_command(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -202,6 +213,11 @@ def export_command(
         raise UsageError(f"--out {out} is one file", "give a folder for other formats and for --triton")
     if out.suffix and not alone and out.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
         raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx, or a folder")
+    if "tensorrt" not in kinds:
+        unused = ("timing_cache", "workspace", "version_compatible", "hardware_compatible", "refit")
+        refuse_unused(context, unused, "without TensorRT", "add --format tensorrt")
+    if images is None and calibrate is None:
+        refuse_unused(context, ["data", "skip_bad"], "without images", "add --verify-data")
     from ..export.options import BuildOptions, BundleOptions, ExportOptions
 
     if int8 and precision not in ("fp32", "int8"):

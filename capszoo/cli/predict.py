@@ -31,6 +31,7 @@ from .common import (
     print_error,
     print_json,
     progress_bar,
+    refuse_unused,
     stderr,
     stdout,
 )
@@ -75,6 +76,7 @@ ShardSizeOption = Annotated[
 
 
 def predict_command(
+    context: typer.Context,
     model: ModelArgument,
     images: ImagesArgument,
     topk: Annotated[
@@ -112,6 +114,8 @@ def predict_command(
     shard_size: ShardSizeOption = 10_000,
 ) -> None:
     """Classify images."""
+    if ray is None:
+        refuse_unused(context, ["workers", "shard_size"], "without --ray", "add --ray local")
     _check_out(out, ray, as_json, runtime)
     check_model_argument(model)
     check_paths(images)

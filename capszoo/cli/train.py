@@ -12,7 +12,7 @@ from rich.table import Table
 from .._catalogue import HEAD_ROUTINGS, check_model_argument
 from .._suggest import unknown_name
 from ..errors import UsageError, require
-from .common import DeviceOption, JsonOption, print_json, stderr, stdout
+from .common import DeviceOption, JsonOption, print_json, refuse_unused, stderr, stdout
 
 EpochsOption = Annotated[
     int | None,
@@ -121,6 +121,7 @@ SetOption = Annotated[
 
 
 def train_command(
+    context: typer.Context,
     recipes: Annotated[
         list[str] | None,
         typer.Argument(
@@ -232,17 +233,8 @@ def train_command(
     for recipe in recipes:
         check_recipe_argument(recipe)
     _check_training()
-    _check_kind_of_run(
-        [kind for kind, given in (("--queue", queue), ("--seeds", seeds), ("--together", together)) if given],
-        {
-            "--profile": profile,
-            "--threads": threads,
-            "--accept-data": accept_data,
-            "--parallel": parallel,
-            "--minutes": minutes,
-            "--state": state,
-        },
-    )
+    kinds = (("--queue", queue), ("--seeds", seeds is not None), ("--together", together))
+    _check_kind_of_run(context, [kind for kind, chosen in kinds if chosen])
     overrides = _settings(overrides, epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
     cpu = _use_cpu(device, cpu)
     if queue:
@@ -272,29 +264,28 @@ def train_command(
     _print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
 
 
-#: Options of `capszoo train` that some kinds of runs do not use, and the kinds that do ("": one run).
+#: Options of `capszoo train` that some kinds of runs do not use, and the kinds that do ("": a single run).
 _USED_BY = {
-    "--profile": ("", "--seeds", "--together"),
-    "--threads": ("",),
-    "--accept-data": ("",),
-    "--parallel": ("--seeds", "--queue"),
-    "--minutes": ("--queue",),
-    "--state": ("--queue",),
+    "profile": ("", "--seeds", "--together"),
+    "threads": ("",),
+    "accept_data": ("",),
+    "parallel": ("--seeds", "--queue"),
+    "minutes": ("--queue",),
+    "state": ("--queue",),
 }
 
 
-def _check_kind_of_run(kinds: list[str], given: dict[str, Any]) -> None:
+def _check_kind_of_run(context: typer.Context, kinds: list[str]) -> None:
     """Raise `UsageError` for two kinds of runs at once, or an option that this kind would ignore."""
     if len(kinds) > 1:
         raise UsageError(f"{kinds[0]} and {kinds[1]} exclude each other", "give one of them")
     kind = kinds[0] if kinds else ""
-    for option, value in given.items():
-        users = _USED_BY[option]
-        if value is None or value is False or kind in users:
+    for option, users in _USED_BY.items():
+        if kind in users:
             continue
         if kind:
-            raise UsageError(f"{option} has no effect with {kind}", "leave it out")
-        raise UsageError(f"{option} has no effect on a single run", f"it belongs to {' and '.join(users)}")
+            refuse_unused(context, [option], f"with {kind}", "leave it out")
+        refuse_unused(context, [option], "on a single run", f"it belongs to {' and '.join(users)}")
 
 
 def resolved_yaml(recipe: Any) -> str:
@@ -395,6 +386,7 @@ def _train_queue(
 
 
 def finetune_command(
+    context: typer.Context,
     data: Annotated[
         str,
         typer.Option(
@@ -509,6 +501,10 @@ def finetune_command(
 
     A fifth of each class is held out for early stopping, unless the folder has train/ and val/; test/ is measured once.
     """
+    if backbone is None:
+        refuse_unused(context, ["head"], "without --backbone", "give --backbone NAME in place of MODEL")
+    if from_scratch:
+        refuse_unused(context, ["layer_decay"], "with --from-scratch", "leave one of them out")
     _check_training()
     from ..data.specs import source_name
 
