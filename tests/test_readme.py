@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -127,24 +130,45 @@ if __name__ == "__main__":
 """
 
 
-def _commands(root: Path) -> set[str]:
-    """Sub-commands of ``capszoo`` that the documents use."""
-    found = set()
-    for path in _documents(root):
-        found |= set(
-            re.findall(r"^\$? ?capszoo ([a-z]+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+def _written_commands(path: Path) -> Iterator[str]:
+    """Complete `capszoo` commands of a page or a notebook; in prose those that begin with an argument."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        sources = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+        text = "".join(
+            f"```\n{source}\n```\n" if kind == "code" else f"{source}\n" for kind, source in sources
         )
-    return found
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        yield from re.findall(r"^[!$]? ?(capszoo .*)", block.replace("\\\n", " "), flags=re.MULTILINE)
+    for words in (line.split() for line in re.findall(r"`(capszoo [a-z][^`]*)`", prose)):
+        groups = ("explain", "data", "recipes", "state")
+        arguments = words[3 if words[1] in groups else 2 :]
+        if arguments and not arguments[0].startswith("-") and "[" not in " ".join(arguments):
+            yield " ".join(words)
 
 
-def test_commands_of_the_documents_exist(root: Path) -> None:
+def test_commands_of_the_documents_parse(root: Path) -> None:
     from typer.main import get_command
 
     from capszoo.cli import app
 
-    used = _commands(root)
-    assert {"list", "info", "predict", "explain", "export", "train", "finetune"} <= used
-    assert used <= set(get_command(app).commands)
+    capszoo_command: Any = get_command(app)
+    context = capszoo_command.context_class(capszoo_command, info_name="capszoo")
+    seen = set()
+    documents = [*_documents(root), *sorted((root / "docs").rglob("*.ipynb")), root / "recipes" / "README.md"]
+    for path in documents:
+        for line in _written_commands(path):
+            command, words = capszoo_command, shlex.split(line, comments=True)[1:]
+            while hasattr(command, "commands"):
+                assert words and words[0] in command.commands, f"{path.name}: {line}"
+                command, *words = command.commands[words[0]], *words[1:]
+            try:
+                command.make_context(command.name, words, parent=context)
+            except Exception as error:
+                raise AssertionError(f"{path.name}: {line}: {error}") from error
+            seen.add(command.name)
+    assert {"list", "info", "predict", "heatmap", "export", "train", "finetune", "eval"} <= seen
 
 
 def test_make_targets_of_the_documents_exist(root: Path) -> None:
