@@ -150,7 +150,7 @@ def write_folder(root: Path, count: int, side: int) -> None:
 
 def folder_rows(args: argparse.Namespace) -> list[str]:
     rows = []
-    folders_module.MEMORY_LIMIT = 0  # stream, however small
+    folders_module.common.MEMORY_LIMIT = 0  # stream, however small
     with tempfile.TemporaryDirectory() as root:
         write_folder(Path(root), 20 * args.batch, 256)
         for workers in sorted({0, 1, folders_module.available_workers()}):

@@ -32,7 +32,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders_module, "MEMORY_LIMIT", 1000)
+    monkeypatch.setattr(folders_module.common, "MEMORY_LIMIT", 1000)
 
 
 def test_imagefolder_in_memory(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ COUNT, PER_SHARD = 50, 8
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own, and a limit of memory that streams every set."""
     monkeypatch.setenv("CAPSZOO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(folders_module, "MEMORY_LIMIT", 0)
+    monkeypatch.setattr(folders_module.common, "MEMORY_LIMIT", 0)
     return tmp_path / "cache" / "shards"
 
 
@@ -116,7 +116,7 @@ def test_folders_of_splits_json_labels_and_colour(tmp_path: Path) -> None:
 
 def test_small_sets_are_held_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = opened(folder)
-    monkeypatch.setattr(folders_module, "MEMORY_LIMIT", 2**20)
+    monkeypatch.setattr(folders_module.common, "MEMORY_LIMIT", 2**20)
     held = load_dataset(f"wds:{folder}", "train", size=12, resize=12)
     assert isinstance(held, ImageSet) and torch.equal(next(read.read([torch.arange(COUNT)])), held.images)
 
@@ -156,8 +156,10 @@ def test_a_resumed_epoch_sees_what_it_would_have_seen_and_decodes_nothing_else(
     batches = Batches(opened(folder), 5, train=True, augment=Augment(shift=1, brightness=0.3), seed=2)
     whole = list(batches.epoch(1))
     reads: list[int] = []
-    read = folders_module.read_member
-    monkeypatch.setattr(folders_module, "read_member", lambda *args: (reads.append(args[1]), read(*args))[1])
+    read = folders_module.webdataset.read_member
+    monkeypatch.setattr(
+        folders_module.webdataset, "read_member", lambda *args: (reads.append(args[1]), read(*args))[1]
+    )
     rest = list(batches.epoch(1, start))
     assert len(rest) == 10 - start and len(reads) == 5 * len(rest)
     for one, other in zip(whole[start:], rest, strict=True):

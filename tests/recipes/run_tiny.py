@@ -32,7 +32,7 @@ def main(out: str, data: str, tree: str, mode: str = "") -> int:
     DATASETS["mnist"] = replace(DATASETS["mnist"], counts=counts)
     options: dict[str, Any] = {}
     if mode.startswith("streamed,"):
-        folders.MEMORY_LIMIT, mode = 0, mode.removeprefix("streamed,")
+        folders.common.MEMORY_LIMIT, mode = 0, mode.removeprefix("streamed,")
     if mode == "double":
         torch.set_default_dtype(torch.float64)
         normalize = batches.normalize

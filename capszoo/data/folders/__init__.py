@@ -1,0 +1,87 @@
+"""Data sets given by a path or a repository: folders of images, shards, the Hub's parquet and repositories, idx.
+
+Sets of up to 2 GB as uint8 are decoded once and stored in memory; larger folders and repositories are streamed.
+A file for each kind; ``common`` has what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..augment import resize as resize_images
+from ..errors import DataError
+from ..readers import idx_pair
+from ..sets import ImageSet, StreamedSet, sized
+from ..shards import shards_of_split
+from .common import SPLITS, available_workers, folder_spec, locate
+from .hub import fetch_repository, hub_splits, open_hub
+from .images import FileDecoder, open_h_imagenet, open_images, split_folder
+from .packed import parquet_shards, read_idx, read_packed_parquet
+from .webdataset import find_shards, open_shards
+
+__all__ = [
+    "FileDecoder",
+    "available_workers",
+    "fetch_repository",
+    "find_splits",
+    "open_h_imagenet",
+    "open_set",
+]
+
+
+def open_set(
+    name: str,
+    split: str,
+    data: str | Path | None,
+    *,
+    size: int | None,
+    resize: int | None,
+    download: str | Path | None,
+    skipped: list[str] | None = None,
+) -> ImageSet | StreamedSet:
+    """Open `imagefolder:`, `wds:`, `parquet:`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
+
+    Images of folders and repositories are scaled and cropped to squares of side `resize`, by default 8/7 of `size`,
+    whose default is 224. Images of idx and parquet files keep their size unless one is given.
+    """
+    kind, _, where = name.partition(":")
+    if split not in SPLITS:
+        raise DataError(f"unknown split '{split}' of {name}: there are train, val, test")
+    if kind == "hf":
+        return open_hub(name, where, split, data, size, resize, download, skipped)
+    if kind == "wds":
+        return open_shards(name, where, split, data, size, resize, skipped)
+    folder = locate(name, where, data)
+    if kind == "imagefolder":
+        return open_images(name, folder, split, size, resize, skipped=skipped)
+    images, labels, label_names = (read_packed_parquet if kind == "parquet" else read_idx)(
+        folder, split, size, resize
+    )
+    if int(labels.min()) < 0 or int(labels.max()) >= len(label_names):
+        raise DataError(f"{name} ({split}): labels run from {int(labels.min())} to {int(labels.max())}")
+    native = (images.shape[1], images.shape[2], images.shape[3])
+    spec = folder_spec(name, label_names, native, len(images), split)
+    if size or resize:
+        spec, side = sized(spec, size, resize)
+        images = resize_images(images, (side, side))
+    return ImageSet(spec, split, images, labels)
+
+
+def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:
+    """Which of train, val and test a set given by a path or repository has, each under a separate name."""
+    kind, _, where = name.partition(":")
+    own: dict[str, tuple[str, ...]] = {**SPLITS, "test": ("test",)}
+    if kind == "hf":
+        found, _ = hub_splits(name, where, data, download)
+        return {split for split, names in own.items() if any(name in found for name in names)}
+    if kind == "wds":
+        known = [part for names in SPLITS.values() for part in names]
+        every = find_shards(name, where, data)
+        return {split for split, names in own.items() if shards_of_split(every, names, known)}
+    folder = locate(name, where, data)
+    if kind == "idx":
+        return {split for split, stem in (("train", "train"), ("test", "t10k")) if idx_pair(folder, stem)}
+    look: Callable[[Path, Sequence[str]], Any] = parquet_shards if kind == "parquet" else split_folder
+    return {split for split, names in own.items() if look(folder, names)}

@@ -1,0 +1,164 @@
+"""What all kinds of sets share: where a set is, its splits and specification, decoding into memory or streaming."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..sets import Decoder, ImageSet, StreamedSet
+from ..specs import DatasetSpec
+
+__all__ = [
+    "MEMORY_LIMIT",
+    "SPLITS",
+    "available_workers",
+    "decode_or_stream",
+    "fits_memory",
+    "folder_spec",
+    "locate",
+    "mode_of",
+    "sides",
+    "to_tensor",
+]
+
+MEMORY_LIMIT = 2 * 2**30
+"""Bytes as uint8 up to which a set is held in memory."""
+
+DEFAULT_SIZE = 224
+_VAL_NAMES = ("val", "validation", "valid")
+SPLITS = {"train": ("train",), "val": _VAL_NAMES, "test": ("test", *_VAL_NAMES)}
+"""Names in use for each split; a set that has no test split is tested on its validation split."""
+_MODE_SAMPLE = 1000
+"""Number of images, evenly spaced, that decide whether a set has colour."""
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def locate(name: str, where: str, data: str | Path | None) -> Path:
+    """The folder itself, or the one below a data folder."""
+    roots = (
+        [data] if data else [part for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep) if part]
+    )
+    places = [Path(where).expanduser(), *(Path(root).expanduser() / where for root in roots)]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise DataError(f"{name}: no such folder: {', '.join(dict.fromkeys(map(str, places)))}")
+    return found
+
+
+def folder_spec(
+    name: str, label_names: Sequence[str], input_size: tuple[int, int, int], count: int, split: str
+) -> DatasetSpec:
+    """The specification of a set that states none: ImageNet's mean and deviation for colour, else 0.5."""
+    colour = input_size[0] == 3
+    return DatasetSpec(
+        name=name,
+        title=name,
+        label_names=tuple(label_names),
+        input_size=input_size,
+        mean=_IMAGENET_MEAN if colour else (0.5,) * input_size[0],
+        std=_IMAGENET_STD if colour else (0.5,) * input_size[0],
+        counts={split: count},
+        folders=(),
+        source=name,
+        remedy="",
+    )
+
+
+def to_tensor(image: np.ndarray) -> Tensor:
+    """An image ``[h, w]`` or ``[h, w, c]`` as ``[c, h, w]``."""
+    tensor = torch.from_numpy(np.array(image))  # Pillow's array is read-only
+    return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1).contiguous()
+
+
+def available_workers() -> int:
+    """Number of processors available to this process, at most 8."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def fits_memory(size: int) -> bool:
+    """Whether a set of so many bytes is held in memory."""
+    return size <= MEMORY_LIMIT
+
+
+def decode_or_stream(
+    spec: DatasetSpec,
+    split: str,
+    decoder: Decoder,
+    labels: Tensor,
+    side: int,
+    skipped: list[str] | None = None,
+    shards: Tensor | None = None,
+) -> ImageSet | StreamedSet:
+    """Decode into memory if the set fits, else stream it.
+
+    Images that cannot be read are all listed in one error, or skipped and added to `skipped` if that is a list
+    (a streamed set is then decoded once to find them).
+    """
+    n = len(labels)
+    held = fits_memory(n * spec.input_size[0] * side * side)
+    images = torch.empty((n if held else 0, spec.input_size[0], side, side), dtype=torch.uint8)
+
+    def fill(index: int) -> str:
+        try:
+            image = decoder.decode(index)
+        except DataError as error:
+            return str(error)
+        if held:
+            images[index] = image
+        return ""
+
+    sound = torch.arange(n)
+    if held or skipped is not None:
+        with ThreadPoolExecutor(available_workers()) as pool:  # Pillow releases the GIL while decoding
+            failures = list(pool.map(fill, range(n)))
+        bad = [failure for failure in failures if failure]
+        if bad and skipped is None:
+            # A line has room for one reason; the other files are only named.
+            others = "; ".join(failure.partition(": ")[0] for failure in bad[1:4])
+            more = "" if len(bad) == 1 else f", and {len(bad) - 1} more: {others}"
+            more += "; …" if len(bad) > 4 else ""
+            first = bad[0].partition(": give")[0]
+            raise DataError(f"{first}{more}: mend or remove what cannot be read, or leave it out (skip_bad)")
+        if bad:
+            skipped.extend(bad)  # type: ignore[union-attr]
+            sound = torch.tensor([k for k, failure in enumerate(failures) if not failure], dtype=torch.int64)
+    if not len(sound):
+        raise DataError(f"{spec.name}: none of the {n} images of {split} can be read")
+    if held:
+        return ImageSet(spec, split, images[sound], labels[sound])
+    return StreamedSet(
+        spec,
+        split,
+        decoder,
+        sound,
+        labels[sound],
+        side,
+        available_workers(),
+        shards=None if shards is None else shards[sound],
+    )
+
+
+def mode_of(modes: Callable[[int], str], count: int) -> str:
+    """ "RGB" if any of the images (a sample of a thousand, evenly spaced) has colour, else "L"."""
+    for index in range(0, count, -(-count // _MODE_SAMPLE) or 1):
+        with suppress(DataError):  # unreadable images are reported when they are decoded
+            if modes(index) == "RGB":
+                return "RGB"
+    return "L"
+
+
+def sides(size: int | None, resize: int | None) -> tuple[int, int]:
+    """Side of the model's input, and of the stored images."""
+    size = size or DEFAULT_SIZE
+    side = resize or round(size * 8 / 7)
+    if side < size:
+        raise DataError(f"images resized to {side} pixels are smaller than the {size} that the model sees")
+    return size, side

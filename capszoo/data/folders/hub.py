@@ -1,0 +1,123 @@
+"""`hf:OWNER/NAME`: data sets of the Hugging Face Hub, as the library datasets reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..readers import decode_image, image_below, image_mode
+from ..sets import ImageSet, StreamedSet
+from .common import SPLITS, decode_or_stream, folder_spec, locate, mode_of, sides, to_tensor
+
+__all__ = ["fetch_repository", "hub_splits", "open_hub"]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Images in a data set of the library datasets, whose files are memory-mapped."""
+
+    rows: Any
+    column: str
+    mode: str
+    side: int
+    folder: Path
+
+    def decode(self, index: int) -> Tensor:
+        encoded = _cell(self.rows[index][self.column], self.folder)
+        return to_tensor(decode_image(encoded, self.mode, f"row {index} of {self.column}", self.side))
+
+    def fingerprint(self) -> str:
+        return f"{self.rows._fingerprint} {self.side}"
+
+
+def _cell(cell: dict[str, Any], folder: Path) -> bytes | Path:
+    """An image's bytes, or its file, which must be in the repository: a table could name any path."""
+    return cell["bytes"] or image_below(folder, str(cell["path"]), f"a table of {folder}")
+
+
+def fetch_repository(repository: str, folder: str | Path) -> Path:
+    """Download a data set's repository from the Hub to `folder`/OWNER/NAME, except files that already exist."""
+    from huggingface_hub import snapshot_download
+
+    target = Path(folder).expanduser() / repository
+    try:
+        snapshot_download(repository, repo_type="dataset", local_dir=target)
+    except Exception as error:  # no network, no such repository, no access, disk full: many kinds
+        raise DataError(
+            f"cannot fetch hf:{repository}: {(str(error) or repr(error)).splitlines()[0]}"
+        ) from error
+    return target
+
+
+def open_hub(
+    name: str,
+    repository: str,
+    split: str,
+    data: str | Path | None,
+    size: int | None,
+    resize: int | None,
+    download: str | Path | None,
+    skipped: list[str] | None,
+) -> ImageSet | StreamedSet:
+    """A split of a Hub repository, downloaded earlier or now."""
+    found, folder = hub_splits(name, repository, data, download)  # raises an error if the library is missing
+    import datasets
+
+    names = SPLITS[split]
+    part = next((part for part in names if part in found), None)
+    if part is None:
+        raise DataError(f"{name} has the splits {', '.join(found)}, none of {', '.join(names)}")
+    rows = found[part]
+    image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
+    label = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)), None)
+    if image is None or label is None:
+        raise DataError(
+            f"{name} has the columns {', '.join(rows.features)}: no image or no class label among them"
+        )
+    label_names = rows.features[label].names
+    labels = torch.tensor(rows[label][:], dtype=torch.int64)
+    rows = rows.cast_column(image, datasets.Image(decode=False))
+    looked = (found["train"] if "train" in found else rows).cast_column(image, datasets.Image(decode=False))
+
+    def mode_at(index: int) -> str:
+        cell = looked[index][image]
+        return image_mode(_cell(cell, folder), name)
+
+    mode = mode_of(mode_at, len(looked))
+    size, side = sides(size, resize)
+    spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(labels), split)
+    return decode_or_stream(spec, split, _Rows(rows, image, mode, side, folder), labels, side, skipped)
+
+
+def hub_splits(
+    name: str, repository: str, data: str | Path | None, download: str | Path | None
+) -> tuple[Any, Path]:
+    """All splits of a repository by name, through the library datasets; and its folder, which also has the cache."""
+    configuration = None
+    if not Path(repository).expanduser().is_dir():
+        repository, _, configuration = repository.partition(":")
+    try:
+        folder = locate(name, repository, data)
+    except DataError as error:
+        if download is None:
+            raise DataError(
+                f"{name} is in no data folder, and fetched only when told where to: "
+                f"capszoo data fetch hf:{repository} --to FOLDER"
+            ) from error
+        folder = fetch_repository(repository, download)
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError("hf: needs the library datasets: pip install 'capszoo[train]'") from error
+    read: Callable[..., Any] = datasets.load_dataset
+    try:
+        found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
+    except Exception as error:  # the library raises many kinds of errors
+        raise DataError(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+    return found, folder

@@ -1,0 +1,53 @@
+"""Small sets in single files: `idx:PATH` and `parquet:PATH`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import DataError
+from ..readers import idx_pair, parquet_label_names, read_idx_pair, read_parquet
+from .common import SPLITS, fits_memory
+
+__all__ = ["parquet_shards", "read_idx", "read_packed_parquet"]
+
+
+def read_idx(
+    folder: Path, split: str, size: int | None, resize: int | None
+) -> tuple[Tensor, Tensor, Sequence[str]]:
+    pair = idx_pair(folder, "train" if split == "train" else "t10k") if split != "val" else None
+    if pair is None:
+        raise DataError(
+            f"{folder} has no idx files of a {split} split (…-images-idx3-ubyte, …-labels-idx1-ubyte)"
+        )
+    images, labels = read_idx_pair(pair)
+    if len(images) != len(labels) or not len(images):
+        raise DataError(f"{pair[0]} has {len(images)} images, {pair[1]} {len(labels)} labels")
+    # Both splits must have the same number of classes, whichever is requested.
+    training = idx_pair(folder, "train")
+    top = int(read_idx_pair(training)[1].max()) if training and split != "train" else 0
+    return images, labels, [str(k) for k in range(max(int(labels.max()), top) + 1)]
+
+
+def read_packed_parquet(
+    folder: Path, split: str, size: int | None, resize: int | None
+) -> tuple[Tensor, Tensor, Sequence[str]]:
+    names = SPLITS[split]
+    shards = parquet_shards(folder, names)
+    if not shards:
+        raise DataError(
+            f"{folder} has no parquet files of a {split} split ({'-*.parquet, '.join(names)}-*.parquet)"
+        )
+    if not fits_memory(total := sum(path.stat().st_size for path in shards)):
+        raise DataError(
+            f"{folder}: {total / 2**30:.1f} GB of parquet are too much for memory: use hf:{folder}"
+        )
+    images, labels = read_parquet(shards, None, (resize or size) if size else None)
+    label_names = parquet_label_names(shards[0]) or [str(k) for k in range(int(labels.max()) + 1)]
+    return images, labels, label_names
+
+
+def parquet_shards(folder: Path, names: Sequence[str]) -> list[Path]:
+    return next((found for name in names if (found := sorted(folder.glob(f"{name}[-.]*parquet")))), [])

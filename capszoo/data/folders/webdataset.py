@@ -1,0 +1,121 @@
+"""`wds:PATH`: WebDataset shards."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..readers import MAX_LABEL, decode_image, image_mode
+from ..sets import ImageSet, StreamedSet
+from ..shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
+from .common import (
+    SPLITS,
+    available_workers,
+    decode_or_stream,
+    folder_spec,
+    locate,
+    mode_of,
+    sides,
+    to_tensor,
+)
+
+__all__ = ["find_shards", "open_shards"]
+
+
+@dataclass(frozen=True)
+class _Members:
+    """Images in shards."""
+
+    index: ShardIndex
+    mode: str
+    side: int
+
+    def encoded(self, number: int) -> tuple[bytes, Path, int]:
+        """The bytes of an image, its shard, and their offset in it."""
+        path, offset = self.index.paths[self.index.shards[number]], int(self.index.offsets[number])
+        return read_member(path, offset, int(self.index.sizes[number])), path, offset
+
+    def decode(self, index: int) -> Tensor:
+        encoded, path, offset = self.encoded(index)
+        try:
+            return to_tensor(decode_image(encoded, self.mode, path, self.side))
+        except DataError:  # reading the name takes another access, so it happens only on errors
+            return to_tensor(
+                decode_image(encoded, self.mode, f"{path}/{member_name(path, offset)}", self.side)
+            )
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.index.offsets.tobytes() + self.index.sizes.tobytes()).hexdigest()
+        names = "\n".join(f"{path.name} {path.stat().st_size}" for path in self.index.paths)
+        return f"{names}\n{digest} {self.side}"
+
+
+def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
+    """All shards that `wds:` and a path name; for a folder, including those in its split sub-folders."""
+    last = where.rpartition("/")[2]
+    if any(c in last for c in "{*?["):
+        parent = where[: -len(last) - 1] or ("/" if where.startswith("/") else ".")
+        return expand_shards(name, locate(name, parent, data), last)
+    folder = locate(name, where, data)
+    subs = [folder / split for names in SPLITS.values() for split in names if (folder / split).is_dir()]
+    found = sorted(path for place in (folder, *dict.fromkeys(subs)) for path in place.glob("*.tar"))
+    if not found:
+        raise DataError(f"{name}: {folder} has no shards (train-*.tar, val-*.tar)")
+    return found
+
+
+def _shard_names(index: ShardIndex, training: ShardIndex) -> list[str]:
+    """Class names from `classes.txt` beside the shards, else numbers."""
+    count = 1 + int(max(index.labels.max(), training.labels.max()))
+    parents = dict.fromkeys(
+        parent for path in index.paths[:1] for parent in (path.parent, path.parent.parent)
+    )
+    for file in (parent / "classes.txt" for parent in parents):
+        if not file.is_file():
+            continue
+        try:
+            names = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read {file}: {error}") from error
+        if not count <= len(names) <= MAX_LABEL or not all(name.strip() for name in names):
+            raise DataError(f"{file} has {len(names)} lines, but the shards have the label {count - 1}")
+        return [name.strip() for name in names]
+    return [str(k) for k in range(count)]
+
+
+def open_shards(
+    name: str,
+    where: str,
+    split: str,
+    data: str | Path | None,
+    size: int | None,
+    resize: int | None,
+    skipped: list[str] | None,
+) -> ImageSet | StreamedSet:
+    """A split of a set of WebDataset shards."""
+    known = [part for names in SPLITS.values() for part in names]
+    every = find_shards(name, where, data)
+    paths = shards_of_split(every, SPLITS[split], known)
+    if not paths:
+        raise DataError(f"{name} has no shards of a {split} split ({'-*.tar, '.join(SPLITS[split])}-*.tar)")
+    index = read_index(paths, available_workers())
+    # Colour and number of classes come from the training split, so that all splits agree.
+    training = shards_of_split(every, SPLITS["train"], known)
+    looked = read_index(training, available_workers()) if split != "train" and training else index
+    label_names = _shard_names(index, looked)
+    members = _Members(looked, "L", 1)
+
+    def mode_at(number: int) -> str:
+        encoded, path, _ = members.encoded(number)
+        return image_mode(encoded, path)
+
+    mode = mode_of(mode_at, len(looked.labels))
+    size, side = sides(size, resize)
+    spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(index.labels), split)
+    labels, shards = torch.from_numpy(index.labels), torch.from_numpy(index.shards)
+    return decode_or_stream(spec, split, _Members(index, mode, side), labels, side, skipped, shards)
