@@ -407,7 +407,7 @@ LONG_FUNCTIONS = {
     "cli/export.py: export_command": "a list of data: one parameter for each option of the command",
     "cli/eval.py: eval_command": "a list of data: one parameter for each option of the command",
     "cli/train.py: train_command": "a list of data: one parameter for each option of the command",
-    "cli/train.py: finetune_command": "a list of data: one parameter for each option of the command",
+    "cli/finetune.py: finetune_command": "a list of data: one parameter for each option of the command",
     "recipes/finetune.py: finetune_recipe": "a list of data: the keys of the recipe that it writes",
 }
 

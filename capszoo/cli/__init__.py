@@ -21,12 +21,14 @@ from .eval import eval_command
 from .examples import EXAMPLES
 from .explain import explain_app
 from .export import check_command, export_command
+from .finetune import finetune_command
 from .group import OneLineErrors
 from .help import HelpCommand
 from .predict import predict_command
+from .publish import publish_command
 from .recipes import recipes_app
 from .state import state_app
-from .train import finetune_command, publish_command, train_command
+from .train import train_command
 from .zoo import info_command, list_command
 
 __all__ = ["app", "main"]

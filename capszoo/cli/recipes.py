@@ -12,14 +12,8 @@ from rich.table import Table
 from ..errors import CapszooError, require
 from .common import JsonOption, print_json, stdout
 from .help import HelpCommand, HelpGroup
-from .train import (
-    ProfileOption,
-    RecipeArgument,
-    SetOption,
-    check_recipe_argument,
-    recipe_names,
-    resolved_yaml,
-)
+from .train import resolved_yaml
+from .training import ProfileOption, RecipeArgument, SetOption, check_recipe_argument, recipe_names
 
 __all__ = ["recipes_app"]
 

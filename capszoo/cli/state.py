@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from .common import stdout
 from .help import HelpCommand, HelpGroup
-from .train import _check_training
+from .training import check_training
 
 __all__ = ["state_app"]
 
@@ -29,7 +29,7 @@ def export_command(
     ],
 ) -> None:
     """Write the newest checkpoint of a run as safetensors files of at most 16 MB, with a manifest."""
-    _check_training()
+    check_training()
     from ..recipes.training.transfer import export_state
 
     stdout().print(escape(f"manifest: {export_state(run, folder)}"), soft_wrap=True)
@@ -43,7 +43,7 @@ def import_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the new run.", show_default=False)],
 ) -> None:
     """Make a run of exported files; `capszoo train RUN/recipe.yaml --out RUN` resumes it."""
-    _check_training()
+    check_training()
     from ..recipes.training.transfer import import_state
 
     out = import_state(folder, run)

@@ -1,4 +1,4 @@
-"""``capszoo train``, ``finetune`` and ``publish``."""
+"""``capszoo train``."""
 
 from __future__ import annotations
 
@@ -9,115 +9,24 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import HEAD_ROUTINGS, check_model_argument
-from .._suggest import unknown_name
-from ..errors import UsageError, require
-from .common import DeviceOption, JsonOption, print_json, refuse_unused, stderr, stdout
+from ..errors import UsageError
+from .common import DeviceOption, refuse_unused, stderr, stdout
+from .training import (
+    BatchOption,
+    EpochsOption,
+    ProfileOption,
+    RateOption,
+    SeedOption,
+    SetOption,
+    check_recipe_argument,
+    check_training,
+    complete_recipe,
+    print_run,
+    settings,
+    use_cpu,
+)
 
-EpochsOption = Annotated[
-    int | None,
-    typer.Option("--epochs", min=1, help="Number of epochs.", metavar="N", rich_help_panel="Settings"),
-]
-RateOption = Annotated[
-    float | None,
-    typer.Option(
-        "--lr",
-        help="Learning rate, as --set optimizer.lr=.",
-        show_default=False,
-        metavar="X",
-        rich_help_panel="Settings",
-    ),
-]
-BatchOption = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size",
-        min=1,
-        help="Images per update.",
-        show_default=False,
-        metavar="N",
-        rich_help_panel="Settings",
-    ),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        min=0,
-        help="Seed of weights, order and augmentation.",
-        metavar="N",
-        rich_help_panel="Settings",
-    ),
-]
-
-
-def _settings(overrides: list[str] | None, **options: Any) -> list[str]:
-    """The `--set` lines, followed by lines for the options that abbreviate one, so that these take precedence."""
-    keys = {"lr": "optimizer.lr"}
-    short = [f"{keys.get(name, name)}={value}" for name, value in options.items() if value is not None]
-    return [*(overrides or ()), *short]
-
-
-def _use_cpu(device: str | None, cpu: bool) -> bool:
-    """True if training should not use an accelerator; raises `UsageError` if the requested device is missing."""
-    if cpu and device not in (None, "auto", "cpu"):
-        raise UsageError(f"--cpu and --device {device} exclude each other", "give one of them")
-    if cpu or device in (None, "auto", "cpu"):
-        return cpu or device == "cpu"
-    from .._api import resolve_device
-
-    return resolve_device(str(device)).type == "cpu"
-
-
-def recipe_names() -> list[str]:
-    """Names of the recipes in the package."""
-    from .. import recipes
-
-    folders = (Path(folder) / "configs" for folder in recipes.__path__)
-    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-
-
-def check_recipe_argument(name: str) -> None:
-    """Raise `UsageError` if a RECIPE argument is neither a file nor a recipe of the package."""
-    if Path(name).suffix in (".yaml", ".yml", ".json"):
-        if not Path(name).is_file():
-            raise UsageError(f"no recipe at {name}", "check the path, or give a recipe's name")
-    elif name not in recipe_names():
-        raise UsageError(unknown_name("recipe", name, recipe_names()))
-
-
-def complete_recipe(incomplete: str) -> list[str]:
-    """Names of recipes for the shell's completion."""
-    return [name for name in recipe_names() if name.startswith(incomplete)]
-
-
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="A recipe's name or a YAML file.",
-        show_default=False,
-        autocompletion=complete_recipe,
-    ),
-]
-ProfileOption = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="NAME",
-        help="One of the recipe's profiles, such as short (default: the paper's settings).",
-        rich_help_panel="Settings",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a setting, such as optimizer.lr=0.001; repeatable.",
-        rich_help_panel="Settings",
-    ),
-]
+__all__ = ["resolved_yaml", "train_command"]
 
 
 def train_command(
@@ -232,11 +141,11 @@ def train_command(
     recipes = recipes or []
     for recipe in recipes:
         check_recipe_argument(recipe)
-    _check_training()
+    check_training()
     kinds = (("--queue", queue), ("--seeds", seeds is not None), ("--together", together))
     _check_kind_of_run(context, [kind for kind, chosen in kinds if chosen])
-    overrides = _settings(overrides, epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
-    cpu = _use_cpu(device, cpu)
+    overrides = settings(overrides, epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
+    cpu = use_cpu(device, cpu)
     if queue:
         _train_queue(recipes, overrides, out, data, cpu, parallel, minutes, state, dry_run)
         return
@@ -261,7 +170,7 @@ def train_command(
     from ..recipes.train import train
 
     given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
-    _print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
+    print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
 
 
 #: Options of `capszoo train` that some kinds of runs do not use, and the kinds that do ("": a single run).
@@ -383,267 +292,3 @@ def _train_queue(
             shown(run.item.reference),
         )
     stdout().print(table)
-
-
-def finetune_command(
-    context: typer.Context,
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            help="Folder with a sub-folder of images per class, or hf:OWNER/NAME.",
-            show_default=False,
-            metavar="PATH",
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="As `capszoo predict` takes it. Not with --backbone.", show_default=False
-        ),
-    ] = None,
-    backbone: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="A timm backbone with a new capsule head: resnet18.a1_in1k, hf-hub:ORG/REPO, local-dir:FOLDER.",
-            show_default=False,
-        ),
-    ] = None,
-    head: Annotated[
-        str,
-        typer.Option(
-            metavar="ROUTING",
-            help=f"Routing of the head of --backbone: {', '.join(HEAD_ROUTINGS)}.",
-        ),
-    ] = "idpa",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder of the run (default: runs/<model>.<data>).",
-            show_default=False,
-            metavar="PATH",
-        ),
-    ] = None,
-    img_size: Annotated[
-        int | None,
-        typer.Option(
-            "--img-size",
-            min=1,
-            metavar="N",
-            help="Side of the images, if not the weights'.",
-            rich_help_panel="Settings",
-        ),
-    ] = None,
-    freeze: Annotated[
-        str,
-        typer.Option(
-            help="body, all (but the class capsules), or modules by name, with commas.",
-            metavar="NAME",
-            rich_help_panel="Settings",
-        ),
-    ] = "",
-    layer_decay: Annotated[
-        float | None,
-        typer.Option(
-            "--layer-decay",
-            help="Learning rate's factor from layer to layer below (1: none).",
-            show_default=False,
-            metavar="X",
-            rich_help_panel="Settings",
-        ),
-    ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum number of epochs (default: chosen from the number of images).",
-            metavar="N",
-            rich_help_panel="Settings",
-        ),
-    ] = None,
-    lr: RateOption = None,
-    batch_size: BatchOption = None,
-    seed: SeedOption = None,
-    from_scratch: Annotated[
-        bool,
-        typer.Option(
-            "--from-scratch", help="Start from random weights, to compare.", rich_help_panel="Settings"
-        ),
-    ] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out images that cannot be read.")
-    ] = False,
-    tag: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the new weights (default: the folder's).", show_default=False, metavar="NAME"
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change any setting of the recipe; repeatable.",
-            rich_help_panel="Settings",
-        ),
-    ] = None,
-    device: DeviceOption = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
-    accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="Continue a run although its images have changed.")
-    ] = False,
-) -> None:
-    """Fine-tune a model, or a timm backbone with a capsule head, for classes of your own; resumes an interrupted run.
-
-    A fifth of each class is held out for early stopping, unless the folder has train/ and val/; test/ is measured once.
-    """
-    if backbone is None:
-        refuse_unused(context, ["head"], "without --backbone", "give --backbone NAME in place of MODEL")
-    if from_scratch:
-        refuse_unused(context, ["layer_decay"], "with --from-scratch", "leave one of them out")
-    _check_training()
-    from ..data.specs import source_name
-
-    source_name(data)  # reports errors before torch is loaded
-    if model is not None:
-        check_model_argument(model)
-    from ..recipes.finetune import finetune
-
-    result = finetune(
-        model,
-        data,
-        out,
-        backbone=backbone,
-        head=head,
-        tag=tag,
-        img_size=img_size,
-        freeze=[part.strip() for part in freeze.split(",") if part.strip()],
-        layer_decay=layer_decay,
-        epochs=epochs,
-        from_scratch=from_scratch,
-        skip_bad=skip_bad,
-        overrides=_settings(overrides, lr=lr, batch_size=batch_size, seed=seed),
-        cpu=_use_cpu(device, cpu),
-        accept_data=accept_data,
-    )
-    _print_run(result)
-
-
-def _check_training() -> None:
-    """Report missing dependencies of training."""
-    require("training", ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib"), "train")
-
-
-def publish_command(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Folder of a finished run, a .safetensors file, or name.tag. Not with --all.",
-            show_default=False,
-        ),
-    ] = None,
-    repo_id: Annotated[
-        str | None, typer.Argument(metavar="USER/NAME", help="The repository.", show_default=False)
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write and check everything, make no call.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Keep what was written in this new folder.",
-            show_default=False,
-            metavar="PATH",
-        ),
-    ] = None,
-    everything: Annotated[
-        str | None,
-        typer.Option("--all", metavar="ORG", help="Publish every checkpoint of the zoo as ORG/name.tag."),
-    ] = None,
-    space: Annotated[
-        bool,
-        typer.Option(
-            "--space", help="Publish a Space with `capszoo app`; RUN is one name.tag, or several with commas."
-        ),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Publish a checkpoint on the Hugging Face Hub: weights, config, model card.
-
-    `hf auth login` or HF_TOKEN says who you are. The same command resumes after a failure.
-    """
-    if everything is None and (run is None or repo_id is None):
-        raise UsageError(
-            "publish takes a RUN and a USER/NAME", "or --all ORG for every checkpoint of the zoo"
-        )
-    if everything is not None and run is not None:
-        raise UsageError(f"--all takes every checkpoint, and {run} was given", "leave one of them out")
-    if space:
-        if run is None or repo_id is None:
-            raise UsageError("--space takes no --all", "give the names of models, and USER/NAME")
-        _publish_space(run.split(","), repo_id, private, dry_run, out, as_json)
-        return
-    require("publishing", ("pydantic", "yaml", "matplotlib"), "train")
-    from ..recipes.publish import publish, publish_all
-
-    def say(line: str) -> None:
-        stderr().print(escape(line), soft_wrap=True)
-
-    if everything is not None:
-        results = publish_all(everything, private, dry_run, out, say)
-    else:
-        results = [publish(str(run), str(repo_id), private, dry_run, out, say)]
-    if as_json:
-        print_json(results)
-        return
-    table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
-    console = stdout()
-    for result in results:
-        for file in result["files"]:
-            table.add_row(f"{result['repo_id']}/{file['name']}", f"{file['bytes']:,}", file["sha256"][:12])
-    console.print(table)
-    for result in results:
-        if dry_run:
-            said = f"{result['repo_id']}: checked; nothing was sent"
-        else:
-            state = "published" if result["changed"] else "nothing had changed"
-            said = f"{result['url']}: {state}, commit {result['commit'][:12]}"
-        console.print(escape(said), soft_wrap=True)
-
-
-def _publish_space(
-    names: list[str], repo_id: str, private: bool, dry_run: bool, out: Path | None, as_json: bool
-) -> None:
-    """Write a Space and, without `dry_run`, upload it."""
-    import tempfile
-
-    from ..app.space import upload_space, write_space
-
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = out or Path(temporary) / "space"
-        files = write_space(names, folder, repo_id.rpartition("/")[2])
-        result: dict[str, Any] = {"repo_id": repo_id, "files": [file.as_posix() for file in files]}
-        if not dry_run:
-            result |= upload_space(folder, repo_id, private)
-    if as_json:
-        print_json(result)
-        return
-    said = f"{result['url']}: published" if "url" in result else f"{repo_id}: written; nothing was sent"
-    kept = f"; kept in {out}" if out else ""
-    stdout().print(escape(f"{said}, {len(files)} files{kept}"), soft_wrap=True)
-
-
-def _print_run(result: dict[str, Any]) -> None:
-    """Print the files that fine-tuning writes besides the weights; the run's log has printed weights and accuracy."""
-    console = stdout()
-    for file in ("labels", "confusion", "card"):
-        if file in result:
-            console.print(f"{file}: {escape(str(result[file]))}", soft_wrap=True)

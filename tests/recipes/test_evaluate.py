@@ -18,8 +18,9 @@ from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_reci
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation.metrics import all_right, count_correct
 from capszoo.recipes.evaluation.target import score_threshold
-from capszoo.recipes.train import TrainingError, TrainStep, train
+from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training.run_folder import check_run
+from capszoo.recipes.training.step import TrainStep
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 LABELS = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1]])

@@ -1,0 +1,162 @@
+"""``capszoo finetune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._catalogue import HEAD_ROUTINGS, check_model_argument
+from .common import DeviceOption, refuse_unused
+from .training import BatchOption, RateOption, SeedOption, check_training, print_run, settings, use_cpu
+
+__all__ = ["finetune_command"]
+
+
+def finetune_command(
+    context: typer.Context,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            help="Folder with a sub-folder of images per class, or hf:OWNER/NAME.",
+            show_default=False,
+            metavar="PATH",
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="As `capszoo predict` takes it. Not with --backbone.", show_default=False
+        ),
+    ] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A timm backbone with a new capsule head: resnet18.a1_in1k, hf-hub:ORG/REPO, local-dir:FOLDER.",
+            show_default=False,
+        ),
+    ] = None,
+    head: Annotated[
+        str,
+        typer.Option(
+            metavar="ROUTING",
+            help=f"Routing of the head of --backbone: {', '.join(HEAD_ROUTINGS)}.",
+        ),
+    ] = "idpa",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder of the run (default: runs/<model>.<data>).",
+            show_default=False,
+            metavar="PATH",
+        ),
+    ] = None,
+    img_size: Annotated[
+        int | None,
+        typer.Option(
+            "--img-size",
+            min=1,
+            metavar="N",
+            help="Side of the images, if not the weights'.",
+            rich_help_panel="Settings",
+        ),
+    ] = None,
+    freeze: Annotated[
+        str,
+        typer.Option(
+            help="body, all (but the class capsules), or modules by name, with commas.",
+            metavar="NAME",
+            rich_help_panel="Settings",
+        ),
+    ] = "",
+    layer_decay: Annotated[
+        float | None,
+        typer.Option(
+            "--layer-decay",
+            help="Learning rate's factor from layer to layer below (1: none).",
+            show_default=False,
+            metavar="X",
+            rich_help_panel="Settings",
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum number of epochs (default: chosen from the number of images).",
+            metavar="N",
+            rich_help_panel="Settings",
+        ),
+    ] = None,
+    lr: RateOption = None,
+    batch_size: BatchOption = None,
+    seed: SeedOption = None,
+    from_scratch: Annotated[
+        bool,
+        typer.Option(
+            "--from-scratch", help="Start from random weights, to compare.", rich_help_panel="Settings"
+        ),
+    ] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out images that cannot be read.")
+    ] = False,
+    tag: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the new weights (default: the folder's).", show_default=False, metavar="NAME"
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change any setting of the recipe; repeatable.",
+            rich_help_panel="Settings",
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
+    accept_data: Annotated[
+        bool, typer.Option("--accept-data", help="Continue a run although its images have changed.")
+    ] = False,
+) -> None:
+    """Fine-tune a model, or a timm backbone with a capsule head, for classes of your own; resumes an interrupted run.
+
+    A fifth of each class is held out for early stopping, unless the folder has train/ and val/; test/ is measured once.
+    """
+    if backbone is None:
+        refuse_unused(context, ["head"], "without --backbone", "give --backbone NAME in place of MODEL")
+    if from_scratch:
+        refuse_unused(context, ["layer_decay"], "with --from-scratch", "leave one of them out")
+    check_training()
+    from ..data.specs import source_name
+
+    source_name(data)  # reports errors before torch is loaded
+    if model is not None:
+        check_model_argument(model)
+    from ..recipes.finetune import finetune
+
+    result = finetune(
+        model,
+        data,
+        out,
+        backbone=backbone,
+        head=head,
+        tag=tag,
+        img_size=img_size,
+        freeze=[part.strip() for part in freeze.split(",") if part.strip()],
+        layer_decay=layer_decay,
+        epochs=epochs,
+        from_scratch=from_scratch,
+        skip_bad=skip_bad,
+        overrides=settings(overrides, lr=lr, batch_size=batch_size, seed=seed),
+        cpu=use_cpu(device, cpu),
+        accept_data=accept_data,
+    )
+    print_run(result)

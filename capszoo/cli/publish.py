@@ -1,0 +1,118 @@
+"""``capszoo publish``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import UsageError, require
+from .common import JsonOption, print_json, stderr, stdout
+
+__all__ = ["publish_command"]
+
+
+def publish_command(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a finished run, a .safetensors file, or name.tag. Not with --all.",
+            show_default=False,
+        ),
+    ] = None,
+    repo_id: Annotated[
+        str | None, typer.Argument(metavar="USER/NAME", help="The repository.", show_default=False)
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write and check everything, make no call.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Keep what was written in this new folder.",
+            show_default=False,
+            metavar="PATH",
+        ),
+    ] = None,
+    everything: Annotated[
+        str | None,
+        typer.Option("--all", metavar="ORG", help="Publish every checkpoint of the zoo as ORG/name.tag."),
+    ] = None,
+    space: Annotated[
+        bool,
+        typer.Option(
+            "--space", help="Publish a Space with `capszoo app`; RUN is one name.tag, or several with commas."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Publish a checkpoint on the Hugging Face Hub: weights, config, model card.
+
+    `hf auth login` or HF_TOKEN says who you are. The same command resumes after a failure.
+    """
+    if everything is None and (run is None or repo_id is None):
+        raise UsageError(
+            "publish takes a RUN and a USER/NAME", "or --all ORG for every checkpoint of the zoo"
+        )
+    if everything is not None and run is not None:
+        raise UsageError(f"--all takes every checkpoint, and {run} was given", "leave one of them out")
+    if space:
+        if run is None or repo_id is None:
+            raise UsageError("--space takes no --all", "give the names of models, and USER/NAME")
+        _publish_space(run.split(","), repo_id, private, dry_run, out, as_json)
+        return
+    require("publishing", ("pydantic", "yaml", "matplotlib"), "train")
+    from ..recipes.publish import publish, publish_all
+
+    def say(line: str) -> None:
+        stderr().print(escape(line), soft_wrap=True)
+
+    if everything is not None:
+        results = publish_all(everything, private, dry_run, out, say)
+    else:
+        results = [publish(str(run), str(repo_id), private, dry_run, out, say)]
+    if as_json:
+        print_json(results)
+        return
+    table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
+    console = stdout()
+    for result in results:
+        for file in result["files"]:
+            table.add_row(f"{result['repo_id']}/{file['name']}", f"{file['bytes']:,}", file["sha256"][:12])
+    console.print(table)
+    for result in results:
+        if dry_run:
+            said = f"{result['repo_id']}: checked; nothing was sent"
+        else:
+            state = "published" if result["changed"] else "nothing had changed"
+            said = f"{result['url']}: {state}, commit {result['commit'][:12]}"
+        console.print(escape(said), soft_wrap=True)
+
+
+def _publish_space(
+    names: list[str], repo_id: str, private: bool, dry_run: bool, out: Path | None, as_json: bool
+) -> None:
+    """Write a Space and, without `dry_run`, upload it."""
+    import tempfile
+
+    from ..app.space import upload_space, write_space
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = out or Path(temporary) / "space"
+        files = write_space(names, folder, repo_id.rpartition("/")[2])
+        result: dict[str, Any] = {"repo_id": repo_id, "files": [file.as_posix() for file in files]}
+        if not dry_run:
+            result |= upload_space(folder, repo_id, private)
+    if as_json:
+        print_json(result)
+        return
+    said = f"{result['url']}: published" if "url" in result else f"{repo_id}: written; nothing was sent"
+    kept = f"; kept in {out}" if out else ""
+    stdout().print(escape(f"{said}, {len(files)} files{kept}"), soft_wrap=True)

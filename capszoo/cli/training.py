@@ -1,0 +1,147 @@
+"""Shared by the commands that train: options, and what they mean for a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from .._suggest import unknown_name
+from ..errors import UsageError, require
+from .common import stdout
+
+__all__ = [
+    "BatchOption",
+    "EpochsOption",
+    "ProfileOption",
+    "RateOption",
+    "RecipeArgument",
+    "SeedOption",
+    "SetOption",
+    "check_recipe_argument",
+    "check_training",
+    "complete_recipe",
+    "print_run",
+    "recipe_names",
+    "settings",
+    "use_cpu",
+]
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes in the package."""
+    from .. import recipes
+
+    folders = (Path(folder) / "configs" for folder in recipes.__path__)
+    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+
+
+def check_recipe_argument(name: str) -> None:
+    """Raise `UsageError` if a RECIPE argument is neither a file nor a recipe of the package."""
+    if Path(name).suffix in (".yaml", ".yml", ".json"):
+        if not Path(name).is_file():
+            raise UsageError(f"no recipe at {name}", "check the path, or give a recipe's name")
+    elif name not in recipe_names():
+        raise UsageError(unknown_name("recipe", name, recipe_names()))
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Names of recipes for the shell's completion."""
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+EpochsOption = Annotated[
+    int | None,
+    typer.Option("--epochs", min=1, help="Number of epochs.", metavar="N", rich_help_panel="Settings"),
+]
+RateOption = Annotated[
+    float | None,
+    typer.Option(
+        "--lr",
+        help="Learning rate, as --set optimizer.lr=.",
+        show_default=False,
+        metavar="X",
+        rich_help_panel="Settings",
+    ),
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        min=1,
+        help="Images per update.",
+        show_default=False,
+        metavar="N",
+        rich_help_panel="Settings",
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        min=0,
+        help="Seed of weights, order and augmentation.",
+        metavar="N",
+        rich_help_panel="Settings",
+    ),
+]
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe's name or a YAML file.",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        help="One of the recipe's profiles, such as short (default: the paper's settings).",
+        rich_help_panel="Settings",
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a setting, such as optimizer.lr=0.001; repeatable.",
+        rich_help_panel="Settings",
+    ),
+]
+
+
+def settings(overrides: list[str] | None, **options: Any) -> list[str]:
+    """The `--set` lines, followed by lines for the options that abbreviate one, so that these take precedence."""
+    keys = {"lr": "optimizer.lr"}
+    short = [f"{keys.get(name, name)}={value}" for name, value in options.items() if value is not None]
+    return [*(overrides or ()), *short]
+
+
+def use_cpu(device: str | None, cpu: bool) -> bool:
+    """True if training should not use an accelerator; raises `UsageError` if the requested device is missing."""
+    if cpu and device not in (None, "auto", "cpu"):
+        raise UsageError(f"--cpu and --device {device} exclude each other", "give one of them")
+    if cpu or device in (None, "auto", "cpu"):
+        return cpu or device == "cpu"
+    from .._api import resolve_device
+
+    return resolve_device(str(device)).type == "cpu"
+
+
+def check_training() -> None:
+    """Report missing dependencies of training."""
+    require("training", ("accelerate", "pydantic", "yaml", "tensorboard", "matplotlib"), "train")
+
+
+def print_run(result: dict[str, Any]) -> None:
+    """Print the files that fine-tuning writes besides the weights; the run's log has printed weights and accuracy."""
+    console = stdout()
+    for file in ("labels", "confusion", "card"):
+        if file in result:
+            console.print(f"{file}: {escape(str(result[file]))}", soft_wrap=True)
