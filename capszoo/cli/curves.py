@@ -10,12 +10,13 @@ import typer
 from rich.markup import escape
 
 from ..errors import CapszooError, UsageError
-from .common import DpiOption, FormatOption, StyleOption, picture, stdout
+from .common import DpiOption, FormatOption, StyleOption, picture, refuse_unused, stdout
 
 KINDS, AXES = ("training", "routing", "robustness"), ("epoch", "images")
 
 
 def curves_command(
+    context: typer.Context,
     runs: Annotated[
         list[str],
         typer.Argument(
@@ -56,6 +57,8 @@ def curves_command(
     for kind, value, known in (("picture", what, KINDS), ("axis", x, AXES)):
         if value not in known:
             raise UsageError(unknown_name(kind, value, known))
+    if what != "training":
+        refuse_unused(context, ["x", "log"], f"with --what {what}", "leave it out")
     require_matplotlib("curves")
     from ..recipes.evaluation.plots import NAMES, draw_dynamics, draw_runs
     from ..recipes.evaluation.report_plots import draw_robustness
@@ -86,7 +89,8 @@ def _reports(files: list[str]) -> dict[str, dict[str, Any]]:
         path = Path(name) / "eval.json" if Path(name).is_dir() else Path(name)
         try:
             report = json.loads(path.read_text(encoding="utf-8"))
-            found[str(report["model"])] = report
+            model = str(report["model"])
+            found[f"{model} ({path.parent})" if model in found else model] = report
         except (OSError, ValueError, KeyError, TypeError):
             raise CapszooError(
                 f"{path}: no report of capszoo eval --robustness --out", "name an eval.json"

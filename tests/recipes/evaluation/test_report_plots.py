@@ -81,6 +81,14 @@ def test_the_command_takes_reports(tmp_path: Path) -> None:
     assert "both.png" in succeeds(*line, tmp_path / "a", tmp_path / "b" / "eval.json")
     assert out.is_file() and {row[0] for row in _rows(tmp_path / "both.csv")[1:]} == {"a", "b"}
     assert "no report of capszoo eval" in fails(1, *line, tmp_path)
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "eval.json").write_text(json.dumps(_report("a", 70.0)))
+    succeeds(*line, tmp_path / "a", again)
+    assert {row[0] for row in _rows(tmp_path / "both.csv")[1:]} == {"a", f"a ({again})"}, (
+        "no report replaces another"
+    )
+    assert "--log has no effect with --what robustness" in fails(2, *line, tmp_path / "a", "--log")
 
 
 def test_confusion(tmp_path: Path, kept: list[Any]) -> None:
