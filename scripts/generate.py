@@ -160,7 +160,7 @@ def results_table() -> str:
             runs += ", after those of " + ("a run broken off" if went_on(info) else "an earlier run")
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
-            f"| `{name}` | {stated.dataset.name} | {accuracy} | {test.errors} of {test.n:,} "
+            f"| `{name}` | {stated.dataset.name} | {accuracy} | {test.errors:,} of {test.n:,} "
             f"| {runs} | {'; '.join(same) or 'none'} "
             f"| {stated.num_params:,} | [`{name}.yaml`](../recipes/configs/{name}.yaml) |"
         )

@@ -8,6 +8,7 @@ they change; other versions of PyTorch or matplotlib may change a pixel, which n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from capszoo.errors import CapszooError
 from capszoo.explain import explain, save_heat_grid
 from capszoo.explain.reconstructions import answers, overlaps, save_answers, save_overlaps
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
-from capszoo.recipes.evaluation.target import prepare
+from capszoo.recipes.evaluation.target import create_for, prepare
 from tests.support import is_packed, packed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,9 +66,25 @@ def kinds_of(info: WeightsInfo) -> list[str]:
     """The pictures of a checkpoint: none without stored images of its data set."""
     if not is_packed(_data_name(info)):
         return []
-    heat = ["heat"] if info.model_args.get("pool") not in ("avg", "max") else []
+    heat = ["heat"] if _has_heat_map(info.name) else []
     decoded = info.model_args.get("decoder") and _data_name(info) not in NOT_DECODED
     return heat + (["decoded"] if decoded else [])
+
+
+@cache
+def _has_heat_map(name: str) -> bool:
+    """Whether the network of a checkpoint routes; the twins without capsules or with even couplings do not."""
+    info = bundled_tags()[name]
+    described = (info.architecture, info.num_classes, info.input_size, info.model_args)
+    with torch.device("meta"):
+        if create_for(*described).coupling_layouts():  # type: ignore[operator]
+            return True
+    net = create_for(*described)  # EncapNets have heat maps without couplings
+    try:
+        explain(net, torch.zeros(info.input_size), name=name)
+    except CapszooError:
+        return False
+    return True
 
 
 def _data_name(info: WeightsInfo) -> str:
