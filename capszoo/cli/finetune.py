@@ -9,7 +9,16 @@ import typer
 
 from .._catalogue import HEAD_ROUTINGS, check_model_argument
 from .common import DeviceOption, refuse_unused
-from .training import BatchOption, RateOption, SeedOption, check_training, print_run, settings, use_cpu
+from .training import (
+    BatchOption,
+    RateOption,
+    SeedOption,
+    SetOption,
+    check_training,
+    print_run,
+    settings,
+    use_cpu,
+)
 
 __all__ = ["finetune_command"]
 
@@ -111,15 +120,7 @@ def finetune_command(
             help="Name of the new weights (default: the folder's).", show_default=False, metavar="NAME"
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change any setting of the recipe; repeatable.",
-            rich_help_panel="Settings",
-        ),
-    ] = None,
+    overrides: SetOption = None,
     device: DeviceOption = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
     accept_data: Annotated[
