@@ -10,7 +10,9 @@ import typer
 from .._catalogue import HEAD_ROUTINGS, check_model_argument
 from .common import DeviceOption, refuse_unused
 from .training import (
+    AcceptDataOption,
     BatchOption,
+    CpuOption,
     RateOption,
     SeedOption,
     SetOption,
@@ -122,10 +124,8 @@ def finetune_command(
     ] = None,
     overrides: SetOption = None,
     device: DeviceOption = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
-    accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="Continue a run although its images have changed.")
-    ] = False,
+    cpu: CpuOption = False,
+    accept_data: AcceptDataOption = False,
 ) -> None:
     """Fine-tune a model, or a timm backbone with a capsule head, for classes of your own; resumes an interrupted run.
 

@@ -12,7 +12,9 @@ from rich.table import Table
 from ..errors import UsageError
 from .common import DeviceOption, refuse_unused, stderr, stdout
 from .training import (
+    AcceptDataOption,
     BatchOption,
+    CpuOption,
     EpochsOption,
     ProfileOption,
     RateOption,
@@ -66,10 +68,8 @@ def train_command(
     batch_size: BatchOption = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")] = False,
-    accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="Continue a run although its images have changed.")
-    ] = False,
+    cpu: CpuOption = False,
+    accept_data: AcceptDataOption = False,
     together: Annotated[
         bool,
         typer.Option(

@@ -13,7 +13,9 @@ from ..errors import UsageError, require
 from .common import stdout
 
 __all__ = [
+    "AcceptDataOption",
     "BatchOption",
+    "CpuOption",
     "EpochsOption",
     "ProfileOption",
     "RateOption",
@@ -113,6 +115,10 @@ SetOption = Annotated[
         help="Change a setting, such as optimizer.lr=0.001; repeatable.",
         rich_help_panel="Settings",
     ),
+]
+CpuOption = Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")]
+AcceptDataOption = Annotated[
+    bool, typer.Option("--accept-data", help="Continue a run although its images have changed.")
 ]
 
 
