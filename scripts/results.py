@@ -28,6 +28,7 @@ from capszoo.recipes.release.paper_results import (
 )
 from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy, time_table, times_source
 from capszoo.recipes.training.history import records_of
+from capszoo.recipes.training.queue import QueueItem, read_queue
 from scripts.pictures import KINDS, kinds_of, stale_files
 
 HEAD = """# Results
@@ -95,6 +96,16 @@ def stale_curves(docs: Path) -> list[Path]:
     }
     there = sorted(path for path in (docs / "curves").glob("*.svg") if path != times_file(docs))
     return stale_files(sources, there, lambda path, source: source in path.read_text(encoding="utf-8"))
+
+
+TARGETS = """## Targets
+
+The runs of [recipes/queue.yaml](../recipes/queue.yaml), which `capszoo train --queue` trains in this order: the paper's
+accuracy, our target, and the accuracy of the bundled file. A target with several seeds is one for their mean. The last
+column has the epochs and the recipe's profile of the bundled file, and why it misses the target, where that is known.
+
+| weights | tier | paper, % | target, % | ours, % | reached | trained so far |
+|---|---:|---:|---:|---:|---|---|"""
 
 
 def write_curves(path: Path) -> None:
@@ -167,6 +178,40 @@ def _twin_lines(group: list[str]) -> list[str]:
     return lines
 
 
+def _target_line(item: QueueItem) -> str:
+    """The row of one item of the queue."""
+
+    def percent(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f}"
+
+    info = bundled_tags().get(item.tag)
+    test = info.metadata.metrics.get("test") if info else None
+    ours, reached, trained = "–", "no run yet", "–"
+    if info is not None and test is not None and test.top1 is not None:
+        seeds = (info.raw.get("seeds") or {}).get("test") or {"values": [test.top1], "mean": test.top1}
+        runs, wanted = len(seeds["values"]), len(item.seeds)
+        mean = test.top1 if wanted == 1 else seeds["mean"]
+        ours = f"{mean:.2f}" + (f" ± {seeds['sd']:.2f}" if wanted > 1 and "sd" in seeds else "")
+        reached = "no" if item.at_least is not None and mean < item.at_least else "yes"
+        if runs < wanted:
+            reached += f", {runs} of {wanted} seeds"
+        recipe = info.raw["recipe"]
+        trained = f"{recipe['epochs']} epochs, " + (
+            f"`{recipe['profile']}`" if recipe.get("profile") else "other settings"
+        )
+    trained = "; ".join(part for part in (trained, item.tried) if part)
+    row = (
+        f"`{item.tag}`",
+        f"{item.tier}",
+        percent(item.reference),
+        percent(item.at_least),
+        ours,
+        reached,
+        trained,
+    )
+    return f"| {' | '.join(row)} |"
+
+
 def _papers(name: str) -> str:
     recipe = load_recipe(name)
     spec = dataset_spec(recipe.data.name)
@@ -181,5 +226,6 @@ def results_page() -> str:
     groups = [group for group in twin_groups() if any(name in bundled_tags() for name in group)]
     if groups:
         sections.append("\n".join([TWINS, *(line for group in groups for line in _twin_lines(group))]))
+    sections.append("\n".join([TARGETS, *map(_target_line, read_queue())]))
     sections.append("\n".join([TIMES, *time_table(bundled_tags().values())]))
     return "\n\n".join([HEAD, *sections]) + "\n"

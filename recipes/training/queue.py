@@ -45,6 +45,7 @@ class QueueItem(BaseModel):
         at_least: target accuracy in per cent.
         cost: measured or estimated cost, in words.
         note: further information.
+        tried: what missed the target, or why no run has tried, in words.
         tier: 1 is trained first.
     """
 
@@ -58,6 +59,7 @@ class QueueItem(BaseModel):
     at_least: float | None = None
     cost: str = ""
     note: str = ""
+    tried: str = ""
     tier: int | None = None
 
 

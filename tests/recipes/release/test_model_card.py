@@ -29,6 +29,8 @@ from capszoo.recipes.release.paper_results import (
 from tests.support import load_script
 
 OURS = "resnet20_routingpool.cifar10"
+#: a checkpoint with the summary of three seeds
+SEEDED = "resnet20_routingcaps.mnist"
 
 
 def info_of(name: str, title: str = "CIFAR-10", **raw: object) -> WeightsInfo:
@@ -204,3 +206,23 @@ def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(results, "bundled_tags", lambda: known)
     (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
     assert "92.00 ± 1.00 (3 seeds) / 91.00 ± 1.00 (3 seeds) | +1.00 ± 0.82 |" in line
+
+
+def test_targets_are_compared_with_the_bundled_files(root: Path) -> None:
+    from capszoo.recipes.training.queue import QueueItem, read_queue
+
+    line = load_script(root / "scripts" / "results.py")._target_line
+    cells = line(QueueItem(tag=SEEDED, tier=1, at_least=99.0, tried="why")).strip("| ").split(" | ")
+    stated = bundled_tags()[SEEDED].raw
+    assert cells[:4] == [f"`{SEEDED}`", "1", "–", "99.00"]
+    assert cells[4] == f"{stated['metrics']['test']['top1']:.2f}" and cells[5] == "yes"
+    assert cells[6].startswith(f"{stated['recipe']['epochs']} epochs") and cells[6].endswith("; why")
+    assert "| no |" in line(QueueItem(tag=SEEDED, at_least=100.0))
+    assert "| yes, 3 of 4 seeds |" in line(QueueItem(tag=SEEDED, at_least=99.0, seeds=(0, 1, 2, 3)))
+    mean, sd = (stated["seeds"]["test"][key] for key in ("mean", "sd"))
+    assert f"| {mean:.2f} ± {sd:.2f} | no |" in line(
+        QueueItem(tag=SEEDED, at_least=mean + 0.01, seeds=(0, 1, 2))
+    )
+    assert "| – | no run yet | – |" in line(QueueItem(tag="cnn6.cifar10"))
+    page = (root / "docs" / "results.md").read_text(encoding="utf-8")
+    assert all(f"| `{item.tag}` |" in page for item in read_queue())
