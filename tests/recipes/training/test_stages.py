@@ -171,7 +171,7 @@ def test_carrying_over_keeps_the_answers() -> None:
     32 to 28 is a step of the recipe, the other way round. BatchNorm's statistics are estimated anew at 28 pixels, as
     training does.
     """
-    whole = load_dataset("cifar10", "train", os.environ["CAPSZOO_DATA"])
+    whole = load_dataset("cifar10", "train")
     _, images = split_validation(whole, 1000, 0)
     large = capszoo.create_model("idpa_resnet.cifar10", pretrained=True).eval()
     small = capszoo.create_model("idpa_resnet", img_size=28)
