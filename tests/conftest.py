@@ -84,9 +84,7 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def data_dir() -> Path:
-    """Folder of the full data sets, named by ``CAPSZOO_DATA``; tests that need it are skipped without."""
-    folder = os.environ.get("CAPSZOO_DATA")
-    if not folder:
+def full_data() -> None:
+    """Skips a test that needs the full data sets, in the folders that ``CAPSZOO_DATA`` names."""
+    if not os.environ.get("CAPSZOO_DATA"):
         pytest.skip("needs full data sets: set CAPSZOO_DATA to their folder")
-    return Path(folder)

@@ -123,9 +123,10 @@ def test_specs_are_consistent() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("full_data")
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_real_data_has_the_stated_statistics(name: str, data_dir: Path) -> None:
-    whole = load_dataset(name, "train", data_dir)
+def test_real_data_has_the_stated_statistics(name: str) -> None:
+    whole = load_dataset(name, "train")
     pixels = whole.images.double().transpose(0, 1).flatten(1) / 255
     assert pixels.mean(1).tolist() == pytest.approx(whole.spec.mean, abs=1e-4)
     assert pixels.std(1).tolist() == pytest.approx(whole.spec.std, abs=2e-4)

@@ -91,7 +91,7 @@ def test_stated_floor() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("data_dir")
+@pytest.mark.usefixtures("full_data")
 @pytest.mark.parametrize("tag", TAGS)
 def test_whole_test_set_reproduces_the_stated_accuracy(tag: str, capsys: pytest.CaptureFixture) -> None:
     """In whichever folder of CAPSZOO_DATA the data set lies."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,7 @@ def test_alternating_flips_show_both_sides_in_two_epochs(tiny_mnist: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("CAPSZOO_DATA" not in os.environ, reason="needs CIFAR-10: CAPSZOO_DATA")
+@pytest.mark.usefixtures("full_data")
 def test_carrying_over_keeps_the_answers() -> None:
     """idpa_resnet at 32 pixels, and carried over to 28, give one answer on 90% of 1,000 resized validation images.
 
