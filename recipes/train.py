@@ -350,8 +350,8 @@ def _train(run: Run) -> dict[str, Any]:
 
 def _epoch_record(run: Run, state: TrainState) -> dict[str, Any]:
     """The record of a completed epoch, without validation."""
-    loss, right, n = run.accelerator.reduce(state.sums.clone()).tolist()
     rate = (state.step - state.epoch_first) * run.recipe.batch_size / (time.monotonic() - state.epoch_began)
+    loss, right, n = run.accelerator.reduce(state.sums.clone()).tolist()
     return {
         "epoch": state.step // run.steps,
         "step": state.step,
