@@ -24,6 +24,8 @@ __all__ = [
     "Measurement",
     "Metadata",
     "RecipeRecord",
+    "SeedsMeasurement",
+    "SeedsRecord",
 ]
 
 
@@ -47,6 +49,21 @@ class Measurement(_Record):
     top1: float | None = None
     errors: int | None = None
     n: int | None = None
+
+
+class SeedsMeasurement(_Record):
+    """Accuracies of the runs of several seeds on one split, in per cent; ``sd`` is the sample standard deviation."""
+
+    values: list[float] = []
+    mean: float | None = None
+    sd: float | None = None
+
+
+class SeedsRecord(_Record):
+    """The runs of a recipe with several seeds, of which the checkpoint is the first."""
+
+    test: SeedsMeasurement = SeedsMeasurement()
+    validation: SeedsMeasurement = SeedsMeasurement()
 
 
 class ClassCounts(_Record):
@@ -113,6 +130,7 @@ class Metadata(_Record):
         model_args: arguments of ``create_model`` besides classes, channels and size.
         epoch: epoch whose weights were kept; None for the last one.
         metrics: results by split.
+        seeds: results of the same recipe's runs with several seeds, if there are some.
         history: columns of values, one per epoch.
     """
 
@@ -137,6 +155,7 @@ class Metadata(_Record):
     versions: dict[str, str] = {}
     dataset: DatasetRecord = DatasetRecord()
     metrics: dict[str, Measurement] = {}
+    seeds: SeedsRecord = SeedsRecord()
     history: dict[str, list[int | float | None]] = {}
     per_class: ClassCounts | None = None
 

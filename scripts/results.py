@@ -147,10 +147,10 @@ def _accuracy(name: str) -> tuple[str, tuple[float, float] | None]:
     if not test:
         return "not trained yet", None
     assert info is not None and test.top1 is not None and test.n is not None
-    seeds = (info.raw.get("seeds") or {}).get("test") or {}
-    if "sd" in seeds:
-        mean, sd, runs = seeds["mean"], seeds["sd"], len(seeds["values"])
-        return f"{mean:.2f} ± {sd:.2f} ({runs} seeds)", (mean, sd / math.sqrt(runs))
+    seeds = info.metadata.seeds.test
+    if seeds.mean is not None and seeds.sd is not None:
+        runs = len(seeds.values)
+        return f"{seeds.mean:.2f} ± {seeds.sd:.2f} ({runs} seeds)", (seeds.mean, seeds.sd / math.sqrt(runs))
     error = sampling_error(test.top1, test.n)
     return f"{test.top1:.2f} ± {error:.2f}", (test.top1, error)
 
@@ -188,10 +188,10 @@ def _target_line(item: QueueItem) -> str:
     test = info.metadata.metrics.get("test") if info else None
     ours, reached, trained = "–", "no run yet", "–"
     if info is not None and test is not None and test.top1 is not None:
-        seeds = (info.raw.get("seeds") or {}).get("test") or {"values": [test.top1], "mean": test.top1}
-        runs, wanted = len(seeds["values"]), len(item.seeds)
-        mean = test.top1 if wanted == 1 else seeds["mean"]
-        ours = f"{mean:.2f}" + (f" ± {seeds['sd']:.2f}" if wanted > 1 and "sd" in seeds else "")
+        seeds, wanted = info.metadata.seeds.test, len(item.seeds)
+        runs = max(1, len(seeds.values))
+        mean = test.top1 if wanted == 1 or seeds.mean is None else seeds.mean
+        ours = f"{mean:.2f}" + (f" ± {seeds.sd:.2f}" if wanted > 1 and seeds.sd is not None else "")
         reached = "no" if item.at_least is not None and mean < item.at_least else "yes"
         if runs < wanted:
             reached += f", {runs} of {wanted} seeds"

@@ -63,6 +63,21 @@ def test_eval_prints_the_iterations(tiny_mnist: Path) -> None:
     assert row.count("*") == 3 and "0 (0)" in row, "two iterations of its own, the first of them even"
 
 
+def test_eval_with_other_numbers_of_iterations(tiny_mnist: Path, tmp_path: Path) -> None:
+    options = ("--data", tiny_mnist, "--device", "cpu")
+    text = succeeds("eval", MODEL, *options, "--routing-iters", "1,3")
+    assert text.splitlines()[-3].split() == ["routing", "iterations", "accuracy", "%", "other", "answers"]
+    assert [line.split()[0] for line in text.splitlines()[-2:]] == ["1", "3"]
+    found = json.loads(succeeds("eval", MODEL, *options, "--routing-iters", "1,3", "--json"))
+    one, own = found["routing_iters"]
+    assert own == {"iterations": 3, "accuracy": found["top1"], "changed": 0}
+    assert one["iterations"] == 1 and 0 <= one["changed"] <= 40
+    for text in ("0", "1,a", "", "2,2"):
+        assert "makes no sense" in fails(2, "eval", MODEL, *options, "--routing-iters", text)
+    line = fails(1, "eval", "encapnet6_master.mnist", *options, "--routing-iters", "1")
+    assert "encapnet6_master.mnist has no routing iterations: leave --routing-iters out" in line
+
+
 def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> None:
     options = ("--data", tiny_mnist, "--device", "cpu", "--json")
     found = json.loads(succeeds("eval", MODEL, *options, "--crops", "multi"))

@@ -87,6 +87,16 @@ def eval_command(
             rich_help_panel="Measurements",
         ),
     ] = False,
+    routing_iters: Annotated[
+        str | None,
+        typer.Option(
+            "--routing-iters",
+            metavar="N,…",
+            help="Accuracy with other numbers of iterations than the network's own, such as 1,2,3.",
+            show_default=False,
+            rich_help_panel="Measurements",
+        ),
+    ] = None,
     eps: Annotated[
         str | None,
         typer.Option(
@@ -150,18 +160,21 @@ def eval_command(
 
         check_name(dataset)
     from ..explain.plotting import style as drawn_in
+    from ..recipes.evaluation.iterations import parse_iterations
     from ..recipes.evaluation.metrics import reproduced
     from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import prepare
 
     _check_options(eps, robustness, routing, crops, out)
+    counts = () if routing_iters is None else parse_iterations(routing_iters)
     target = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
     report = measure(
         target,
         batch_size=batch_size,
         robustness=robustness,
         routing=routing,
+        counts=counts,
         radii=None if eps is None else parse_radii(eps),
         steps=steps,
         data=data if data and Path(data).is_dir() else None,
@@ -226,6 +239,12 @@ def _print(report: Report, files: list[Path]) -> None:
         out.print()
         _print_routing(report.routing, [figures.label for figures in result.per_class])
         _print_iterations(report)
+    if report.by_iterations:
+        out.print()
+        table = Table("routing iterations", "accuracy %", "other answers", box=None, pad_edge=False)
+        for one in report.by_iterations:
+            table.add_row(str(one.iterations), f"{one.accuracy:.2f}", f"{one.changed:,}")
+        out.print(table)
     for file in files:
         out.print(f"written: {escape(str(file))}", soft_wrap=True)
 

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -63,7 +63,7 @@ def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
     return paths
 
 
-def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Sequence[str]) -> list[Path]:
+def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Collection[str]) -> list[Path]:
     """The shards that belong to a split: `train-000000.tar`, or `000000.tar` in a folder `train`.
 
     Args:

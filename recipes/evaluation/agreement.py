@@ -10,7 +10,7 @@ import torch
 
 from capszoo.errors import CapszooError
 
-from .metrics import all_right, answers
+from .metrics import all_right, predicted
 from .target import EvalTarget
 
 __all__ = ["Agreement", "agreement"]
@@ -71,13 +71,11 @@ def agreement(
             all_right(s, batch.labels, known, target.threshold)
             for s, batch, target in zip(scores, (a, b), (first, second), strict=True)
         ]
-        if a.labels.dim() == 1:
-            same = scores[0].argmax(1) == scores[1].argmax(1)
-        else:
-            sets = [
-                answers(s, a.labels, known, t.threshold) for s, t in zip(scores, (first, second), strict=True)
-            ]
-            same = (sets[0] == sets[1]).all(1)
+        given = [
+            predicted(s, a.labels, known, target.threshold)
+            for s, target in zip(scores, (first, second), strict=True)
+        ]
+        same = (given[0] == given[1]).all(1)
         one, two = right
         counts += torch.stack(
             [same.sum(), (one & two).sum(), (one & ~two).sum(), (~one & two).sum(), (~one & ~two).sum()]

@@ -22,6 +22,7 @@ __all__ = [
     "all_right",
     "assess",
     "count_correct",
+    "predicted",
     "reproduced",
     "scored",
     "stated_top1",
@@ -33,6 +34,16 @@ def answers(scores: Tensor, labels: Tensor, count: int | None = None, threshold:
     if count:
         return torch.zeros_like(labels).scatter_(1, scores.topk(count, dim=1).indices, 1.0)
     return (scores > threshold).to(labels.dtype)
+
+
+def predicted(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
+    """The answer to each image, to be compared with another model's: its class [b, 1], or the classes [b, n] as above.
+
+    Args: as for `all_right`.
+    """
+    if labels.dim() == 1:
+        return scores.argmax(1, keepdim=True)
+    return answers(scores, labels, count, threshold)
 
 
 def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:

@@ -16,6 +16,7 @@ from capszoo.explain.convergence import IterationChanges, iteration_changes
 from capszoo.explain.routing_stats import DEAD, RoutingStats, routing_stats
 
 from ..training.checkpoints import write_atomically
+from .iterations import IterationAccuracy, accuracy_by_iterations, check_iterations
 from .metrics import EvalResult, assess, stated_top1
 from .report_plots import draw_report
 from .robustness import (
@@ -49,6 +50,7 @@ class Report:
         limit: requested number of images, None for all.
         stated: top-1 of the weights' metadata for these images, if it states one.
         iterations: changes per iteration of the routing layers, on the first `ITERATION_IMAGES`.
+        by_iterations: accuracy with other numbers of routing iterations.
     """
 
     target: EvalTarget
@@ -61,6 +63,7 @@ class Report:
     affnist: AffnistResult | None = None
     routing: RoutingStats | None = None
     iterations: tuple[IterationChanges, ...] = ()
+    by_iterations: tuple[IterationAccuracy, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: in per cent, except the confusion matrix, whose rows are labels and columns answers."""
@@ -92,6 +95,8 @@ class Report:
             found["routing"] = asdict(self.routing) | {"dead_below": DEAD}
             found["routing"]["rounds"] = [asdict(layer) for layer in self.iterations]
             found["routing"]["rounds_n"] = min(ITERATION_IMAGES, result.n)
+        if self.by_iterations:
+            found["routing_iters"] = [_rounded(asdict(one)) for one in self.by_iterations]
         return found
 
 
@@ -112,6 +117,7 @@ def measure(
     batch_size: int = 500,
     robustness: bool = False,
     routing: bool = False,
+    counts: tuple[int, ...] = (),
     radii: tuple[float, ...] | None = None,
     steps: int = STEPS,
     data: str | Path | None = None,
@@ -126,6 +132,7 @@ def measure(
         batch_size: images per forward pass.
         robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
         routing: routing statistics.
+        counts: numbers of routing iterations, with each of which the accuracy is measured too.
         radii, steps: of PGD.
         data: folder of MNIST, for affNIST's protocol; None uses `CAPSZOO_DATA`.
         limit: use this many of affNIST's images (the target's images are already limited).
@@ -133,9 +140,11 @@ def measure(
         progress: displays the progress.
     """
 
-    def bar(what: str) -> AbstractContextManager[Advance]:
-        return progress(what, target.n) if progress else nullcontext(lambda count: None)
+    def bar(what: str, passes: int = 1) -> AbstractContextManager[Advance]:
+        return progress(what, passes * target.n) if progress else nullcontext(lambda count: None)
 
+    if counts:
+        check_iterations(target)
     with bar("evaluating") as advance:
         result = assess(target, batch_size, advance)
     found: dict[str, Any] = {}
@@ -157,6 +166,9 @@ def measure(
             found["iterations"] = iteration_changes(
                 target.net, (b.images for b in few.batches(min(batch_size, 50)))
             )
+    if counts:
+        with bar("routing iterations", len(counts) + 1) as advance:
+            found["by_iterations"] = accuracy_by_iterations(target, counts, batch_size, advance)
     return Report(target, result, seed, limit, stated_top1(target), **found)
 
 

@@ -131,10 +131,8 @@ def figures_table(info: WeightsInfo) -> list[str]:
 
 def seeds_note(info: WeightsInfo) -> str:
     """Mean and standard deviation over the seeds of a checkpoint's recipe, to append to its accuracy; else empty."""
-    found = (info.raw.get("seeds") or {}).get("test") or {}
-    if "sd" not in found:
-        return ""
-    return f"; {found['mean']:.2f} ± {found['sd']:.2f}, n = {len(found['values'])} seeds"
+    found = info.metadata.seeds.test
+    return "" if found.sd is None else f"; {found.mean:.2f} ± {found.sd:.2f}, n = {len(found.values)} seeds"
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

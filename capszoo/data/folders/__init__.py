@@ -15,7 +15,7 @@ from ..errors import DataError
 from ..readers import idx_pair
 from ..sets import ImageSet, StreamedSet, sized
 from ..shards import shards_of_split
-from .common import SPLITS, available_workers, folder_spec, locate
+from .common import SPLIT_NAMES, SPLITS, available_workers, folder_spec, locate
 from .hub import fetch_repository, hub_splits, open_hub
 from .images import FileDecoder, open_h_imagenet, open_images, split_folder
 from .packed import parquet_shards, read_idx, read_packed_parquet
@@ -77,9 +77,8 @@ def find_splits(name: str, data: str | Path | None = None, download: str | Path 
         found, _ = hub_splits(name, where, data, download)
         return {split for split, names in own.items() if any(name in found for name in names)}
     if kind == "wds":
-        known = [part for names in SPLITS.values() for part in names]
         every = find_shards(name, where, data)
-        return {split for split, names in own.items() if shards_of_split(every, names, known)}
+        return {split for split, names in own.items() if shards_of_split(every, names, SPLIT_NAMES)}
     folder = locate(name, where, data)
     if kind == "idx":
         return {split for split, stem in (("train", "train"), ("test", "t10k")) if idx_pair(folder, stem)}

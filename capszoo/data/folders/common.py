@@ -19,6 +19,7 @@ from ..specs import DatasetSpec
 __all__ = [
     "MEMORY_LIMIT",
     "SPLITS",
+    "SPLIT_NAMES",
     "available_workers",
     "decode_or_stream",
     "fits_memory",
@@ -36,6 +37,7 @@ DEFAULT_SIZE = 224
 _VAL_NAMES = ("val", "validation", "valid")
 SPLITS = {"train": ("train",), "val": _VAL_NAMES, "test": ("test", *_VAL_NAMES)}
 """Names in use for each split; a set that has no test split is tested on its validation split."""
+SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
 _MODE_SAMPLE = 1000
 """Number of images, evenly spaced, that decide whether a set has colour."""
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

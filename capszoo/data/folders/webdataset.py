@@ -14,6 +14,7 @@ from ..readers import MAX_LABEL, decode_image, image_mode
 from ..sets import ImageSet, StreamedSet
 from ..shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
 from .common import (
+    SPLIT_NAMES,
     SPLITS,
     available_workers,
     decode_or_stream,
@@ -62,8 +63,8 @@ def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
         parent = where[: -len(last) - 1] or ("/" if where.startswith("/") else ".")
         return expand_shards(name, locate(name, parent, data), last)
     folder = locate(name, where, data)
-    subs = [folder / split for names in SPLITS.values() for split in names if (folder / split).is_dir()]
-    found = sorted(path for place in (folder, *dict.fromkeys(subs)) for path in place.glob("*.tar"))
+    subs = [folder / split for split in SPLIT_NAMES if (folder / split).is_dir()]
+    found = sorted(path for place in (folder, *subs) for path in place.glob("*.tar"))
     if not found:
         raise DataError(f"{name}: {folder} has no shards (train-*.tar, val-*.tar)")
     return found
@@ -98,14 +99,13 @@ def open_shards(
     skipped: list[str] | None,
 ) -> ImageSet | StreamedSet:
     """A split of a set of WebDataset shards."""
-    known = [part for names in SPLITS.values() for part in names]
     every = find_shards(name, where, data)
-    paths = shards_of_split(every, SPLITS[split], known)
+    paths = shards_of_split(every, SPLITS[split], SPLIT_NAMES)
     if not paths:
         raise DataError(f"{name} has no shards of a {split} split ({'-*.tar, '.join(SPLITS[split])}-*.tar)")
     index = read_index(paths, available_workers())
     # Colour and number of classes come from the training split, so that all splits agree.
-    training = shards_of_split(every, SPLITS["train"], known)
+    training = shards_of_split(every, SPLITS["train"], SPLIT_NAMES)
     looked = read_index(training, available_workers()) if split != "train" and training else index
     label_names = _shard_names(index, looked)
     members = _Members(looked, "L", 1)

@@ -42,7 +42,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seeds", "note"),
     [
-        (None, ""),
+        ({}, ""),
         ({"test": {"values": [90.0], "mean": 90.0}}, ""),
         ({"test": {"values": [90.0, 92.0], "mean": 91.0, "sd": 1.4142}}, "; 91.00 ± 1.41, n = 2 seeds"),
     ],
