@@ -276,32 +276,41 @@ def table(found: list[Row]) -> list[str]:
     return lines
 
 
+STUDENT = {4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228, 12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101}
+"""Two-sided 95% quantiles of Student's t by degrees of freedom: two for each head of three seeds."""
+
+
 def conclusion(found: list[Row]) -> str:
-    """Comparison of each head with average pooling: beyond or within two standard errors."""
-    by_head = {row.head: row for row in found}
-    twin = by_head["avg"]
-    routed = [row for row in found if row.head not in ("avg", "conv") and len(row.runs) > 1]
-    if len(twin.runs) < 2 or not routed:
-        return "There are too few runs for a conclusion: it needs at least two seeds of `avg` and of another head."
-    parts = []
-    for row in routed:
+    """Each head of three seeds against average pooling: the difference with its 95% interval."""
+    enough = {row.head: row for row in found if len(row.runs) >= len(SEEDS)}
+    twin = enough.pop("avg", None)
+    if twin is None or not enough:
+        return "There are too few runs for a conclusion: it needs three seeds of `avg` and of another head."
+    every = [twin, *enough.values()]
+    freedom = sum(len(row.runs) - 1 for row in every)
+    pooled = math.sqrt(sum(row.deviation**2 * (len(row.runs) - 1) for row in every) / freedom)
+    student = STUDENT[max(known for known in STUDENT if known <= freedom)]
+    parts: dict[str, list[str]] = {"more": [], "less": [], "as": []}
+    for row in enough.values():
         difference = row.mean - twin.mean
-        error = math.hypot(row.deviation / len(row.runs) ** 0.5, twin.deviation / len(twin.runs) ** 0.5)
-        sure = abs(difference) > 2 * error
-        word = "more" if difference > 0 else "less"
-        parts.append(
-            f"{row.head} {abs(difference):.2f} points {word} ({'beyond' if sure else 'within'} two standard errors, "
-            f"{2 * error:.2f})"
+        half = student * pooled * math.sqrt(1 / len(row.runs) + 1 / len(twin.runs))
+        kind = "as" if abs(difference) <= half else "more" if difference > 0 else "less"
+        parts[kind].append(f"{row.head} ({difference:+.2f} ± {half:.2f})")
+    said = [
+        f"{word}: {', '.join(parts[kind])}"
+        for kind, word in (
+            ("more", "More accurate"),
+            ("less", "Less accurate"),
+            ("as", "No difference shown"),
         )
-    better = [row.head for row, part in zip(routed, parts, strict=True) if " more (beyond" in part]
-    verdict = (
-        f"Routing buys accuracy here with {', '.join(better)}"
-        if better
-        else "Routing buys no accuracy here that the seeds do not explain"
-    )
+        if parts[kind]
+    ]
+    missing = [f"`{row.head}`" for row in found if row.head != "avg" and row.head not in enough]
     return (
-        f"{verdict}. Against average pooling ({_plus_minus(twin)}): {'; '.join(parts)}. With {len(twin.runs)} seeds a "
-        "difference below about half a point would not be found."
+        f"Against average pooling ({_plus_minus(twin)}), in points: {'. '.join(said)}. ± is half of the 95% interval "
+        f"of the difference (Student's t, {freedom} degrees of freedom, one variance for all heads). It covers the seeds "
+        "alone: all runs share the 10,000 test images, and the sampling error of one accuracy on them is 0.3 points."
+        + (f" Seeds are missing for {', '.join(missing)}." if missing else "")
     )
 
 

@@ -113,7 +113,28 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
     assert "91.20 ± 0.20 | 3 | 92.20 | 0.50 | 100 | a machine" in rows["avg"] and "269,722" in rows["avg"]
     assert "no run yet" in rows["conv"] and "99.00" not in page
     assert "dynamic, 2 layers" in rows and "91.00 | 1" in rows["dynamic, 2 layers"]
-    assert "Routing buys accuracy here with em" in page and "em 1.00 points more (beyond" in page
+    # pooled deviation 0.2, two heads of three seeds: 2.776 * 0.2 * sqrt(2 / 3)
+    assert "More accurate: em (+1.00 ± 0.45). ±" in page and "4 degrees of freedom" in page
+    assert (
+        "Seeds are missing for `routing_pool`, `conv`, `dynamic`, `idpa`, `self_routing`, `dynamic, 2 layers`"
+        in page
+    )
+
+
+@pytest.mark.parametrize(
+    ("em", "said"),
+    [(90.6, "No difference shown: em (-0.40 ± 0.45)"), (90.5, "Less accurate: em (-0.50 ± 0.45)")],
+)
+def test_the_conclusion_needs_more_than_the_spread_of_seeds(
+    comparison: Any, tmp_path: Path, em: float, said: str
+) -> None:
+    runs, kept = tmp_path / "runs", tmp_path / "kept"
+    for seed, shift in enumerate((0.0, 0.2, 0.4)):
+        run(comparison, runs, "resnet20_avg.cifar10", seed, 90.8 + shift)
+        run(comparison, runs, "resnet20_em.cifar10", seed, em - 0.2 + shift)
+        comparison.collect(runs, kept)
+        assert ("too few runs" in comparison.page(kept)) == (seed < 2)
+    assert said in comparison.page(kept)
 
 
 def test_the_page_is_up_to_date(comparison: Any) -> None:

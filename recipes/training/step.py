@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from ..config import Recipe
 from ..evaluation.metrics import all_right
 from ..evaluation.target import score_threshold
 from .state import Run, TrainState
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["TrainStep", "learning_rate", "seed_update", "train_step"]
 
