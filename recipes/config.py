@@ -67,6 +67,8 @@ def _no_flag(value: Any) -> Any:
 Positive = Annotated[int, BeforeValidator(_no_flag), Field(gt=0, lt=2**31)]
 NonNegative = Annotated[int, BeforeValidator(_no_flag), Field(ge=0, lt=2**31)]
 Seed = Annotated[int, BeforeValidator(_no_flag), Field(ge=-(2**63), lt=2**63)]
+# Accelerate's `set_seed` seeds NumPy, which takes 32 bits.
+RunSeed = Annotated[int, BeforeValidator(_no_flag), Field(ge=0, lt=2**32)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeRate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -252,7 +254,7 @@ class Recipe(_Section):
     """Images per update, over all processes and accumulated parts together."""
     accumulate: Positive = 1
     """Parts in which a process works through its share of a batch."""
-    seed: Seed = 0
+    seed: RunSeed = 0
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()

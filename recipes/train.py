@@ -345,7 +345,9 @@ def _train(run: Run) -> dict[str, Any]:
         raise
     finally:
         log.close()
-    return finish_run(run, state, log)
+    # The evaluation ends in spite of a first signal: it cannot be resumed, only repeated.
+    with StopRequest():
+        return finish_run(run, state, log)
 
 
 def _epoch_record(run: Run, state: TrainState) -> dict[str, Any]:

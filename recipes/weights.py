@@ -160,11 +160,13 @@ def golden_file(info: WeightsInfo) -> Path:
 def finished_run(run: str | Path) -> Path:
     """The weights that a finished run wrote to its folder, whose metadata states metrics.
 
-    Raises `WeightsError` if there are none. `checked_pair` verifies that weights and metadata belong together.
+    Raises `WeightsError` if there are none, also for a run that ended during the evaluation on its test
+    images. `checked_pair` verifies that weights and metadata belong together.
     """
     try:
         weights = run_weights(Path(run))
-        finished = bool(WeightsInfo.from_json(weights.with_suffix(".json")).metadata.metrics)
+        info = WeightsInfo.from_json(weights.with_suffix(".json"))
+        finished = bool(info.metadata.metrics) and info.raw.get("evaluated", True)
     except CapszooError:
         finished = False
     if not finished:

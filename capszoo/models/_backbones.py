@@ -73,9 +73,21 @@ class BackboneFeatures(nn.Module):
                 )
         else:
             raise ValueError(f"{name} gives features of shape {tuple(out.shape)}, which are no feature map")
-        for key, child in model.named_children():
-            if not any(module in ran for module in child.modules()):
+        uncalled = {
+            key: child
+            for key, child in model.named_children()
+            if not any(module in ran for module in child.modules())
+        }
+        for key in uncalled:
+            setattr(model, key, Unused())
+        if not _gives(model, in_chans, img_size, out):
+            # `forward_features` uses an attribute or another method of one of them, such as ViT's `rope`
+            for key, child in uncalled.items():
+                setattr(model, key, child)
+            for key, child in uncalled.items():
                 setattr(model, key, Unused())
+                if not _gives(model, in_chans, img_size, out):
+                    setattr(model, key, child)
         self.model: Any = model
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,6 +129,15 @@ def _probe(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tuple[
     return out, ran
 
 
+def _gives(model: nn.Module, in_chans: int, img_size: Tuple[int, int], features: Tensor) -> bool:
+    """Whether the features of a blank image are still those of the whole model."""
+    try:
+        found = _probe(model, in_chans, img_size)[0]
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return found.shape == features.shape and (found.is_meta or torch.equal(found, features))
+
+
 def _token_grid(model: Any, img_size: Tuple[int, int]) -> Tuple[int, int]:
     for holder in ("patch_embed", "stem"):
         patches = getattr(model, holder, None)
@@ -144,7 +165,8 @@ def create_backbone(
         cache_dir: folder for downloads.
 
     Raises:
-        ValueError: an unknown name; the message suggests the nearest.
+        ValueError: an unknown name; the message suggests the nearest. Also a model that timm does not create without
+            its classifier, or for this image size.
         WeightsError: there are no weights, or no network; one line.
     """
     source, target = parse_model_name(name)
@@ -186,11 +208,21 @@ def create_backbone(
         arguments.update(pretrained=True, pretrained_cfg_overlay=overlay)
     sized = {**arguments, "img_size": img_size} if img_size else arguments
     try:
-        return timm.create_model(name, **sized)
-    except TypeError as error:
-        if "img_size" not in str(error):
-            raise
-        return timm.create_model(name, **arguments)  # a convolutional network takes any size
+        try:
+            return timm.create_model(name, **sized)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            return timm.create_model(name, **arguments)  # a convolutional network takes any size
+    except AssertionError as error:
+        raise ValueError(
+            f"{target} cannot be a backbone: timm does not create it with {_stated(sized)}"
+        ) from error
+
+
+def _stated(arguments: Dict[str, Any]) -> str:
+    shown = ("num_classes", "global_pool", "in_chans", "img_size")
+    return ", ".join(f"{key}={arguments[key]!r}" for key in shown if key in arguments)
 
 
 def create_backbone_cfg(name: str) -> Dict[str, Any]:

@@ -47,7 +47,8 @@ class HeadNet(CapsuleNet):
 
     def _attach(self, chans: int, grid: Tuple[int, int], routing: str, options: Dict[str, Any]) -> None:
         self.num_features = chans
-        self.head = CapsuleHead(chans, grid, self.num_classes, routing, **options)
+        # a module given to `attach_head` may be on any device and of any dtype
+        self.head = self._like_parameters(CapsuleHead(chans, grid, self.num_classes, routing, **options))
         self.head_hidden_size = self.head.hidden_size
         self._make_head()
 

@@ -15,7 +15,7 @@ from capszoo.layers import engine_report
 
 from ..config import RecipeError
 from ..weights import hardware
-from .checkpoints import latest_checkpoint
+from .checkpoints import Checkpoint, latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
 from .early_stop import BestEpoch
 from .log import RunLog
@@ -33,6 +33,8 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     """The state that the run resumes from, and its log."""
     with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
+        if checkpoint:
+            _check_epoch_length(run, checkpoint)
         epoch = checkpoint.state["step"] // run.steps if checkpoint else 0
         state = _create_state(run, stage_at(run.recipe, epoch))
         # Create the run's folder only now, after recipe and data are checked.
@@ -67,6 +69,16 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
         # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
         save_state(run, state)
     return state, log
+
+
+def _check_epoch_length(run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse other images than before (accepted by the user) that are more or fewer batches: the epochs would shift."""
+    before = checkpoint.state.get("updates_per_epoch", run.steps)  # earlier versions did not store it
+    if before != run.steps:
+        raise TrainingError(
+            f"the run in {run.out} has {before} updates an epoch, {len(run.data.training):,} images make {run.steps}: "
+            "put the images back, or choose another --out"
+        )
 
 
 def begin_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
@@ -111,6 +123,10 @@ def _create_state(run: Run, stage: Stage) -> TrainState:
     net = create_net(recipe, training.spec).to(device).to(memory_format=run.layout)
     if _normalises(net) and run.world > 1 and device.type == "cuda":
         net = convert_sync_batchnorm(net)  # statistics of the whole batch, as on one GPU
+    if recipe.loss.reconstruction and getattr(net, "decoder", None) is None:
+        raise RecipeError(
+            f"{recipe.name}: loss.reconstruction needs a decoder: set model_args.decoder, or leave it out"
+        )
     ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
     feedback = create_feedback(recipe, net)
     optimizer = create_optimizer(recipe, net, feedback)

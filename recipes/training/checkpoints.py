@@ -117,7 +117,10 @@ def save_checkpoint(
         _sync(root)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in sorted(root.glob("step-*"))[:-KEEP]:
+    every = sorted(root.glob("step-*"))
+    now = every.index(target) + 1
+    # those of later steps are damaged: else the run would have resumed from them
+    for old in every[: max(0, now - KEEP)] + every[now:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 

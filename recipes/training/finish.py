@@ -76,8 +76,13 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
                     details=details,
                 )
 
+            if run.data.test is not None:
+                details["evaluated"] = (
+                    False  # a run that is killed here is not finished (`weights.finished_run`)
+                )
             result["weights"] = write()
             log.result(weights_line(result["weights"]))
+            details.pop("evaluated", None)
             if run.data.test is not None:
                 figures = evaluate(result["weights"], run.data.test, device=run.device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}

@@ -28,6 +28,7 @@ from ..config import Recipe, RecipeError, load_recipe
 from ..weights import amend_metadata, finished_metadata, finished_run
 from .checkpoints import write_atomically
 from .distributed import Stopped, StopRequest, TrainingError
+from .run_folder import check_run
 
 __all__ = ["Job", "run_jobs", "seeds_summary", "train_seeds", "train_together"]
 
@@ -253,7 +254,8 @@ def train_seeds(
         The summary (see `seeds_summary`).
 
     Raises:
-        RecipeError: a seed is given twice, or `overrides` set it too. Also the errors of `run_jobs`.
+        RecipeError: a seed is given twice, or `overrides` set it too.
+        TrainingError: a folder holds a run with other settings. Also the errors of `run_jobs`.
     """
     if len(set(seeds)) != len(seeds) or not seeds:
         raise RecipeError(f"--seeds takes different numbers, e.g. 0,1,2; got {','.join(map(str, seeds))}")
@@ -262,6 +264,8 @@ def train_seeds(
     resolved: Recipe = load_recipe(recipe, overrides, profile)
     parent = Path(out) if out else Path("runs")
     folders = {seed: parent / f"{resolved.name}.seed{seed}" for seed in seeds}
+    for seed, folder in folders.items():  # an earlier run with other settings is no run of this recipe
+        check_run(load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile), folder, resume=True)
     arguments = _arguments(overrides, data, cpu, profile)
     open_runs = [
         Job(recipe, folder, (*arguments, "--set", f"seed={seed}"))

@@ -23,6 +23,7 @@ from ..config import CONFIGS, RecipeError, load_recipe
 from ..weights import finished_metadata
 from .history import read_records
 from .multi_run import Job, _arguments, run_jobs
+from .run_folder import check_run
 from .state_folder import load_states, save_states
 
 __all__ = ["QueueItem", "QueueState", "queue_state", "read_queue", "train_queue"]
@@ -163,7 +164,9 @@ def train_queue(
         True if the whole queue is finished.
 
     Raises:
-        RecipeError: one of `only` is not in the queue. Also the errors of `run_jobs`, `load_states` and `save_states`.
+        RecipeError: one of `only` is not in the queue.
+        TrainingError: a folder holds a run with other settings. Also the errors of `run_jobs`, `load_states` and
+            `save_states`.
     """
     items = read_queue(path)
     unknown = [name for name in only if name not in {item.tag for item in items}]
@@ -194,7 +197,11 @@ def _train_unfinished(
     overrides: Sequence[str],
 ) -> bool:
     """Train the unfinished ones of these items; arguments and result as for `train_queue`."""
-    states = [one for one in queue_state(items, out) if not one.finished]
+    every = queue_state(items, out)
+    for one in every:  # a run with other settings, such as another profile, is not this item's
+        settings = [*one.item.set, *overrides, f"seed={one.seed}"]
+        check_run(load_recipe(one.item.tag, settings, one.item.profile), one.out, resume=True)
+    states = [one for one in every if not one.finished]
     if not states:
         return True
     states.sort(key=lambda one: one.epoch == 0)  # stable: started runs first, else the queue's order

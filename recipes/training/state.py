@@ -192,8 +192,9 @@ def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
     if state.best:
         state.best.restore(position["best"], weights.get("best", {}))
     load_optimizer(state.optimizer, optimizer)
-    if run.accelerator.scaler is not None:
-        run.accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
+    # a run that goes on in fp16 after another precision has no scaler yet
+    if run.accelerator.scaler is not None and (scaler := checkpoint.optimizer.get("scaler")):
+        run.accelerator.scaler.load_state_dict(scaler)
     state.sums.copy_(torch.tensor(position["sums"], dtype=torch.float64))
 
 
@@ -205,6 +206,7 @@ def save_state(run: Run, state: TrainState) -> None:
         "sums": state.sums.tolist(),
         "recipe": run.recipe.name,
         "threads": torch.get_num_threads(),
+        "updates_per_epoch": run.steps,
     }
     tensors: dict[str, Any] = {"optimizer": whole(state.optimizer.state_dict())}
     if run.accelerator.scaler is not None:

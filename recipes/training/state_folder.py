@@ -36,7 +36,8 @@ def _weights(run: Path) -> Path | None:
 
 def _step(run: Path) -> int:
     """Number of updates at the newest checkpoint of a run; -1 without one."""
-    return max((int(path.name.split("-")[1]) for path in run.glob("checkpoints/step-*")), default=-1)
+    steps = (path.name.removeprefix("step-") for path in run.glob("checkpoints/step-*"))
+    return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
 
 def _export_finished(run: Path, weights: Path, target: Path, part_bytes: int) -> None:
@@ -130,9 +131,9 @@ def save_states(runs: Sequence[Path], folder: Path, part_bytes: int = PART_BYTES
         The folders written.
 
     Raises:
-        TrainingError: the folder cannot be written.
+        TrainingError: the folder cannot be written; or a run is damaged, after the others have been written.
     """
-    written = []
+    written, failed = [], list[TrainingError]()
     for run in runs:
         weights = _weights(run)
         if not weights and _step(run) < 0:
@@ -149,9 +150,13 @@ def save_states(runs: Sequence[Path], folder: Path, part_bytes: int = PART_BYTES
                 if old.exists():
                     shutil.rmtree(old)
             temporary.rename(target)
+            written.append(target)
+        except TrainingError as error:  # a damaged run: the others are saved nevertheless
+            failed.append(error)
         except OSError as error:
             raise TrainingError(f"cannot write to {folder}: {error.strerror or error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        written.append(target)
+    if failed:
+        raise failed[0]
     return written

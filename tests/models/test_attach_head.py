@@ -255,3 +255,39 @@ def test_wrong_arguments_get_one_line(options: dict[str, Any], message: str) -> 
 def test_iterations_of_a_routing_without_any_are_refused() -> None:
     with pytest.raises(ValueError, match="the self_routing head has no iterations"):
         capszoo.create_model("caps_head", routing="self_routing", routing_iters=2, img_size=64, device="meta")
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_small_patch16_rope_224"])
+def test_children_that_features_use_without_calling_them_stay(name: str) -> None:
+    # smaller than any of timm's own of these families
+    model = timm.create_model(name, num_classes=4, img_size=64, depth=1, embed_dim=64, num_heads=2)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        features = model.eval().forward_features(x)
+    net = capszoo.attach_head(model, "avg", num_classes=3, img_size=64).eval()
+    inner = net.stages.backbone.model
+    assert isinstance(inner.head, Unused) and not isinstance(inner.rope, Unused)
+    with torch.no_grad():
+        assert net(x).shape == (2, 3) and torch.equal(inner.forward_features(x), features)
+
+
+def test_models_that_timm_does_not_create_without_classifier() -> None:
+    with pytest.raises(
+        ValueError, match="coat_tiny cannot be a backbone: timm does not create it with num_classes=0"
+    ):
+        capszoo.attach_head("coat_tiny", "avg", num_classes=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_head_has_the_dtype_of_the_module(dtype: torch.dtype) -> None:
+    model = timm.create_model("test_resnet").to(dtype)
+    net = capszoo.attach_head(model, "idpa", num_classes=3, img_size=64, proj_chans=8).eval()
+    assert {p.dtype for p in net.parameters()} == {dtype}
+    assert net(torch.zeros(2, 3, 64, 64, dtype=dtype)).dtype == dtype
+
+
+def test_coupling_map_has_the_grid_of_the_images() -> None:
+    net = attached("test_resnet", "routing_pool", (64, 96))
+    x = torch.randn(2, 3, 96, 64)
+    with torch.no_grad():
+        assert net.coupling_map(x).shape[2:] == net.forward_features(x).shape[2:] == (3, 2)

@@ -87,6 +87,8 @@ def test_every_figure_has_a_recipe() -> None:
         (["data.augment.shfit=1"], "unknown key of 'data.augment' 'shfit': did you mean 'shift'"),
         (["epochs=ten"], "'epochs: ten' is wrong"),
         (["epochs=0"], "'epochs: 0' is wrong: Input should be greater than 0"),
+        (["seed=-1"], "'seed: -1' is wrong: Input should be greater than or equal to 0"),
+        (["seed=4294967296"], "'seed: 4294967296' is wrong: Input should be less than 4294967296"),
         (["optimizer.lr=-1"], "'optimizer.lr: -1' is wrong"),
         (["optimizer.lr=.nan"], "'optimizer.lr: nan' is wrong"),
         (["precision=fp8"], "'precision: fp8' is wrong: Input should be 'fp32', 'bf16' or 'fp16'"),

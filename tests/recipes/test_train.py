@@ -366,6 +366,13 @@ def test_another_recipe_s_run_is_not_overwritten(tiny_mnist: Path, tmp_path: Pat
         train(tiny_recipe(), out=tmp_path / "file", data=tiny_mnist)
 
 
+def test_reconstruction_without_a_decoder_is_refused(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(loss={"name": "margin", "reconstruction": 0.0005})
+    with pytest.raises(RecipeError, match="loss.reconstruction needs a decoder: set model_args.decoder"):
+        train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    assert not (tmp_path / "run").exists()
+
+
 def test_decoder_and_reconstruction_loss(tiny_mnist: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(
         model_args={"depth": 8, "decoder": True}, loss={"name": "margin", "reconstruction": 0.0005}, epochs=1

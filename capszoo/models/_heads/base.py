@@ -189,7 +189,9 @@ class CapsuleHead(nn.Module):
         """Feature map to ``[b, n, h', w']``: the share of each grid position in each class, summing to 1."""
         out = self.route(x)
         share = self._hand_down(out.share.float().clamp_min(0.0), out)
-        heat = share.unflatten(2, (*self.grid, -1)).sum(dim=4) + 1e-12  # [b, n, h, w]
+        # not `self.grid`: a head without weights of positions takes maps of other sizes
+        grid = [-(-side // self.shrink) for side in x.shape[2:]]
+        heat = share.unflatten(2, (*grid, -1)).sum(dim=4) + 1e-12  # [b, n, h, w]
         return heat / heat.sum(dim=(2, 3), keepdim=True)
 
     def _hand_down(self, share: Tensor, out: HeadOutput) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from capszoo.recipes.config import RecipeError
+from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.multi_run import seeds_summary, train_seeds
 from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
 
@@ -62,6 +63,15 @@ def test_seeds_and_queue_train_what_is_not_finished(tmp_path: Path, data: Path) 
     assert all(state.finished and state.epoch == 1 for state in queue_state(read_queue(queue), runs))
     assert (runs / "idpa_cnn.other").is_dir()
     assert [path.stat().st_size for path in sorted(runs.glob("*seed*.log"))] == logs, "finished ones are left"
+    # a finished run with other settings is not the recipe's
+    with pytest.raises(
+        TrainingError, match="idpa_cnn.idx.seed0 holds a run with epochs=1, this recipe says 2"
+    ):
+        train_seeds(recipe, [0, 2], ["epochs=2"], out=runs, cpu=True)
+    assert not (runs / "idpa_cnn.idx.seed2").exists()
+    other = write_queue(tmp_path, [{"tag": recipe, "set": ["tag=other", "optimizer.lr=0.5"]}])
+    with pytest.raises(TrainingError, match="idpa_cnn.other holds a run with optimizer.lr="):
+        train_queue(runs, cpu=True, path=other)
 
 
 def test_mean_and_standard_deviation_by_hand() -> None:

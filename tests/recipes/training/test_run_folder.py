@@ -147,6 +147,33 @@ def test_other_images_under_the_same_path_are_named(tiny_mnist: Path, tmp_path: 
     assert len(json.loads((out / "sessions.json").read_text())) == 2
 
 
+def test_accepted_images_must_make_as_many_updates(tiny_mnist: Path, tmp_path: Path) -> None:
+    out, folder = tmp_path / "run", tiny_mnist / "mnist"
+    recipe = tiny_recipe(data={"name": f"idx:{folder}", "val_size": 20})
+    train(recipe, out=out, stop_after=1)
+    pair = (folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
+    images, labels = read_idx_pair(pair)
+    write_idx(pair[0], images.squeeze(1).numpy()[:80])
+    write_idx(pair[1], labels.numpy().astype("uint8")[:80])
+    with pytest.raises(TrainingError, match="updates an epoch, .* images make"):
+        train(recipe, out=out, accept_data=True)
+
+
+def test_new_checkpoints_outlive_damaged_ones_of_later_updates(tmp_path: Path) -> None:
+    empty: Any = ({"model": {"weight": torch.zeros(2)}}, {"optimizer": {}}, {})
+    for step in (10, 12):
+        (save_checkpoint(tmp_path, step, *empty) / "optimizer.pt").write_bytes(b"damaged")
+    assert latest_checkpoint(tmp_path)[0] is None
+    for step in (0, 5, 7):
+        save_checkpoint(tmp_path, step, *empty)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step-00000005",
+        "step-00000007",
+    ]
+    found, skipped = latest_checkpoint(tmp_path)
+    assert found is not None and found.state["step"] == 7 and not skipped
+
+
 @pytest.mark.parametrize("sessions", ["", "[", "null", "5", "[5]", '[{"data": 5}]', "[{}]", '{"data": {}}'])
 def test_sessions_that_cannot_be_read_hold_nothing_up(tmp_path: Path, sessions: str) -> None:
     (tmp_path / "sessions.json").write_text(sessions)

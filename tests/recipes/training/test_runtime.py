@@ -6,6 +6,8 @@ import hashlib
 import json
 import shutil
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from capszoo.data import dataset_spec
 from capszoo.layers import engine_report, use_engines
+from capszoo.recipes import train as training
 from capszoo.recipes.config import Recipe
 from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.train import TrainingError, train
@@ -103,6 +106,24 @@ def test_fp16_needs_a_gpu(tiny_mnist: Path, tmp_path: Path) -> None:
     ):
         train(recipe(precision="fp16"), out=tmp_path / "run", data=tiny_mnist, cpu=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_another_precision_goes_on_in_fp16(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=2)
+    real = training.accelerator_for
+
+    @contextmanager
+    def scaling(one: Any, cpu: bool) -> Iterator[Any]:
+        """fp16 needs a GPU; its scaler, of which the checkpoint knows nothing, does not."""
+        with real(one.model_copy(update={"precision": "fp32"}), cpu) as accelerator:
+            accelerator.scaler = torch.amp.GradScaler("cpu")
+            yield accelerator
+
+    monkeypatch.setattr(training, "accelerator_for", scaling)
+    result = train(recipe(precision="fp16"), out=tmp_path / "run", data=tiny_mnist, stop_after=2)
+    assert result["step"] == 4
 
 
 @pytest.mark.gpu

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from capszoo.recipes.train import train
+from capszoo.recipes.training import finish
 from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
 from capszoo.recipes.training.state_folder import load_states, save_states
+from capszoo.recipes.weights import finished_metadata
 
 from .test_multi_run import write_recipes
 from .test_queue import write_queue
@@ -61,6 +66,53 @@ def test_large_weights_are_cut_and_damage_is_found(tmp_path: Path, data: Path) -
     with pytest.raises(TrainingError, match="does not match its checksum"):
         load_states([tmp_path / "other" / NAMES[0]], state)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_killed_while_its_test_images_are_evaluated_is_not_finished(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "one")
+    run, state = tmp_path / NAMES[0], tmp_path / "state"
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "evaluate", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe, out=run, cpu=True)
+    assert (run / f"{NAMES[0]}.json").is_file() and finished_metadata(run) is None
+    (folder,) = save_states([run], state)
+    assert folder.name == f"{NAMES[0]}.state"
+    copy = tmp_path / "copy" / NAMES[0]
+    assert load_states([copy], state) == [copy]
+    result = train(recipe, out=copy, cpu=True)
+    assert result["finished"] and "test" in result
+    metadata = finished_metadata(copy)
+    assert metadata is not None and "evaluated" not in metadata and "test" in metadata["metrics"]
+
+
+def test_a_signal_lets_the_evaluation_end(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "one")
+    evaluate = finish.evaluate
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(finish, "evaluate", interrupted)
+    assert "test" in train(recipe, out=tmp_path / "run", cpu=True)
+
+
+def test_a_damaged_run_does_not_keep_others_from_being_saved(tmp_path: Path, data: Path) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "one")
+    runs = [tmp_path / "damaged", tmp_path / "sound"]
+    for run in runs:
+        train(recipe, out=run, cpu=True, stop_after=1)
+    for file in runs[0].glob("checkpoints/*/optimizer.pt"):
+        file.write_bytes(b"")
+    (runs[0] / "checkpoints" / "step-old").mkdir()
+    with pytest.raises(TrainingError, match="damaged"):
+        save_states(runs, tmp_path / "state")
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["sound.state"]
 
 
 def test_a_state_that_is_further_than_the_run_is_not_lost(tmp_path: Path, data: Path) -> None:
