@@ -55,7 +55,9 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
     Raises:
         CapszooError: the file cannot be written.
     """
-    with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+    # names of files may hold bytes that are no UTF-8
+    form: Any = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
+    with replacing(path) as temporary, open(temporary, "w", **form) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

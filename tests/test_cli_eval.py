@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+import capszoo
+from capszoo.data import Batches, load_dataset
+from capszoo.recipes.evaluation.metrics import assess
+from capszoo.recipes.evaluation.target import prepare
 from tests.recipes.conftest import tiny_mnist
 from tests.test_cli import fails, run, succeeds, trained, write_run
 
@@ -85,6 +90,38 @@ def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> Non
         found["crops"] == "5 of 28x28 out of 32x32 (padded by 2): corners, middle" and found["stated"] is None
     )
     assert "validation split" in fails(1, "eval", MODEL, *options, "--split", "val"), "5,000 of 120 images"
+
+
+def test_eval_of_a_folder_goes_by_the_names_of_classes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tiny_mnist: Path
+) -> None:
+    images = load_dataset("mnist", "test", tiny_mnist)
+    net = capszoo.create_model(MODEL, pretrained=True).eval()
+    net.pretrained_cfg["label_names"] = tuple(f"digit {k}" for k in (3, 1, 2, 0, 4, 5, 6, 7, 8, 9))
+    (batch,) = Batches(images, 40).epoch()
+    with torch.no_grad():
+        guessed = net(batch.images).argmax(1)  # so that every image is right
+    for names, right in (([f"digit {k}" for k in range(10)], 40), ([f"class {k}" for k in range(10)], None)):
+        for image, k in zip(images.images, guessed.tolist(), strict=True):
+            # the folder's name is that of the class in the model's own order, or a strange one
+            folder = (
+                tmp_path
+                / names[0][:5]
+                / "test"
+                / (net.pretrained_cfg["label_names"][k] if right else names[k])
+            )
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).save(folder / f"{len(list(folder.iterdir()))}.png")
+        for name in names:
+            for split in ("train", "test"):
+                (tmp_path / names[0][:5] / split / name).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (28, 28)).save(tmp_path / names[0][:5] / "train" / names[0] / "0.png")
+        caplog.clear()
+        target = prepare(net, f"imagefolder:{tmp_path / names[0][:5]}", device="cpu")
+        warned = "other classes than the model (class 0, … and digit 3, …)" in caplog.text
+        assert warned == (right is None)
+        if right:
+            assert assess(target).errors == 40 - right
 
 
 def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:

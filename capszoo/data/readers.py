@@ -17,7 +17,8 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ __all__ = [
 _IDX_UBYTE = 0x08
 MAX_FILE_BYTES = 2 * 2**30
 """Bytes that a file of images may unpack to, where the size of its set is not known beforehand."""
+_MODE_SAMPLE = 1000
+"""Number of images, evenly spaced, that decide whether a set has colour."""
 MAX_LABEL = 100_000
 """Largest label of a set: each number up to it is a class."""
 _NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # largest file: two images of 108 x 108 per example
@@ -167,6 +170,15 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
         raise DataError(f"{source} holds a damaged image: {error}") from error
 
 
+def mode_of(modes: Callable[[int], str], count: int) -> str:
+    """ "RGB" if any of the images (a sample of a thousand, evenly spaced) has colour, else "L"."""
+    for index in range(0, count, -(-count // _MODE_SAMPLE) or 1):
+        with suppress(DataError):  # unreadable images are reported when they are decoded
+            if modes(index) == "RGB":
+                return "RGB"
+    return "L"
+
+
 def _encoded(cell: Any, source: Path, folder: Path | None) -> bytes | Path:
     """An image's bytes, or its path below ``folder``; without one paths are refused, because they may name any file."""
     held = cell.get("bytes") if isinstance(cell, dict) else cell
@@ -198,6 +210,55 @@ def image_below(folder: Path, named: str, source: Path | str) -> Path:
     return found
 
 
+def _parquet_table(path: Path) -> tuple[Any, str, str]:
+    """One parquet shard, and the names of its columns of images and labels; raises `DataError` for any other file."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise DataError('reading parquet needs pyarrow: pip install "capszoo[train]"') from error
+    try:
+        groups = pq.read_metadata(path)
+        whole = sum(groups.row_group(k).total_byte_size for k in range(groups.num_row_groups))
+        if whole > 2 * MAX_FILE_BYTES or groups.num_rows > MAX_FILE_BYTES // 8:
+            raise DataError(f"{path} unpacks to {whole:,} bytes, too much for memory: use hf:{path.parent}")
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DataError(f"{path} is not a readable parquet file: {reason}") from error
+    image_column = next((name for name in ("image", "img") if name in table.column_names), None)
+    label_column = next(
+        (name for name in ("label", "fine_label", "labels") if name in table.column_names), None
+    )
+    if image_column is None or label_column is None:
+        raise DataError(
+            f"{path} has the columns {table.column_names}; expected 'image' or 'img', and 'label'"
+        )
+    kind = table.schema.field(label_column).type
+    column = table.column(label_column)
+    if not pa.types.is_integer(kind) or column.null_count:
+        what = "empty cells" if pa.types.is_integer(kind) else f"values of type {kind}"
+        raise DataError(f"{path}: the column '{label_column}' holds {what}; labels are whole numbers")
+    return table, image_column, label_column
+
+
+def parquet_colour_and_top(files: Sequence[str | Path]) -> tuple[int, int]:
+    """Channels (1 or 3, by `mode_of`) and the highest label of parquet shards, for the splits beside them."""
+    cells: list[tuple[Any, Path]] = []
+    top = 0
+    for file in sorted(map(Path, files)):
+        table, image_column, label_column = _parquet_table(file)
+        cells += [(cell, file) for cell in table.column(image_column).to_pylist()]
+        top = max([top, *table.column(label_column).to_pylist()])
+    folder = os.environ.get("CAPSZOO_IMAGE_PATHS")
+
+    def mode_at(k: int) -> str:
+        cell, file = cells[k]
+        return image_mode(_encoded(cell, file, Path(folder) if folder else None), file)
+
+    return (3 if mode_of(mode_at, len(cells)) == "RGB" else 1), top
+
+
 def read_parquet(
     files: Sequence[str | Path],
     channels: int | None,
@@ -210,18 +271,13 @@ def read_parquet(
 
     Args:
         files: all shards of one split.
-        channels: 1 decodes to grey, 3 to RGB; None uses that of the first image.
+        channels: 1 decodes to grey, 3 to RGB; None: RGB if a sample of the images has colour (`mode_of`).
         side: scale and crop the images to squares of this side; None: they must all have the same size.
         paths_below: strings are paths of images below this folder; None uses `CAPSZOO_IMAGE_PATHS`.
 
     Returns:
         Images [n, c, h, w] uint8 and labels [n] int64, in file order.
     """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise DataError('reading parquet needs pyarrow: pip install "capszoo[train]"') from error
     paths = sorted(Path(file) for file in files)
     if not paths:
         raise DataError("no parquet file given")
@@ -229,38 +285,14 @@ def read_parquet(
     mode = {1: "L", 3: "RGB", None: ""}[channels]
     asked = os.environ.get("CAPSZOO_IMAGE_PATHS")
     folder = paths_below or (Path(asked) if asked else None)
-    images: list[np.ndarray] = []
+    encoded: list[tuple[bytes | Path, Path]] = []
     labels: list[int] = []
     for path in paths:
-        try:
-            groups = pq.read_metadata(path)
-            whole = sum(groups.row_group(k).total_byte_size for k in range(groups.num_row_groups))
-            if whole > 2 * MAX_FILE_BYTES or groups.num_rows > MAX_FILE_BYTES // 8:
-                raise DataError(
-                    f"{path} unpacks to {whole:,} bytes, too much for memory: use hf:{path.parent}"
-                )
-            table = pq.read_table(path)
-        except (OSError, pa.ArrowException) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise DataError(f"{path} is not a readable parquet file: {reason}") from error
-        image_column = next((name for name in ("image", "img") if name in table.column_names), None)
-        label_column = next(
-            (name for name in ("label", "fine_label", "labels") if name in table.column_names), None
-        )
-        if image_column is None or label_column is None:
-            raise DataError(
-                f"{path} has the columns {table.column_names}; expected 'image' or 'img', and 'label'"
-            )
-        for cell in table.column(image_column).to_pylist():
-            encoded = _encoded(cell, path, folder)
-            mode = mode or image_mode(encoded, path)
-            images.append(decode_image(encoded, mode, path, side))
-        kind = table.schema.field(label_column).type
-        column = table.column(label_column)
-        if not pa.types.is_integer(kind) or column.null_count:
-            what = "empty cells" if pa.types.is_integer(kind) else f"values of type {kind}"
-            raise DataError(f"{path}: the column '{label_column}' holds {what}; labels are whole numbers")
-        labels += column.to_pylist()
+        table, image_column, label_column = _parquet_table(path)
+        encoded += [(_encoded(cell, path, folder), path) for cell in table.column(image_column).to_pylist()]
+        labels += table.column(label_column).to_pylist()
+    mode = mode or mode_of(lambda k: image_mode(*encoded[k]), len(encoded))
+    images = [decode_image(image, mode, path, side) for image, path in encoded]
     if not images:
         raise DataError(f"{paths[0].parent} holds no images")
     if min(labels) < 0 or max(labels) > MAX_LABEL:

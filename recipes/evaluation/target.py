@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,8 @@ from capszoo.models._pretrained import WeightsInfo
 from capszoo.preprocess import IMAGE_SUFFIXES, model_input_size
 
 from .crops import Crops, default_side
+
+_logger = logging.getLogger("capszoo.evaluation")
 
 __all__ = ["EvalTarget", "create_for", "drawn", "prepare", "score_threshold"]
 
@@ -178,6 +181,7 @@ def prepare(
     else:
         images = dataset
     _check_fit(net, images, views)
+    images = _in_classes_of(net, images)
     whole = len(images)
     images = drawn(images, limit, seed)
     place = resolve_device(device)
@@ -311,6 +315,25 @@ def _read_split(
         raise DataError("the model does not say which images its training held out: use --split test")
     stratified = trained.validation == "stratified"
     return split_validation(load("train"), held_out, trained.val_seed or 0, stratified)[1]
+
+
+def _in_classes_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:
+    """Images with the labels of the model's classes of the same names; by number, with a warning, if names differ."""
+    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+    own, names = tuple(cfg.get("label_names") or ()), tuple(images.spec.label_names)
+    if own == names or len(own) != len(names) or images.spec.multi_label:
+        return images
+    if set(own) != set(names):
+        _logger.warning(
+            "%s has other classes than the model (%s, … and %s, …): they are compared by their order",
+            images.spec.name,
+            names[0],
+            own[0],
+        )
+        return images
+    place = torch.tensor([own.index(name) for name in names])
+    spec = replace(images.spec, label_names=own)
+    return replace(images, spec=spec, labels=place[images.labels])
 
 
 def _object_size(net: nn.Module) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from capszoo.data import Augment, Batches, DataError, ImageSet, StreamedSet, load_dataset, split_validation
 from capszoo.data import folders as folders_module
 from capszoo.data.__main__ import main
+from capszoo.data.folders import find_splits
 from tests.data.formats import write_idx, write_image, write_parquet
 
 
@@ -205,6 +208,21 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(a.pixels, b.pixels) and torch.equal(a.labels, b.labels)
     assert len(load_dataset(name, "test", size=16)) == 3
 
+    # Competitions publish test images without labels.
+    test_file = repository / "data" / "test-0.parquet"
+    labelled = test_file.read_bytes()
+    for labels in ([-1, -1, -1], [None, None, None], [0, -1, 1]):
+        rows = {"picture": [{"bytes": path.read_bytes(), "path": None}] * 3, "kind": labels}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(test_file)
+        if 0 in labels:
+            with pytest.raises(DataError, match="some images of test have no label"):
+                load_dataset(name, "test", size=16)
+        else:
+            assert find_splits(name) == {"train"}
+            with pytest.raises(DataError, match="has the splits train, none of test"):
+                load_dataset(name, "test", size=16)
+    test_file.write_bytes(labelled)
+
     # Fetched to a folder, it is found below it.
     def copy(repository: str, repo_type: str, local_dir: Path) -> None:
         assert (repository, repo_type) == ("someone/something", "dataset")
@@ -313,3 +331,40 @@ def test_splits_by_name(pictures: Path) -> None:
     flat = pictures / "train"
     assert folders_module.find_splits(f"imagefolder:{flat}") == {"train"}
     assert len(load_dataset(f"imagefolder:{flat}", "train", size=14)) == 12
+
+
+def test_hidden_folders_are_no_classes_and_gifs_are_images(pictures: Path) -> None:
+    before = load_dataset(f"imagefolder:{pictures}", "train", size=8)
+    kinds = sorted(sub.name for sub in (pictures / "train").iterdir())
+    for split in ("train", "val"):
+        (pictures / split / ".ipynb_checkpoints").mkdir()
+        write_image(pictures / split / ".ipynb_checkpoints" / "0.png", np.zeros((9, 9), np.uint8))
+    write_image(pictures / "train" / "cat" / "._0.png", np.zeros((9, 9), np.uint8))
+    Image.new("RGB", (9, 9)).save(pictures / "train" / "cat" / "new.gif")
+    found = load_dataset(f"imagefolder:{pictures}", "train", size=8)
+    assert list(found.spec.label_names) == kinds and len(found) == len(before) + 1
+
+
+def test_a_class_name_that_is_no_text_is_refused_before_training(tmp_path: Path) -> None:
+    for name in (b"a", b"Caf\xe9"):
+        folder = tmp_path / os.fsdecode(name)
+        try:
+            folder.mkdir()
+        except OSError:
+            pytest.skip("the file system refuses names that are no UTF-8")
+        write_image(folder / "0.png", np.zeros((9, 9), np.uint8))
+    with pytest.raises(DataError, match="has a name that is no text: rename it"):
+        load_dataset(f"imagefolder:{tmp_path}", "train", size=8)
+
+
+def test_parquet_splits_agree_on_colour_and_classes(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+    grey, colour = (
+        np.full((9, 9), 80, np.uint8),
+        np.dstack([np.full((9, 9), 80 * k, np.uint8) for k in range(3)]),
+    )
+    write_parquet(tmp_path / "train.parquet", [grey, colour, colour, colour], [0, 1, 2, 3])
+    write_parquet(tmp_path / "test.parquet", [grey, grey], [0, 1])
+    for split in ("train", "test"):
+        found = load_dataset(f"parquet:{tmp_path}", split)
+        assert found.spec.input_size == (3, 9, 9) and found.spec.num_classes == 4

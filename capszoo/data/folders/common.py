@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ __all__ = [
     "fits_memory",
     "folder_spec",
     "locate",
-    "mode_of",
     "sides",
     "to_tensor",
 ]
@@ -38,8 +36,6 @@ _VAL_NAMES = ("val", "validation", "valid")
 SPLITS = {"train": ("train",), "val": _VAL_NAMES, "test": ("test", *_VAL_NAMES)}
 """Names in use for each split; a set that has no test split is tested on its validation split."""
 SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
-_MODE_SAMPLE = 1000
-"""Number of images, evenly spaced, that decide whether a set has colour."""
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -146,15 +142,6 @@ def decode_or_stream(
         available_workers(),
         shards=None if shards is None else shards[sound],
     )
-
-
-def mode_of(modes: Callable[[int], str], count: int) -> str:
-    """ "RGB" if any of the images (a sample of a thousand, evenly spaced) has colour, else "L"."""
-    for index in range(0, count, -(-count // _MODE_SAMPLE) or 1):
-        with suppress(DataError):  # unreadable images are reported when they are decoded
-            if modes(index) == "RGB":
-                return "RGB"
-    return "L"
 
 
 def sides(size: int | None, resize: int | None) -> tuple[int, int]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..readers import decode_image, image_below, image_mode
+from ..readers import decode_image, image_below, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet
-from .common import SPLITS, decode_or_stream, folder_spec, locate, mode_of, sides, to_tensor
+from .common import SPLITS, decode_or_stream, folder_spec, locate, sides, to_tensor
 
 __all__ = ["fetch_repository", "hub_splits", "open_hub"]
 
@@ -75,13 +75,16 @@ def open_hub(
         raise DataError(f"{name} has the splits {', '.join(found)}, none of {', '.join(names)}")
     rows = found[part]
     image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
-    label = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)), None)
+    label = _label_column(rows)
     if image is None or label is None:
         raise DataError(
             f"{name} has the columns {', '.join(rows.features)}: no image or no class label among them"
         )
     label_names = rows.features[label].names
-    labels = torch.tensor(rows[label][:], dtype=torch.int64)
+    values = rows[label][:]
+    if not all(_is_label(value) for value in values):
+        raise DataError(f"{name}: some images of {part} have no label: it cannot be trained or tested on")
+    labels = torch.tensor(values, dtype=torch.int64)
     rows = rows.cast_column(image, datasets.Image(decode=False))
     looked = (found["train"] if "train" in found else rows).cast_column(image, datasets.Image(decode=False))
 
@@ -95,10 +98,31 @@ def open_hub(
     return decode_or_stream(spec, split, _Rows(rows, image, mode, side, folder), labels, side, skipped)
 
 
+def _label_column(rows: Any) -> str | None:
+    import datasets
+
+    return next((key for key, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)), None)
+
+
+def _is_label(value: int | None) -> bool:
+    return value is not None and value >= 0
+
+
+def _is_unlabelled(rows: Any) -> bool:
+    """True if there is a column of labels, but the first hundred images have none (empty, or -1)."""
+    column = _label_column(rows)
+    if column is None or not len(rows):
+        return False
+    return not any(map(_is_label, rows.select_columns([column])[:100][column]))
+
+
 def hub_splits(
     name: str, repository: str, data: str | Path | None, download: str | Path | None
 ) -> tuple[Any, Path]:
-    """All splits of a repository by name, through the library datasets; and its folder, which also has the cache."""
+    """All splits of a repository by name, through the library datasets; and its folder, which also has the cache.
+
+    A split without labels is left out: competitions publish their test images so.
+    """
     configuration = None
     if not Path(repository).expanduser().is_dir():
         repository, _, configuration = repository.partition(":")
@@ -120,4 +144,4 @@ def hub_splits(
         found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
     except Exception as error:  # the library raises many kinds of errors
         raise DataError(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
-    return found, folder
+    return {part: rows for part, rows in found.items() if not _is_unlabelled(rows)}, folder

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from capszoo.images import IMAGE_SUFFIXES
+
 from ..errors import DataError
-from ..readers import decode_image, image_mode
+from ..readers import decode_image, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet, sized
 from ..specs import DatasetSpec
-from .common import SPLITS, decode_or_stream, folder_spec, mode_of, sides, to_tensor
+from .common import SPLITS, decode_or_stream, folder_spec, sides, to_tensor
 
 __all__ = ["FileDecoder", "open_h_imagenet", "open_images", "split_folder"]
 
@@ -49,39 +51,41 @@ def open_images(
     skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
     """A folder with a sub-folder per class, in a folder per split; without split folders, all is the training split."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
-
     root = split_folder(folder, SPLITS[split])
     training = split_folder(folder, SPLITS["train"])
     if root is None or training is None:
         missing = SPLITS["train" if training is None else split]
-        flat = sum(file.suffix.lower() in IMG_EXTENSIONS for file in folder.iterdir())
+        flat = sum(is_image(str(file)) for file in folder.iterdir())
         if flat and not any(sub.is_dir() for sub in folder.iterdir()):
             raise DataError(
                 f"{name}: {folder} holds {flat} images and no class folders",
                 "put the images of each class into a sub-folder of its name",
             )
         raise DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
-    try:
-        classes, numbers = find_classes(str(training))
-        samples = make_dataset(str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=True)
-    except FileNotFoundError as error:
-        raise DataError(f"{name}: {str(error).splitlines()[0]}") from error
-    strangers = sorted(sub.name for sub in root.iterdir() if sub.is_dir() and sub.name not in numbers)
+    classes = _class_folders(training)
+    if not classes:
+        raise DataError(f"{name}: {training} has no class folders")
+    unreadable = [kind for kind in classes if not kind.isprintable()]
+    if unreadable:  # metadata and tables could not state it
+        raise DataError(
+            f"{name}: the folder {unreadable[0]!a} in {training} has a name that is no text: rename it"
+        )
+    numbers = {kind: k for k, kind in enumerate(classes)}
+    strangers = [kind for kind in _class_folders(root) if kind not in numbers]
     if strangers:
         raise DataError(f"{name}: {root} has the class {strangers[0]}, which {training} lacks")
-    if not samples:
+    paths, targets = _listed(root, numbers)
+    if not paths:
         raise DataError(f"{name}: {root} holds no images")
-    filled = {label for _, label in samples}
+    filled = set(targets)
     empty = [kind for kind, label in numbers.items() if label not in filled]
     if empty and split == "train":
         which = f"class {empty[0]} has" if len(empty) == 1 else f"classes {', '.join(empty)} have"
         raise DataError(f"{name}: {training}: the {which} no images: add some, or remove its folder")
-    paths = tuple(os.path.relpath(path, root) for path, _ in samples)
-    labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+    labels = torch.tensor(targets, dtype=torch.int64)
     if spec is None:
         size, side = sides(size, resize)
-        looked = paths if split == "train" else _relative(training, numbers)  # one mode for all splits
+        looked = paths if split == "train" else _listed(training, numbers)[0]  # one mode for all splits
         mode = mode_of(lambda k: image_mode(training / looked[k], training / looked[k]), len(looked))
         spec = folder_spec(name, classes, (3 if mode == "RGB" else 1, size, size), len(paths), split)
     else:
@@ -98,12 +102,23 @@ def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
     return found
 
 
-def _relative(root: Path, numbers: dict[str, int]) -> tuple[str, ...]:
-    """Images of a folder with a sub-folder per class, as paths relative to it."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+def is_image(path: str) -> bool:
+    """True for a file name with the suffix of an image; not for hidden files, such as macOS's `._a.jpg`."""
+    name = os.path.basename(path)
+    return not name.startswith(".") and Path(name).suffix.lower() in IMAGE_SUFFIXES
 
-    samples = make_dataset(str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=True)
-    return tuple(os.path.relpath(path, root) for path, _ in samples)
+
+def _class_folders(root: Path) -> list[str]:
+    """Sorted names of the sub-folders, without hidden ones such as `.ipynb_checkpoints`."""
+    return sorted(sub.name for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith("."))
+
+
+def _listed(root: Path, numbers: dict[str, int]) -> tuple[tuple[str, ...], list[int]]:
+    """Images of a folder with a sub-folder per class, as paths relative to it, and their labels."""
+    from torchvision.datasets.folder import make_dataset
+
+    samples = make_dataset(str(root), numbers, is_valid_file=is_image, allow_empty=True)
+    return tuple(os.path.relpath(path, root) for path, _ in samples), [label for _, label in samples]
 
 
 def open_h_imagenet(

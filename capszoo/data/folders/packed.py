@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import DataError
-from ..readers import idx_pair, parquet_label_names, read_idx_pair, read_parquet
+from ..readers import idx_pair, parquet_colour_and_top, parquet_label_names, read_idx_pair, read_parquet
 from .common import SPLITS, fits_memory
 
 __all__ = ["parquet_shards", "read_idx", "read_packed_parquet"]
@@ -44,8 +44,11 @@ def read_packed_parquet(
         raise DataError(
             f"{folder}: {total / 2**30:.1f} GB of parquet are too much for memory: use hf:{folder}"
         )
-    images, labels = read_parquet(shards, None, (resize or size) if size else None)
-    label_names = parquet_label_names(shards[0]) or [str(k) for k in range(int(labels.max()) + 1)]
+    # Colour and number of classes come from the training split, so that all splits agree.
+    training = parquet_shards(folder, SPLITS["train"]) if split != "train" else []
+    channels, top = parquet_colour_and_top(training) if training else (None, 0)
+    images, labels = read_parquet(shards, channels, (resize or size) if size else None)
+    label_names = parquet_label_names(shards[0]) or [str(k) for k in range(max(int(labels.max()), top) + 1)]
     return images, labels, label_names
 
 

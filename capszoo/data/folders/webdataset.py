@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..readers import MAX_LABEL, decode_image, image_mode
+from ..readers import MAX_LABEL, decode_image, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet
 from ..shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
 from .common import (
@@ -20,7 +20,6 @@ from .common import (
     decode_or_stream,
     folder_spec,
     locate,
-    mode_of,
     sides,
     to_tensor,
 )
