@@ -43,7 +43,7 @@ def load_model(
 
     Raises:
         UnknownModel: no such name.
-        NoWeights: an architecture without weights.
+        NoWeights: an architecture without weights, or without trained ones for this ``img_size``.
         CapszooError: there is nothing that can be loaded.
         WeightsError: the weights are damaged or do not fit.
 
@@ -52,7 +52,15 @@ def load_model(
         >>> net.training, net.num_classes
         (False, 10)
     """
-    return resolve(name).create(pretrained, device, **kwargs)
+    net = resolve(name).create(pretrained, device, **kwargs)
+    untrained = getattr(net, "untrained", ())
+    if untrained and "num_classes" not in kwargs:
+        rows, columns = net.img_size  # type: ignore[misc]
+        raise NoWeights(
+            f"{name} has no trained weights for {rows}x{columns} images: {untrained[0]} depends on the size",
+            "leave the size out, or fine-tune the model at this size",
+        )
+    return net
 
 
 def label_names(model: nn.Module) -> list[str]:

@@ -55,6 +55,7 @@ UPDATES = 240
 """Updates in all, as far as `EPOCHS` allows: a small set is shown more often than a large one."""
 EPOCHS = (5, 60)
 BATCH = 32
+FEW_BATCHES = 8
 FEW_UPDATES = 20
 """With fewer updates than these there is no warm-up: it would take the whole run."""
 PATIENCE = 0.34
@@ -215,6 +216,10 @@ def finetune_recipe(
         count = len(split_validation(images, validation, stratified=True)[0])
     world = int(os.environ.get("WORLD_SIZE", 1))  # number of processes, which share a batch evenly
     batch = max(min(BATCH, count) // world, 1) * world
+    if (
+        count < FEW_BATCHES * batch
+    ):  # an epoch leaves the last incomplete batch out, which is much of a few images
+        batch = max(count // -(-count // batch) // world, 1) * world
     steps = count // batch
     epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
     warmup = round(0.1 * epochs, 2) if epochs * steps >= FEW_UPDATES else 0.0

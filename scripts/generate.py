@@ -36,9 +36,11 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     counted,
     header_line,
     paper_figures,
+    recipe_differences,
     seeds_note,
     went_on,
 )
+from capszoo.recipes.training.run_folder import MACHINE_KEYS  # noqa: E402
 from capszoo.summary import summarise  # noqa: E402
 from scripts.help_page import help_page  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
@@ -148,7 +150,7 @@ def defaults_table() -> str:
 def results_table() -> str:
     """The checkpoints and their measured results, from the metadata beside the weights."""
     lines = [
-        "| weights | data set | top-1, % | wrong of | runs | paper's top-1, % | parameters | recipe |",
+        "| weights | data set | top-1, % | wrong of | runs | paper's top-1, % | parameters, decoder too | trained by |",
         "|---|---|---:|---:|---|---|---:|---|",
     ]
     for name, info in bundled_tags().items():
@@ -162,9 +164,20 @@ def results_table() -> str:
         lines.append(
             f"| `{name}` | {stated.dataset.name} | {accuracy} | {test.errors:,} of {test.n:,} "
             f"| {runs} | {'; '.join(same) or 'none'} "
-            f"| {stated.num_params:,} | [`{name}.yaml`](../recipes/configs/{name}.yaml) |"
+            f"| {stated.num_params:,} | [`{train_command(info)}`](../recipes/configs/{name}.yaml) |"
         )
     return "\n".join(lines)
+
+
+def train_command(info: WeightsInfo) -> str:
+    """The command that repeats the training of a checkpoint; precision and compiling are the machine's choice."""
+    trained = info.raw["recipe"]
+    profile = trained.get("profile")
+    meant = load_recipe(info.name, (), profile).model_dump(mode="json")
+    changed = recipe_differences(trained, meant)
+    words = ["capszoo train", info.name, *([f"--profile {profile}"] if profile else [])]
+    words += [f"--set {key}={was}" for key, (was, _) in changed.items() if key not in MACHINE_KEYS]
+    return " ".join(words)
 
 
 def _unless_top1(info: WeightsInfo) -> str:
@@ -175,7 +188,7 @@ def _unless_top1(info: WeightsInfo) -> str:
 def recipe_table() -> str:
     """The recipes: the papers' results, ours, the commands, the cost of a run."""
     lines = [
-        "| recipe | paper | ours, top-1 % | command | cost |",
+        "| recipe | paper | ours, top-1 % | command, and profiles | cost |",
         "|---|---|---|---|---|",
     ]
     trained = bundled_tags()
@@ -195,7 +208,7 @@ def recipe_table() -> str:
             if went_on(trained[name]):
                 run += " after those of a run broken off"
             accuracy = stated.metrics["test"].top1
-            ours = f"{accuracy:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'})"
+            ours = f"{accuracy:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'}): `{train_command(trained[name])}`"
             cost = f"{stated.train_seconds:,} s for that run, measured on {stated.hardware}"
         command = f"`capszoo train {name}`"
         profiles = list_profiles(name)

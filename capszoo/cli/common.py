@@ -172,17 +172,17 @@ def check_paths(paths: Iterable[Path]) -> None:
 
 def stdout() -> Console:
     """Console for results."""
-    return Console(width=_width(sys.stdout), highlight=False)
+    return Console(width=_width(sys.stdout), highlight=False, emoji=False)
 
 
 def stderr() -> Console:
     """Console for notes and progress; prints nothing with ``--quiet``."""
-    return Console(width=_width(sys.stderr), highlight=False, stderr=True, quiet=is_quiet())
+    return Console(width=_width(sys.stderr), highlight=False, emoji=False, stderr=True, quiet=is_quiet())
 
 
 def print_error(line: str) -> None:
     """Print an error, in one line, to stderr; also with ``--quiet``."""
-    console = Console(width=_width(sys.stderr), highlight=False, stderr=True)
+    console = Console(width=_width(sys.stderr), highlight=False, emoji=False, stderr=True)
     console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
 
 

@@ -410,6 +410,9 @@ def _batch(text: str) -> tuple[int, int, int] | int:
     """``8`` or ``1,8,32``."""
     parts = text.split(",")
     if len(parts) not in (1, 3) or not all(part.strip().isdigit() for part in parts):
-        raise UsageError(f"--batch {text} makes no sense", "give smallest, usual and largest, such as 1,8,32")
+        raise UsageError(
+            f"--batch {text} makes no sense",
+            "give one number, or smallest, usual and largest, such as 1,8,32",
+        )
     numbers = [int(part) for part in parts]
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1], numbers[2])

@@ -32,7 +32,7 @@ class Explanation:
 
     Attributes:
         heat: share of the class capsule's coupling at each grid position ``[h', w']``; sums to 1.
-        image: the model's input, ``[c, h, w]`` in 0..1.
+        image: the model's input before normalisation, ``[c, h, w]`` in 0..1.
         scores: class scores ``[n]``.
         predicted: class with the highest score.
         target: class of the heat map (the predicted one, or the one requested).

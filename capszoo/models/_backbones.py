@@ -187,9 +187,10 @@ def create_backbone(
     elif pretrained:
         if source == "local-dir":
             path, config = Path(target) / "model.safetensors", Path(target) / "config.json"
-            if not path.is_file() or not config.is_file():
+            if missing := [file.name for file in (config, path) if not file.is_file()]:
                 raise WeightsError(
-                    f"{target}: a backbone's folder has config.json and model.safetensors, and nothing else is loaded"
+                    f"{target} has no {missing[0]}: save the backbone with timm's save_for_hf(model, folder), which "
+                    "writes config.json and model.safetensors; nothing else is loaded"
                 )
             architecture = json.loads(config.read_text(encoding="utf-8")).get("architecture", "")
         else:

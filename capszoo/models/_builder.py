@@ -203,7 +203,10 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         path = download_weights(str(cfg.hf_hub_id), cache_dir)
     else:
         tags = [name for name in bundled_tags() if name.startswith(f"{variant}.")]
-        remedy = f"use {' or '.join(tags)}" if tags else "use pretrained=False, or train it with its recipe"
+        untrained = "use pretrained=False"
+        if variant == "caps_head":
+            untrained += ", with backbone_pretrained=True for those of the backbone"
+        remedy = f"use {' or '.join(tags)}" if tags else untrained
         raise WeightsError(f"no pretrained weights exist for {variant}: {remedy}")
     return replace(cfg, **{**NO_SOURCE, "tag": tag, "state_dict": load_safetensors(path)})
 
@@ -270,8 +273,11 @@ def build_capsule_model(
     weights_id = cfg.hf_hub_id
     info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
     own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
+    if info and (
+        pretrained or isinstance(given, str)
+    ):  # a name with a tag is one network, with its weights or without
+        kwargs = {**info.model_args, **kwargs}
     if pretrained:
-        kwargs = {**(info.model_args if info else {}), **kwargs}
         cfg = _verified_source(cfg, variant, cache_dir)
     kwargs = {**(defaults or {}), **kwargs}
     kwargs.setdefault("img_size", tuple(cfg.input_size[-2:]))

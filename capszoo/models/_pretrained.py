@@ -249,7 +249,8 @@ def download_weights(
         by_hand = f", put {local_name} into {weights_folders()[0]}" if local_name else ""
         raise WeightsError(
             f"no weights of {name} on this machine, and the Hub does not give {HUB_FILENAME} ({reason}): "
-            f"go online for https://huggingface.co/{name}{by_hand}, or use a name of capszoo.list_pretrained()"
+            f"go online for https://huggingface.co/{name}{by_hand}, or use weights "
+            "of this machine: a name of capszoo.list_pretrained(), or local-dir:FOLDER"
         ) from e
     expected = hub_config(repo_id, cache_dir).sha256 if sha256 is None else sha256
     actual = sha256_of(path)
@@ -299,8 +300,9 @@ def adapt_state_dict(
 ) -> dict[str, Tensor]:
     """Adapt a checkpoint to a model that differs in input channels, classes, image size or decoder.
 
-    Tensors that do not depend on the difference are copied; the others keep the model's initial values, and one
-    log line lists them. The result always has exactly the model's keys, so that it loads
+    Tensors that do not depend on the difference are copied. For another image size, a network may resample others (its
+    ``_resample``). The rest keep the model's initial values; one log line lists them, and the model's attribute
+    ``untrained``, without the decoder's. The result always has exactly the model's keys, so that it loads
     strictly. (timm calls this as ``pretrained_filter_fn``.)
 
     Args:
@@ -326,6 +328,8 @@ def adapt_state_dict(
 
     fitted: dict[str, Tensor] = {}
     fresh: list[str] = []
+    resampled: list[str] = []
+    resample = getattr(model, "_resample", None)
     wrong: list[str] = []
     for key, value in own.items():
         given = state_dict.get(key)
@@ -333,6 +337,16 @@ def adapt_state_dict(
             given = _fit_input_channels(given, value.shape[1])
         if given is not None and given.shape == value.shape and not (other_classes and in_head(key)):
             fitted[key] = given
+        elif (
+            resample
+            and other_size
+            and given is not None
+            and not (other_classes and in_head(key))
+            and (value_at := resample(key, given, source_size)) is not None
+            and value_at.shape == value.shape
+        ):
+            fitted[key] = value_at
+            resampled.append(key)
         elif (
             key.startswith("decoder.")
             or (other_classes and in_head(key))
@@ -354,6 +368,10 @@ def adapt_state_dict(
         raise WeightsError(
             f"the weights do not fit this model ({what}): create it with the arguments they were trained with"
         )
+    if resampled:
+        _logger.warning("resampled for another img_size: %s", ", ".join(resampled))
+    if untrained := tuple(key for key in fresh if not key.startswith("decoder.")):
+        model.untrained = untrained  # type: ignore[assignment]
     if fresh:
         why = [w for w, on in (("num_classes", other_classes), ("img_size", other_size)) if on] or ["decoder"]
         _logger.warning("re-initialised for another %s: %s", " and ".join(why), ", ".join(fresh))

@@ -408,19 +408,24 @@ _cfg = partial(
     paper_ids="neurips:2019/hash/e46bc064f8e92ac2c404b9871b2a4ef2",
 )
 
+_IDPA_PAPER: Dict[str, Any] = dict(
+    paper_ids=("arXiv:2002.04764",),
+    paper_name="Capsules with Inverted Dot-Product Attention Routing",
+)
+
 default_cfgs = zoo_cfgs(
     {
         "resnet20_avg": _cfg(fixed_input_size=False),
         "resnet20_conv": _cfg(),
         "resnet20_dynamic": _cfg(),
         "resnet20_em": _cfg(),
-        "resnet20_idpa": _cfg(paper_ids=("arXiv:2002.04764",)),
+        "resnet20_idpa": _cfg(**_IDPA_PAPER),
         "resnet20_selfrouting": _cfg(),
         "caps_head": _cfg(
             input_size=(3, 224, 224),
             pool_size=(7, 7),
             first_conv="stages.backbone.model.conv1",
-            paper_ids=("arXiv:2002.04764",),
+            **_IDPA_PAPER,
         ),
     }
 )

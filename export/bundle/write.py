@@ -222,7 +222,7 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
     lines += ["", "## What was not checked", ""]
     lines += [f"- {s['name']}: {s['detail'].removeprefix('not run: ')}" for s in not_run]
     lines += ["- Triton Inference Server was not run on this folder."] if triton else []
-    lines += ["", "`capszoo export --check .` checks the files, the graph and the answers again.", ""]
+    lines += ["", "`capszoo check .` checks the files, the graph and the answers again.", ""]
     return "\n".join(lines)
 
 

@@ -65,7 +65,9 @@ class Gate:
             detail.append(
                 f"{self.report.num_nodes} nodes, opset {self.report.opset}, rank ≤ {self.report.max_rank}"
             )
-            detail.append("every shape inferred, only the batch is symbolic, operators supported by TensorRT")
+            smallest, _, largest = self.report.batch
+            free = "only the batch is symbolic" if smallest < largest else "every size is fixed"
+            detail.append(f"every shape inferred, {free}, operators supported by TensorRT")
             if self.prepared.precision != "fp32":
                 wanted = {"fp16": "float16", "bf16": "bfloat16", "int8": "int8"}[self.prepared.precision]
                 heavy = [self.report.precision_map["operators"].get(op, {}) for op in HEAVY_OPS]

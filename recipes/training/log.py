@@ -89,7 +89,7 @@ class RunLog:
         self.out, self.active, self.total, self.done = out, active, total, done
         self.metrics = out / "metrics.jsonl"
         self.began = self.shown = self.drawn = time.monotonic()
-        self.console = Console(quiet=not active or is_quiet(), highlight=False)
+        self.console = Console(quiet=not active or is_quiet(), highlight=False, emoji=False)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

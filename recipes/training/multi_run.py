@@ -114,7 +114,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
     # Each run gets its share of the cores; otherwise all would use all of them and wait for each other.
     threads = str(max(1, (os.cpu_count() or 1) // max(parallel, 1)))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
-    console = Console(quiet=is_quiet(), highlight=False)
+    console = Console(quiet=is_quiet(), highlight=False, emoji=False)
     waiting, processes = list(jobs), list[_Process]()
     deadline = time.monotonic() + 60 * minutes if minutes is not None else None
     with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:

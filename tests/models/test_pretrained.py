@@ -198,7 +198,8 @@ def test_weights_bring_the_arguments_that_they_were_trained_with(monkeypatch: py
     monkeypatch.setattr(_builder, "bundled_tags", lambda: {name: info})
     assert capszoo.create_model(name, pretrained=True).lam == 5.0
     assert capszoo.create_model(name, pretrained=True, lam=2.0).lam == 2.0
-    assert capszoo.create_model(name).lam == 1.0
+    assert capszoo.create_model(name).lam == 5.0, "a name with a tag is one network"
+    assert capszoo.create_model("resnet20_routingcaps").lam == 1.0
 
 
 def test_missing_and_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 
 import capszoo
 from capszoo import CapsuleNet, CapsuleOutput
+from capszoo.inference import NoWeights, load_model
 from tests.models.zoo_cases import (
     REPRESENTATIVES,
     calibrate,
@@ -716,3 +717,27 @@ def test_onnx(name: str, tmp_path: Path) -> None:
 @each_model
 def test_onnx_native(name: str, tmp_path: Path) -> None:
     _check_export(capszoo.create_model(name), tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("name", ["resnet20_routingpool.cifar10_avg", "capsnet_dynamic.mnist"])
+def test_a_name_with_a_tag_is_one_network(name: str) -> None:
+    trained = capszoo.create_model(name, pretrained=True).eval()
+    for create in (capszoo.create_model, timm.create_model):
+        empty = create(name).eval()
+        empty.load_state_dict(trained.state_dict())
+        x = torch.rand(2, trained.in_chans, *trained.img_size)
+        with torch.no_grad():
+            assert torch.equal(empty(x), trained(x))
+
+
+def test_weights_of_another_size_are_resampled_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    net = load_model("idpa_cnn.mnist", device="cpu", img_size=36)
+    assert "resampled for another img_size: capsules" in caplog.text and "re-initialised" not in caplog.text
+    assert net.img_size == (36, 36) and not hasattr(net, "untrained")
+    with pytest.raises(
+        NoWeights, match="capsnet_dynamic.mnist has no trained weights for 40x40 images: class_caps"
+    ):
+        load_model("capsnet_dynamic.mnist", device="cpu", img_size=40)
+    # for fine-tuning, new weights are what is asked for
+    made = capszoo.create_model("capsnet_dynamic.mnist", pretrained=True, img_size=40)
+    assert "class_caps.weight" in made.untrained
