@@ -73,6 +73,12 @@ def check_model_argument(name: str) -> None:
         CapszooError: a path that does not exist.
     """
     path = Path(name.removeprefix("local-dir:"))
+    if (path / "infer.py").is_file() and (path / "manifest.json").is_file():
+        raise CapszooError(
+            f"{path} is an exported bundle, not a model", f"run `python {path}/infer.py IMAGE`"
+        )
+    if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".onnx") and path.is_file():
+        raise CapszooError(f"{path}: of weights, only .safetensors files are loaded", "name the model itself")
     if name.startswith("hf-hub:") or path.is_dir() or path.suffix in (".safetensors", ".json"):
         return
     if "/" in name or name.startswith("local-dir:"):

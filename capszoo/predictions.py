@@ -60,7 +60,7 @@ class ImagePrediction:
     @property
     def _best(self) -> ScoredClass:
         if not self.top:
-            raise CapszooError(self.error or f"{self.image}: no classes", "look at `error` first")
+            raise CapszooError(self.error or f"{self.image}: no classes")
         return self.top[0]
 
     def to_dict(self) -> dict[str, Any]:

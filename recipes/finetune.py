@@ -215,11 +215,7 @@ def finetune_recipe(
         validation = min(wanted, VALIDATION_MOST, count - 1)
         count = len(split_validation(images, validation, stratified=True)[0])
     world = int(os.environ.get("WORLD_SIZE", 1))  # number of processes, which share a batch evenly
-    batch = max(min(BATCH, count) // world, 1) * world
-    if (
-        count < FEW_BATCHES * batch
-    ):  # an epoch leaves the last incomplete batch out, which is much of a few images
-        batch = max(count // -(-count // batch) // world, 1) * world
+    batch = batch_size(count, world)
     steps = count // batch
     epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
     warmup = round(0.1 * epochs, 2) if epochs * steps >= FEW_UPDATES else 0.0
@@ -256,6 +252,19 @@ def finetune_recipe(
     elif freeze:
         raise UsageError("random weights are not worth freezing", "leave out --freeze or --from-scratch")
     return load_recipe(tree, overrides)
+
+
+def batch_size(count: int, world: int = 1) -> int:
+    """Images per update: `BATCH`, or fewer where the last incomplete batch, left out, would be much of an epoch.
+
+    Args:
+        count: training images.
+        world: number of processes, which share a batch evenly.
+    """
+    batch = max(min(BATCH, count) // world, 1) * world
+    if count < FEW_BATCHES * batch:
+        batch = max(count // -(-count // batch) // world, 1) * world
+    return batch
 
 
 def finetune(

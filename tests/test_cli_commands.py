@@ -261,3 +261,20 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert about["libraries"]["torch"] and about["extras"]["explain"] == []
     text = succeeds("doctor")
     assert "no such folder" in text and "threads" in text
+
+
+def test_messages_hold_names_as_they_are(tmp_path: Path) -> None:
+    """Rich would print `:cat:` as a picture of a cat."""
+    folder = tmp_path / "a:cat:b"
+    assert f"{folder}: no such file" in fails(1, "predict", MODEL, folder)
+
+
+def test_files_that_are_no_models_get_the_way_on(tmp_path: Path) -> None:
+    bundle, other = tmp_path / "digits", tmp_path / "own.pth"
+    bundle.mkdir()
+    for name in ("infer.py", "manifest.json"):
+        (bundle / name).write_text("{}")
+    other.write_bytes(b"")
+    line = fails(1, "predict", bundle, tmp_path)
+    assert "digits is an exported bundle, not a model: run `python" in line and "infer.py IMAGE`" in line
+    assert "of weights, only .safetensors files are loaded" in fails(1, "predict", other, tmp_path)

@@ -140,7 +140,8 @@ def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int
     try:
         result = open_image(encoded, 1 if mode == "L" else 3, name=source, side=side)
     except CapszooError as error:
-        raise DataError(f"{source} holds a damaged image: {error}") from error
+        reason = error.message.removeprefix(f"{source}: ")
+        raise DataError(f"{source} holds a damaged image: {reason}") from error
     if side is not None and result.size != (side, side):
         result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)  # crops first
     return np.asarray(result)

@@ -56,6 +56,10 @@ class Explanation:
     name: str = "model"
     score_kind: str = "logits"
 
+    def __repr__(self) -> str:
+        shown = f"{self.labels[self.target]!r}, predicted {self.labels[self.predicted]!r}"
+        return f"Explanation({self.name}: {shown}, grid {self.heat.shape[0]}x{self.heat.shape[1]})"
+
     def __post_init__(self) -> None:
         if self.covered is None:
             object.__setattr__(self, "covered", torch.ones_like(self.heat, dtype=torch.bool))

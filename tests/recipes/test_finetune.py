@@ -25,7 +25,7 @@ from capszoo.cli import app
 from capszoo.data import ImageSet
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
-from capszoo.recipes.finetune import find_source, finetune, finetune_recipe
+from capszoo.recipes.finetune import batch_size, find_source, finetune, finetune_recipe
 from capszoo.recipes.training import setup
 from capszoo.recipes.training.early_stop import BestEpoch
 from capszoo.recipes.training.setup import create_optimizer
@@ -432,3 +432,11 @@ def test_unreadable_images_are_listed_or_skipped(photos: Path, tmp_path: Path) -
     assert len(listed) == 2 and files[0].name in listed[0] and files[-1].name in listed[1]
     raw = json.loads((tmp_path / "run" / "resnet20_routingcaps.my_photos.json").read_text())
     assert len(raw["dataset"]["left_out"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "world", "batch"),
+    [(1, 1, 1), (24, 1, 24), (57, 1, 28), (72, 1, 24), (300, 1, 32), (57, 2, 28), (3, 2, 2)],
+)
+def test_few_images_are_not_left_out(count: int, world: int, batch: int) -> None:
+    assert batch_size(count, world) == batch
