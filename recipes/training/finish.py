@@ -77,9 +77,8 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
                 )
 
             if run.data.test is not None:
-                details["evaluated"] = (
-                    False  # a run that is killed here is not finished (`weights.finished_run`)
-                )
+                # a run that is killed during the evaluation is not finished (`weights.finished_run`)
+                details["evaluated"] = False
             result["weights"] = write()
             log.result(weights_line(result["weights"]))
             details.pop("evaluated", None)

@@ -65,8 +65,9 @@ def open_images(
     classes = _class_folders(training)
     if not classes:
         raise DataError(f"{name}: {training} has no class folders")
-    unreadable = [kind for kind in classes if not kind.isprintable()]
-    if unreadable:  # metadata and tables could not state it
+    # bytes that are no UTF-8: metadata and tables could not state the name
+    unreadable = [kind for kind in classes if kind != kind.encode(errors="ignore").decode()]
+    if unreadable:
         raise DataError(
             f"{name}: the folder {unreadable[0]!a} in {training} has a name that is no text: rename it"
         )
