@@ -255,10 +255,8 @@ def build_capsule_model(
         WeightsError: weights are requested but missing or damaged, or do not fit.
     """
     own_args = _own_args(model_cls, variant, kwargs)
-    given, overlay = (
-        kwargs.pop("pretrained_cfg", None),
-        dict(kwargs.pop("pretrained_cfg_overlay", None) or {}),
-    )
+    given = kwargs.pop("pretrained_cfg", None)
+    overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
     own_keys = overlay.pop("capszoo", None)
     cfg = resolve_pretrained_cfg(variant, given, overlay)
     if pretrained and not given and not cfg.has_weights and cfg.state_dict is None:
@@ -273,9 +271,8 @@ def build_capsule_model(
     weights_id = cfg.hf_hub_id
     info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
     own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
-    if info and (
-        pretrained or isinstance(given, str)
-    ):  # a name with a tag is one network, with its weights or without
+    # a name with a tag is one network, with its weights or without
+    if info and (pretrained or isinstance(given, str)):
         kwargs = {**info.model_args, **kwargs}
     if pretrained:
         cfg = _verified_source(cfg, variant, cache_dir)

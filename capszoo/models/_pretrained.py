@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -295,6 +296,27 @@ def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
     return weight[:, index] * (source / in_chans)
 
 
+def _resampled(
+    state_dict: dict[str, Tensor],
+    model: nn.Module,
+    source_size: tuple[int, ...],
+    is_left_out: Callable[[str], bool],
+) -> dict[str, Tensor]:
+    """The weights of another image size, resampled where the network has a rule (``_resample``) for them."""
+    rule = getattr(model, "_resample", None)
+    found: dict[str, Tensor] = {}
+    for key, value in model.state_dict().items() if rule else ():
+        given = state_dict.get(key)
+        if given is None or given.shape == value.shape or is_left_out(key):
+            continue
+        changed = rule(key, given, source_size)  # type: ignore[misc]
+        if changed is not None and changed.shape == value.shape:
+            found[key] = changed
+    if found:
+        _logger.warning("resampled for another img_size: %s", ", ".join(found))
+    return {**state_dict, **found}
+
+
 def adapt_state_dict(
     state_dict: dict[str, Tensor], model: nn.Module, first_conv: str | None = None
 ) -> dict[str, Tensor]:
@@ -326,10 +348,10 @@ def adapt_state_dict(
     def in_head(key: str) -> bool:
         return any(key.startswith(f"{head}.") for head in heads)
 
+    if other_size:
+        state_dict = _resampled(state_dict, model, source_size, lambda key: other_classes and in_head(key))
     fitted: dict[str, Tensor] = {}
     fresh: list[str] = []
-    resampled: list[str] = []
-    resample = getattr(model, "_resample", None)
     wrong: list[str] = []
     for key, value in own.items():
         given = state_dict.get(key)
@@ -337,16 +359,6 @@ def adapt_state_dict(
             given = _fit_input_channels(given, value.shape[1])
         if given is not None and given.shape == value.shape and not (other_classes and in_head(key)):
             fitted[key] = given
-        elif (
-            resample
-            and other_size
-            and given is not None
-            and not (other_classes and in_head(key))
-            and (value_at := resample(key, given, source_size)) is not None
-            and value_at.shape == value.shape
-        ):
-            fitted[key] = value_at
-            resampled.append(key)
         elif (
             key.startswith("decoder.")
             or (other_classes and in_head(key))
@@ -368,8 +380,6 @@ def adapt_state_dict(
         raise WeightsError(
             f"the weights do not fit this model ({what}): create it with the arguments they were trained with"
         )
-    if resampled:
-        _logger.warning("resampled for another img_size: %s", ", ".join(resampled))
     if untrained := tuple(key for key in fresh if not key.startswith("decoder.")):
         model.untrained = untrained  # type: ignore[assignment]
     if fresh:
