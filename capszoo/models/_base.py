@@ -288,7 +288,7 @@ class CapsuleNet(nn.Module):
         return getattr(self, self.classifier_name)
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """Replace the class layer (and the decoder, if there is one) for another number of classes.
+        """Replace the class layer (and the decoder, if there is one) for other classes; their names are forgotten.
 
         Args:
             num_classes: number of classes; 0 omits both.
@@ -301,6 +301,9 @@ class CapsuleNet(nn.Module):
         self.num_classes = num_classes
         self._set_pool(global_pool)
         self._make_head()
+        cfg: Any = getattr(self, "pretrained_cfg", None)
+        if num_classes and isinstance(cfg, dict):
+            cfg.pop("label_names", None)  # the names of the new classes are not known
 
     def _make_classifier(self) -> nn.Module:
         """A new class layer for ``num_classes``, or its replacement for 0 classes."""

@@ -25,7 +25,7 @@ from torch import nn
 
 import capszoo
 from capszoo import CapsuleNet, CapsuleOutput
-from capszoo.inference import NoWeights, load_model
+from capszoo.inference import NoWeights, label_names, load_model
 from tests.models.zoo_cases import (
     REPRESENTATIVES,
     calibrate,
@@ -741,3 +741,12 @@ def test_weights_of_another_size_are_resampled_or_refused(caplog: pytest.LogCapt
     # for fine-tuning, new weights are what is asked for
     made = capszoo.create_model("capsnet_dynamic.mnist", pretrained=True, img_size=40)
     assert "class_caps.weight" in made.untrained
+
+
+def test_new_classes_do_not_keep_the_names_of_the_old() -> None:
+    net = capszoo.create_model("cnn_routingpool.fashion_mnist", pretrained=True)
+    assert label_names(net)[0] == "T-shirt/top"
+    net.reset_classifier(10)
+    assert label_names(net) == [str(k) for k in range(10)]
+    other = capszoo.create_model("cnn_routingpool.fashion_mnist", pretrained=True)
+    assert label_names(other)[0] == "T-shirt/top", "each model has its own"
