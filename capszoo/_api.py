@@ -21,7 +21,7 @@ from torch import nn
 
 from ._devices import check_device
 from ._suggest import unknown_name
-from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
+from .errors import UnknownArgument, UnknownModel, UsageError, WeightsError
 from .models import MODULES
 from .models._builder import stranger_cfg, trusted_tag
 from .models._metadata import ModelConfig, check_demand, fitting
@@ -30,7 +30,6 @@ from .models._pretrained import (
     bundled_tags,
     download_weights,
     hub_config,
-    is_hub_error,
     load_safetensors,
     local_weights,
 )
@@ -96,16 +95,7 @@ def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[s
     """
     cache_dir = kwargs.get("cache_dir")
     if source == "hf-hub":
-        try:
-            config = hub_config(target, cache_dir)
-        except Exception as error:
-            if isinstance(error, CapszooError) or not is_hub_error(error):
-                raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise WeightsError(
-                f"{target}: the Hub gives no such model ({reason}): check the name and the connection, "
-                "or use local-dir:FOLDER"
-            ) from error
+        config = hub_config(target, cache_dir)
     else:
         path = Path(target) / "config.json"
         if not path.is_file():

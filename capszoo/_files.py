@@ -55,9 +55,11 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
     Raises:
         CapszooError: the file cannot be written.
     """
-    # names of files may hold bytes that are no UTF-8
-    form: Any = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
-    with replacing(path) as temporary, open(temporary, "w", **form) as file:
+    with (
+        replacing(path) as temporary,
+        # names of files may hold bytes that are no UTF-8
+        open(temporary, "w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

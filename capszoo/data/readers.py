@@ -243,21 +243,26 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
     return table, image_column, label_column
 
 
-def parquet_colour_and_top(files: Sequence[str | Path]) -> tuple[int, int]:
+def _parquet_cells(
+    files: Sequence[Path], paths_below: Path | None = None
+) -> tuple[list[tuple[bytes | Path, Path]], list[int]]:
+    """The encoded images of parquet shards, each with its shard, and their labels."""
+    asked = os.environ.get("CAPSZOO_IMAGE_PATHS")
+    folder = paths_below or (Path(asked) if asked else None)
+    encoded: list[tuple[bytes | Path, Path]] = []
+    labels: list[int] = []
+    for path in files:
+        table, image_column, label_column = _parquet_table(path)
+        encoded += [(_encoded(cell, path, folder), path) for cell in table.column(image_column).to_pylist()]
+        labels += table.column(label_column).to_pylist()
+    return encoded, labels
+
+
+def parquet_colour_and_top(files: Sequence[Path]) -> tuple[int, int]:
     """Channels (1 or 3, by `mode_of`) and the highest label of parquet shards, for the splits beside them."""
-    cells: list[tuple[Any, Path]] = []
-    top = 0
-    for file in sorted(map(Path, files)):
-        table, image_column, label_column = _parquet_table(file)
-        cells += [(cell, file) for cell in table.column(image_column).to_pylist()]
-        top = max([top, *table.column(label_column).to_pylist()])
-    folder = os.environ.get("CAPSZOO_IMAGE_PATHS")
-
-    def mode_at(k: int) -> str:
-        cell, file = cells[k]
-        return image_mode(_encoded(cell, file, Path(folder) if folder else None), file)
-
-    return (3 if mode_of(mode_at, len(cells)) == "RGB" else 1), top
+    encoded, labels = _parquet_cells(files)
+    colour = mode_of(lambda k: image_mode(*encoded[k]), len(encoded)) == "RGB"
+    return (3 if colour else 1), max(labels, default=0)
 
 
 def read_parquet(
@@ -284,14 +289,7 @@ def read_parquet(
         raise DataError("no parquet file given")
     _check_shards(paths)
     mode = {1: "L", 3: "RGB", None: ""}[channels]
-    asked = os.environ.get("CAPSZOO_IMAGE_PATHS")
-    folder = paths_below or (Path(asked) if asked else None)
-    encoded: list[tuple[bytes | Path, Path]] = []
-    labels: list[int] = []
-    for path in paths:
-        table, image_column, label_column = _parquet_table(path)
-        encoded += [(_encoded(cell, path, folder), path) for cell in table.column(image_column).to_pylist()]
-        labels += table.column(label_column).to_pylist()
+    encoded, labels = _parquet_cells(paths, paths_below)
     mode = mode or mode_of(lambda k: image_mode(*encoded[k]), len(encoded))
     images = [decode_image(image, mode, path, side) for image, path in encoded]
     if not images:

@@ -264,17 +264,31 @@ class CapsuleNet(nn.Module):
         Raises:
             ValueError: a weight depends on the size and the network has no rule for it.
         """
-        own = self.state_dict()
-        changed = tuple(name for name, value in weights.items() if own[name].shape != value.shape)
-        fitted = dict(weights)
-        for name in changed:
-            resampled = self._resample(name, weights[name], to_2tuple(img_size))
-            if resampled is None or resampled.shape != own[name].shape:
+        own, resampled = self.state_dict(), self.resampled(weights, img_size)
+        for name, value in weights.items():
+            if own[name].shape != value.shape and name not in resampled:
                 raise ValueError(
                     f"{name} depends on the image size, and {type(self).__name__} has no rule for another size"
                 )
-            fitted[name] = resampled
-        return fitted, changed
+        return {**weights, **resampled}, tuple(resampled)
+
+    @torch.jit.ignore
+    def resampled(
+        self, weights: Mapping[str, Tensor], img_size: Union[int, Tuple[int, int]]
+    ) -> Dict[str, Tensor]:
+        """Those weights of another image size that have other shapes here and a rule, resampled to this network's size.
+
+        Args:
+            weights: state dict, or a part of one, of the same network created with ``img_size``.
+            img_size: height and width of its images, in pixels.
+        """
+        own, found = self.state_dict(), {}
+        for name, value in weights.items():
+            if name in own and own[name].shape != value.shape:
+                changed = self._resample(name, value, to_2tuple(img_size))
+                if changed is not None and changed.shape == own[name].shape:
+                    found[name] = changed
+        return found
 
     @torch.jit.ignore
     def _resample(self, name: str, weight: Tensor, img_size: Tuple[int, int]) -> Optional[Tensor]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -181,8 +180,7 @@ def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig
     """The ``config.json`` of a Hub repository; a damaged one in the client's cache is downloaded again.
 
     Raises:
-        WeightsError: the file from the Hub is no model configuration.
-        Exception: from the Hub's client, see :func:`is_hub_error`.
+        WeightsError: there is no such file on this machine or the Hub, or it is no model configuration.
     """
     from huggingface_hub import hf_hub_download
 
@@ -190,11 +188,19 @@ def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig
     name, _, revision = repo_id.partition("@")
 
     def fetch(anew: bool) -> Path:
-        return Path(
-            hf_hub_download(
+        try:
+            file = hf_hub_download(
                 name, "config.json", revision=revision or None, cache_dir=cache_dir, force_download=anew
             )
-        )
+        except Exception as error:
+            if not is_hub_error(error):
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise WeightsError(
+                f"{repo_id}: the Hub gives no such model ({reason}): check the name and the connection, "
+                "or use local-dir:FOLDER"
+            ) from error
+        return Path(file)
 
     path = fetch(False)
     try:
@@ -296,36 +302,15 @@ def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
     return weight[:, index] * (source / in_chans)
 
 
-def _resampled(
-    state_dict: dict[str, Tensor],
-    model: nn.Module,
-    source_size: tuple[int, ...],
-    is_left_out: Callable[[str], bool],
-) -> dict[str, Tensor]:
-    """The weights of another image size, resampled where the network has a rule (``_resample``) for them."""
-    rule = getattr(model, "_resample", None)
-    found: dict[str, Tensor] = {}
-    for key, value in model.state_dict().items() if rule else ():
-        given = state_dict.get(key)
-        if given is None or given.shape == value.shape or is_left_out(key):
-            continue
-        changed = rule(key, given, source_size)  # type: ignore[misc]
-        if changed is not None and changed.shape == value.shape:
-            found[key] = changed
-    if found:
-        _logger.warning("resampled for another img_size: %s", ", ".join(found))
-    return {**state_dict, **found}
-
-
 def adapt_state_dict(
     state_dict: dict[str, Tensor], model: nn.Module, first_conv: str | None = None
 ) -> dict[str, Tensor]:
     """Adapt a checkpoint to a model that differs in input channels, classes, image size or decoder.
 
-    Tensors that do not depend on the difference are copied. For another image size, a network may resample others (its
-    ``_resample``). The rest keep the model's initial values; one log line lists them, and the model's attribute
-    ``untrained``, without the decoder's. The result always has exactly the model's keys, so that it loads
-    strictly. (timm calls this as ``pretrained_filter_fn``.)
+    Tensors that do not depend on the difference are copied. For another image size, a network may resample others
+    (``CapsuleNet.resampled``). The rest keep the model's initial values; one log line lists them, and the
+    model's attribute ``untrained``, without the decoder's. The result always has exactly the model's keys, so
+    that it loads strictly. (timm calls this as ``pretrained_filter_fn``.)
 
     Args:
         state_dict: the checkpoint.
@@ -348,8 +333,12 @@ def adapt_state_dict(
     def in_head(key: str) -> bool:
         return any(key.startswith(f"{head}.") for head in heads)
 
-    if other_size:
-        state_dict = _resampled(state_dict, model, source_size, lambda key: other_classes and in_head(key))
+    if other_size and (rule := getattr(model, "resampled", None)):
+        kept = {key: value for key, value in state_dict.items() if not (other_classes and in_head(key))}
+        resampled: dict[str, Tensor] = rule(kept, source_size)
+        if resampled:
+            _logger.warning("resampled for another img_size: %s", ", ".join(resampled))
+        state_dict = {**state_dict, **resampled}
     fitted: dict[str, Tensor] = {}
     fresh: list[str] = []
     wrong: list[str] = []

@@ -64,7 +64,7 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         if run.main:
             details = _details(run, state, log)
 
-            def write() -> Path:
+            def write(**more: Any) -> Path:
                 return write_weights(
                     run.out,
                     net,
@@ -73,15 +73,12 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
                     model_args=recipe.model_args,
                     spec=spec,
                     golden_pixels=next(Batches(run.data.measured, GOLDEN_IMAGES).epoch()).pixels,
-                    details=details,
+                    details=details | more,
                 )
 
-            if run.data.test is not None:
-                # a run that is killed during the evaluation is not finished (`weights.finished_run`)
-                details["evaluated"] = False
-            result["weights"] = write()
+            # a run that is killed during the evaluation is not finished (`weights.finished_run`)
+            result["weights"] = write(**({} if run.data.test is None else {"evaluated": False}))
             log.result(weights_line(result["weights"]))
-            details.pop("evaluated", None)
             if run.data.test is not None:
                 figures = evaluate(result["weights"], run.data.test, device=run.device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}

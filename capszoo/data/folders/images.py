@@ -55,7 +55,7 @@ def open_images(
     training = split_folder(folder, SPLITS["train"])
     if root is None or training is None:
         missing = SPLITS["train" if training is None else split]
-        flat = sum(is_image(str(file)) for file in folder.iterdir())
+        flat = sum(_is_image(str(file)) for file in folder.iterdir())
         if flat and not any(sub.is_dir() for sub in folder.iterdir()):
             raise DataError(
                 f"{name}: {folder} holds {flat} images and no class folders",
@@ -103,7 +103,7 @@ def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
     return found
 
 
-def is_image(path: str) -> bool:
+def _is_image(path: str) -> bool:
     """True for a file name with the suffix of an image; not for hidden files, such as macOS's `._a.jpg`."""
     name = os.path.basename(path)
     return not name.startswith(".") and Path(name).suffix.lower() in IMAGE_SUFFIXES
@@ -118,7 +118,7 @@ def _listed(root: Path, numbers: dict[str, int]) -> tuple[tuple[str, ...], list[
     """Images of a folder with a sub-folder per class, as paths relative to it, and their labels."""
     from torchvision.datasets.folder import make_dataset
 
-    samples = make_dataset(str(root), numbers, is_valid_file=is_image, allow_empty=True)
+    samples = make_dataset(str(root), numbers, is_valid_file=_is_image, allow_empty=True)
     return tuple(os.path.relpath(path, root) for path, _ in samples), [label for _, label in samples]
 
 
