@@ -309,8 +309,8 @@ def conclusion(found: list[Row]) -> str:
     return (
         f"Against average pooling ({_plus_minus(twin)}), in points. {'. '.join(said)}. ± is half of the 95% interval "
         f"of the difference (Student's t, {freedom} degrees of freedom, one variance for all heads), for each head "
-        "by itself. It covers the seeds alone: all runs share the 10,000 test images, whose sampling error is 0.3 points for one accuracy."
-        + (f" Seeds are missing for {', '.join(missing)}." if missing else "")
+        "by itself. It covers the seeds alone: all runs share the 10,000 test images, whose sampling error is 0.3 "
+        "points for one accuracy." + (f" Seeds are missing for {', '.join(missing)}." if missing else "")
     )
 
 

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -250,9 +251,11 @@ def test_quiet_and_verbose(trained: Path, pictures: Path, tmp_path: Path) -> Non
     quiet = run("predict", "--quiet", trained, pictures)
     assert plain.stderr.startswith("note: ") and quiet.stderr == ""
     assert quiet.stdout == plain.stdout
+    assert not logging.getLogger("capszoo").isEnabledFor(logging.WARNING), "libraries' notes are notes"
     assert "no such file" in fails(1, "predict", trained, tmp_path / "absent.png", "-q")
     assert "done in " in run("predict", trained, pictures, "--verbose").stderr
     assert run("predict", trained, pictures).stderr == plain.stderr, "of one call only"
+    assert logging.getLogger("capszoo").isEnabledFor(logging.WARNING)
 
 
 def test_predict_from_a_weights_file(trained: Path, pictures: Path) -> None:
@@ -620,5 +623,8 @@ def test_the_queue_is_shown_without_training(tmp_path: Path) -> None:
         (f"benchmark {MODEL} --model x", f"--model has no effect on {MODEL}, which is no bundle"),
     ],
 )
-def test_an_option_that_would_be_ignored_is_refused(arguments: str, said: str) -> None:
+def test_an_option_that_would_be_ignored_is_refused(
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CAPSZOO_DATA", raising=False)
     assert said in fails(2, *arguments.split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from typer.main import get_command
 from capszoo.cli import app
 from capszoo.cli.examples import EXAMPLES
 from capszoo.cli.help import HelpCommand
+from capszoo.data import DATASETS
 from scripts.help_page import every_context
+from tests.recipes.conftest import COUNTS, write_digits
 from tests.support import packed
 from tests.test_cli import fails, needs_training, pictures, run, succeeds, trained, write_run  # noqa: F401
 
@@ -193,7 +196,8 @@ def _write_digits(root: Path, folder: Path) -> Path:
 
 
 @needs_training
-def test_compare_two_models(root: Path, tmp_path: Path) -> None:
+def test_compare_two_models(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CAPSZOO_DATA", raising=False)
     data = _write_digits(root, tmp_path / "digits")
     names = ("resnet20_routingcaps.mnist", "capsnet_em_norb_small.mnist")
     options = ("--batch-size", "1", "--repeats", 1, "--device", "cpu")
@@ -207,7 +211,17 @@ def test_compare_two_models(root: Path, tmp_path: Path) -> None:
         alone = json.loads(succeeds("eval", name, "--data", data, "--json", "--device", "cpu"))
         assert accuracy == pytest.approx(alone["top1"])
     text = succeeds("compare", *names, *options)
-    assert "not measured" in text and "99.61" in text and "parameters" in text
+    assert "not measured; --data" in text and "99.61" in text and "parameters" in text
+    monkeypatch.setitem(DATASETS, "mnist", replace(DATASETS["mnist"], counts=COUNTS))
+    monkeypatch.setenv("CAPSZOO_DATA", str(write_digits(root, tmp_path / "idx")))
+    found = json.loads(succeeds("compare", *names, *options, "--limit", 5, "--json"))["agreement"]
+    assert (found["dataset"], found["n"]) == ("mnist", 5)
+    monkeypatch.setenv("CAPSZOO_DATA", str(tmp_path))
+    text = run("compare", *names, *options, "--json")
+    assert json.loads(text.stdout)["agreement"] is None and "MNIST (test) not found" in text.stderr
+    text = succeeds("compare", *names, *options)
+    assert "not measured; MNIST (test) not found" in text
+    assert "MNIST (test) not found" in fails(1, "compare", *names, *options, "--dataset", "mnist")
 
 
 def test_compare_needs_two_models(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument, describe
-from ..errors import UsageError
+from ..errors import CapszooError, UsageError
 from .common import (
     DeviceOption,
     ItersOption,
@@ -200,7 +201,8 @@ def compare_command(
         typer.Option(
             "--data",
             metavar="PATH",
-            help="Folder of the data set, or of image folders: measure accuracy and agreement there.",
+            help="Folder of the data set (default: $CAPSZOO_DATA), or of image folders: "
+            "measure accuracy and agreement there.",
         ),
     ] = None,
     limit: Annotated[
@@ -228,18 +230,31 @@ def compare_command(
         raise UsageError(f"{model}: {what}", "give two models, or the folder of a bundle")
     if others[0] == model:
         raise UsageError(f"{model} is given twice", "give two models")
-    if data is None and dataset is None:
+    if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
         refuse_unused(context, ["limit", "seed"], "without images", "add --data")
     names = [model, others[0]]
     for name in names:
         check_model_argument(name)
     about = [_about(name) for name in names]
-    measured = _measure_agreement(names, dataset, data, limit, seed, device)
+    measured, why = _agreement(names, dataset, data, limit, seed, device)
     timings = _time(names, sizes, repeats, device)
     if as_json:
         print_json({"models": about, "agreement": measured, "timings": timings})
+        if measured is None and why:
+            stderr().print(escape(f"note: agreement not measured: {why}"), soft_wrap=True)
         return
-    out = stdout()
+    _print_models(about)
+    stdout().print()
+    if measured is None:
+        reason = why or "--data FOLDER measures it on test images"
+        stdout().print(escape(f"agreement: not measured; {reason}"), soft_wrap=True)
+    else:
+        _print_agreement(names, measured)
+    stdout().print()
+    _print_timings(timings, "model")
+
+
+def _print_models(about: list[dict[str, Any]]) -> None:
     table = Table(
         "model", "parameters", "multiply-adds", "stated top-1 %", "data set", box=None, pad_edge=False
     )
@@ -247,14 +262,7 @@ def compare_command(
         top1 = "" if row["top1"] is None else f"{row['top1']:.2f}"
         cells = f"{row['parameters']:,}", f"{row['multiply_adds']:,}", top1, row["dataset"] or ""
         table.add_row(escape(row["name"]), *cells)
-    out.print(table)
-    out.print()
-    if measured is None:
-        out.print("agreement: not measured; --data FOLDER measures it on test images")
-    else:
-        _print_agreement(names, measured)
-    out.print()
-    _print_timings(timings, "model")
+    stdout().print(table)
 
 
 def _about(name: str) -> dict[str, Any]:
@@ -279,10 +287,8 @@ def _about(name: str) -> dict[str, Any]:
 
 def _measure_agreement(
     names: list[str], dataset: str | None, data: str | None, limit: int, seed: int, device: str | None
-) -> dict[str, Any] | None:
-    """Accuracy and agreement on the same images; None if no images are given."""
-    if data is None and dataset is None:
-        return None
+) -> dict[str, Any]:
+    """Accuracy and agreement on the same images."""
     from ..recipes.evaluation.agreement import agreement
     from ..recipes.evaluation.target import prepare
 
@@ -298,6 +304,24 @@ def _measure_agreement(
     with progress_bar("comparing", first.n) as advance:
         found = agreement(first, second, progress=advance)
     return {"dataset": first.images.spec.name, "of": first.whole, **found.to_dict()}
+
+
+def _agreement(
+    names: list[str], dataset: str | None, data: str | None, limit: int, seed: int, device: str | None
+) -> tuple[dict[str, Any] | None, str]:
+    """As `_measure_agreement`, if there are images; the folder that ``CAPSZOO_DATA`` names may lack them.
+
+    Returns the result, or None and the reason (empty: no images were given).
+    """
+    asked = data is not None or dataset is not None
+    if not asked and not os.environ.get("CAPSZOO_DATA"):
+        return None, ""
+    try:
+        return _measure_agreement(names, dataset, data, limit, seed, device), ""
+    except CapszooError as error:
+        if asked:
+            raise
+        return None, str(error)
 
 
 def _print_agreement(names: list[str], found: dict[str, Any]) -> None:

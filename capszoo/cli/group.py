@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .._verbosity import Verbosity, is_verbose, set_verbosity
+from .._verbosity import Verbosity, is_quiet, is_verbose, set_verbosity
 from ..errors import CapszooError, UnknownArgument, UnknownModel, WeightsError
 from .common import print_error, stderr
 from .examples import EXAMPLES
@@ -42,6 +42,7 @@ class OneLineErrors(HelpGroup):
         debug = "--debug" in given[:end]
         set_verbosity(min((_LEVELS[arg] for arg in given[:end] if arg in _LEVELS), default=Verbosity.NORMAL))
         given = [arg for i, arg in enumerate(given) if arg not in _FLAGS or i > end]
+        logging.disable(logging.WARNING if is_quiet() else logging.NOTSET)
         if is_verbose():
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
         began = time.monotonic()

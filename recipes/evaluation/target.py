@@ -30,11 +30,11 @@ from capszoo.data import (
     normalize,
     split_validation,
 )
-from capszoo.data.folders import find_splits
+from capszoo.data.folders import find_splits, holds_classes
 from capszoo.errors import CapszooError, UsageError
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._pretrained import WeightsInfo
-from capszoo.preprocess import IMAGE_SUFFIXES, model_input_size
+from capszoo.preprocess import model_input_size
 
 from .crops import Crops, default_side
 
@@ -161,7 +161,7 @@ def prepare(
         raise UsageError(f"a limit of {limit} images makes no sense", "give 1 or more")
     if crops not in ("single", "multi"):
         raise UsageError(f"unknown crops '{crops}'", "use single or multi")
-    if data is not None and dataset is None and _is_image_folder(Path(data)):
+    if data is not None and dataset is None and holds_classes(Path(data)):
         data = f"imagefolder:{data}"
     if data is not None and str(data).startswith(tuple(PREFIXES)):
         if dataset is not None:
@@ -202,21 +202,6 @@ def prepare(
         info=info,
         crops=views,
     )
-
-
-def _is_image_folder(folder: Path) -> bool:
-    """True if a folder contains images by class, with or without splits, so that `imagefolder:` may be omitted."""
-
-    def has_images(kind: Path) -> bool:
-        return any(file.suffix.lower() in IMAGE_SUFFIXES for file in kind.iterdir())
-
-    def has_classes(parent: Path) -> bool:
-        kinds = [sub for sub in parent.iterdir() if sub.is_dir() and not sub.name.startswith(".")]
-        return len(kinds) > 1 and all(map(has_images, kinds))
-
-    splits = ("train", "val", "validation", "valid", "test")
-    parts = (part for part in (folder, *map(folder.joinpath, splits)) if part.is_dir())
-    return any(map(has_classes, parts))
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:

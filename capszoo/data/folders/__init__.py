@@ -17,7 +17,7 @@ from ..sets import ImageSet, StreamedSet, sized
 from ..shards import shards_of_split
 from .common import SPLIT_NAMES, SPLITS, available_workers, folder_spec, locate
 from .hub import fetch_repository, hub_splits, open_hub
-from .images import FileDecoder, open_h_imagenet, open_images, split_folder
+from .images import FileDecoder, holds_classes, open_h_imagenet, open_images, split_folder
 from .packed import parquet_shards, read_idx, read_packed_parquet
 from .webdataset import find_shards, open_shards
 
@@ -26,6 +26,7 @@ __all__ = [
     "available_workers",
     "fetch_repository",
     "find_splits",
+    "holds_classes",
     "open_h_imagenet",
     "open_set",
 ]

@@ -17,9 +17,9 @@ from ..errors import DataError
 from ..readers import decode_image, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet, sized
 from ..specs import DatasetSpec
-from .common import SPLITS, decode_or_stream, folder_spec, sides, to_tensor
+from .common import SPLIT_NAMES, SPLITS, decode_or_stream, folder_spec, sides, to_tensor
 
-__all__ = ["FileDecoder", "open_h_imagenet", "open_images", "split_folder"]
+__all__ = ["FileDecoder", "holds_classes", "open_h_imagenet", "open_images", "split_folder"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,17 @@ def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
     if found is None and "train" in names and not any((folder / name).is_dir() for name in SPLITS["test"]):
         return folder if any(sub.is_dir() for sub in folder.iterdir()) else None
     return found
+
+
+def holds_classes(folder: Path) -> bool:
+    """True if a folder contains images by class, with or without splits, so that `imagefolder:` may be omitted."""
+
+    def by_class(parent: Path) -> bool:
+        kinds = _class_folders(parent)
+        return len(kinds) > 1 and all(any(map(_is_image, os.listdir(parent / kind))) for kind in kinds)
+
+    parts = (folder, *(folder / name for name in SPLIT_NAMES))
+    return any(by_class(part) for part in parts if part.is_dir())
 
 
 def _is_image(path: str) -> bool:
