@@ -244,7 +244,7 @@ class Recipe(_Section):
     tag: str
     description: str = ""
     profile: str | None = None
-    """The profile that was chosen; none: the file's own settings, which are the paper's."""
+    """The profile that was chosen; none: the file's own settings."""
     model_args: dict[str, Any] = {}
     data: DataConfig
     epochs: Positive

@@ -58,19 +58,23 @@ DEPTH2 = {
 #: gradient: it has hardly begun after one epoch. 5,000 validation images separate candidates that 1,000 do not.
 TRIAL = ("epochs=4", "schedule.warmup_epochs=0.4", "data.val_size=5000")
 
-HEADER = """# Heads compared: what routing gains
+HEADER = """# Eight classification heads compared
 
-Eight heads on one backbone: the CIFAR ResNet-20 (16-32-64 channels), and the heads of the SR-CapsNet paper with
-32 primary capsules of 16 dimensions. All train on CIFAR-10 with one recipe (`--profile comparison`), three seeds each.
-The last epoch's weights are measured once on the 10,000 test images. Three heads with two capsule layers were
-candidates for the last row: a trial of four epochs each, on 5,000 validation images, chooses the one that is trained.
-`python scripts/comparison.py` writes this page from the metadata of the runs in `benchmarks/results/comparison`;
-`--commands` prints the commands of the runs.
+Eight heads on one backbone: the CIFAR ResNet-20 (16-32-64 channels), and the heads of the SR-CapsNet paper with 32
+primary capsules of 16 dimensions. All train on CIFAR-10 with one recipe (`--profile comparison`). Three seeds for
+each head are planned; the column *runs* has the number of finished ones. The last epoch's weights are measured once
+on the 10,000 test images. The last row is one of three heads with two capsule layers: a trial of four epochs each, on
+5,000 validation images, selects it. `python scripts/comparison.py` writes this page from the metadata of the runs in
+`benchmarks/results/comparison`; `--commands` prints the commands of the runs.
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
 the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Seconds are
-those of the whole run, on cores that other work shared: they compare no heads. A run computes in bf16 (autocast) where
-the processor gains by it, else in float32: the last column states it."""
+wall-clock times on shared cores: do not compare heads by them. A run computes in bf16 (autocast) where
+the processor gains by it, else in float32: the last column states it.
+
+Accuracies are those of the runs' float32 weights. The bundled files are stored in float16 and differ by up to 0.03
+points. `resnet20_routingpool.cifar10` and its twin with average pooling were trained with another profile, for 60
+epochs: their accuracies on [other pages](models.md#checkpoints) are higher."""
 
 
 @dataclass(frozen=True)
@@ -307,10 +311,11 @@ def conclusion(found: list[Row]) -> str:
     ]
     missing = [f"`{row.head}`" for row in found if row.head != "avg" and row.head not in enough]
     return (
-        f"Against average pooling ({_plus_minus(twin)}), in points. {'. '.join(said)}. ± is half of the 95% interval "
-        f"of the difference (Student's t, {freedom} degrees of freedom, one variance for all heads), for each head "
-        "by itself. It covers the seeds alone: all runs share the 10,000 test images, whose sampling error is 0.3 "
-        "points for one accuracy." + (f" Seeds are missing for {', '.join(missing)}." if missing else "")
+        f"Against average pooling ({_plus_minus(twin)}), in points. {'. '.join(said)}. ± is half the width "
+        f"of the 95% confidence interval of the difference (t distribution, {freedom} degrees of freedom, pooled "
+        "variance, no correction for several comparisons). It covers the variation over seeds only: all runs share "
+        "the 10,000 test images, whose sampling error is 0.3 points for one accuracy."
+        + (f" Seeds are missing for {', '.join(missing)}." if missing else "")
     )
 
 

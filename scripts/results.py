@@ -38,16 +38,16 @@ metadata beside the weights (`capszoo/weights/*.json`), the recipes and the pape
 with them.
 
 Accuracies are those of the stored file, in one pass over the whole test set in float32; `make eval-weights` repeats it.
-± is the standard error that the number of test images alone brings. An accuracy is that of one run; where several seeds
+± is the sampling standard error for the number of test images. An accuracy is that of one run; where several seeds
 were trained, a line states their mean and standard deviation. The papers' errors are given as accuracies, too.
 [reproduce.md](reproduce.md) says how to train one again, [publish.md](publish.md) how a model card is made of the same
 metadata."""
 
 TWINS = """## Twins
 
-Recipes that differ in one thing, side by side. A difference within about two standard errors of the test images says
-nothing; neither does any difference between single runs say how it would be on average. Of several seeds: mean ±
-standard deviation, and the standard error of the difference of the means.
+Recipes that differ in one setting. A difference within about two sampling standard errors may be chance. A difference
+between single runs does not estimate the difference of the means. For several seeds: mean ± standard deviation, and
+the standard error of the difference of the means.
 
 | recipes | what differs | the papers' | ours | difference of ours |
 |---|---|---|---|---|"""
@@ -55,8 +55,8 @@ standard deviation, and the standard error of the difference of the means.
 
 TIMES = """## Time to accuracy
 
-When each run reached 90, 95 and 99% of its final validation accuracy. Images count each time that they were seen. A ~
-marks minutes of runs that kept no times: the epoch's share of the whole run.
+When each run reached 90, 95 and 99% of its final validation accuracy. An image counts each time it is used. ~ marks
+minutes that are estimated from the run's total time.
 
 ![Time to accuracy](curves/time_to_accuracy.svg)
 """
@@ -100,11 +100,11 @@ def stale_curves(docs: Path) -> list[Path]:
 
 TARGETS = """## Targets
 
-The runs of [recipes/queue.yaml](../recipes/queue.yaml), which `capszoo train --queue` trains in this order: the paper's
-accuracy, our target, and the accuracy of the bundled file. A target with several seeds is one for their mean. The last
-column has the epochs and the recipe's profile of the bundled file, and why it misses the target, where that is known.
+Planned runs, in the order of [recipes/queue.yaml](../recipes/queue.yaml) (`capszoo train --queue`): the paper's
+accuracy, our target, and the accuracy of the bundled file. A target with several seeds is one for their mean. The
+last column has the epochs and the profile of the bundled file, and a note.
 
-| weights | tier | paper, % | target, % | ours, % | reached | trained so far |
+| weights | priority | paper, % | target, % | ours, % | reached | trained so far |
 |---|---:|---:|---:|---:|---|---|"""
 
 

@@ -37,7 +37,7 @@ def app_command(
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Open a page to draw digits and see couplings, capsules and reconstructions."""
+    """Serve a page to draw digits and see couplings, capsules and reconstructions."""
     require("the app", ["gradio", "onnx", "onnxscript", "onnxruntime", "matplotlib"], "app")
     from ..app.page import run
 

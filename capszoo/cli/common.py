@@ -141,7 +141,9 @@ BatchSizeOption = Annotated[
 FormatOption = Annotated[
     str | None,
     typer.Option(
-        "--format", metavar="|".join(PICTURES), help="Kind of picture (default: that of --out, else png)."
+        "--format",
+        metavar="|".join(PICTURES),
+        help="File format of pictures (default: the suffix of --out, else png).",
     ),
 ]
 StyleOption = Annotated[

@@ -55,7 +55,7 @@ class ExplainGroup(HelpGroup):
 
 explain_app = typer.Typer(
     cls=ExplainGroup,
-    help="Draw from where a class capsule was routed, or what a decoder makes of capsules.",
+    help="Draw heat maps of the routing, or decode class capsules to images.",
     no_args_is_help=True,
 )
 

@@ -165,7 +165,7 @@ def export_command(
         typer.Option(
             "--verify-data",
             metavar="PATH|DATA SET",
-            help="Images whose top-1 must agree, too; INT8: whose accuracy must last.",
+            help="Real images. The top-1 must be equal; with INT8 accuracy may fall by at most 0.5 points.",
             rich_help_panel="Verification",
         ),
     ] = None,

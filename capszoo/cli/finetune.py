@@ -89,7 +89,7 @@ def finetune_command(
         float | None,
         typer.Option(
             "--layer-decay",
-            help="Learning rate's factor from layer to layer below (1: none).",
+            help="Layer-wise rate decay: X times the rate of the layer above (default: 0.8; 1: no decay).",
             show_default=False,
             metavar="X",
             rich_help_panel="Settings",

@@ -16,7 +16,7 @@ __all__ = ["state_app"]
 
 state_app = typer.Typer(
     cls=HelpGroup,
-    help="Carry an unfinished run to another machine: weights, momentum, moving average, position.",
+    help="Move an unfinished run to another machine: weights, optimiser state, moving average, position.",
     no_args_is_help=True,
 )
 

@@ -131,7 +131,9 @@ def train_command(
     ] = False,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="CPU threads (default: those that the run began with)."),
+        typer.Option(
+            min=1, metavar="N", help="CPU threads (default: PyTorch's number; a resumed run keeps its own)."
+        ),
     ] = None,
 ) -> None:
     """Train a recipe; resumes an interrupted run.

@@ -103,7 +103,7 @@ ProfileOption = Annotated[
     typer.Option(
         "--profile",
         metavar="NAME",
-        help="One of the recipe's profiles, such as short (default: the paper's settings).",
+        help="One of the recipe's profiles, such as short (default: the recipe without a profile).",
         rich_help_panel="Settings",
     ),
 ]

@@ -6,6 +6,7 @@ weights: no number is typed twice.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ __all__ = [
     "recipe_differences",
     "sampling_error",
     "seeds_note",
-    "settings_unlike_the_papers",
+    "settings_unlike_the_recipe",
     "shown",
     "twin_groups",
     "went_on",
@@ -50,13 +51,14 @@ NO_SETTINGS = (
 
 
 def header_line(recipe: str, key: str) -> str:
-    """The text after `# <key>:` in the header of a recipe file; empty if there is none."""
+    """The text after `# <key>:` in the header of a recipe file, with its continuation lines (`#   …`); or ""."""
     path = CONFIGS / f"{recipe}.yaml"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    header = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    for index, line in enumerate(header):
         if line.startswith(f"# {key}: "):
-            return line.removeprefix(f"# {key}: ").strip()
-        if not line.startswith("#"):
-            break
+            rest = itertools.takewhile(lambda line: line.startswith("#   "), header[index + 1 :])
+            return " ".join([line.removeprefix(f"# {key}: "), *(part[4:] for part in rest)]).strip()
     return ""
 
 
@@ -161,8 +163,8 @@ def recipe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict
     }
 
 
-def settings_unlike_the_papers(info: WeightsInfo) -> dict[str, tuple[Any, Any]]:
-    """Settings of the run that differ from its recipe's, which are the paper's: key to (ours, the paper's).
+def settings_unlike_the_recipe(info: WeightsInfo) -> dict[str, tuple[Any, Any]]:
+    """Settings of the run that differ from its recipe without a profile: key to (the run's, the recipe's).
 
     Empty if there is no recipe in the package.
     """
@@ -202,20 +204,21 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         # the same checkpoint, trained further; an interrupted run had not been tested yet
         again = start and Path(start).name.startswith(info.name) and not went_on(info)
         looks = "at the end of both runs" if again else "once, at the end"
-        lines.append(f"- The test set was looked at {looks}; nothing was chosen by it.")
+        lines.append(f"- The test set was evaluated {looks}. Nothing was selected by it.")
     validation = stated.metrics.get("validation")
     if validation:
-        lines.append(
-            f"- {validation.n:,} training images were held out to watch the run, and not trained on."
-        )
-    unlike = settings_unlike_the_papers(info)
+        lines.append(f"- {validation.n:,} training images were held out for validation, and not trained on.")
+    unlike = settings_unlike_the_recipe(info)
     if unlike:
         listed = "; ".join(
-            f"`{key}` {shown(ours)} (the paper's: {shown(theirs)})" for key, (ours, theirs) in unlike.items()
+            f"`{key}` {shown(ours)} (recipe: {shown(theirs)})" for key, (ours, theirs) in unlike.items()
         )
-        lines.append(f"- Settings unlike the paper's: {listed}.")
-    elif info.name in list_recipes() and paper_figures(info):
-        lines.append("- Settings: the recipe's own, which are the paper's.")
+        lines.append(
+            f"- Settings that differ from the recipe without a profile: {listed}. The recipe's header states what is "
+            "the paper's and what is our choice."
+        )
+    elif info.name in list_recipes():
+        lines.append("- Settings: the recipe's, without a profile.")
     if stated.hardware:
         seconds = stated.train_seconds
         took = f" in {seconds:,} s" + (" (this part)" if went_on(info) else "") if seconds else ""

@@ -39,7 +39,7 @@ class QueueItem(BaseModel):
 
     Attributes:
         tag: name of the recipe, `<arch>.<tag>`, or a YAML file.
-        profile: one of its profiles; None: the paper's settings.
+        profile: one of its profiles; None: the recipe without a profile.
         set: further `key=value` settings.
         seeds: one run for each.
         reference: the paper's accuracy in per cent.

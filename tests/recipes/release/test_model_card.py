@@ -19,11 +19,12 @@ from capszoo.recipes.release.paper_results import (
     as_accuracy,
     counted,
     figures_table,
+    header_line,
     paper_figures,
     protocol_lines,
     recipe_differences,
     sampling_error,
-    settings_unlike_the_papers,
+    settings_unlike_the_recipe,
     twin_groups,
 )
 from tests.support import load_script
@@ -119,18 +120,24 @@ def test_the_recipe_names_the_papers_figure() -> None:
     ] == [5.12]
 
 
-def test_settings_unlike_the_papers() -> None:
+def test_a_header_line_includes_its_continuation() -> None:
+    stated = header_line("idpa_resnet.cifar10", "Paper")
+    assert stated.startswith("accuracy 95.14") and stated.endswith("pad 4, crop, flip.")
+    assert "Momentum" not in stated and header_line("idpa_resnet.cifar10", "Nothing") == ""
+
+
+def test_settings_unlike_the_recipe() -> None:
     recipe = load_recipe(OURS).model_dump(mode="json")
-    assert settings_unlike_the_papers(info_of(OURS, recipe=recipe)) == {}
+    assert settings_unlike_the_recipe(info_of(OURS, recipe=recipe)) == {}
     lines = "\n".join(protocol_lines(info_of(OURS, recipe=recipe)))
-    assert "the recipe's own, which are the paper's" in lines
+    assert "the recipe's, without a profile" in lines
     short = load_recipe(OURS, profile="short").model_dump(mode="json")
-    unlike = settings_unlike_the_papers(info_of(OURS, recipe=short))
+    unlike = settings_unlike_the_recipe(info_of(OURS, recipe=short))
     assert unlike["epochs"] == (60, 164) and unlike["precision"] == ("bf16", "fp32") and "tag" not in unlike
-    assert "`epochs` 60 (the paper's: 164)" in "\n".join(protocol_lines(info_of(OURS, recipe=short)))
+    assert "`epochs` 60 (recipe: 164)" in "\n".join(protocol_lines(info_of(OURS, recipe=short)))
     older = {key: value for key, value in recipe.items() if key not in ("feedback", "accumulate")}
-    assert settings_unlike_the_papers(info_of(OURS, recipe=older)) == {}, "a recipe of an earlier version"
-    assert settings_unlike_the_papers(info_of("idpa_cnn.pets", recipe=short)) == {}
+    assert settings_unlike_the_recipe(info_of(OURS, recipe=older)) == {}, "a recipe of an earlier version"
+    assert settings_unlike_the_recipe(info_of("idpa_cnn.pets", recipe=short)) == {}
 
 
 def test_a_checkpoint_that_was_trained_on() -> None:
@@ -148,7 +155,7 @@ def test_a_checkpoint_that_was_trained_on() -> None:
         )
         lines = protocol_lines(info)
         assert f"- It began with the weights of `{start}`{whose}, whose epochs come on top." in lines
-        assert f"- The test set was looked at {looks}; nothing was chosen by it." in lines
+        assert f"- The test set was evaluated {looks}. Nothing was selected by it." in lines
         part = " (this part)" if start == broken_off else ""
         assert f"- Trained on a processor in 1,000 s{part}." in lines
         card = model_card(info, "me/it").content
