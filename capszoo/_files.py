@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import CapszooError
+from .errors import CapszooError, UsageError
 
-__all__ = ["cache_folder", "replacing", "write_csv"]
+__all__ = ["cache_folder", "names_onnx_file", "replacing", "write_csv"]
 
 
 def cache_folder() -> Path:
@@ -20,6 +20,17 @@ def cache_folder() -> Path:
     if stated:
         return Path(stated)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
+
+
+def names_onnx_file(path: Path) -> bool:
+    """True if an export to ``path`` is one ONNX file, False if it is a folder.
+
+    Raises:
+        UsageError: the name is that of another format's file.
+    """
+    if path.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
+        raise UsageError(f"{path} is no .onnx file", "give a name such as model.onnx, or a folder")
+    return path.suffix == ".onnx"
 
 
 @contextmanager

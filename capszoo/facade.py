@@ -21,7 +21,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from .errors import UsageError
+from ._files import names_onnx_file
 from .explain import Explanation, explain
 from .inference import ImagePrediction, label_names, load_model, predict
 from .preprocess import ImageLike, as_image, is_image_like, model_input_size, model_transform
@@ -131,12 +131,11 @@ class LoadedModel:
         from .export import bundle, to_onnx
 
         path = Path(path)
-        if path.suffix not in ("", ".onnx"):
-            raise UsageError(f"{path} is no .onnx file", "give a name such as model.onnx, or a folder")
+        alone = names_onnx_file(path)
         device = next(self.net.parameters()).device
         try:
             net = self.net.cpu()
-            if path.suffix:
+            if alone:
                 written = to_onnx.export(net, path, name=Path(self.name).name, **options)
                 return ExportedModel(path, written.passed, written.to_dict())
             manifest = bundle.export_bundle(net, path, source=self.name, name=Path(self.name).name, **options)

@@ -70,6 +70,20 @@ def label_names(model: nn.Module) -> list[str]:
     return [str(name) for name in names] if len(names) == count else [str(i) for i in range(count)]
 
 
+def class_positions(own: Sequence[str], names: Sequence[str]) -> list[int] | None:
+    """Index in a model's classes ``own`` of each class of a data set; None if the names are other ones.
+
+    Args:
+        own: names of the model's classes.
+        names: names of the data set's classes, such as its folders: the model's names, or their indices.
+    """
+    if set(own) == set(names):
+        return [own.index(name) for name in names]
+    if set(names) == {str(i) for i in range(len(own))}:
+        return [int(name) for name in names]
+    return None
+
+
 def predict(
     model: nn.Module,
     images: ImageLike | Iterable[ImageLike],

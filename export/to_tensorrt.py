@@ -46,6 +46,10 @@ INSTALL = "pip install 'capszoo[tensorrt]' on a machine with an NVIDIA GPU (Tens
 
 _FOLDER = "tensorrt"
 
+#: The engine, and what else a build writes, by path in a bundle.
+PLAN = f"{_FOLDER}/model.plan"
+BUILT = (PLAN, f"{_FOLDER}/layers.json")
+
 
 @dataclass(frozen=True)
 class EngineReport:
@@ -306,7 +310,7 @@ def write(
     built = build_engine(folder / "model.onnx", plan, report, options, trt)
     if built.inspection:
         (place / "layers.json").write_text(built.inspection, encoding="utf-8")
-    described |= {"file": f"{_FOLDER}/model.plan", "api": built.api, "layers": built.layers}
+    described |= {"file": PLAN, "api": built.api, "layers": built.layers}
     described["readme"].append(f"`{_FOLDER}/model.plan` was built by {built.api} on this kind of GPU alone.")
     detail = f"{built.api}, {built.layers} layers, {built.file_bytes:,} bytes"
     steps = [GateStep(name, True, detail)]

@@ -139,6 +139,8 @@ def test_info() -> None:
 
 
 def test_info_engines() -> None:
+    assert "add --engines" in fails(2, "info", "idpa_resnet", "--training")
+    assert "is no size" in fails(2, "info", "idpa_resnet", "--img-size", "\u00b2")
     command = ("info", "idpa_resnet", "--engines", "--batch", "32", "--training")
     rows = json.loads(succeeds(*command, "--json"))
     assert [row["engine"] for row in rows] == ["reference", "reference", "blocked"]

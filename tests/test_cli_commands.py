@@ -224,9 +224,24 @@ def test_compare_two_models(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "MNIST (test) not found" in fails(1, "compare", *names, *options, "--dataset", "mnist")
 
 
+@needs_training
+def test_compare_takes_the_size_of_the_weights_and_any_source(root: Path, tmp_path: Path) -> None:
+    data = _write_digits(root, tmp_path / "digits")
+    options = ("--batch-size", "1", "--repeats", 1, "--device", "cpu", "--json")
+    bare = ("capsnet_em_norb_small", "resnet20_routingcaps")
+    for source in (("--data", f"imagefolder:{data}"), ("--dataset", f"imagefolder:{data}")):
+        found = json.loads(succeeds("compare", *bare, *options, *source))
+        assert found["agreement"]["n"] == 40
+        for row in found["models"]:
+            about = json.loads(succeeds("info", row["name"], "--json"))
+            assert row["parameters"] == about["parameters"] and "." in row["name"]
+            assert row["multiply_adds"] == about["multiply_adds"]
+
+
 def test_compare_needs_two_models(tmp_path: Path) -> None:
     assert "one model alone" in fails(2, "compare", "idpa_resnet")
     assert "is given twice" in fails(2, "compare", "idpa_resnet", "idpa_resnet")
+    assert "are the same weights" in fails(2, "compare", "idpa_cnn.mnist", "idpa_cnn")
     assert "no bundle: no manifest.json" in fails(2, "compare", tmp_path)
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 import capszoo
 from capszoo.data import Batches, load_dataset
+from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.metrics import assess
 from capszoo.recipes.evaluation.target import prepare
 from tests.recipes.conftest import tiny_mnist
@@ -134,7 +135,7 @@ def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:
     assert "does not exist" in fails(1, "eval", MODEL, "--data", tmp_path / "missing")
     assert "unknown split 'dev'" in fails(1, "eval", MODEL, *data, "--split", "dev")
     assert "unknown crops 'two'" in fails(2, "eval", MODEL, *data, "--crops", "two")
-    assert "--eps x makes no sense" in fails(2, "eval", MODEL, *data, "--robustness", "--eps", "x")
+    assert "--pgd-eps x makes no sense" in fails(2, "eval", MODEL, *data, "--robustness", "--eps", "x")
     assert "add --robustness" in fails(2, "eval", MODEL, *data, "--eps", "0.1")
     assert "leave --crops multi out" in fails(2, "eval", MODEL, *data, "--routing", "--crops", "multi")
     file = tmp_path / "file"
@@ -142,6 +143,28 @@ def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:
     assert "is a file" in fails(1, "eval", MODEL, *data, "--out", file)
     plain = write_run(tmp_path / "run", sha256="0" * 64)
     assert "sha256 differs" in fails(1, "eval", plain, *data, "--dataset", "mnist")
+
+
+def test_eval_refuses_before_it_measures_and_prints_what_it_cannot_write(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import capszoo.recipes.evaluation.report as report
+
+    (tmp_path / "wall").write_text("a file where a folder is needed")
+    out = tmp_path / "wall" / "out"
+    done = run("eval", MODEL, "--data", tiny_mnist, "--limit", 4, "--device", "cpu", "--out", out)
+    assert done.exit_code == 1 and "top-1" in done.stdout and "cannot be written" in done.stderr
+    plain = capszoo.create_model("resnet20_conv", in_chans=1, img_size=28).eval()
+    target = prepare(plain, load_dataset("mnist", "test", tiny_mnist), device="cpu")
+    monkeypatch.setattr(report, "assess", lambda *a: pytest.fail("measured before it was refused"))
+    with pytest.raises(CapszooError, match="no capsules"):
+        report.measure(target, routing=True)
+
+
+def test_attacks_need_one_label(tiny_mnist: Path) -> None:
+    several = ("eval", "efficient_capsnet.multimnist", "--data", tiny_mnist, "--limit", 2, "--device", "cpu")
+    line = fails(2, *several, "--robustness", "--pgd-steps", 2)
+    assert "--pgd-steps has no effect on images with several labels" in line
 
 
 def test_a_figure_that_is_not_the_stated_one_ends_with_1(

@@ -108,6 +108,8 @@ def test_export(model: capszoo.LoadedModel, tmp_path: Path) -> None:
     assert written.passed and written.path.is_file() and written.report["opset"] == 20
     folder = model.export(tmp_path / "bundle", gate="quick", batch=1)
     assert folder.passed and (folder.path / "infer.py").is_file() and folder.report["labels"] == model.labels
+    dotted = model.export(tmp_path / "digits.v1", gate="quick", batch=1)
+    assert (dotted.path / "manifest.json").is_file()
     with pytest.raises(UsageError, match="no .onnx file"):
         model.export(tmp_path / "m.pt")
 

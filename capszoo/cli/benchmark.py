@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument, describe
+from .._catalogue import check_model_argument, checkpoints, describe
 from ..errors import CapszooError, UsageError
 from .common import (
     DeviceOption,
@@ -236,6 +236,8 @@ def compare_command(
     for name in names:
         check_model_argument(name)
     about = [_about(name) for name in names]
+    if about[0]["name"] == about[1]["name"]:
+        raise UsageError(f"{names[0]} and {names[1]} are the same weights", "give two models")
     measured, why = _agreement(names, dataset, data, limit, seed, device)
     timings = _time(names, sizes, repeats, device)
     if as_json:
@@ -265,15 +267,22 @@ def _print_models(about: list[dict[str, Any]]) -> None:
     stdout().print(table)
 
 
-def _about(name: str) -> dict[str, Any]:
-    """Size and stated accuracy of a model."""
+def _described(name: str) -> dict[str, Any]:
     about = describe(name)
     if about is None:
         from ..summary import summarise
 
         about = summarise(name).to_dict()
+    return about
+
+
+def _about(name: str) -> dict[str, Any]:
+    """Size and stated accuracy of a model."""
+    about = _described(name)
     chosen = next((entry for entry in about["weights"] if entry["default"]), None)
     chosen = chosen or next(iter(about["weights"]), None)
+    if chosen and chosen["name"] != name and chosen["name"] in checkpoints():
+        about = _described(chosen["name"])  # weights may have another size or number of classes
     test = chosen["metrics"].get("test", {}) if chosen else {}
     return {
         "name": chosen["name"] if chosen else name,
@@ -290,17 +299,12 @@ def _measure_agreement(
 ) -> dict[str, Any]:
     """Accuracy and agreement on the same images."""
     from ..recipes.evaluation.agreement import agreement
-    from ..recipes.evaluation.target import prepare
+    from ..recipes.evaluation.target import names_data_set, prepare
 
     first = prepare(names[0], dataset, data=data, limit=limit, seed=seed, device=device)
-    second = prepare(
-        names[1],
-        None if first.images.spec.name.startswith("imagefolder:") else first.images.spec.name,
-        data=data,
-        limit=limit,
-        seed=seed,
-        device=device,
-    )
+    if dataset is None and not names_data_set(data):
+        dataset = first.images.spec.name
+    second = prepare(names[1], dataset, data=data, limit=limit, seed=seed, device=device)
     with progress_bar("comparing", first.n) as advance:
         found = agreement(first, second, progress=advance)
     return {"dataset": first.images.spec.name, "of": first.whole, **found.to_dict()}

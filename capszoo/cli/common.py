@@ -278,6 +278,6 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UsageError(f"--img-size {text} is no size", "give 32 or 32x48 (height x width)")
     return int(parts[0]), int(parts[-1])

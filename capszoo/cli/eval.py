@@ -169,6 +169,9 @@ def eval_command(
     _check_options(eps, robustness, routing, crops, out)
     counts = () if routing_iters is None else parse_iterations(routing_iters)
     target = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
+    if target.images.spec.multi_label:
+        why = "on images with several labels: PGD is defined for one"
+        refuse_unused(context, ["eps", "steps"], why, "leave it out")
     report = measure(
         target,
         batch_size=batch_size,
@@ -182,12 +185,19 @@ def eval_command(
         seed=seed,
         progress=progress_bar,
     )
-    with drawn_in(dpi, style):
-        files = write(report, out, format or "png") if out is not None else []
+    files: list[Path] = []
+    unwritten: CapszooError | None = None
+    try:
+        with drawn_in(dpi, style):
+            files = write(report, out, format or "png") if out is not None else []
+    except CapszooError as error:  # what was measured is printed all the same
+        unwritten = error
     if as_json:
         print_json(report.to_dict() | {"files": [str(file) for file in files]})
     else:
         _print(report, files)
+    if unwritten is not None:
+        raise unwritten
     accuracy = report.result.accuracy
     if report.stated is not None and not reproduced(report.stated, accuracy, report.result.n):
         raise CapszooError(
@@ -279,6 +289,8 @@ def _print_robustness(report: Report) -> None:
             f"({report.attacks[0].steps} steps)", *(f"{one.accuracy:.1f}" for one in report.attacks)
         )
         out.print(table)
+    elif report.target.images.spec.multi_label:
+        out.print("PGD: not run, images have several labels")
     found = report.affnist
     if found is None:
         return

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
+from .._files import names_onnx_file
 from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError
 from .common import (
@@ -205,14 +206,12 @@ def export_command(
     if out is None:
         raise UsageError("Missing option '--out'", "give a folder, or FILE.onnx for the file alone")
     profile, kinds = _batch(batch), [word.strip() for word in formats.split(",")]
-    alone = out.suffix == ".onnx"
+    alone = names_onnx_file(out)
     unknown = [kind for kind in kinds if kind not in FORMATS]
     if unknown:
         raise UsageError(unknown_name("format", unknown[0], FORMATS))
     if alone and (kinds != ["onnx"] or triton):
         raise UsageError(f"--out {out} is one file", "give a folder for other formats and for --triton")
-    if out.suffix and not alone and out.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
-        raise UsageError(f"--out {out} is no .onnx file", "give a name such as model.onnx, or a folder")
     if "tensorrt" not in kinds:
         unused = ("timing_cache", "workspace", "version_compatible", "hardware_compatible", "refit")
         refuse_unused(context, unused, "without TensorRT", "add --format tensorrt")
@@ -409,7 +408,7 @@ def _range(least: int, most: int) -> str:
 def _batch(text: str) -> tuple[int, int, int] | int:
     """``8`` or ``1,8,32``."""
     parts = text.split(",")
-    if len(parts) not in (1, 3) or not all(part.strip().isdigit() for part in parts):
+    if len(parts) not in (1, 3) or not all(part.strip().isdecimal() for part in parts):
         raise UsageError(
             f"--batch {text} makes no sense",
             "give one number, or smallest, usual and largest, such as 1,8,32",

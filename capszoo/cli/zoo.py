@@ -11,7 +11,17 @@ from rich.table import Table
 
 from .._catalogue import architectures, check_model_argument, describe, list_rows, plain
 from ..errors import CapszooError
-from .common import ItersOption, JsonOption, ModelArgument, SizeOption, given, parse_size, print_json, stdout
+from .common import (
+    ItersOption,
+    JsonOption,
+    ModelArgument,
+    SizeOption,
+    given,
+    parse_size,
+    print_json,
+    refuse_unused,
+    stdout,
+)
 
 
 def list_command(
@@ -87,6 +97,7 @@ def _size(input_size: Sequence[int]) -> str:
 
 
 def info_command(
+    context: typer.Context,
     model: ModelArgument,
     img_size: SizeOption = None,
     routing_iters: ItersOption = None,
@@ -107,6 +118,8 @@ def info_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show a model's size, multiply-adds, the papers' results, its weights and licence, or its engines."""
+    if not engines:
+        refuse_unused(context, ["batch", "training"], "without --engines", "add --engines")
     options = given(img_size=parse_size(img_size), routing_iters=routing_iters, num_classes=num_classes)
     if engines:
         check_model_argument(model)

@@ -309,8 +309,10 @@ class CapsuleNet(nn.Module):
             global_pool: new pooling; None keeps the current one.
 
         Raises:
-            ValueError: a pooling that the model does not have; nothing is changed.
+            ValueError: a negative number, or a pooling that the model does not have; nothing is changed.
         """
+        if num_classes < 0:
+            raise ValueError(f"{num_classes} classes make no sense: give 0 or more")
         self._check_pool(global_pool)
         self.num_classes = num_classes
         self._set_pool(global_pool)

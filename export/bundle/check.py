@@ -212,12 +212,15 @@ def open_runner(
             return compare.OnnxRunner(widened(onnx.load(path)).SerializeToString())
         return compare.OnnxRunner(str(path))
     described = manifest["engines"].get(kind)
-    if described is None or not described.get("file"):
+    file = described and described.get("file")
+    if described and not file and kind == "tensorrt" and (folder / to_tensorrt.PLAN).is_file():
+        file = to_tensorrt.PLAN  # built later, by the bundle's own script
+    if not described or not file:
         raise CapszooError(
             f"{folder} has no engine for {kind}",
             f"export with --format onnx,{kind}" if described is None else described.get("note", ""),
         )
-    path = folder / described["file"]
+    path = folder / file
     if kind == "aoti":
         return to_aoti.AotiRunner(path, described["device"])
     return to_tensorrt.TensorRTRunner(path)

@@ -21,7 +21,7 @@ import numpy as np
 import torch.nn as nn
 
 import capszoo
-from capszoo.errors import UsageError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import label_names
 from capszoo.models._pretrained import sha256_of
 from capszoo.preprocess import model_transform
@@ -31,7 +31,7 @@ from ..atomic import old_name, workplace
 from ..options import BundleOptions, collect
 from ..prepare import PreparedModel, prepare
 from ..report import ExportReport, GateStep
-from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing
+from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing, read_manifest
 from .triton import write_triton
 
 __all__ = ["export_bundle"]
@@ -44,7 +44,7 @@ def export_bundle(
 
     Args:
         model: the classifier, in float32; not modified.
-        out: folder to write. An older bundle there is replaced; any other non-empty folder is refused.
+        out: folder to write. An older bundle there is replaced; a folder with other files is refused.
         options: see :class:`capszoo.export.options.BundleOptions`; None uses the defaults.
         **changes: options by keyword, such as ``formats=("onnx", "aoti")``.
 
@@ -57,8 +57,7 @@ def export_bundle(
     """
     options = collect(BundleOptions, options, changes)
     options.check_images()
-    target = Path(out)
-    _check_target(target)
+    target = _checked_target(Path(out))
     transform = model_transform(model)
     labels = label_names(model)
     if not labels:
@@ -145,11 +144,33 @@ def _describe_export(report: ExportReport, spec: dict[str, Any]) -> dict[str, An
     }
 
 
-def _check_target(target: Path) -> None:
-    if target.is_file():
-        raise UsageError(f"{target} is a file", "give the name of a folder, or FILE.onnx for the file alone")
-    if target.is_dir() and any(target.iterdir()) and not (target / "manifest.json").is_file():
-        raise UsageError(f"{target} holds files and is no bundle", "give a new folder")
+def _checked_target(out: Path) -> Path:
+    """The folder that a bundle may replace: a new or empty one, or a bundle without files of the user's.
+
+    Links are followed, so that the folder is replaced and not the link.
+    """
+    if out.is_file():
+        raise UsageError(f"{out} is a file", "give the name of a folder, or FILE.onnx for the file alone")
+    target = out.resolve()
+    if target == Path.cwd():
+        raise UsageError(
+            f"{out} is the current folder, which cannot be replaced", "give the name of a folder"
+        )
+    if not target.is_dir() or not any(target.iterdir()):
+        return target
+    try:
+        own = {*read_manifest(target)["files"], "manifest.json", *to_tensorrt.BUILT}
+    except CapszooError:
+        raise UsageError(f"{out} holds files and is no bundle", "give a new folder") from None
+    files = (file for file in sorted(target.rglob("*")) if not file.is_dir() or file.is_symlink())
+    strangers = [name for file in files if (name := file.relative_to(target).as_posix()) not in own]
+    if strangers:
+        raise UsageError(
+            f"{out} holds files that are not the bundle's: {', '.join(strangers[:3])}"
+            + (", …" if len(strangers) > 3 else ""),
+            "move them, or give a new folder",
+        )
+    return target
 
 
 def _put_in_place(work: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from capszoo.data import DATASETS, PREFIXES, check_name, load_dataset
 from capszoo.errors import CapszooError
-from capszoo.inference import label_names
+from capszoo.inference import class_positions, label_names
 from capszoo.preprocess import find_images, load_image, model_transform
 
 __all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "load_images", "open_images", "transformed"]
@@ -103,9 +103,11 @@ def _of_data_set(
         )
     picked = _spread(len(found), limit)
     pictures = (Image.fromarray(found.images[i].permute(1, 2, 0).numpy().squeeze()) for i in picked)
-    return RealImages(
-        transformed(model, pictures, uint8_input), found.labels[picked].long(), f"{name} ({split})"
-    )
+    labels: Tensor | None = found.labels[picked].long()
+    if name.startswith(tuple(PREFIXES)):  # its classes are in the order of their names, not in the model's
+        place = class_positions(label_names(model), found.spec.label_names)
+        labels = None if place is None else torch.tensor(place)[labels]
+    return RealImages(transformed(model, pictures, uint8_input), labels, f"{name} ({split})")
 
 
 def _readable(files: Sequence[Path], skipped: list[str]) -> list[Path]:

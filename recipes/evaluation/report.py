@@ -145,6 +145,13 @@ def measure(
 
     if counts:
         check_iterations(target)
+    if routing:
+        if target.crops:
+            raise CapszooError("routing statistics are of one view of each image", "leave --crops out")
+        one = target.on(target.images.fixed().subset(torch.arange(1)))
+        routing_stats(
+            target.net, ((b.images, b.labels) for b in one.batches(1))
+        )  # refuses before hours of work
     with bar("evaluating") as advance:
         result = assess(target, batch_size, advance)
     found: dict[str, Any] = {}
@@ -159,8 +166,6 @@ def measure(
     if routing:
         with bar("routing") as advance:
             batches = ((b.images, b.labels) for b in target.batches(min(batch_size, 50), advance))
-            if target.crops:
-                raise CapszooError("routing statistics are of one view of each image", "leave --crops out")
             found["routing"] = routing_stats(target.net, batches)
             few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
             found["iterations"] = iteration_changes(

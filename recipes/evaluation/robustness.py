@@ -8,7 +8,7 @@ image, `steps` steps of 2.5 eps / steps along the sign of the gradient of (the l
 the score of the image's class), each projected into the ball and into [0, 1]. Pixels are in [0, 1], before
 normalisation; the gradient is that of the whole model, including the routing. An image counts as recognised if the
 model is right on the image itself, on the start and after every step; an image with a wrong answer is not attacked
-further. This loss, unlike cross-entropy,
+further.
 
 affNIST: the regenerated test set and the expanded (shifted) one of `capszoo.data`, 40x40 pixels, one image for each
 digit of MNIST's test set. The protocol trains on MNIST at random places on 40x40; other training is marked in results.
@@ -308,7 +308,7 @@ def parse_radii(text: str) -> tuple[float, ...]:
             radius = -1.0
         if not 0 <= radius <= 1:
             raise UsageError(
-                f"--eps {text} makes no sense", "give radii of 0 to 1, such as 0.1 or 2/255,8/255"
+                f"--pgd-eps {text} makes no sense", "give radii of 0 to 1, such as 0.1 or 2/255,8/255"
             )
         radii.append(radius)
     return tuple(radii)

@@ -32,6 +32,7 @@ from capszoo.data import (
 )
 from capszoo.data.folders import find_splits, holds_classes
 from capszoo.errors import CapszooError, UsageError
+from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._pretrained import WeightsInfo
 from capszoo.preprocess import model_input_size
@@ -40,7 +41,7 @@ from .crops import Crops, default_side
 
 _logger = logging.getLogger("capszoo.evaluation")
 
-__all__ = ["EvalTarget", "create_for", "drawn", "prepare", "score_threshold"]
+__all__ = ["EvalTarget", "create_for", "drawn", "names_data_set", "prepare", "score_threshold"]
 
 
 def score_threshold(loss: str) -> float:
@@ -180,6 +181,7 @@ def prepare(
         raise UsageError("several crops need a data set's name", "give it, so that its images can be resized")
     else:
         images = dataset
+    images = _in_channels_of(net, images)
     _check_fit(net, images, views)
     images = _in_classes_of(net, images)
     whole = len(images)
@@ -202,6 +204,11 @@ def prepare(
         info=info,
         crops=views,
     )
+
+
+def names_data_set(data: str | Path | None) -> bool:
+    """True if ``data`` of `prepare` is a data set itself (`parquet:PATH`, image folders), not a folder of data sets."""
+    return data is not None and (str(data).startswith(tuple(PREFIXES)) or holds_classes(Path(data)))
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:
@@ -290,6 +297,8 @@ def _read_split(
     if wanted == "test" and named and "test" not in splits:
         if "val" not in splits and trained.val_size:
             raise DataError(f"{dataset} has no test images: --split val takes those that training held out")
+        if splits == {"train"}:
+            raise DataError(f"{dataset} has no test split: --split train evaluates all of its images")
         wanted = "val" if "val" in splits else wanted
     if wanted != "val":
         return load(wanted)
@@ -308,7 +317,8 @@ def _in_classes_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet |
     own, names = tuple(cfg.get("label_names") or ()), tuple(images.spec.label_names)
     if own == names or len(own) != len(names) or images.spec.multi_label:
         return images
-    if set(own) != set(names):
+    place = class_positions(own, names)
+    if place is None:
         _logger.warning(
             "%s has other classes than the model (%s, … and %s, …): they are compared by their order",
             images.spec.name,
@@ -316,9 +326,29 @@ def _in_classes_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet |
             own[0],
         )
         return images
-    place = torch.tensor([own.index(name) for name in names])
     spec = replace(images.spec, label_names=own)
-    return replace(images, spec=spec, labels=place[images.labels])
+    return replace(images, spec=spec, labels=torch.tensor(place)[images.labels])
+
+
+def _in_channels_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:
+    """A user's images in the model's channels, as `capszoo predict` reads them: grey from colour, or the reverse."""
+    spec = images.spec
+    wanted, channels = getattr(net, "in_chans", spec.input_size[0]), spec.input_size[0]
+    if not isinstance(images, ImageSet) or not spec.name.startswith(tuple(PREFIXES)):
+        return images
+    if {wanted, channels} != {1, 3}:
+        return images
+    pixels = images.images.expand(-1, 3, -1, -1) if wanted == 3 else _grey(images.images)
+    average = [(sum(value) / len(value),) * wanted for value in (spec.mean, spec.std)]
+    spec = replace(spec, input_size=(wanted, *spec.input_size[1:]), mean=average[0], std=average[1])
+    return replace(images, spec=spec, images=pixels.contiguous())
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """uint8 [n, 3, h, w] to [n, 1, h, w] by the luma of ITU-R 601-2, in the fixed-point numbers of Pillow."""
+    weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32).reshape(3, 1, 1)
+    parts = (((part.int() * weights).sum(1, keepdim=True) + 0x8000) >> 16 for part in pixels.split(1000))
+    return torch.cat([part.to(torch.uint8) for part in parts])
 
 
 def _object_size(net: nn.Module) -> int | None:

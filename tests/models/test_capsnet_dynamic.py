@@ -179,6 +179,9 @@ def test_decoder_follows_the_classes() -> None:
     model = timm.create_model("capsnet_dynamic", decoder=True)
     x = torch.randn(2, 1, 28, 28)
     assert model.reconstruct(model.forward_capsules(x).poses).shape == (2, 1, 28, 28)
+    with pytest.raises(ValueError, match="give 0 or more"):
+        model.reset_classifier(-1)
+    assert model.num_classes > 0
     model.reset_classifier(4)
     assert model.reconstruct(model.forward_capsules(x).poses, torch.tensor([0, 3])).shape == (2, 1, 28, 28)
     model.reset_classifier(0)

@@ -236,6 +236,11 @@ def naive_shares(model: IdpaNet, x: Tensor) -> Tensor:
     return share.reshape(model.num_classes, *model.grid, model.num_caps).sum(dim=-1)
 
 
+def test_an_empty_batch_has_an_empty_coupling_map() -> None:
+    net = capszoo.create_model("idpa_cnn").eval()
+    assert net.coupling_map(torch.zeros(0, 3, 32, 32)).shape[0] == 0
+
+
 def test_shares_follow_the_couplings() -> None:
     model = shaken(tiny(routing="sequential", routing_iters=2)).eval()
     x = torch.randn(1, 1, 20, 18, dtype=F64)

@@ -52,7 +52,7 @@ def open_images(
 ) -> ImageSet | StreamedSet:
     """A folder with a sub-folder per class, in a folder per split; without split folders, all is the training split."""
     root = split_folder(folder, SPLITS[split])
-    training = split_folder(folder, SPLITS["train"])
+    training = split_folder(folder, SPLITS["train"]) or root  # images for a test alone have their own classes
     if root is None or training is None:
         missing = SPLITS["train" if training is None else split]
         flat = sum(_is_image(str(file)) for file in folder.iterdir())

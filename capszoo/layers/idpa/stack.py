@@ -128,7 +128,7 @@ class IDPAStack(nn.Sequential):
             else:
                 height, width = (poses[level - 1] if level > 0 else x).shape[1:3]
                 share = layer.share_among_children(share, c, height, width)
-        share = share.reshape(share.shape[0], share.shape[1], x.shape[1], x.shape[2], -1)
+        share = share.reshape(share.shape[0], share.shape[1], x.shape[1], x.shape[2], x.shape[3])
         return share / share.sum(dim=(2, 3, 4), keepdim=True)
 
     def _typed(self) -> "List[Union[ConvIDPA, FCIDPA]]":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError
 from capszoo.export import bundle, compare, to_onnx
 from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, read_manifest, write
+from capszoo.export.bundle.check import open_runner
 from capszoo.export.verify.images import load_images
 from capszoo.inference import load_model, predict
 from capszoo.models._pretrained import bundled_tags, sha256_of
@@ -538,6 +540,49 @@ def test_wrong_usage(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a file"):
         export_bundle(ToyCaps(), tmp_path / "file")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["file", "mine"]
+
+
+def test_only_a_bundle_is_replaced(
+    served: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page"
+    page.mkdir()
+    (page / "manifest.json").write_text('{"name": "a web application"}')
+    (page / "index.html").write_text("x")
+    with pytest.raises(UsageError, match="holds files and is no bundle"):
+        export_bundle(ToyCaps(), page)
+    bundle = tmp_path / "bundle"
+    shutil.copytree(served[0], bundle)
+    (bundle / "notes").mkdir()
+    (bundle / "notes" / "mine.txt").write_text("x")
+    with pytest.raises(UsageError, match="files that are not the bundle's: notes/mine.txt"):
+        export_bundle(ToyCaps(), bundle)
+    assert (bundle / "notes" / "mine.txt").is_file() and (page / "index.html").is_file()
+    shutil.rmtree(bundle / "notes")
+    (bundle / "tensorrt").mkdir(exist_ok=True)
+    (bundle / "tensorrt" / "model.plan").write_text("an engine of the old graph")
+    link = tmp_path / "link"
+    link.symlink_to(bundle)
+    written = export_bundle(ToyCaps(1).eval(), link, gate="quick", batch=1)
+    assert link.is_symlink() and read_manifest(bundle) == written
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["bundle", "link", "page"]
+    monkeypatch.chdir(bundle)
+    with pytest.raises(UsageError, match="current folder"):
+        export_bundle(ToyCaps(), ".")
+
+
+def test_an_engine_that_was_built_later_is_found(
+    served: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capszoo.export import to_tensorrt
+
+    manifest = {**served[1], "engines": {"tensorrt": {"file": None, "note": "no engine was built"}}}
+    with pytest.raises(CapszooError, match="no engine was built"):
+        open_runner("tensorrt", tmp_path, manifest)
+    (tmp_path / "tensorrt").mkdir()
+    (tmp_path / "tensorrt" / "model.plan").write_text("x")
+    monkeypatch.setattr(to_tensorrt, "TensorRTRunner", lambda path: path)
+    assert open_runner("tensorrt", tmp_path, manifest) == tmp_path / "tensorrt" / "model.plan"
 
 
 def test_command_line(tmp_path: Path) -> None:

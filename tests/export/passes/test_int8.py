@@ -223,6 +223,16 @@ def test_images_of_folders_and_data_sets(root: Path, tmp_path: Path, monkeypatch
     assert open_images(model, str(mixed)).labels is None  # one class is not known: none is trusted
     assert open_images(model, str(mixed), uint8_input=True).images.dtype == torch.uint8
 
+    model.pretrained_cfg["label_names"] = ("b", "a", *"cdefghij")
+    for name, label in (("a", 1), ("b", 0)):  # by the model's names, not in the order of the folders
+        save(tmp_path / "named" / "test" / name, {"0.png": digits[label]})
+    for name in "cdefghij":
+        (tmp_path / "named" / "test" / name).mkdir()
+    by_name = open_images(model, f"imagefolder:{tmp_path / 'named'}")
+    assert by_name.labels is not None and by_name.labels.tolist() == [1, 0]
+    model.pretrained_cfg["label_names"] = tuple("klmnopqrst")
+    assert open_images(model, f"imagefolder:{tmp_path / 'named'}").labels is None
+
     monkeypatch.setattr(
         "capszoo.export.verify.images.load_dataset", lambda name, split, data, skipped: packed(root, name)
     )

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import capszoo
 from capszoo.data import DataError, ImageSet, dataset_spec
 from capszoo.data.augment import resize
 from capszoo.errors import CapszooError, UsageError
 from capszoo.recipes.evaluation.crops import Crops, default_side
 from capszoo.recipes.evaluation.metrics import Tally, assess, scored, stated_top1
-from capszoo.recipes.evaluation.target import prepare
+from capszoo.recipes.evaluation.target import _grey, prepare
 from tests.support import packed
 
 MODEL = "resnet20_routingcaps.mnist"
@@ -180,6 +182,33 @@ def test_a_folder_of_images_is_a_data_set(root: Path, tmp_path: Path) -> None:
     assert torch.equal(found.confusion, same.confusion), "the same digits, neither scaled nor cropped"
     with pytest.raises(UsageError, match="names a data set already"):
         prepare(MODEL, "mnist", data=f"imagefolder:{tmp_path}")
+
+
+def test_a_folder_for_a_test_alone_and_in_other_channels(root: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    digits = packed(root, "mnist")
+    grey, colour = tmp_path / "grey", tmp_path / "colour"
+    for n, (image, label) in enumerate(zip(digits.images[:100], digits.labels[:100], strict=True)):
+        picture = Image.fromarray(image[0].numpy())
+        for folder, mode in ((grey, "L"), (colour, "RGB")):
+            place = folder / "test" / str(int(label))
+            place.mkdir(parents=True, exist_ok=True)
+            picture.convert(mode).save(place / f"{n}.png")
+    same = assess(prepare(MODEL, digits.subset(torch.arange(100)), device="cpu"))
+    for folder in (grey, colour):
+        found = assess(prepare(MODEL, data=folder, device="cpu"))
+        assert found.confusion is not None and same.confusion is not None
+        assert torch.equal(found.confusion, same.confusion)
+    net = capszoo.create_model("resnet20_routingpool.cifar10", pretrained=True, img_size=28)
+    target = prepare(net, data=grey, device="cpu")
+    assert target.images.spec.input_size == (3, 28, 28) and assess(target).n == 100
+    pixels = torch.randint(256, (3, 5, 7), dtype=torch.uint8)
+    by_pillow = Image.fromarray(pixels.permute(1, 2, 0).numpy()).convert("L")
+    assert _grey(pixels[None])[0, 0].tolist() == np.asarray(by_pillow).tolist()
+    (grey / "test").rename(tmp_path / "flat")
+    with pytest.raises(DataError, match="--split train evaluates all of its images"):
+        prepare(MODEL, data=tmp_path / "flat", device="cpu")
 
 
 def test_images_in_memory(root: Path) -> None:
