@@ -241,9 +241,19 @@ def cost_table(measured: Path = COST) -> list[str]:
     return [*lines, "", "```sh", benchmark(), "```"]
 
 
-def _entropy(row: Row) -> str:
+def _entropies(row: Row) -> list[float]:
+    """Entropy of the class layer's couplings in each run that has any."""
     found = [run["routing"]["entropy"][-1] for run in row.runs if (run.get("routing") or {}).get("entropy")]
-    values = [value for value in found if value is not None]
+    return [value for value in found if value is not None]
+
+
+def even_heads(found: list[Row]) -> list[str]:
+    """Heads whose couplings stayed even in every run: to two decimals, their entropy is the maximum."""
+    return [row.head for row in found if _entropies(row) and min(_entropies(row)) >= 0.995]
+
+
+def _entropy(row: Row) -> str:
+    values = _entropies(row)
     return f"{statistics.mean(values):.2f}" if values else "–"
 
 
@@ -336,6 +346,11 @@ def page(kept: Path = KEPT) -> str:
     tried = [f"{head} {top1:.1f}" for head, top1 in trials(kept).items()]
     trial = ["", f"Trials of two layers, validation accuracy in %: {', '.join(tried)}."] if tried else []
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
+    heads = ", ".join(f"`{head}`" for head in even_heads(found))
+    more = (
+        "[Robustness](robustness.md#other-numbers-of-iterations) has what other numbers of iterations change."
+    )
+    even = ["", f"Heads whose couplings stayed even (entropy 1.00): {heads}. {more}"] if heads else []
     costs = cost_table()
     lines = [
         HEADER,
@@ -347,6 +362,7 @@ def page(kept: Path = KEPT) -> str:
         *plot,
         "",
         conclusion(found),
+        *even,
         *([""] if costs else []),
         *costs,
     ]

@@ -74,6 +74,17 @@ def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path)
     )
 
 
+def test_heads_that_do_not_route_are_named(comparison: Any, tmp_path: Path) -> None:
+    names = comparison.HEADS["dynamic"], comparison.HEADS["idpa"]
+    for name, entropy in zip(names, (0.9951, 0.9), strict=True):
+        run(comparison, tmp_path / "runs", name, 0, 80.0)
+        record = {"epoch": 1, "routing": {"entropy": [None, entropy]}}
+        (tmp_path / "runs" / f"{name}.0" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    comparison.collect(tmp_path / "runs", tmp_path / "kept")
+    assert comparison.even_heads(comparison.rows(tmp_path / "kept")) == ["dynamic"]
+    assert "couplings stayed even (entropy 1.00): `dynamic`." in comparison.page(tmp_path / "kept")
+
+
 def test_costs_are_relative_to_average_pooling(comparison: Any, tmp_path: Path) -> None:
     assert comparison.cost_table(tmp_path / "absent.json") == []
     command = comparison.benchmark().split()

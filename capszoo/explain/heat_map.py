@@ -1,7 +1,7 @@
 """The source of a prediction: the positions of the feature map that a class capsule was routed from.
 
-The heat map consists of the model's coupling coefficients (``coupling_map``); no gradient is computed and nothing
-is fitted.
+The heat map is the model's ``coupling_map``: its coupling coefficients, in some routings times the length of the vote
+or the activation of the child. No gradient is computed and nothing is fitted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Explanation:
     """An image, the model's output for it, and the positions that it was routed from.
 
     Attributes:
-        heat: share of the class capsule's coupling at each grid position ``[h', w']``; sums to 1.
+        heat: share of each grid position in the class capsule ``[h', w']`` (``coupling_map``); sums to 1.
         image: the model's input before normalisation, ``[c, h, w]`` in 0..1.
         scores: class scores ``[n]``.
         predicted: class with the highest score.
