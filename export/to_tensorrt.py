@@ -306,7 +306,7 @@ def write(
         return described, [GateStep(name, None, why), GateStep(parity, None, why)]
     if progress:
         progress("TensorRT builds the engine")
-    plan = place / "model.plan"
+    plan = folder / PLAN
     built = build_engine(folder / "model.onnx", plan, report, options, trt)
     if built.inspection:
         (place / "layers.json").write_text(built.inspection, encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,19 @@ def test_compare_takes_the_size_of_the_weights_and_any_source(root: Path, tmp_pa
             about = json.loads(succeeds("info", row["name"], "--json"))
             assert row["parameters"] == about["parameters"] and "." in row["name"]
             assert row["multiply_adds"] == about["multiply_adds"]
+
+
+def test_compare_takes_a_run_beside_the_weights_of_its_name(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CAPSZOO_DATA", raising=False)
+    name = "capsnet_em_norb_small.mnist"
+    for suffix in (".safetensors", ".json"):
+        shutil.copy(root / "capszoo" / "weights" / f"{name}{suffix}", tmp_path)
+    own = tmp_path / f"{name}.safetensors"
+    options = ("--batch-size", "1", "--repeats", 1, "--device", "cpu", "--json")
+    found = json.loads(succeeds("compare", own, name, *options))
+    assert [row["runner"] for row in found["timings"]] == [str(own), name]
 
 
 def test_compare_needs_two_models(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument, checkpoints, describe
+from .._metadata import default_weights
 from ..errors import CapszooError, UsageError
 from .common import (
     DeviceOption,
@@ -235,9 +236,10 @@ def compare_command(
     names = [model, others[0]]
     for name in names:
         check_model_argument(name)
+    given, names = names, [_with_tag(name) for name in names]
+    if names[0] == names[1]:
+        raise UsageError(f"{given[0]} and {given[1]} are the same weights", "give two models")
     about = [_about(name) for name in names]
-    if about[0]["name"] == about[1]["name"]:
-        raise UsageError(f"{names[0]} and {names[1]} are the same weights", "give two models")
     measured, why = _agreement(names, dataset, data, limit, seed, device)
     timings = _time(names, sizes, repeats, device)
     if as_json:
@@ -267,22 +269,21 @@ def _print_models(about: list[dict[str, Any]]) -> None:
     stdout().print(table)
 
 
-def _described(name: str) -> dict[str, Any]:
+def _with_tag(name: str) -> str:
+    """The name of an architecture's default weights, whose size may be another; other names as they are."""
+    info = default_weights(checkpoints(), name)
+    return info.name if info else name
+
+
+def _about(name: str) -> dict[str, Any]:
+    """Size and stated accuracy of a model."""
     about = describe(name)
     if about is None:
         from ..summary import summarise
 
         about = summarise(name).to_dict()
-    return about
-
-
-def _about(name: str) -> dict[str, Any]:
-    """Size and stated accuracy of a model."""
-    about = _described(name)
     chosen = next((entry for entry in about["weights"] if entry["default"]), None)
     chosen = chosen or next(iter(about["weights"]), None)
-    if chosen and chosen["name"] != name and chosen["name"] in checkpoints():
-        about = _described(chosen["name"])  # weights may have another size or number of classes
     test = chosen["metrics"].get("test", {}) if chosen else {}
     return {
         "name": chosen["name"] if chosen else name,

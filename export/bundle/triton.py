@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from ..report import ExportReport
+from ..to_tensorrt import PLAN
 
 __all__ = ["write_triton"]
 
@@ -20,7 +21,7 @@ def write_triton(folder: Path, name: str, report: ExportReport, classes: int, te
         (place / "1").mkdir(parents=True)
         (place / "config.pbtxt").write_text(_triton_config(name, backend, file, report), encoding="utf-8")
         shutil.copyfile(folder / "labels.txt", place / "labels.txt")
-        model = folder / ("model.onnx" if file == "model.onnx" else "tensorrt/model.plan")
+        model = folder / ("model.onnx" if file == "model.onnx" else PLAN)
         if model.is_file():
             shutil.copyfile(model, place / "1" / file)
         else:
