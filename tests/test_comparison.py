@@ -38,6 +38,7 @@ def run(
         "train_seconds": 100,
         "hardware": "a machine",
         "metrics": {"validation": {"top1": top1 + 1, "n": 1000}, "test": {"top1": top1, "n": 10000}},
+        "history": {"train_loss": [2.4, 5.1, 1.0 + seed]},
     }
     out = folder / "trials" / name if trial else folder / f"{name}.{seed}"
     out.mkdir(parents=True)
@@ -124,8 +125,8 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
     assert "91.20 ± 0.20 | 3 | 92.20 | 0.50 | 100 | a machine" in rows["avg"] and "269,722" in rows["avg"]
     assert "no run yet" in rows["conv"] and "99.00" not in page
     assert "dynamic, 2 layers" in rows and "91.00 | 1" in rows["dynamic, 2 layers"]
-    # pooled deviation 0.2, two heads of three seeds: 2.776 * 0.2 * sqrt(2 / 3)
-    assert "More accurate: em (+1.00 ± 0.45). ±" in page and "4 degrees of freedom" in page
+    # two heads of three seeds, deviation 0.2 each, so Welch's degrees of freedom are 4: 2.776 * 0.2 * sqrt(2 / 3)
+    assert "More accurate: em (+1.00 ± 0.45). ±" in page
     assert (
         "Seeds are missing for `routing_pool`, `conv`, `dynamic`, `idpa`, `self_routing`, `dynamic, 2 layers`"
         in page
@@ -146,6 +147,21 @@ def test_the_conclusion_needs_more_than_the_spread_of_seeds(
         comparison.collect(runs, kept)
         assert ("too few runs" in comparison.page(kept)) == (seed < 2)
     assert said in comparison.page(kept)
+
+
+def test_a_head_whose_seeds_differ_much_widens_its_own_interval_alone(
+    comparison: Any, tmp_path: Path
+) -> None:
+    runs, kept = tmp_path / "runs", tmp_path / "kept"
+    for seed, (avg, pool, conv) in enumerate([(89.0, 88.6, 86.0), (89.1, 88.7, 83.0), (89.2, 88.8, 86.0)]):
+        run(comparison, runs, "resnet20_avg.cifar10", seed, avg)
+        run(comparison, runs, "resnet20_routingpool.cifar10", seed, pool)
+        run(comparison, runs, "resnet20_conv.cifar10", seed, conv)
+    comparison.collect(runs, kept)
+    page = comparison.page(kept)
+    # routing_pool: 2.776 * 0.1 * sqrt(2 / 3); conv: degrees of freedom 2.01, so 4.27 * sqrt((3 + 0.01) / 3)
+    assert "Less accurate: routing_pool (-0.40 ± 0.23). No difference shown: conv (-4.10 ± 4.28)." in page
+    assert "rises, to 5.1 in epoch 2 (seed 0), 5.1 in epoch 2 (seed 1), 5.1 in epoch 2 (seed 2)" in page
 
 
 def test_the_page_is_up_to_date(comparison: Any) -> None:
