@@ -206,7 +206,8 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         return replace(cfg, **{**NO_SOURCE, "state_dict": cfg.state_dict})
     info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
     tag = cfg.tag
-    if cfg.source == "hf-hub":
+    named = cfg.source is None and not cfg.file and bool(cfg.hf_hub_id)  # by the caller or by the tag
+    if cfg.source == "hf-hub" or (named and (info is None or cfg.hf_hub_id != info.hub_id)):
         stated = hub_config(str(cfg.hf_hub_id), cache_dir).sha256
         path = download_weights(str(cfg.hf_hub_id), cache_dir, stated or "")
         tag = trusted_tag(variant, tag, stated)
@@ -219,8 +220,6 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
             raise WeightsError(f"{path}: no such file")
     elif info is not None:
         path = locate_weights(info, cache_dir)
-    elif cfg.hf_hub_id:
-        path = download_weights(str(cfg.hf_hub_id), cache_dir)
     else:
         tags = [name for name in bundled_tags() if name.startswith(f"{variant}.")]
         untrained = "use pretrained=False"

@@ -210,6 +210,17 @@ def test_missing_and_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("name", ("resnet20_routingcaps", "resnet20_routingcaps.mnist"))
+def test_a_repository_that_the_caller_names_wins_over_the_tag(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(WeightsError, match="me/other"):
+        capszoo.create_model(
+            name, pretrained=True, pretrained_cfg_overlay={"hf_hub_id": "me/other"}, cache_dir=tmp_path
+        )
+
+
 def test_names_of_the_front_door() -> None:
     with pytest.raises(capszoo.UnknownModel, match="unknown model"):
         capszoo.create_model("no_such_capsule_net")
