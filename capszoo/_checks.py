@@ -221,7 +221,8 @@ def _pool(value: Any, where: str, key: str) -> tuple[int, ...] | None:
 
 
 def _crop(value: Any, where: str, key: str) -> float:
-    return _real(value, where, key, 0.01, 1.0)
+    # above 1, timm pads the image (VOLO's 1.15); here it fills the frame
+    return min(_real(value, where, key, 0.01, 2.0), 1.0)
 
 
 def _descriptions(value: Any, where: str, key: str) -> dict[str, str] | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save, save_file
 
@@ -19,7 +20,7 @@ import capszoo
 from capszoo._catalogue import checkpoint_row, weights_entry
 from capszoo.inference import load_model
 from capszoo.models import _pretrained
-from capszoo.models._metadata import ModelConfig
+from capszoo.models._metadata import ModelConfig, described
 from capszoo.models._pretrained import WeightsError, WeightsInfo, load_safetensors
 from capszoo.scores import score_kind
 
@@ -271,6 +272,13 @@ def test_a_configuration_describes_and_names_no_source(tmp_path: Path) -> None:
     assert not {"url", "file", "hf_hub_id", "hf_hub_filename", "state_dict"} & model.pretrained_cfg.keys()
     assert model.pretrained_cfg["mean"] == (0.1,) and model.num_classes == 3
     assert model.pretrained_cfg["first_conv"] == "stages.stem.conv", "what the network is, its code says"
+
+
+def test_configurations_of_timm_are_accepted() -> None:
+    """All of them, as timm writes them; VOLO's share of the crop is above 1."""
+    for name in timm.list_pretrained():
+        written = json.loads(json.dumps(timm.get_pretrained_cfg(name).to_dict(remove_source=True)))
+        assert 0 < described(written, name).get("crop_pct", 1.0) <= 1, name
 
 
 def test_a_backbone_is_not_fetched(tmp_path: Path) -> None:
