@@ -121,6 +121,8 @@ def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[s
         model = create(pretrained=pretrained, pretrained_cfg=cfg, **{**config.model_args, **kwargs})
     about: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     about.pop("state_dict", None)
+    if config.own_keys:
+        about.setdefault("capszoo", config.own_keys)
     if source == "hf-hub":
         about["hf_hub_id"] = target
     return model

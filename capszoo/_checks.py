@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "architecture_name",
     "check_model_args",
+    "checked_sections",
     "checked_value",
     "described",
     "first_line",
@@ -220,7 +221,8 @@ def _pool(value: Any, where: str, key: str) -> tuple[int, ...] | None:
 
 
 def _crop(value: Any, where: str, key: str) -> float:
-    return _real(value, where, key, 0.01, 1.0)
+    # above 1, timm pads the image (VOLO's 1.15); here it fills the frame
+    return min(_real(value, where, key, 0.01, 2.0), 1.0)
 
 
 def _descriptions(value: Any, where: str, key: str) -> dict[str, str] | None:
@@ -327,24 +329,77 @@ def described(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
     return taken
 
 
-def own_keys(value: Any, where: str) -> dict[str, Any]:
-    """The zoo's keys of a configuration, checked; drops unknown ones.
+def _one_of(*allowed: str) -> Callable[[Any, str, str], str]:
+    def check(value: Any, where: str, key: str) -> str:
+        if not isinstance(value, str) or value not in allowed:
+            raise WeightsError(f"{where}: {key} must be one of {', '.join(allowed)}, not {_short(value)}")
+        return value
+
+    return check
+
+
+def _object_size(value: Any, where: str, key: str) -> list[int]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise WeightsError(f"{where}: {key} must be two numbers, [height, width], not {_short(value)}")
+    return [_whole(side, where, key, 1, MAX_INPUT_PIXELS) for side in value]
+
+
+#: Keys of metadata whose values are objects.
+_SECTIONS = ("recipe", "dataset", "metrics", "history", "versions", "per_class")
+
+#: The zoo's keys: facts about weights for which timm's ``PretrainedCfg`` has no field.
+_OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
+    "background": _one_of("black", "white"),  # those of `capszoo.reading`, which imports Pillow
+    "object_size": _object_size,
+    "score_kind": _one_of(*SCORE_KINDS),
+}
+
+
+def checked_sections(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Metadata whose sections are objects; a section that is null counts as absent and is left out.
+
+    Raises:
+        WeightsError: a section of another type.
+    """
+    found = _without_nulls(raw, _SECTIONS)
+    sections = {key: found[key] for key in _SECTIONS if key in found}
+    for key, value in sections.items():
+        _object(value, where, key)
+    if "recipe" in sections:
+        found["recipe"] = _without_nulls(sections["recipe"], ("loss",))
+        _object(found["recipe"].get("loss", {}), where, "recipe.loss")
+    if "metrics" in sections:
+        found["metrics"] = _without_nulls(sections["metrics"], tuple(sections["metrics"]))
+        for split, measured in found["metrics"].items():
+            _object(measured, where, f"metrics.{split}")
+    return found
+
+
+def _without_nulls(values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None or key not in keys}
+
+
+def _object(value: Any, where: str, key: str) -> None:
+    if not isinstance(value, dict):
+        raise WeightsError(f"{where}: {key} must be an object, not {_kind(value)}")
+
+
+def own_keys(value: Any, where: str, prefix: str = "capszoo.") -> dict[str, Any]:
+    """The zoo's keys of a configuration or of metadata, checked; drops unknown ones.
+
+    Args:
+        value: an object with these keys, or None.
+        where: name of the file in error messages.
+        prefix: precedes a key in error messages.
 
     Raises:
         WeightsError: no object, or an invalid value.
     """
     if value is None:
         return {}
-    if not isinstance(value, dict):
-        raise WeightsError(f"{where}: capszoo must be an object, not {_kind(value)}")
-    kind = value.get("score_kind")
-    if kind is None:
-        return {}
-    if kind not in SCORE_KINDS:
-        raise WeightsError(
-            f"{where}: capszoo.score_kind must be one of {', '.join(SCORE_KINDS)}, not {_short(kind)}"
-        )
-    return {"score_kind": kind}
+    _object(value, where, "capszoo")
+    stated = {key: value[key] for key in _OWN_CHECKS if value.get(key)}
+    return {key: _OWN_CHECKS[key](found, where, f"{prefix}{key}") for key, found in stated.items()}
 
 
 @dataclass(frozen=True)
@@ -390,4 +445,6 @@ class ModelConfig:
         architecture = checked_value(raw, "architecture", where)
         cfg["architecture"] = architecture
         sha256 = checked_value(raw, "sha256", where, default=None)
-        return cls(architecture, cfg, args, sha256, own_keys(raw.get("capszoo"), where))
+        # timm's `save_for_hf` writes the whole of a model's `pretrained_cfg`
+        own = own_keys(raw.get("capszoo") or stated.get("capszoo"), where)
+        return cls(architecture, cfg, args, sha256, own)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._checks import check_model_args, checked_value, read_json_object
+from ._checks import check_model_args, checked_sections, checked_value, read_json_object
+from ._checks import own_keys as checked_own_keys
 from .errors import CapszooError, WeightsError
 from .scores import SCORE_KINDS, kind_for
 
@@ -86,10 +87,9 @@ class WeightsInfo:
         Raises:
             WeightsError: not readable, or an invalid value; the message names the file and the key.
         """
-        raw, where = read_json_object(path), str(path)
-        for key in ("recipe", "dataset", "metrics", "history", "versions", "per_class"):
-            if not isinstance(raw.get(key, {}), (dict, type(None))):
-                raise WeightsError(f"{where}: {key} must be an object")
+        where = str(path)
+        raw = checked_sections(read_json_object(path), where)
+        checked_own_keys(raw, where, prefix="")
         return cls(
             architecture=checked_value(raw, "architecture", where),
             tag=checked_value(raw, "tag", where),

@@ -91,7 +91,7 @@ class LoadedModel:
             One prediction for one image, a list for several. A file that cannot be read has its ``error`` set.
 
         Raises:
-            UsageError: an array that is no image, or ``topk`` below 1.
+            UsageError: an array that is no image, or ``topk`` or ``batch_size`` below 1.
 
         Examples:
             >>> import capszoo

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "pixel_limit",
     "resize_and_crop",
     "to_mode",
+    "upright_picture",
 ]
 
 #: Suffixes of image files in a folder; a file given by name may have any suffix.
@@ -106,20 +108,44 @@ def open_image(
     limit = max_pixels or pixel_limit()
     if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = limit  # Pillow's limit would refuse images that the caller allows
-    try:
+    with _one_line_errors(name, limit):
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if image.width * image.height > limit:
                 raise CapszooError(
                     f"{name}: {image.width}x{image.height} are more than {limit:,} pixels",
                     "scale it down, or allow more with CAPSZOO_MAX_PIXELS",
                 )
-            if image.mode == "LAB":  # Pillow converts it only with a colour profile
-                raise CapszooError(f"{name}: in LAB colours", "save it in grey or RGB")
             if side is not None:
                 image.draft({1: "L", 3: "RGB"}.get(channels or 0), (side, side))
-            image.load()
-            upright = ImageOps.exif_transpose(image)
+            upright = _upright(image, name)
             return upright if channels is None else to_mode(upright, channels)
+
+
+def upright_picture(image: Image.Image) -> Image.Image:
+    """A picture that Pillow opened or made, upright.
+
+    Raises:
+        CapszooError: its file is damaged or closed, it has no pixels, or it is in LAB colours.
+    """
+    name = getattr(image, "filename", "") or "the picture"
+    with _one_line_errors(name, pixel_limit()):
+        return _upright(image, name)
+
+
+def _upright(image: Image.Image, name: str | Path) -> Image.Image:
+    if image.mode == "LAB":  # Pillow converts it only with a colour profile
+        raise CapszooError(f"{name}: in LAB colours", "save it in grey or RGB")
+    if 0 in image.size:
+        raise CapszooError(f"{name}: has no pixels", "give another image")
+    image.load()
+    return ImageOps.exif_transpose(image)
+
+
+@contextmanager
+def _one_line_errors(name: str | Path, limit: int) -> Iterator[None]:
+    """Turn what Pillow raises for an image into a CapszooError; `limit` is the number of pixels that is allowed."""
+    try:
+        yield
     except CapszooError:
         raise
     except FileNotFoundError:

@@ -103,7 +103,7 @@ def predict(
         transform: how images are read; None uses `capszoo.preprocess.model_transform` of the model.
 
     Raises:
-        UsageError: ``topk`` below 1, a model without classes, or an array that is no image.
+        UsageError: ``topk`` or ``batch_size`` below 1, a model without classes, or an array that is no image.
 
     Examples:
         >>> net = load_model("resnet20_routingcaps.mnist", device="cpu")
@@ -112,8 +112,9 @@ def predict(
         ('3', 2)
     """
     labels = label_names(model)
-    if topk < 1:
-        raise UsageError(f"topk is {topk}", "give 1 or more")
+    for option, value in (("topk", topk), ("batch_size", batch_size)):
+        if value < 1:
+            raise UsageError(f"{option} is {value}", "give 1 or more")
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
     transform = transform or model_transform(model)

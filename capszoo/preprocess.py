@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 
 from .errors import CapszooError, UsageError
-from .images import IMAGE_SUFFIXES, find_images, open_image, resize_and_crop, to_mode
+from .images import IMAGE_SUFFIXES, find_images, open_image, resize_and_crop, to_mode, upright_picture
 from .reading import BACKGROUNDS, default_background, fit_drawing, flatten, invert, looks_inverted, pad_to
 
 __all__ = [
@@ -67,13 +67,13 @@ def as_image(image: ImageLike) -> Image.Image:
             floating-point numbers in 0..1, with 1 channel (grey), 3 (RGB) or 4 (RGB and opacity).
 
     Raises:
-        CapszooError: a file that cannot be read.
+        CapszooError: a file or a picture that cannot be read.
         UsageError: an array of an invalid shape, dtype or range, or no image at all.
     """
     if isinstance(image, (str, Path)):
         return load_image(image)
     if isinstance(image, Image.Image):
-        return ImageOps.exif_transpose(image)
+        return upright_picture(image)
     if not isinstance(image, (np.ndarray, Tensor)):
         raise UsageError(f"{type(image).__name__} is no image", "give a path, a PIL image or an array")
     if isinstance(image, Tensor):

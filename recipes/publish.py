@@ -173,9 +173,9 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
     shutil.copyfile(found.weights, folder / HUB_FILENAME)
     write_safetensors(folder / GOLDEN, {"pixels": found.pixels, "scores": found.scores})
     write_atomically(folder / "config.json", json.dumps(_config(found), indent=1, ensure_ascii=False) + "\n")
-    write_atomically(
-        folder / METADATA_FILENAME, json.dumps(public(info.raw), indent=1, ensure_ascii=False) + "\n"
-    )
+    # a label may look like a path
+    metadata = {key: value if key == "label_names" else public(value) for key, value in info.raw.items()}
+    write_atomically(folder / METADATA_FILENAME, json.dumps(metadata, indent=1, ensure_ascii=False) + "\n")
     if info.label_names:
         write_atomically(folder / LABELS, "\n".join(info.label_names) + "\n")
     history = info.metadata.history
@@ -231,6 +231,21 @@ def _staging(out: Path | None) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def _check_repo_id(repo_id: str) -> None:
+    """Raise UsageError unless the Hub takes the name, also for a dry run."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    remedy = "give USER/NAME, such as me/my-capsules"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
+        raise UsageError(f"'{repo_id}' is no name of a repository", remedy)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"the Hub takes no repository of this name ({reason})", remedy) from None
+
+
 def publish(
     run: str | Path,
     repo_id: str,
@@ -257,8 +272,7 @@ def publish(
         UsageError: an invalid repository name.
         PublishError, WeightsError: one line; the same command can be repeated.
     """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
-        raise UsageError(f"'{repo_id}' is no name of a repository", "give USER/NAME, such as me/my-capsules")
+    _check_repo_id(repo_id)
     with _staging(Path(out) if out else None) as folder:
         info = stage(run, repo_id, folder, private)
         result: dict[str, Any] = {"repo_id": repo_id, "model": info.name, "files": _listing(folder)}

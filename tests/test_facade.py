@@ -87,6 +87,31 @@ def test_what_is_no_image_at_all(model: capszoo.LoadedModel) -> None:
         _ = found.label
 
 
+def test_pictures_that_cannot_be_read_spare_the_others(model: capszoo.LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(DIGIT.read_bytes()[:120])
+    closed = Image.open(DIGIT)
+    closed.close()
+    unreadable = [
+        (Image.open(tmp_path / "cut.png"), "cut.png: cannot be read (image file is truncated)"),
+        (closed, "cannot be read (Operation on closed image)"),
+        (Image.new("L", (0, 0)), "the picture: has no pixels"),
+        (Image.new("LAB", (28, 28)), "in LAB colours"),
+    ]
+    found = model.predict([*(picture for picture, _ in unreadable), DIGIT])
+    assert found[-1].label == "3"
+    for one, (_, message) in zip(found, unreadable, strict=False):
+        assert message in one.error and "\n" not in one.error
+    with pytest.raises(CapszooError, match="has no pixels"):
+        model.explain(Image.new("L", (0, 0)))
+
+
+@pytest.mark.parametrize("option", ("topk", "batch_size"))
+@pytest.mark.parametrize("value", (0, -1))
+def test_counts_below_1(model: capszoo.LoadedModel, option: str, value: int) -> None:
+    with pytest.raises(UsageError, match=f"{option} is {value}"):
+        model.predict([DIGIT], **{option: value})
+
+
 def test_transparency_survives_an_array() -> None:
     rgba = np.zeros((5, 4, 4), np.uint8)
     assert as_image(rgba).mode == "RGBA" and as_image(rgba).size == (4, 5)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 
 import capszoo
 from capszoo._metadata import default_weights
-from capszoo.models._pretrained import bundled_tags
+from capszoo.models._pretrained import bundled_tags, sha256_of
 from capszoo.recipes.weights import canonical_keys, reading_keys
 from capszoo.scores import SCORE_KINDS, kind_for, probabilities, score_kind
 from tests.support import load_script
@@ -118,3 +120,34 @@ def test_a_local_repository_keeps_the_kind(tmp_path: Path) -> None:
 
     stage("resnet20_routingcaps.multimnist", "me/x", tmp_path)
     assert score_kind(load_model(str(tmp_path), device="cpu")) == "label_lengths"
+
+
+@pytest.mark.parametrize("save", ("publish", "timm"))
+def test_a_repository_of_other_weights_keeps_what_timm_has_no_field_for(tmp_path: Path, save: str) -> None:
+    """Weights that the zoo does not know by name, trained with another loss than the architecture's."""
+    if save == "publish" and importlib.util.find_spec("yaml") is None:
+        pytest.skip("needs capszoo[train]")
+    net = capszoo.create_model("resnet20_routingcaps", num_classes=3, in_chans=1, img_size=28)
+    own = {"background": "white", "object_size": [20, 20], "score_kind": "label_lengths"}
+    if save == "publish":
+        from capszoo.recipes.publish import stage
+
+        file = tmp_path / "resnet20_routingcaps.own.safetensors"
+        save_file(net.state_dict(), file)
+        stated = dict(architecture="resnet20_routingcaps", tag="own", sha256=sha256_of(file), num_classes=3)
+        stated |= dict(input_size=[1, 28, 28], mean=[0.5], std=[0.5], **own)
+        file.with_suffix(".json").write_text(json.dumps(stated))
+        folder = tmp_path / "repository"
+        folder.mkdir()
+        stage(file, "me/own", folder)
+    else:
+        net.pretrained_cfg["capszoo"] = own
+        folder = tmp_path
+        timm.models.save_for_hf(net, str(folder), safe_serialization=True)
+    for create in (capszoo.create_model, timm.create_model):
+        loaded = create(f"local-dir:{folder}", pretrained=True)
+        assert loaded.pretrained_cfg["capszoo"] == own
+        assert score_kind(loaded) == "label_lengths"
+    # a configuration in memory is accepted as timm accepts it
+    again = capszoo.create_model("resnet20_routingcaps", pretrained_cfg=dict(loaded.pretrained_cfg))
+    assert again.pretrained_cfg["capszoo"] == own

@@ -1,6 +1,6 @@
 """Use any timm model as a feature extractor: its last features as ``[b, c, h, w]``, whatever their layout."""
 
-import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple
 
@@ -9,7 +9,6 @@ import torch
 from timm.models import (
     get_pretrained_cfg,
     is_model,
-    load_model_config_from_hf,
     parse_model_name,
     split_model_name_tag,
 )
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 
 from capszoo._suggest import unknown_name
 
-from ._pretrained import WeightsError, download_weights, load_safetensors
+from ._metadata import ModelConfig, fitting
+from ._pretrained import WeightsError, download_weights, hub_config, load_safetensors
 
 __all__ = ["BackboneFeatures", "create_backbone", "first_convolution"]
 
@@ -148,6 +148,49 @@ def _token_grid(model: Any, img_size: Tuple[int, int]) -> Tuple[int, int]:
     return 0, 0
 
 
+def _registered_cfg(name: str) -> Any:
+    """timm's configuration of a name with or without a tag; None if it has none.
+
+    Raises:
+        ValueError: an unknown name or tag; the message suggests the nearest.
+    """
+    architecture, _ = split_model_name_tag(name)
+    if not is_model(architecture):
+        raise ValueError(unknown_name("backbone", architecture, timm.list_models()))
+    try:
+        return get_pretrained_cfg(name, allow_unregistered=True)
+    except RuntimeError as error:  # a tag that timm does not know
+        known = timm.list_pretrained(f"{architecture}.*")
+        raise ValueError(unknown_name("backbone", name, known or [architecture])) from error
+
+
+def _saved_file(folder: str, name: str) -> Path:
+    path = Path(folder) / name
+    if not path.is_file():
+        raise WeightsError(
+            f"{folder} has no {name}: save the backbone with timm's save_for_hf(model, folder), which writes "
+            "config.json and model.safetensors; nothing else is loaded"
+        )
+    return path
+
+
+def _described_cfg(source: str, target: str, cache_dir: Optional[str]) -> Any:
+    """timm's configuration of the architecture that the ``config.json`` of a repository or a folder names.
+
+    Raises:
+        WeightsError: there is no such file, or it is no model configuration; one line.
+    """
+    if source == "hf-hub":
+        architecture = hub_config(target, cache_dir).architecture
+    else:
+        architecture = ModelConfig.read(_saved_file(target, "config.json")).architecture
+    if not is_model(architecture):
+        raise WeightsError(
+            f"{target}: config.json: {unknown_name('architecture', architecture, timm.list_models())}"
+        )
+    return get_pretrained_cfg(architecture)
+
+
 def create_backbone(
     name: str,
     pretrained: bool = False,
@@ -170,34 +213,22 @@ def create_backbone(
         WeightsError: there are no weights, or no network; one line.
     """
     source, target = parse_model_name(name)
-    cfg: Any = None
+    cfg = _described_cfg(source, target, cache_dir) if source else _registered_cfg(target)
     arguments: Dict[str, Any] = dict(num_classes=0, global_pool="", in_chans=in_chans)
     overlay: Dict[str, Any] = {}
-    if not source:
-        architecture, _ = split_model_name_tag(target)
-        if not is_model(architecture):
-            raise ValueError(unknown_name("backbone", architecture, timm.list_models()))
-        cfg = get_pretrained_cfg(target, allow_unregistered=True)
-        if pretrained:
-            if cfg is None or not cfg.hf_hub_id:
-                raise WeightsError(
-                    f"timm has no weights of {target} on the Hub: leave pretrained out, or use local-dir:"
-                )
-            overlay = {"state_dict": load_safetensors(download_weights(str(cfg.hf_hub_id), cache_dir))}
+    if pretrained and not source:
+        if cfg is None or not cfg.hf_hub_id:
+            raise WeightsError(
+                f"timm has no weights of {target} on the Hub: leave pretrained out, or use local-dir:"
+            )
+        overlay = {"state_dict": load_safetensors(download_weights(str(cfg.hf_hub_id), cache_dir))}
     elif pretrained:
-        if source == "local-dir":
-            path, config = Path(target) / "model.safetensors", Path(target) / "config.json"
-            if missing := [file.name for file in (config, path) if not file.is_file()]:
-                raise WeightsError(
-                    f"{target} has no {missing[0]}: save the backbone with timm's save_for_hf(model, folder), which "
-                    "writes config.json and model.safetensors; nothing else is loaded"
-                )
-            architecture = json.loads(config.read_text(encoding="utf-8")).get("architecture", "")
-        else:
-            _, architecture, _ = load_model_config_from_hf(target, cache_dir=cache_dir)
-            path = download_weights(target, cache_dir)
+        path = (
+            download_weights(target, cache_dir)
+            if source == "hf-hub"
+            else _saved_file(target, "model.safetensors")
+        )
         overlay = {"state_dict": load_safetensors(path)}
-        cfg = get_pretrained_cfg(architecture)
     if overlay:
         classifiers = getattr(cfg, "classifier", None) or ()
         for name_of in (classifiers,) if isinstance(classifiers, str) else classifiers:
@@ -209,12 +240,13 @@ def create_backbone(
         arguments.update(pretrained=True, pretrained_cfg_overlay=overlay)
     sized = {**arguments, "img_size": img_size} if img_size else arguments
     try:
-        try:
-            return timm.create_model(name, **sized)
-        except TypeError as error:
-            if "img_size" not in str(error):
-                raise
-            return timm.create_model(name, **arguments)  # a convolutional network takes any size
+        with fitting(target) if overlay else nullcontext():
+            try:
+                return timm.create_model(name, **sized)
+            except TypeError as error:
+                if "img_size" not in str(error):
+                    raise
+                return timm.create_model(name, **arguments)  # a convolutional network takes any size
     except AssertionError as error:
         raise ValueError(
             f"{target} cannot be a backbone: timm does not create it with {_stated(sized)}"
@@ -236,10 +268,7 @@ def create_backbone_cfg(name: str) -> Dict[str, Any]:
     if source:
         model = create_backbone(name)
         return dict(getattr(model, "pretrained_cfg", None) or {})
-    architecture, _ = split_model_name_tag(target)
-    if not is_model(architecture):
-        raise ValueError(unknown_name("backbone", architecture, timm.list_models()))
-    cfg = get_pretrained_cfg(target, allow_unregistered=True)
+    cfg = _registered_cfg(target)
     return cfg.to_dict() if cfg is not None else {}
 
 

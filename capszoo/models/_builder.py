@@ -57,6 +57,9 @@ NO_SOURCE: dict[str, Any] = dict(
     dict.fromkeys(("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source")), custom_load=False
 )
 
+#: Sources of a configuration that a stranger wrote, as timm names them.
+_STRANGERS = ("hf-hub", "local-dir")
+
 #: Arguments that are integers in every model, with their minimum.
 _COUNTS = {"num_classes": 0, "in_chans": 1, "routing_iters": 0}
 
@@ -125,6 +128,23 @@ def _default_tag(variant: str) -> str | None:
     return info.tag if info else None
 
 
+def _without_own_keys(
+    given: Any, overlay: Mapping[str, Any] | None
+) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
+    """A configuration and its overlay for timm, without the zoo's keys, for which timm has no field; and those keys.
+
+    A model's ``pretrained_cfg`` has them, and so has the ``config.json`` that timm's ``save_for_hf`` writes.
+    """
+    overlay = dict(overlay or {})
+    own_keys = overlay.pop("capszoo", None)
+    if isinstance(given, Mapping) and "capszoo" in given:
+        given = dict(given)
+        stated = given.pop("capszoo")
+        if own_keys is None and given.get("source") not in _STRANGERS:  # theirs are checked (`_own_keys`)
+            own_keys = stated
+    return given, overlay, own_keys
+
+
 def _own_keys(cfg: PretrainedCfg, info: WeightsInfo | None, cache_dir: str | Path | None) -> dict[str, Any]:
     """Facts about the weights for which timm's configuration has no field (see `WeightsInfo.own_keys`)."""
     if cfg.source == "hf-hub":
@@ -186,7 +206,8 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         return replace(cfg, **{**NO_SOURCE, "state_dict": cfg.state_dict})
     info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
     tag = cfg.tag
-    if cfg.source == "hf-hub":
+    named = cfg.source is None and not cfg.file and bool(cfg.hf_hub_id)  # by the caller or by the tag
+    if cfg.source == "hf-hub" or (named and (info is None or cfg.hf_hub_id != info.hub_id)):
         stated = hub_config(str(cfg.hf_hub_id), cache_dir).sha256
         path = download_weights(str(cfg.hf_hub_id), cache_dir, stated or "")
         tag = trusted_tag(variant, tag, stated)
@@ -199,8 +220,6 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
             raise WeightsError(f"{path}: no such file")
     elif info is not None:
         path = locate_weights(info, cache_dir)
-    elif cfg.hf_hub_id:
-        path = download_weights(str(cfg.hf_hub_id), cache_dir)
     else:
         tags = [name for name in bundled_tags() if name.startswith(f"{variant}.")]
         untrained = "use pretrained=False"
@@ -255,15 +274,15 @@ def build_capsule_model(
         WeightsError: weights are requested but missing or damaged, or do not fit.
     """
     own_args = _own_args(model_cls, variant, kwargs)
-    given = kwargs.pop("pretrained_cfg", None)
-    overlay = dict(kwargs.pop("pretrained_cfg_overlay", None) or {})
-    own_keys = overlay.pop("capszoo", None)
+    given, overlay, own_keys = _without_own_keys(
+        kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
+    )
     cfg = resolve_pretrained_cfg(variant, given, overlay)
     if pretrained and not given and not cfg.has_weights and cfg.state_dict is None:
         cfg = resolve_pretrained_cfg(variant, _default_tag(variant), overlay)
     cache_dir = kwargs.pop("cache_dir", None)
     # timm read it from a repository or a folder; capszoo.create_model accepts less from there, and passes a state dict
-    stranger = cfg.source in ("hf-hub", "local-dir")
+    stranger = cfg.source in _STRANGERS
     if stranger:
         where: dict[str, Any] = dict(source=cfg.source, file=cfg.file, hf_hub_id=cfg.hf_hub_id)
         taken = stranger_cfg(cfg.to_dict(), variant, str(cfg.file or cfg.hf_hub_id))

@@ -177,7 +177,7 @@ def limit_hub_waits() -> None:
 
 
 def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig:
-    """The ``config.json`` of a Hub repository; a damaged one in the client's cache is downloaded again.
+    """The ``config.json`` of a Hub repository; a damaged one in the client's cache is replaced by another download.
 
     Raises:
         WeightsError: there is no such file on this machine or the Hub, or it is no model configuration.
@@ -205,9 +205,12 @@ def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig
     path = fetch(False)
     try:
         return ModelConfig.read(path, f"{name}: config.json")
-    except WeightsError:
-        _remove_cached(path)
-    return ModelConfig.read(fetch(True), f"{name}: config.json")
+    except WeightsError as refused:
+        try:
+            path = fetch(True)
+        except WeightsError:  # offline: the file stays, and what is wrong with it is the reason
+            raise refused from None
+    return ModelConfig.read(path, f"{name}: config.json")
 
 
 def _remove_cached(path: Path) -> None:

@@ -175,7 +175,8 @@ def model_card(
         local: for the folder of a run, which is not on the Hub.
     """
     stated = info.metadata
-    known_as = repo_id if local else f"hf-hub:{repo_id}"
+    # without ./ a folder that has the name of a model would stand for the zoo's weights
+    known_as = f"./{repo_id}" if local else f"hf-hub:{repo_id}"
     name, title, source = _dataset(info)
     labels = info.label_names or ()
     papers = [paper_link(paper_id) for paper_id in paper_ids(info)]

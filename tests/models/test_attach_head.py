@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import capszoo
 from capszoo._catalogue import HEAD_ROUTINGS
-from capszoo.models._backbones import Unused
+from capszoo.models._backbones import Unused, create_backbone
 from capszoo.models._heads import HEADS
 from tests.models.zoo_cases import calibrate, images
 
@@ -198,6 +199,48 @@ def test_pretrained_weights_from_a_local_folder(tmp_path: Path) -> None:
     assert not torch.equal(fresh.stages.backbone.model.conv1.weight, source.conv1.weight)
 
 
+@pytest.mark.parametrize("pretrained", (True, False))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no config.json: save the backbone with timm's save_for_hf"),
+        ("{", "not readable as JSON"),
+        ("[]", "holds a list"),
+        ("{}", "lacks the key 'architecture'"),
+        ('{"architecture": 5}', "architecture must be a registered model's name"),
+        ('{"architecture": "resnt18"}', "unknown architecture 'resnt18': did you mean 'resnet18'"),
+        ('{"architecture": "resnet18", "pretrained_cfg": 5}', "pretrained_cfg must be an object"),
+    ],
+)
+def test_a_damaged_folder_of_a_backbone_is_one_line(
+    tmp_path: Path, content: str | None, message: str, pretrained: bool
+) -> None:
+    save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(capszoo.WeightsError, match=re.escape(message)) as caught:
+        create_backbone(f"local-dir:{tmp_path}", pretrained)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_backbone_are_one_line(tmp_path: Path) -> None:
+    save_file(timm.create_model("resnet10t").state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
+    with pytest.raises(capszoo.WeightsError, match="the weights do not fit") as caught:
+        create_backbone(f"local-dir:{tmp_path}", pretrained=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pretrained", (True, False))
+def test_a_backbone_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretrained: bool
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(capszoo.WeightsError, match="me/none: the Hub gives no such model") as caught:
+        create_backbone("hf-hub:me/none", pretrained, cache_dir=str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_create_model_and_attach_head_make_the_same_network() -> None:
     one = attached("resnet18", "em")
     two = capszoo.create_model(
@@ -228,6 +271,7 @@ class Tokens(NoMap):
     [
         (("resnet18", "ipda"), "unknown routing 'ipda': did you mean 'idpa'"),
         (("resnt18", "idpa"), "unknown backbone 'resnt18': did you mean 'resnet18'"),
+        (("resnet18.a1_in1", "idpa"), "unknown backbone 'resnet18.a1_in1': did you mean 'resnet18.a1_in1k'"),
         ((NoMap(), "idpa"), r"NoMap gives features of shape \(1, 4\), which are no feature map"),
         ((nn.Linear(3, 4), "idpa"), "Linear has no forward_features, so there is no feature map"),
         ((Tokens(), "idpa"), "the 7 tokens of Tokens stand on no grid"),

@@ -210,6 +210,33 @@ def test_missing_and_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert "\n" not in str(e.value)
 
 
+def test_a_refused_configuration_in_the_cache_is_named_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays there: nothing could replace it."""
+    cached = tmp_path / "models--me--own" / "snapshots" / ("0" * 40) / "config.json"
+    cached.parent.mkdir(parents=True)
+    cached.write_text('{"architecture": "idpa_cnn", "model_args": {"cache_dir": "/x"}}')
+    (tmp_path / "models--me--own" / "refs").mkdir()
+    (tmp_path / "models--me--own" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="me/own: config.json: model_args names 'cache_dir'"):
+            capszoo.create_model("hf-hub:me/own", cache_dir=tmp_path)
+    assert cached.is_file()
+
+
+@pytest.mark.parametrize("name", ("resnet20_routingcaps", "resnet20_routingcaps.mnist"))
+def test_a_repository_that_the_caller_names_wins_over_the_tag(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(WeightsError, match="me/other"):
+        capszoo.create_model(
+            name, pretrained=True, pretrained_cfg_overlay={"hf_hub_id": "me/other"}, cache_dir=tmp_path
+        )
+
+
 def test_names_of_the_front_door() -> None:
     with pytest.raises(capszoo.UnknownModel, match="unknown model"):
         capszoo.create_model("no_such_capsule_net")

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save, save_file
 
 import capszoo
+from capszoo._catalogue import checkpoint_row, weights_entry
 from capszoo.inference import load_model
 from capszoo.models import _pretrained
-from capszoo.models._metadata import ModelConfig
+from capszoo.models._metadata import ModelConfig, described
 from capszoo.models._pretrained import WeightsError, WeightsInfo, load_safetensors
+from capszoo.scores import score_kind
 
 #: The oldest libraries that pyproject.toml allows.
 OLDEST = ("timm==1.0.26", "huggingface_hub==0.30.0")
@@ -138,6 +141,12 @@ def test_a_sound_pair_loads(tmp_path: Path) -> None:
         ("tag", "../x", "tag must be letters"),
         ("label_names", {"a": 1}, "label_names must be a list of texts"),
         ("recipe", [], "recipe must be an object"),
+        ("recipe", {"loss": "margin"}, "recipe.loss must be an object"),
+        ("metrics", {"test": 99.0}, "metrics.test must be an object"),
+        ("score_kind", ["lengths"], "score_kind must be one of logits"),
+        ("background", "green", "background must be one of black, white"),
+        ("object_size", 28, "object_size must be two numbers"),
+        ("object_size", [0, 28], "object_size must be a whole number"),
         ("model_args", [1], "model_args must be an object"),
         ("model_args", {"checkpoint_path": "x"}, "model_args names 'checkpoint_path'"),
         ("model_args", {"fc_caps": [10**12]}, "model_args.fc_caps is 1000000000000, beyond 1000000"),
@@ -158,6 +167,21 @@ def test_metadata_that_make_no_sense(tmp_path: Path, key: str, value: Any, messa
         load_model(str(path), device="cpu")
     text = str(e.value)
     assert message in text and "net." in text and "\n" not in text and len(text) < 500
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        dict.fromkeys(("recipe", "dataset", "metrics", "history", "versions", "per_class", "score_kind")),
+        {"recipe": {"loss": None}, "metrics": {"test": None}, "object_size": None},
+    ],
+)
+def test_null_is_absent(tmp_path: Path, sections: dict[str, Any]) -> None:
+    path = _pair(tmp_path, **sections)
+    assert score_kind(load_model(str(path), device="cpu")) == "logits"
+    info = WeightsInfo.from_json(path.with_suffix(".json"))
+    assert info.metadata.metrics == {} and info.metadata.trained.loss is None
+    assert checkpoint_row(info)["top1"] is None and weights_entry(info)["score_kind"] == ""
 
 
 @pytest.mark.parametrize(
@@ -248,6 +272,13 @@ def test_a_configuration_describes_and_names_no_source(tmp_path: Path) -> None:
     assert not {"url", "file", "hf_hub_id", "hf_hub_filename", "state_dict"} & model.pretrained_cfg.keys()
     assert model.pretrained_cfg["mean"] == (0.1,) and model.num_classes == 3
     assert model.pretrained_cfg["first_conv"] == "stages.stem.conv", "what the network is, its code says"
+
+
+def test_configurations_of_timm_are_accepted() -> None:
+    """All of them, as timm writes them; VOLO's share of the crop is above 1."""
+    for name in timm.list_pretrained():
+        written = json.loads(json.dumps(timm.get_pretrained_cfg(name).to_dict(remove_source=True)))
+        assert 0 < described(written, name).get("crop_pct", 1.0) <= 1, name
 
 
 def test_a_backbone_is_not_fetched(tmp_path: Path) -> None:

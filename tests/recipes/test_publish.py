@@ -481,6 +481,9 @@ def test_the_whole_zoo(hub: Hub, client: Client) -> None:
         (("run",), 2, "publish takes a RUN and a USER/NAME"),
         (("idpa_cnn.mnist", "me/x", "--all", "zoo"), 2, "--all takes every checkpoint"),
         (("idpa_cnn.mnist", "no-slash"), 2, "is no name of a repository"),
+        (("idpa_cnn.mnist", "mé/x"), 2, "the Hub takes no repository of this name"),
+        (("idpa_cnn.mnist", "me/" + "x" * 120, "--dry-run"), 2, "the Hub takes no repository of this name"),
+        (("idpa_cnn.mnist", "me/x.git", "--dry-run"), 2, "the Hub takes no repository of this name"),
         (("idpa_cnn.nothing", "me/x"), 1, "neither the folder of a finished run"),
         ((".", "me/x"), 1, "is not a finished run"),
     ],
@@ -500,6 +503,17 @@ def test_other_scores_than_the_runs_are_not_sent(run: Path, tmp_path: Path) -> N
         publish(copy, "me/other", dry_run=True)
     golden.unlink()  # a run without golden outputs gets some
     assert publish(copy, "me/other", dry_run=True)["files"]
+
+
+def test_labels_that_look_like_paths_are_published_as_they_are(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    metadata, labels = next(run.glob("*.json")), ["/", "/m/01g317", "~/x"]
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "label_names": labels}))
+    publish(run, "me/symbols", dry_run=True, out=tmp_path / "out")
+    for name in ("metadata.json", "config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["label_names"] == labels, name
+    assert (tmp_path / "out" / "labels.txt").read_text().splitlines() == labels
+    assert "/home/someone" not in (tmp_path / "out" / "metadata.json").read_text()
 
 
 def test_no_private_paths() -> None:

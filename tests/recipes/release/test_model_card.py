@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from capszoo.checkpoint import resolve
 from capszoo.models._papers import PAPERS
-from capszoo.models._pretrained import WeightsInfo, bundled_tags
+from capszoo.models._pretrained import WeightsInfo, bundled_tags, locate_weights
 from capszoo.recipes.config import list_recipes, load_recipe
 from capszoo.recipes.release.model_card import model_card
 from capszoo.recipes.release.paper_results import (
@@ -91,6 +93,20 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
     assert "seed 1; epoch 3 of 9 epochs. It was chosen by the validation images" in text
     foreign = replace(info, architecture="resnet18")  # timm's own: no paper of ours
     assert "Paper:" not in model_card(foreign, "me/pets").text
+
+
+def test_the_card_of_a_run_loads_the_run_and_not_the_zoo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may have the name of a model of the zoo."""
+    text = model_card(bundled_tags()[SEEDED], SEEDED, local=True).text
+    (named,) = re.findall(r'capszoo\.load\("(.*)"\)', text)
+    assert f"capszoo predict {named} " in text and f"capszoo export {named} " in text
+    (tmp_path / SEEDED).mkdir()
+    for end in ("json", "safetensors"):
+        shutil.copy(locate_weights(bundled_tags()[SEEDED]).with_suffix(f".{end}"), tmp_path / SEEDED)
+    monkeypatch.chdir(tmp_path)
+    assert resolve(named).kind == "file" and resolve(SEEDED).kind == "name"
 
 
 def test_several_labels_are_not_called_top_1() -> None:
