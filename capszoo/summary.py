@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ._api import ModelInfo, create_model, list_models, model_info
 from ._catalogue import list_rows, weights_entry
 from ._metadata import WeightsInfo
+from ._modes import evaluating
 from .checkpoint import resolve
 from .layers import engine_report, use_engines
 from .models._papers import PAPERS, PaperFigure
@@ -78,13 +79,9 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
     """
     size = input_size or model_input_size(model)
     like = next(model.parameters())
-    was_training = model.training
     counter = FlopCounterMode(display=False)
-    try:
-        with torch.no_grad(), use_engines("reference"), counter:
-            model.eval()(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
-    finally:
-        model.train(was_training)
+    with evaluating(model), torch.no_grad(), use_engines("reference"), counter:
+        model(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
     return counter.get_total_flops() // 2
 
 

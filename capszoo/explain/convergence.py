@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._modes import evaluating
 from ..errors import CapszooError
 from ..models._base import CouplingLayout
 from ..summary import iteration_attributes
@@ -147,9 +148,7 @@ def iteration_changes(
     own = [_count(router) or 1 for router in routers]
     most = iterations or max(ITERATIONS, *own)
     layers = [_Layer(layout, own[0 if together else k], most) for k, layout in enumerate(layouts)]
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for images in batches:
             for k, router in enumerate(routers):
                 outputs = []
@@ -158,8 +157,6 @@ def iteration_changes(
                         outputs.append(forward(images).couplings)
                 for number in range(len(layers)) if together else (k,):
                     layers[number].add([couplings[number] for couplings in outputs])
-    finally:
-        model.train(was_training)
     if not layers[0].count:
         raise CapszooError("there are no images", "give at least one")
     return tuple(layer.result() for layer in layers)

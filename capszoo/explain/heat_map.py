@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._modes import evaluating
 from ..errors import CapszooError, UsageError
 from ..inference import label_names
 from ..models._base import NoCapsules
@@ -131,10 +132,8 @@ def explain(
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
 
     like = next(model.parameters())
-    was_training = model.training
-    model.eval()
     try:
-        with torch.inference_mode():
+        with evaluating(model), torch.inference_mode():
             batch = x[None].to(like.device, like.dtype)
             if isinstance(model, RoutingPoolNet) and not model.coupling_layouts():
                 raise NoCapsules("average and maximum pooling choose nothing by routing")
@@ -153,8 +152,6 @@ def explain(
         raise CapszooError(
             f"{type(model).__name__} has no routing, so no couplings to show", "choose a model with routing"
         ) from None
-    finally:
-        model.train(was_training)
     if not bool(torch.isfinite(heat).all()):
         raise CapszooError("the couplings hold NaN or infinity", "the weights are damaged or untrained")
     return Explanation(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._modes import evaluating
 from ..errors import CapszooError
 from ..models._base import CouplingLayout, NoCapsules
 
@@ -188,13 +189,11 @@ def routing_stats(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | Non
     forward: Any = getattr(model, "forward_capsules", None)
     if forward is None or not hasattr(model, "coupling_layouts"):
         raise CapszooError(f"{type(model).__name__} is no capsule network", "choose one: `capszoo list`")
-    was_training = model.training
-    model.eval()
     layers = [_Layer(layout) for layout in model.coupling_layouts()]  # type: ignore[operator]
     curve: _Curve | None = _Curve()
     predicted: Tensor | None = None
     n = 0
-    try:
+    with evaluating(model):
         for images, labels in batches:
             try:
                 output = forward(images)
@@ -208,8 +207,6 @@ def routing_stats(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | Non
             n += len(images)
             if curve is not None:
                 curve = _add_votes(curve, model, images, answer if labels is None else labels)
-    finally:
-        model.train(was_training)
     if predicted is None:
         raise CapszooError("there are no images", "give at least one")
     return RoutingStats(

@@ -113,11 +113,13 @@ class Engine:
 
     @classmethod
     def cannot(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Reason why it cannot be used: mode, device, :meth:`unsupported`."""
+        """Reason why it cannot be used: mode, device, an empty batch, :meth:`unsupported`."""
         if call.mode not in cls.modes:
             return "does not run in this mode (eager, compiled, graph)"
         if cls.devices and call.device not in cls.devices:
             return "does not run on this device"
+        if call.routings == 0:
+            return "there are no images"
         return cls.unsupported(layer, call)
 
     @classmethod
@@ -134,6 +136,10 @@ class Reference(Engine):
     name = "reference"
     evidence = "Reference"
     modes = ("eager", "compiled", "graph")
+
+    @classmethod
+    def cannot(cls, layer: "RoutingLayer", call: Call) -> str:
+        return ""
 
     @classmethod
     def does_not_pay(cls, layer: "RoutingLayer", call: Call) -> str:

@@ -14,6 +14,7 @@ from timm.models import (
 )
 from torch import Tensor, nn
 
+from capszoo._modes import evaluating
 from capszoo._suggest import unknown_name
 
 from ._metadata import ModelConfig, fitting
@@ -108,10 +109,10 @@ def _probe(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tuple[
     hooks = [
         m.register_forward_hook(lambda module, *_: ran.add(module)) for m in model.modules() if m is not model
     ]
-    like, was_training = next(model.parameters()), model.training
+    like = next(model.parameters())
     try:
-        with torch.no_grad():
-            out = model.eval().forward_features(  # type: ignore[operator]
+        with evaluating(model), torch.no_grad():
+            out = model.forward_features(  # type: ignore[operator]
                 torch.zeros(1, in_chans, *img_size, device=like.device, dtype=like.dtype)
             )
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -119,7 +120,6 @@ def _probe(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tuple[
         size = f"{in_chans}x{img_size[0]}x{img_size[1]}"
         raise ValueError(f"{type(model).__name__} does not take {size} images: {reason}") from error
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     if not isinstance(out, Tensor):

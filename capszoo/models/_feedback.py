@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from capszoo._modes import evaluating
 from capszoo._suggest import unknown_name
 from capszoo.layers.sinkhorn import SinkhornUnit
 
@@ -168,18 +169,14 @@ class FeedbackAgreement(nn.Module):
         """Shape ``(c, h, w)`` of every named feature, from one forward pass without side effects on the model."""
         like = next(model.parameters())
         size = input_size or _input_size(model)
-        flags = [(m, m.training) for m in model.modules()]
-        model.eval()
         self._features[_LISTENING] = torch.empty(0)
         try:
-            with torch.no_grad():
+            with evaluating(model), torch.no_grad():
                 # bypass the model's hooks: its pre-hook would see evaluation mode and not record
                 model.forward(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
             taken = {name: tuple(self._as_map(name, low).shape[1:]) for name, low in self._features.items()}
         finally:
             self._features.clear()
-            for module, training in flags:
-                module.training = training
         taken.pop(_LISTENING, None)
         for low, high in self.pairs:
             for name in (low, high):

@@ -24,6 +24,7 @@ from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers.capconv import CapFC, EncapModule
+from capszoo.layers.squash import capsule_lengths
 
 from ._base import CapsuleNet, CapsuleOutput, NoCapsules, Votes, feature_levels
 from ._blocks import BasicBlock, ConvBnAct, init_conv_weights
@@ -74,11 +75,6 @@ def _halved(size: Tuple[int, int], times: int) -> Tuple[int, int]:
     for _ in range(times):
         h, w = (h + 1) // 2, (w + 1) // 2
     return h, w
-
-
-def _capsule_lengths(poses: Tensor) -> Tensor:
-    """``[b, n, d] -> [b, n]``; the bound keeps the square root differentiable at zero."""
-    return poses.float().square().sum(dim=-1).clamp(min=1e-12).sqrt().to(poses.dtype)
 
 
 class EncapNet(CapsuleNet):
@@ -201,7 +197,7 @@ class EncapNet(CapsuleNet):
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.head(F.dropout(x, self.drop_rate, self.training))
-        return _capsule_lengths(poses), poses
+        return capsule_lengths(poses), poses
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to scores, class capsules ``[b, n, d]`` and lengths; ``couplings`` is empty (no iterations)."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from capszoo._modes import evaluating
 from capszoo.data import Batches
 from capszoo.errors import CapszooError
 
@@ -198,16 +199,13 @@ def count_correct(
 
     `threshold` applies to images with a varying number of labels: see `all_right`.
     """
-    was_training = net.training
-    net.eval()
     totals = torch.zeros(2, dtype=torch.int64, device=batches.device)
-    with autocast or nullcontext():
+    with evaluating(net), autocast or nullcontext():
         for batch in batches.epoch():
             images = batch.images.contiguous(memory_format=torch.channels_last)
             known = batches.data.spec.labels_per_image
             totals[0] += all_right(net(images), batch.labels, known, threshold).sum()
             totals[1] += len(batch.labels)
-    net.train(was_training)
     return totals
 
 

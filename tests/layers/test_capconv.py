@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.utils.model import freeze_batch_norm_2d
 from torch import Tensor, nn
 
 from capszoo.layers.capconv import (
@@ -188,6 +191,31 @@ def test_recomputing_refuses_what_it_does_not_know() -> None:
     for mode in ("master", "master_aide"):
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             CapConv(8, 8, 1, 1, groups=4, mode=mode)(x[:1, :, :1, :1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["frozen norm", "other norm", "folded norm", "no squash", "own forward"])
+def test_replaced_norms_and_squashes_are_used(kind: str, training: bool) -> None:
+    """Such as timm's `freeze_batch_norm_2d`, or a BatchNorm that was folded into its convolution."""
+    module = EncapModule(4, 8, 2, 2, groups=4).double()
+    for layer in [m for m in module.modules() if isinstance(m, (CapConv, MasterAide))]:
+        for name in [n for n in ("bn", "master_bn", "aide_bn") if hasattr(layer, n)]:
+            if kind == "frozen norm":
+                setattr(layer, name, freeze_batch_norm_2d(getattr(layer, name)))
+            elif kind == "other norm":
+                setattr(layer, name, nn.GroupNorm(2, 8).double())
+            elif kind == "folded norm":
+                setattr(layer, name, nn.Identity())
+        if kind == "no squash":
+            layer.squash = nn.Identity()
+        elif kind == "own forward":
+            layer.squash.forward = lambda x: 0.5 * x
+    module.train(training)
+    x = torch.randn(3, 4, 6, 6, dtype=torch.float64)
+    with use_engines("reference"):
+        expected = copy.deepcopy(module)(x)
+    with use_engines("recompute"):
+        assert torch.equal(module(x), expected)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

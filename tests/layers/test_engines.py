@@ -349,6 +349,18 @@ def test_zero_and_huge(case: Case, engine: type[Engine], scale: float) -> None:
 
 
 @pytest.mark.parametrize(("case", "engine"), PAIRS)
+def test_no_images(case: Case, engine: type[Engine]) -> None:
+    """An empty batch goes to the reference, whatever is forced or pays: empty results, and gradients of zero."""
+    module, x = case.module(), case.inputs(0)
+    with tuned(**case.tuning), use_engines(engine.name), record_engines() as choices:
+        found = flat(case.route(module, *x))
+    assert {choice.engine for choice in choices} == {Reference}
+    assert "there are no images" in choices[0].refused().values()
+    assert all(not t.numel() for t in found)
+    assert all(not g.any() for g in gradients(found, [*x, *module.parameters()]))
+
+
+@pytest.mark.parametrize(("case", "engine"), PAIRS)
 def test_couplings_change_nothing(case: Case, engine: type[Engine]) -> None:
     """forward, which asks for no couplings, gives what route does; without gradients too."""
     module, x = case.module(), case.inputs(7)

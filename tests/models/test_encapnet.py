@@ -241,3 +241,10 @@ def test_deep_variants_run(name) -> None:
     scores.sum().backward()
     assert scores.shape == (2, 5) and torch.isfinite(scores).all()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_scores_keep_float64() -> None:
+    model = warmed(tiny(num_classes=4).double())
+    scores, poses = model.forward_poses(torch.randn(2, 3, 9, 9, dtype=torch.float64))
+    assert scores.min() > 1e-5
+    torch.testing.assert_close(scores, poses.norm(dim=2).clamp(min=1e-6), rtol=1e-12, atol=0)

@@ -101,6 +101,16 @@ def test_every_tensor_is_on_the_device_asked_for(name: str) -> None:
     assert not misplaced
 
 
+@each_family()
+def test_a_state_dict_is_all_that_a_model_on_meta_needs(name: str) -> None:
+    """No buffer outside of it, which `to_empty` would leave uninitialised and `assign=True` on the meta device."""
+    model = _meta(name)
+    state = {k: torch.zeros_like(t, device="cpu") for k, t in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.to(torch.float64).to("cpu")
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
+
+
 @each_model
 def test_parameter_groups(name: str) -> None:
     model = _meta(name)

@@ -19,7 +19,7 @@ Our choices where the paper does not specify: "both" computes the coefficients o
 of master and aide side by side (the weights of that convolution are stored in two modules, one for each branch);
 coefficients start near one, so that a layer starts as master + aide.
 
-Files: ``routing`` has the pure functions, ``layers`` parameters and shapes, ``engines`` training with less memory.
+Files: ``routing`` has the steps as functions, ``layers`` parameters and shapes, ``engines`` training with less memory.
 """
 
 from .layers import (
@@ -30,9 +30,9 @@ from .layers import (
     CoefficientConv2d,
     EncapModule,
     MasterAide,
-    SquashGroups,
 )
 from .routing import (
+    SquashGroups,
     cap_fc,
     capconv_combine,
     grouped_pointwise,

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from ..engine import Call, Engine, Routed
 from ..squash import squared_lengths, squash_factor, squash_gradient
 from ..tuning import TUNING
+from .routing import SquashGroups
 
 __all__ = ["Recompute", "RecomputeBranches"]
 
@@ -161,19 +162,17 @@ class _Branches(torch.autograd.Function):
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _is_plain(*modules: nn.Module) -> bool:
-    """True if no module has hooks, and each BatchNorm is a plain ``nn.BatchNorm2d`` with all its tensors."""
-    for module in modules:
-        if any(getattr(module, name) for name in _HOOKS):
-            return False
-        if isinstance(module, nn.modules.batchnorm._NormBase) and (
-            type(module) is not nn.BatchNorm2d
-            or module.weight is None
-            or module.running_mean is None
-            or module.momentum is None
-        ):
-            return False
-    return True
+def _is_plain(module: nn.Module) -> bool:
+    """True if a call of the module runs its class's ``forward`` and nothing else, such as hooks."""
+    return "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """True for a plain ``nn.BatchNorm2d`` with all its tensors, and for a plain squash."""
+    if type(module) is nn.BatchNorm2d:
+        tensors = (module.weight, module.running_mean, module.momentum)
+        return _is_plain(module) and all(t is not None for t in tensors)
+    return type(module) is SquashGroups and _is_plain(module)
 
 
 class Recompute(Engine):
@@ -189,7 +188,7 @@ class Recompute(Engine):
 
     @classmethod
     def modules(cls, layer: Any) -> Tuple[nn.Module, ...]:
-        """Modules of the layer that it computes itself; the first is a norm."""
+        """Norms and squash of the layer, which it computes itself; the first is a norm."""
         return layer.bn, layer.squash
 
     @classmethod
@@ -199,7 +198,7 @@ class Recompute(Engine):
         modules = cls.modules(layer)
         if modules[0].training and call.routings == 1:
             return "BatchNorm refuses one value per channel in training"
-        return "" if _is_plain(*modules) else cls.altered
+        return "" if all(_is_known(module) for module in modules) else cls.altered
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
@@ -222,11 +221,13 @@ class RecomputeBranches(Recompute):
 
     @classmethod
     def modules(cls, layer: Any) -> Tuple[nn.Module, ...]:
-        return layer.master_bn, layer.aide_bn, layer.squash, layer.coef_master, layer.coef_aide
+        return layer.master_bn, layer.aide_bn, layer.squash
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         reason = super().unsupported(layer, call)
+        if not reason and not (_is_plain(layer.coef_master) and _is_plain(layer.coef_aide)):
+            return cls.altered
         if not reason and layer.coefficients != "both":
             return "each coefficient comes from one branch"
         if not reason and layer.graph_weight is not None:

@@ -11,12 +11,12 @@ from torch import Tensor
 from ..engine import Reference, Routed, RoutingLayer
 from .engines import Recompute, RecomputeBranches
 from .routing import (
+    SquashGroups,
     cap_fc,
     capconv_combine,
     grouped_pointwise,
     groups_together,
     merge_groups,
-    squash_groups,
 )
 
 __all__ = [
@@ -32,24 +32,6 @@ __all__ = [
 
 #: Source of a branch's coefficients: the branch itself, the other one, or both (Table 3, rows 2 to 4).
 COEFFICIENTS = ("own", "cross", "both")
-
-
-class SquashGroups(nn.Module):
-    """:func:`squash_groups` as a layer: ``[b, g*d, h, w]`` to the same shape.
-
-    Args:
-        groups: capsule channels g.
-    """
-
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.groups = groups
-
-    def forward(self, x: Tensor) -> Tensor:
-        return squash_groups(x, self.groups)
-
-    def extra_repr(self) -> str:
-        return f"groups={self.groups}"
 
 
 class _GroupedLayer(RoutingLayer):

@@ -7,11 +7,12 @@ import math
 from typing import Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..squash import squash
 
 __all__ = [
+    "SquashGroups",
     "cap_fc",
     "capconv_combine",
     "grouped_pointwise",
@@ -24,6 +25,24 @@ __all__ = [
 def squash_groups(x: Tensor, groups: int) -> Tensor:
     """Squash every capsule of a feature map ``[b, g*d, h, w]`` (channel = group * d + dimension)."""
     return squash(x.unflatten(1, (groups, -1)), 2).flatten(1, 2)
+
+
+class SquashGroups(nn.Module):
+    """:func:`squash_groups` as a layer: ``[b, g*d, h, w]`` to the same shape.
+
+    Args:
+        groups: capsule channels g.
+    """
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squash_groups(x, self.groups)
+
+    def extra_repr(self) -> str:
+        return f"groups={self.groups}"
 
 
 def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups: int) -> Tensor:

@@ -91,9 +91,7 @@ class Blocked(Engine):
     def unsupported(cls, layer: Any, call: Call) -> str:
         if call.mode == "compiled" and not call.grad:
             return "without gradients, a compiled graph would unroll its blocks"
-        if call.num_iters == 1:
-            return _NO_VOTES
-        return "" if call.routings > 0 else "there are no images"
+        return _NO_VOTES if call.num_iters == 1 else ""
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:

@@ -227,8 +227,9 @@ class ConvDynamicRouting(nn.Module):
         """Like ``forward``, but also return the couplings ``[b, h', w', j, k*l*i]`` of the last iteration."""
         x = self._windows(x)
         poses, couplings = self.window.route(x.flatten(0, 2))
-        poses = poses.reshape(x.shape[0], x.shape[1], x.shape[2], -1).permute(0, 3, 1, 2)
-        couplings = couplings.reshape(x.shape[0], x.shape[1], x.shape[2], self.out_caps, -1)
+        channels = poses.shape[1] * poses.shape[2]  # explicit, because -1 is ambiguous for an empty batch
+        poses = poses.reshape(x.shape[0], x.shape[1], x.shape[2], channels).permute(0, 3, 1, 2)
+        couplings = couplings.reshape(x.shape[0], x.shape[1], x.shape[2], self.out_caps, x.shape[3])
         return poses, couplings
 
     def extra_repr(self) -> str:

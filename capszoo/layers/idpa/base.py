@@ -22,7 +22,7 @@ class IDPALayer(RoutingLayer):
     engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Blocked, Reference)
 
     weight: nn.Parameter
-    start: Tensor
+    start: Optional[Tensor]
     kernel_size: int
     stride: int
 
@@ -74,7 +74,7 @@ class IDPALayer(RoutingLayer):
         elif parent_init == "random":
             self.register_buffer("start", torch.randn(out_caps, out_dim))
         else:
-            self.register_buffer("start", torch.zeros(out_caps, out_dim), persistent=False)
+            self.start = None  # zero
         if activations:
             self.beta_v = nn.Parameter(torch.zeros(out_caps))
             self.beta_a = nn.Parameter(torch.zeros(out_caps))
@@ -202,7 +202,10 @@ class IDPALayer(RoutingLayer):
                     if self.activations:
                         activation = self._of_each_parent(inputs[given + read])
                 if s == 0:
-                    parents = self.start + torch.zeros_like(votes[:, :, 0])  # as many as there are routings
+                    parents = torch.zeros_like(votes[:, :, 0])  # as many as there are routings
+                    start = self.start
+                    if start is not None:
+                        parents = start + parents
                 else:
                     parents = poses[s - 1]
                 sums, couplings, act = self._iterate(votes, parents, activation)
