@@ -152,14 +152,20 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """16 or 32 bits to 8, one strip at a time: Pillow's conversion would clip."""
+    """16 or 32 bits to 8, one strip at a time: Pillow's conversion would clip.
+
+    White is 65535 or 255 for integers, 255 or 1 for floats: the least that is not below the largest value.
+    """
     rows = max(1, _STRIP // image.width)
     strips = [
-        np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+        np.nan_to_num(np.asarray(image.crop((0, top, image.width, min(top + rows, image.height)))))
         for top in range(0, image.height, rows)
     ]
     largest = max((strip.max(initial=0) for strip in strips), default=0)
-    top_value = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
+    if image.mode.startswith("I"):
+        top_value = 65535.0 if largest > 255 else 255.0
+    else:
+        top_value = 255.0 if largest > 1 else 1.0
     scaled = [(strip.astype(np.float64) / top_value * 255).clip(0, 255).astype(np.uint8) for strip in strips]
     return Image.fromarray(
         np.concatenate(scaled) if scaled else np.zeros((image.height, image.width), np.uint8)

@@ -55,9 +55,12 @@ def to_8_bits(image: Image.Image) -> Image.Image:
     rows = max(1, 2**20 // image.width)  # a strip at a time
     tops = range(0, image.height, rows)
     boxes = [(0, top, image.width, min(top + rows, image.height)) for top in tops]
-    strips = [np.asarray(image.crop(box)) for box in boxes]
+    strips = [np.nan_to_num(np.asarray(image.crop(box))) for box in boxes]
     largest = max((strip.max(initial=0) for strip in strips), default=0)
-    white = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
+    if image.mode.startswith("I"):
+        white = 65535.0 if largest > 255 else 255.0
+    else:  # floats in 0..255, or in 0..1
+        white = 255.0 if largest > 1 else 1.0
     scaled = [(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips]
     return Image.fromarray(np.concatenate(scaled))
 
