@@ -23,6 +23,7 @@ __all__ = [
     "IMAGE_SUFFIXES",
     "MAX_PIXELS",
     "find_images",
+    "is_visible_image",
     "open_image",
     "pixel_limit",
     "resize_and_crop",
@@ -44,8 +45,18 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 _STRIP = 2**20
 
 
+def is_visible_image(path: str) -> bool:
+    """True for a relative path with the suffix of an image, unless it is hidden or in a hidden folder.
+
+    Hidden files are metadata such as macOS's ``._a.jpg``, hidden folders hold copies such as thumbnails.
+    """
+    if path.startswith(".") or f"{os.sep}." in path:
+        return False
+    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
+
+
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """Return files unchanged, and for folders the images under them (by suffix, sorted).
+    """Return files unchanged, and for folders the images under them (:func:`is_visible_image`, sorted).
 
     Raises:
         CapszooError: a path that does not exist, or a folder without images.
@@ -53,7 +64,8 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+            below = (p for p in path.rglob("*") if is_visible_image(str(p.relative_to(path))))
+            inside = sorted(p for p in below if p.is_file())
             if not inside:
                 raise CapszooError(
                     f"{path}: no images in this folder", f"it takes {', '.join(sorted(IMAGE_SUFFIXES))}"
