@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
-from .._files import write_csv
+from .._files import check_writable, write_csv
 from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import (
@@ -133,6 +133,8 @@ def predict_command(
             "reading": reading,
         }
         return _by_ray(model, files, out, ray, workers, shard_size, job)
+    if out is not None:
+        check_writable(out)
     cached = _cached(model, runtime, device, options)
     if cached is None:
         results, kind, size, canvas = _by_torch(model, files, topk, batch_size, device, options, reading)
