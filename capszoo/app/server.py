@@ -68,6 +68,7 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
     """
     from fastapi import FastAPI, HTTPException, Query, Request, Response
     from starlette.concurrency import run_in_threadpool
+    from starlette.requests import ClientDisconnect
 
     app = FastAPI(title="capszoo", docs_url=None, redoc_url=None, openapi_url=None)
     metrics, turn = Metrics(), threading.Lock()
@@ -76,6 +77,10 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
 
     async def body_of(request: Request) -> bytes:
         """The body, read only up to the limit."""
+        if request.headers.get("content-type", "").startswith("multipart/"):
+            raise HTTPException(
+                415, "the body is a form: send the image file as it is (curl --data-binary @FILE)"
+            )
         stated = request.headers.get("content-length", "0")
         if stated.isdecimal() and int(stated[:18]) > limit:  # int() refuses numbers of thousands of digits
             raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
@@ -121,6 +126,9 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
                 waiting -= 1
             status = 200
             return found
+        except ClientDisconnect:  # in the middle of its body: there is no one to answer
+            status = 499
+            return Response(status_code=status)
         except CapszooError as error:
             status = 422
             raise HTTPException(422, " ".join(str(error).split())[:500]) from None
