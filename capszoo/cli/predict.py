@@ -152,11 +152,7 @@ def predict_command(
             stdout().print(escape(f"written: {out}, {len(results)} images"), soft_wrap=True)
     _print_resizing(results, size, canvas, fit)
     _print_notes(results)
-    failed = [result for result in results if result.error]
-    for result in failed:
-        print_error(result.error)
-    if failed:
-        raise typer.Exit(1)
+    _print_errors(results)
 
 
 def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -> None:
@@ -305,3 +301,12 @@ def _print_notes(results: Sequence[ImagePrediction]) -> None:
     for said, images in about.items():
         others = f" and {len(images) - 1} more" if len(images) > 1 else ""
         stderr().print(f"note: {escape(images[0])}{others}: {escape(said)}", soft_wrap=True)
+
+
+def _print_errors(results: Sequence[ImagePrediction]) -> None:
+    """Print the errors of images that could not be read; with any, the exit code is 1."""
+    failed = [result for result in results if result.error]
+    for result in failed:
+        print_error(result.error)
+    if failed:
+        raise typer.Exit(1)
