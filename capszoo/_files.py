@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from .errors import CapszooError, UsageError
 
-__all__ = ["cache_folder", "names_onnx_file", "replacing", "write_csv"]
+__all__ = ["cache_folder", "check_writable", "names_onnx_file", "replacing", "write_csv"]
 
 
 def cache_folder() -> Path:
-    """Folder for files that can be recomputed; it need not exist."""
+    """Folder for files that can be recomputed; it need not exist.
+
+    Raises:
+        CapszooError: no variable names one, and the user has no home folder (as in some containers).
+    """
     stated = os.environ.get("CAPSZOO_CACHE")
     if stated:
         return Path(stated)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
+    except RuntimeError:
+        raise CapszooError("this user has no home folder for the cache", "set CAPSZOO_CACHE") from None
 
 
 def names_onnx_file(path: Path) -> bool:
@@ -43,16 +51,35 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         CapszooError: the file cannot be written.
     """
+    with _temporary(path) as temporary:
+        yield temporary
+        temporary.replace(path)
+
+
+def check_writable(path: Path) -> None:
+    """Check that :func:`replacing` could write a file, before a long computation; its folder is created.
+
+    Raises:
+        CapszooError: the file cannot be written.
+    """
+    with _temporary(path) as temporary:
+        temporary.touch()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`, whose file is deleted; a failure names `path`."""
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        temporary.replace(path)
     except OSError as e:
         raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
     finally:
-        if path.parent.is_dir():
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:

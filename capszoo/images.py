@@ -24,6 +24,7 @@ __all__ = [
     "IMAGE_SUFFIXES",
     "MAX_PIXELS",
     "find_images",
+    "is_visible_image",
     "open_image",
     "pixel_limit",
     "resize_and_crop",
@@ -46,8 +47,18 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 _STRIP = 2**20
 
 
+def is_visible_image(path: str) -> bool:
+    """True for a relative path with the suffix of an image, unless it is hidden or in a hidden folder.
+
+    Hidden files are metadata such as macOS's ``._a.jpg``, hidden folders hold copies such as thumbnails.
+    """
+    if path.startswith(".") or f"{os.sep}." in path:
+        return False
+    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
+
+
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """Return files unchanged, and for folders the images under them (by suffix, sorted).
+    """Return files unchanged, and for folders the images under them (:func:`is_visible_image`, sorted).
 
     Raises:
         CapszooError: a path that does not exist, or a folder without images.
@@ -55,7 +66,8 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+            below = (p for p in path.rglob("*") if is_visible_image(str(p.relative_to(path))))
+            inside = sorted(p for p in below if p.is_file())
             if not inside:
                 raise CapszooError(
                     f"{path}: no images in this folder", f"it takes {', '.join(sorted(IMAGE_SUFFIXES))}"
@@ -178,14 +190,20 @@ def to_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """16 or 32 bits to 8, one strip at a time: Pillow's conversion would clip."""
+    """16 or 32 bits to 8, one strip at a time: Pillow's conversion would clip.
+
+    White is 65535 or 255 for integers, 255 or 1 for floats: the least that is not below the largest value.
+    """
     rows = max(1, _STRIP // image.width)
     strips = [
-        np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+        np.nan_to_num(np.asarray(image.crop((0, top, image.width, min(top + rows, image.height)))))
         for top in range(0, image.height, rows)
     ]
     largest = max((strip.max(initial=0) for strip in strips), default=0)
-    top_value = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
+    if image.mode.startswith("I"):
+        top_value = 65535.0 if largest > 255 else 255.0
+    else:
+        top_value = 255.0 if largest > 1 else 1.0
     scaled = [(strip.astype(np.float64) / top_value * 255).clip(0, 255).astype(np.uint8) for strip in strips]
     return Image.fromarray(
         np.concatenate(scaled) if scaled else np.zeros((image.height, image.width), np.uint8)

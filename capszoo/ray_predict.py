@@ -288,6 +288,11 @@ class ShardPredictor:
         return errors
 
 
+def _as_text(name: str) -> str:
+    """A name of a file without bytes that are no text: parquet strings are UTF-8."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def _write_part(
     part: Path, names: Sequence[str], results: Sequence[ImagePrediction], note: dict[str, Any]
 ) -> None:
@@ -309,11 +314,11 @@ def _write_part(
     )
     rows: list[tuple[Any, ...]] = []
     for name, result in zip(names, results, strict=True):
-        name = name.encode("utf-8", "backslashreplace").decode()  # parquet strings are UTF-8
+        name = _as_text(name)
         for rank, one in enumerate(result.top, start=1):
             rows.append((name, rank, one.index, one.label, one.probability, one.score, None))
         if result.error:
-            rows.append((name, None, None, None, None, None, result.error))
+            rows.append((name, None, None, None, None, None, _as_text(result.error)))
     columns = [list(column) for column in zip(*rows, strict=True)]
     table = pa.table(columns, schema=schema)
     with replacing(part) as temporary:

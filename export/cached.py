@@ -74,8 +74,11 @@ def find_cached(
         img_size: height and width, if they differ from the model's.
         routing_iters: routing iterations, if they differ from the model's.
     """
-    # if nothing was ever exported, the weights need not be hashed
-    if importlib.util.find_spec("onnxruntime") is None or not _exports_folder().is_dir():
+    try:
+        # if nothing was ever exported, the weights need not be hashed
+        if importlib.util.find_spec("onnxruntime") is None or not _exports_folder().is_dir():
+            return None
+    except CapszooError:  # no folder for the cache
         return None
     place = _place(model, img_size, routing_iters)
     try:

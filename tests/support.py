@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -62,6 +63,17 @@ def warm(model: nn.Module, images: Tensor, damping: float = 1.0) -> None:
         if norm.running_var is not None:
             norm.running_var *= damping
     model.eval()
+
+
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home folder, as a container may have, and without a named cache."""
+    for name in ("CAPSZOO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", refuse)
 
 
 def load_script(path: Path) -> ModuleType:

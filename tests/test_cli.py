@@ -243,8 +243,38 @@ def test_predict_writes_a_table(trained: Path, pictures: Path, tmp_path: Path) -
         (pictures / "bad.png").unlink()
     assert result.exit_code == 1 and "bad.png" in out.read_text(encoding="utf-8")
     assert "is no .csv file" in fails(2, "predict", trained, pictures, "--out", tmp_path / "a.txt")
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_work(
+    trained: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("capszoo.inference.load_model", load)
     (tmp_path / "file").touch()
-    assert "cannot be written" in fails(1, "predict", trained, pictures, "--out", tmp_path / "file" / "a.csv")
+    (tmp_path / "folder.csv").mkdir()
+    for out in (tmp_path / "file" / "a.csv", tmp_path / "folder.csv", tmp_path / ("n" * 255 + ".csv")):
+        assert "cannot be written" in fails(1, "predict", trained, pictures, "--out", out)
+    (tmp_path / "old.csv").write_text("old")
+    run("predict", trained, pictures, "--out", tmp_path / "old.csv")
+    assert (tmp_path / "old.csv").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.csv", "old.csv"}
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "latin-1"])
+def test_names_that_stdout_cannot_hold_do_not_lose_the_results(
+    trained: Path, pictures: Path, tmp_path: Path, charset: str
+) -> None:
+    names = [os.fsdecode(b"caf\xe9.png"), "\N{CAT FACE} 日本.png"]
+    for name in names:
+        (tmp_path / name).write_bytes((pictures / "a.png").read_bytes())
+    runner = CliRunner(charset=charset)
+    arguments = ["predict", str(trained), *(str(tmp_path / name) for name in names)]
+    table = runner.invoke(app, arguments, env={"COLUMNS": None})
+    assert table.exit_code == 0 and r"caf\udce9.png" in table.stdout, table.output
+    done = runner.invoke(app, [*arguments, "--json"])
+    assert [Path(one["image"]).name for one in json.loads(done.stdout)["results"]] == names
 
 
 def test_quiet_and_verbose(trained: Path, pictures: Path, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def _gallery(folder: Path) -> list[Path]:
         "deep.png": Image.fromarray(rng.integers(0, 65536, (45, 33), dtype=np.uint16)),
         "dark16.png": Image.fromarray(rng.integers(0, 200, (45, 33), dtype=np.uint16)),
         "float.tif": Image.fromarray(rng.random((30, 31), dtype=np.float32) * 300),
+        "share.tif": Image.fromarray(rng.random((30, 31), dtype=np.float32)),
         "cmyk.jpg": Image.fromarray(colour).convert("CMYK"),
         "hsv.tif": Image.fromarray(colour),
         "right.png": Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)),
@@ -90,6 +91,18 @@ def test_a_bundle_opens_images_as_the_package_does(
         ours, theirs = transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform))
         assert np.array_equal(ours, theirs.astype(np.float32)), path.name
     assert infer.MAX_PIXELS == images.MAX_PIXELS
+
+
+def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> None:  # noqa: ANN001
+    grey = np.random.default_rng(0).integers(0, 256, (20, 20), dtype=np.uint8)
+    grey[0, 0] = 0
+    expected = np.asarray(Image.fromarray(grey))
+    for top in (255, 1):
+        values = grey.astype(np.float32) / 255 * top
+        values[0, 0] = np.nan  # a pixel without a value is black
+        Image.fromarray(values).save(tmp_path / "float.tif")
+        for found in (open_image(tmp_path / "float.tif", 1), infer.open_image(tmp_path / "float.tif")):
+            assert np.abs(np.asarray(found, dtype=int) - expected).max() <= 1, top
 
 
 def test_readers_open_images_as_predict_does(tmp_path: Path) -> None:

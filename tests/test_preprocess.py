@@ -78,13 +78,15 @@ def test_orientation_is_applied(tmp_path: Path) -> None:
 
 def test_find_images(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    for name in ("b/2.JPG", "1.png", "x.txt"):
+    (tmp_path / ".thumbnails").mkdir()
+    for name in ("b/2.JPG", "1.png", "x.txt", "b/._2.JPG", ".thumbnails/1.png"):
         (tmp_path / name).touch()
     assert find_images([tmp_path, tmp_path / "x.txt"]) == [
         tmp_path / "1.png",
         tmp_path / "b" / "2.JPG",
         tmp_path / "x.txt",
     ]
+    assert find_images([tmp_path / ".thumbnails"]) == [tmp_path / ".thumbnails" / "1.png"]  # given by name
     with pytest.raises(CapszooError, match="no such file"):
         find_images([tmp_path / "missing"])
     (tmp_path / "empty").mkdir()

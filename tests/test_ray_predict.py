@@ -111,6 +111,18 @@ def test_other_images_or_shards_are_not_mixed_either(job: Job) -> None:
             _find_done(job, shards)
 
 
+def test_a_name_that_is_no_text_is_written(job: Job) -> None:
+    for k, content in enumerate((Path(job.root, FILES[0]).read_bytes(), b"no image")):
+        Path(job.root, os.fsdecode(b"\xe9%d.png" % k)).write_bytes(content)
+    names = [os.fsdecode(b"\xe9%d.png" % k) for k in range(2)]
+    batch = {"number": np.array([0]), "files": np.array([json.dumps(names)])}
+    row = {name: values[0] for name, values in ShardPredictor(job)(batch).items()}
+    assert row == {"number": 0, "images": 2, "errors": 1, "failure": ""}
+    found = rows_of(job.out)
+    assert {row["image"] for row in found} == {r"\udce90.png", r"\udce91.png"}
+    assert "not an image" in found[-1]["error"] and r"\udce91.png" in found[-1]["error"]
+
+
 def test_a_worker_that_cannot_write_says_so(job: Job) -> None:
     Path(job.out).write_text("a file")
     (row,) = answer(job, [0])

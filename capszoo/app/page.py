@@ -159,8 +159,11 @@ def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], 
             with archive.open(name, "w") as file:
                 picture.save(file, "png")
 
-        for model, answer, offsets, iterations in columns:
-            stem = Path(model.name).name
+        stems = [Path(model.name).name for model, *_ in columns]
+        for number, (model, answer, offsets, iterations) in enumerate(columns, start=1):
+            stem = stems[number - 1]
+            if stems.count(stem) > 1:  # one model with two numbers of iterations, or runs of the same name
+                stem = f"{stem}-{number}"
             add(f"{stem}/input.png", answer.view)
             found: dict[str, Any] = {"model": model.name, **answer.to_dict()}
             settled = model.settle(answer, iterations) if model.iterations else answer.explanation

@@ -59,6 +59,27 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
+async def body_of(request: Any, limit: int = MAX_FILE_MB * 1_000_000) -> bytes:
+    """The body of a request, read only up to a limit in bytes; raises FastAPI's `HTTPException` for a wrong one."""
+    from fastapi import HTTPException
+
+    if request.headers.get("content-type", "").startswith("multipart/"):
+        raise HTTPException(
+            415, "the body is a form: send the image file as it is (curl --data-binary @FILE)"
+        )
+    stated = request.headers.get("content-length", "0")
+    if stated.isdecimal() and int(stated[:18]) > limit:  # int() refuses numbers of thousands of digits
+        raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > limit:
+            raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
+    if not parts:
+        raise HTTPException(400, "the body is empty: send an image file as it is")
+    return bytes(parts)
+
+
 def create_app(model: AppModel, queue: int = 64) -> Any:
     """The endpoint as an ASGI application.
 
@@ -68,25 +89,11 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
     """
     from fastapi import FastAPI, HTTPException, Query, Request, Response
     from starlette.concurrency import run_in_threadpool
+    from starlette.requests import ClientDisconnect
 
     app = FastAPI(title="capszoo", docs_url=None, redoc_url=None, openapi_url=None)
     metrics, turn = Metrics(), threading.Lock()
     waiting = 0
-    limit = MAX_FILE_MB * 1_000_000
-
-    async def body_of(request: Request) -> bytes:
-        """The body, read only up to the limit."""
-        stated = request.headers.get("content-length", "0")
-        if stated.isdecimal() and int(stated[:18]) > limit:  # int() refuses numbers of thousands of digits
-            raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
-        parts = bytearray()
-        async for part in request.stream():
-            parts += part
-            if len(parts) > limit:
-                raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
-        if not parts:
-            raise HTTPException(400, "the body is empty: send an image file as it is")
-        return bytes(parts)
 
     def classify(data: bytes, topk: int) -> dict[str, Any]:
         image = open_image(data, name="the body", max_pixels=MAX_PIXELS)
@@ -121,6 +128,9 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
                 waiting -= 1
             status = 200
             return found
+        except ClientDisconnect:  # in the middle of its body: there is no one to answer
+            status = 499
+            return Response(status_code=status)
         except CapszooError as error:
             status = 422
             raise HTTPException(422, " ".join(str(error).split())[:500]) from None

@@ -233,8 +233,14 @@ def _width(stream: Any) -> int | None:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document, as the only output on stdout."""
-    typer.echo(json.dumps(_plain(value), indent=1, allow_nan=False, ensure_ascii=False))
+    """Print a JSON document, as the only output on stdout; ASCII if stdout's encoding lacks one of its characters."""
+    plain = _plain(value)
+    text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # names of files may also hold bytes that are no text
+        text = json.dumps(plain, indent=1, allow_nan=False)
+    typer.echo(text)
 
 
 def _plain(value: Any) -> Any:

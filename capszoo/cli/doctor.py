@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
+from ..errors import CapszooError
 from .common import JsonOption, print_json, stdout
 
 LIBRARIES = ("torch", "torchvision", "timm", "huggingface-hub", "safetensors", "numpy", "pillow", "pydantic")
@@ -44,7 +45,7 @@ def doctor_command(as_json: JsonOption = False) -> None:
         "devices": _devices(),
         "extras": missing,
         "data": _data_folders(),
-        "cache": str(_cache()),
+        "cache": _cache(),
     }
     if as_json:
         print_json(about)
@@ -119,7 +120,10 @@ def _data_folders() -> dict[str, Any]:
     return found
 
 
-def _cache() -> Path:
+def _cache() -> str:
     from .._files import cache_folder
 
-    return cache_folder()
+    try:
+        return str(cache_folder())
+    except CapszooError as error:
+        return f"none: {error}"

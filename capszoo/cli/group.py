@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import time
@@ -45,6 +46,9 @@ class OneLineErrors(HelpGroup):
         logging.disable(logging.WARNING if is_quiet() else logging.NOTSET)
         if is_verbose():
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # a name that the terminal's encoding lacks must not lose the results
+            sys.stdout.reconfigure(errors="backslashreplace")
         began = time.monotonic()
         try:
             code = super().main(args=given, standalone_mode=False, **extra)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
-from .._files import write_csv
+from .._files import check_writable, write_csv
 from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import (
@@ -133,6 +133,8 @@ def predict_command(
             "reading": reading,
         }
         return _by_ray(model, files, out, ray, workers, shard_size, job)
+    if out is not None:
+        check_writable(out)
     cached = _cached(model, runtime, device, options)
     if cached is None:
         results, kind, size, canvas = _by_torch(model, files, topk, batch_size, device, options, reading)
@@ -150,11 +152,7 @@ def predict_command(
             stdout().print(escape(f"written: {out}, {len(results)} images"), soft_wrap=True)
     _print_resizing(results, size, canvas, fit)
     _print_notes(results)
-    failed = [result for result in results if result.error]
-    for result in failed:
-        print_error(result.error)
-    if failed:
-        raise typer.Exit(1)
+    _print_errors(results)
 
 
 def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -> None:
@@ -303,3 +301,12 @@ def _print_notes(results: Sequence[ImagePrediction]) -> None:
     for said, images in about.items():
         others = f" and {len(images) - 1} more" if len(images) > 1 else ""
         stderr().print(f"note: {escape(images[0])}{others}: {escape(said)}", soft_wrap=True)
+
+
+def _print_errors(results: Sequence[ImagePrediction]) -> None:
+    """Print the errors of images that could not be read; with any, the exit code is 1."""
+    failed = [result for result in results if result.error]
+    for result in failed:
+        print_error(result.error)
+    if failed:
+        raise typer.Exit(1)

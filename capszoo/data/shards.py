@@ -109,8 +109,8 @@ def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
     Raises:
         DataError: a shard is damaged, or has invalid content; one line that names it.
     """
-    cached = cache_folder() / "shards" / f"{_key(paths)}.npz"
-    if (found := _read_cached(cached, paths)) is not None:
+    cached = _cache_file(paths)
+    if cached is not None and (found := _read_cached(cached, paths)) is not None:
         return found
     with ThreadPoolExecutor(threads) as pool:
         tables = list(pool.map(_index_shard, paths))
@@ -120,12 +120,23 @@ def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
         tuple(paths), np.repeat(np.arange(len(paths), dtype=np.int32), counts), *whole.T.copy()
     )
     columns = {key: getattr(index, key) for key in _COLUMNS}
+    if cached is None:
+        return index
     try:
         with replacing(cached) as temporary:
             np.savez(temporary, **columns)
     except CapszooError:  # the cache cannot be written: the headers are read again next time
         pass
     return index
+
+
+def _cache_file(paths: Sequence[Path]) -> Path | None:
+    """File of the cache for an index; None without a folder for the cache."""
+    key = _key(paths)
+    try:
+        return cache_folder() / "shards" / f"{key}.npz"
+    except CapszooError:
+        return None
 
 
 def _key(paths: Sequence[Path]) -> str:

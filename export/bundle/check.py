@@ -22,7 +22,7 @@ from ..prepare import PreparedModel, prepare
 from ..report import GateStep, first_line
 from ..verify.graph_rules import inspect_graph, require_libraries, widened
 from . import infer
-from .manifest import read_manifest, state_digest
+from .manifest import label_lines, read_manifest, state_digest
 
 __all__ = ["BundleCheck", "check_bundle", "compare_bundle", "open_runner"]
 
@@ -100,7 +100,7 @@ def _client_files(folder: Path, manifest: dict[str, Any]) -> GateStep:
     other += [key for key in ("channels", "size", "mean", "std", "dtype", "batch") if key not in spec]
     if other:
         return GateStep(name, False, f"preprocess.json differs from the manifest in {other[0]}")
-    if labels != [line for label in manifest["labels"] for line in label.splitlines() or [""]]:
+    if labels != label_lines(manifest["labels"]):
         return GateStep(name, False, "labels.txt differs from the manifest")
     return GateStep(name, True, f"{len(labels)} classes")
 

@@ -11,7 +11,9 @@ model was trained on a larger canvas, channels first, and normalised (or left as
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,12 @@ def to_8_bits(image: Image.Image) -> Image.Image:
     rows = max(1, 2**20 // image.width)  # a strip at a time
     tops = range(0, image.height, rows)
     boxes = [(0, top, image.width, min(top + rows, image.height)) for top in tops]
-    strips = [np.asarray(image.crop(box)) for box in boxes]
+    strips = [np.nan_to_num(np.asarray(image.crop(box))) for box in boxes]
     largest = max((strip.max(initial=0) for strip in strips), default=0)
-    white = 65535.0 if image.mode.startswith("I") and largest > 255 else 255.0
+    if image.mode.startswith("I"):
+        white = 65535.0 if largest > 255 else 255.0
+    else:  # floats in 0..255, or in 0..1
+        white = 255.0 if largest > 1 else 1.0
     scaled = [(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips]
     return Image.fromarray(np.concatenate(scaled))
 
@@ -236,6 +241,69 @@ def first_line(error: BaseException) -> str:
     return "".join(c for c in text if c.isprintable())[:300]
 
 
+def classify(
+    classifier: Classifier, images: list[str], topk: int, max_pixels: int, **reading: Any
+) -> list[dict[str, Any]]:
+    """The classes of image files, or the error of one that cannot be read; prints notes.
+
+    Args:
+        classifier: the model.
+        images: paths; a batch of them is in memory at a time.
+        topk: classes per image.
+        max_pixels, **reading: as for :func:`read`.
+    """
+    results: list[dict[str, Any]] = []
+    for start in range(0, len(images), classifier.largest):
+        inputs, readable = [], []
+        for image in images[start : start + classifier.largest]:
+            results.append({"image": image})
+            try:
+                pixels, notes = read(image, classifier.spec, max_pixels, **reading)
+            except Exception as error:  # Pillow's errors for broken files, and MemoryError
+                results[-1]["error"] = f"{image}: cannot be read ({first_line(error)})"
+                continue
+            if notes:
+                results[-1]["notes"] = notes
+                print(*(f"note: {image}: {said}" for said in notes), sep="\n", file=sys.stderr)
+            inputs.append(pixels)
+            readable.append(results[-1])
+        if not inputs:
+            continue
+        found = classifier(inputs).astype(np.float64)
+        shares = probabilities(found, classifier.spec.get("score_kind", "logits"))
+        for entry, scores, share in zip(readable, found, shares, strict=True):
+            entry["predictions"] = [
+                {
+                    "index": int(i),
+                    "label": classifier.labels[i],
+                    "score": float(scores[i]),
+                    "probability": float(share[i]),
+                }
+                for i in np.argsort(-scores, kind="stable")[:topk]
+            ]
+    return results
+
+
+def show(results: list[dict[str, Any]], kind: str, as_json: bool) -> None:
+    """Print the results; characters that stdout's encoding lacks are escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if not as_json:
+        for entry in results:
+            for scored in entry.get("predictions", ()):
+                print(
+                    f"{entry['image']}  {scored['label']}  {scored['probability']:.4f}  ({scored['score']:.4f} {kind})"
+                )
+        return
+    document = {"score_kind": kind, "results": results}
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(document, indent=1)
+    print(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Classify images with the exported model.")
     parser.add_argument("images", nargs="+", metavar="IMAGE")
@@ -260,43 +328,20 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:  # a damaged file of the bundle or a missing provider: many kinds
         print(f"error: {HERE}: the bundle cannot be loaded ({first_line(error)})", file=sys.stderr)
         return 1
-    inputs, readable, results = [], [], []
-    for image in options.images:
-        results.append({"image": image})
-        try:
-            reading = {"background": options.background, "invert": options.invert, "fit": options.fit}
-            pixels, notes = read(image, classifier.spec, options.max_pixels, **reading)
-            inputs.append(pixels)
-            if notes:
-                results[-1]["notes"] = notes
-                print(*(f"note: {image}: {said}" for said in notes), sep="\n", file=sys.stderr)
-            readable.append(results[-1])
-        except Exception as error:  # Pillow's errors for broken files, and MemoryError
-            results[-1]["error"] = f"{image}: cannot be read ({first_line(error)})"
-    kind = classifier.spec.get("score_kind", "logits")
+    reading = {"background": options.background, "invert": options.invert, "fit": options.fit}
     try:
-        found = classifier(inputs).astype(np.float64) if inputs else np.zeros((0, len(classifier.labels)))
-    except Exception as error:
+        results = classify(classifier, options.images, options.topk, options.max_pixels, **reading)
+    except Exception as error:  # ONNX Runtime raises many kinds of errors
         print(f"error: {HERE}: the model does not run ({first_line(error)})", file=sys.stderr)
         return 1
-    for entry, scores, shares in zip(readable, found, probabilities(found, kind), strict=True):
-        entry["predictions"] = [
-            {
-                "index": int(i),
-                "label": classifier.labels[i],
-                "score": float(scores[i]),
-                "probability": float(shares[i]),
-            }
-            for i in np.argsort(-scores, kind="stable")[: options.topk]
-        ]
-    if options.json:
-        print(json.dumps({"score_kind": kind, "results": results}, indent=1, ensure_ascii=False))
-    else:
-        for entry in results:
-            for scored in entry.get("predictions", ()):
-                print(
-                    f"{entry['image']}  {scored['label']}  {scored['probability']:.4f}  ({scored['score']:.4f} {kind})"
-                )
+    try:
+        show(results, classifier.spec.get("score_kind", "logits"), options.json)
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # `| head` has read enough
+            print(f"error: the results cannot be written ({first_line(error)})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more is written at exit
+        return 1
     failed = [entry["error"] for entry in results if "error" in entry]
     for line in failed:
         print(f"error: {line}", file=sys.stderr)

@@ -31,7 +31,15 @@ from ..atomic import old_name, workplace
 from ..options import BundleOptions, collect
 from ..prepare import PreparedModel, prepare
 from ..report import ExportReport, GateStep
-from .manifest import SCHEMA, describe_model, figures, meaning, preprocessing, read_manifest
+from .manifest import (
+    SCHEMA,
+    describe_model,
+    figures,
+    label_lines,
+    meaning,
+    preprocessing,
+    read_manifest,
+)
 from .triton import write_triton
 
 __all__ = ["export_bundle"]
@@ -71,7 +79,9 @@ def export_bundle(
         report.path = "model.onnx"
         spec = preprocessing(model, transform, report)
         _write_json(work / "preprocess.json", spec)
-        (work / "labels.txt").write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
+        (work / "labels.txt").write_text(
+            "".join(f"{line}\n" for line in label_lines(labels)), encoding="utf-8"
+        )
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
         _write_reference(prepared, work / "reference.npz")
         if options.triton:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from PIL import Image
 
 import capszoo
 from capszoo.app.model import AppModel, read_drawing, read_upload
+from capszoo.app.page import _exported
 from capszoo.app.pictures import couplings_picture, overlay_picture
 from capszoo.app.space import REQUIREMENTS, write_space
 from capszoo.errors import CapszooError, UsageError
@@ -62,6 +67,16 @@ def test_a_bad_upload_is_refused_without_the_server_folder(tmp_path: Path) -> No
     Image.new("L", (5000, 4000)).save(file)
     with pytest.raises(CapszooError, match="more than 16,000,000 pixels"):
         read_upload(file)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_page_s_file_holds_both_columns_of_one_name(tmp_path: Path) -> None:
+    answer: Any = SimpleNamespace(view=Image.new("L", (4, 4)), explanation=None, to_dict=dict)
+    models: list[Any] = [SimpleNamespace(name=name, iterations=0, dims=0) for name in ("a/run", "b/run", "c")]
+    with zipfile.ZipFile(_exported([(model, answer, (), 1) for model in models], tmp_path)) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    assert sorted({name.partition("/")[0] for name in files}) == ["c", "run-1", "run-2"]
+    assert json.loads(files["run-2/answer.json"])["model"] == "b/run"
 
 
 def test_a_space_holds_its_package_and_the_chosen_weights_alone(root: Path, tmp_path: Path) -> None:

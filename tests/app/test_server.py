@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -13,11 +14,12 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 import capszoo
-from capszoo.app.server import BUCKETS, Metrics
+from capszoo.app.server import BUCKETS, Metrics, create_app
 
 from .browser import free_port, served
 
@@ -35,6 +37,43 @@ def test_metrics_count_and_add_up() -> None:
     assert f'capszoo_predict_seconds_bucket{{le="{BUCKETS[0]}"}} 1' in text
     assert 'capszoo_predict_seconds_bucket{le="0.25"} 2' in text
     assert "capszoo_predict_seconds_sum 0.203000" in text
+
+
+def _drive(headers: list[tuple[bytes, bytes]], events: list[dict]) -> tuple[list[dict], str]:
+    """Send ASGI events to ``/predict`` of a model that is never called; what was answered, and the metrics."""
+    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
+    served_app = create_app(cast(Any, None))
+    about = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "query_string": b""}
+
+    async def call(
+        method: str, path: str, headers: list[tuple[bytes, bytes]], events: list[dict]
+    ) -> list[dict]:
+        waiting, sent = iter(events), []
+
+        async def receive() -> dict:
+            return next(waiting)
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        scope = {**about, "method": method, "path": path, "headers": headers}
+        await served_app(scope, receive, send)
+        return sent
+
+    sent = asyncio.run(call("POST", "/predict", headers, events))
+    text = asyncio.run(call("GET", "/metrics", [], [{"type": "http.request", "body": b""}]))
+    return sent, b"".join(message.get("body", b"") for message in text).decode()
+
+
+def test_a_client_that_leaves_is_no_failure_of_the_server() -> None:
+    body = {"type": "http.request", "body": b"half an image", "more_body": True}
+    _, metrics = _drive([], [body, {"type": "http.disconnect"}])
+    assert 'status="499"} 1' in metrics and 'status="500"' not in metrics
+
+
+def test_a_form_is_refused_with_the_way_to_send_an_image() -> None:
+    sent, metrics = _drive([(b"content-type", b"multipart/form-data; boundary=B")], [])
+    assert sent[0]["status"] == 415 and b"--data-binary" in sent[1]["body"] and 'status="415"} 1' in metrics
 
 
 @pytest.fixture(scope="module")

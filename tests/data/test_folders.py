@@ -340,9 +340,21 @@ def test_hidden_folders_are_no_classes_and_gifs_are_images(pictures: Path) -> No
         (pictures / split / ".ipynb_checkpoints").mkdir()
         write_image(pictures / split / ".ipynb_checkpoints" / "0.png", np.zeros((9, 9), np.uint8))
     write_image(pictures / "train" / "cat" / "._0.png", np.zeros((9, 9), np.uint8))
+    (pictures / "train" / "cat" / ".thumbnails" / "small").mkdir(parents=True)
+    write_image(pictures / "train" / "cat" / ".thumbnails" / "small" / "0.png", np.zeros((9, 9), np.uint8))
     Image.new("RGB", (9, 9)).save(pictures / "train" / "cat" / "new.gif")
     found = load_dataset(f"imagefolder:{pictures}", "train", size=8)
     assert list(found.spec.label_names) == kinds and len(found) == len(before) + 1
+
+
+@pytest.mark.parametrize("names", [("Train", "Val"), ("Training", "Testing")])
+def test_splits_under_other_names_are_no_classes(pictures: Path, names: tuple[str, str]) -> None:
+    for old, new in zip(("train", "val"), names, strict=True):
+        (pictures / old).rename(pictures / new)
+    with pytest.raises(DataError, match=f"sub-folders {names[0]} and {names[1]}, which are splits.*: rename"):
+        load_dataset(f"imagefolder:{pictures}", "train", size=8)
+    (pictures / names[1]).rename(pictures / "bus")  # a class of its name
+    assert load_dataset(f"imagefolder:{pictures}", "train", size=8).spec.label_names == (names[0], "bus")
 
 
 def test_a_class_name_that_is_no_text_is_refused_before_training(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from capszoo.data import shards as shards_module
 from capszoo.data.folders import find_splits
 from capszoo.data.sets import buffered_order, keyed_generator
 from tests.data.formats import write_shards, write_tar
+from tests.support import no_home
 
 COUNT, PER_SHARD = 50, 8
 
@@ -201,6 +202,8 @@ def test_the_index_is_cached_until_a_shard_changes(
     assert opened(folder).fingerprint() != before.fingerprint()
     monkeypatch.setenv("CAPSZOO_CACHE", str(file / "no folder"))
     assert len(opened(folder)) == COUNT - PER_SHARD + 1, "no place for a cache is no error"
+    no_home(monkeypatch)
+    assert len(opened(folder)) == COUNT - PER_SHARD + 1, "neither is a user without a home folder"
 
 
 GOOD = {"0.png": png(), "0.cls": b"0"}

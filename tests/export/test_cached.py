@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 pytest.importorskip("onnxruntime")
 
 from capszoo.cli import app
-from capszoo.errors import UsageError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.export.cached import export_to_cache, find_cached, weights_file
+from tests.support import no_home
 
 MODEL = "resnet20_routingcaps.mnist"
 
@@ -72,6 +73,15 @@ def test_both_runtimes_answer_the_same(cache: Path, images: list[Path], options:
             assert (a["index"], a["label"]) == (b["index"], b["label"])
             assert a["score"] == pytest.approx(b["score"], abs=1e-5)
             assert a["probability"] == pytest.approx(b["probability"], abs=1e-5)
+
+
+def test_without_a_home_folder_torch_answers(images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    no_home(monkeypatch)
+    found = CliRunner().invoke(app, ["predict", MODEL, str(images[0]), "--json"])
+    assert found.exit_code == 0 and json.loads(found.stdout)["runtime"] == "torch"
+    assert "none: this user has no home folder" in CliRunner().invoke(app, ["doctor", "--json"]).stdout
+    with pytest.raises(CapszooError, match="no home folder for the cache: set CAPSZOO_CACHE"):
+        export_to_cache(MODEL)
 
 
 def test_auto_exports_nothing(tmp_path: Path, images: list[Path]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from capszoo.images import IMAGE_SUFFIXES
+from capszoo.images import is_visible_image
 
 from ..errors import DataError
 from ..readers import decode_image, image_mode, mode_of
@@ -55,7 +55,7 @@ def open_images(
     training = split_folder(folder, SPLITS["train"]) or root  # images for a test alone have their own classes
     if root is None or training is None:
         missing = SPLITS["train" if training is None else split]
-        flat = sum(_is_image(str(file)) for file in folder.iterdir())
+        flat = sum(is_visible_image(file.name) for file in folder.iterdir())
         if flat and not any(sub.is_dir() for sub in folder.iterdir()):
             raise DataError(
                 f"{name}: {folder} holds {flat} images and no class folders",
@@ -65,6 +65,7 @@ def open_images(
     classes = _class_folders(training)
     if not classes:
         raise DataError(f"{name}: {training} has no class folders")
+    _refuse_splits_as_classes(name, training, classes)
     # bytes that are no UTF-8: metadata and tables could not state the name
     unreadable = [kind for kind in classes if kind != kind.encode(errors="ignore").decode()]
     if unreadable:
@@ -103,21 +104,27 @@ def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
     return found
 
 
+def _refuse_splits_as_classes(name: str, folder: Path, classes: Sequence[str]) -> None:
+    """Refuse folders such as Train and Test, which would become the classes."""
+    words = {kind: kind.casefold() for kind in classes}
+    training = [kind for kind, word in words.items() if word in ("train", "training")]
+    held_out = [kind for kind, word in words.items() if word in (*SPLIT_NAMES, "testing") and word != "train"]
+    if training and held_out:
+        raise DataError(
+            f"{name}: {folder} has the sub-folders {training[0]} and {held_out[0]}, which are splits and no classes",
+            "rename the splits to train, val and test",
+        )
+
+
 def holds_classes(folder: Path) -> bool:
     """True if a folder contains images by class, with or without splits, so that `imagefolder:` may be omitted."""
 
     def by_class(parent: Path) -> bool:
         kinds = _class_folders(parent)
-        return len(kinds) > 1 and all(any(map(_is_image, os.listdir(parent / kind))) for kind in kinds)
+        return len(kinds) > 1 and all(any(map(is_visible_image, os.listdir(parent / kind))) for kind in kinds)
 
     parts = (folder, *(folder / name for name in SPLIT_NAMES))
     return any(by_class(part) for part in parts if part.is_dir())
-
-
-def _is_image(path: str) -> bool:
-    """True for a file name with the suffix of an image; not for hidden files, such as macOS's `._a.jpg`."""
-    name = os.path.basename(path)
-    return not name.startswith(".") and Path(name).suffix.lower() in IMAGE_SUFFIXES
 
 
 def _class_folders(root: Path) -> list[str]:
@@ -129,7 +136,10 @@ def _listed(root: Path, numbers: dict[str, int]) -> tuple[tuple[str, ...], list[
     """Images of a folder with a sub-folder per class, as paths relative to it, and their labels."""
     from torchvision.datasets.folder import make_dataset
 
-    samples = make_dataset(str(root), numbers, is_valid_file=_is_image, allow_empty=True)
+    def is_listed(path: str) -> bool:
+        return is_visible_image(path.removeprefix(f"{root}{os.sep}"))
+
+    samples = make_dataset(str(root), numbers, is_valid_file=is_listed, allow_empty=True)
     return tuple(os.path.relpath(path, root) for path, _ in samples), [label for _, label in samples]
 
 

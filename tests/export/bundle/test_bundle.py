@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,10 +26,12 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.export import bundle, compare, to_onnx
 from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, read_manifest, write
 from capszoo.export.bundle.check import open_runner
+from capszoo.export.bundle.manifest import label_lines
 from capszoo.export.verify.images import load_images
 from capszoo.inference import load_model, predict
 from capszoo.models._pretrained import bundled_tags, sha256_of
 from tests.export.toys import ToyCaps
+from tests.support import load_script
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -178,6 +182,72 @@ def test_infer_with_a_fixed_batch_and_uint8(fixed: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]
     assert len(results) == 4 and {p["label"] for p in results[0]["predictions"]} == set("abcde")
+
+
+class _Zeros:
+    """In place of infer.py's classifier: notes the batches, and answers zeros."""
+
+    largest, labels = 2, ("a\udce9", "b")
+    spec = dict(channels=1, size=[8, 8], crop_pct=1.0, interpolation="bilinear", dtype="uint8", mean=[0.5])
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def __call__(self, inputs: list[np.ndarray]) -> np.ndarray:
+        self.batches.append(len(inputs))
+        return np.zeros((len(inputs), 2), np.float32)
+
+
+@pytest.fixture
+def zeros(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, _Zeros]:
+    infer, classifier = load_script(root / "export" / "bundle" / "infer.py"), _Zeros()
+    monkeypatch.setattr(infer, "Classifier", lambda **_: classifier)
+    return infer, classifier
+
+
+def test_infer_holds_a_batch_of_images_at_a_time(
+    zeros: tuple[Any, _Zeros], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    infer, classifier = zeros
+    good, bad = str(ASSETS / "digit_3.png"), str(tmp_path)
+    assert infer.main([good, bad, bad, bad, good, good, good, "--json"]) == 1
+    assert classifier.batches == [1, 2, 1]
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert ["error" in one for one in results] == [False, True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_infer_prints_names_that_stdout_cannot_hold(
+    zeros: tuple[Any, _Zeros], monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), "ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert zeros[0].main([str(ASSETS / "digit_3.png"), *(["--json"] if as_json else [])]) == 0
+    said = out.buffer.getvalue().decode()
+    if as_json:
+        assert json.loads(said)["results"][0]["predictions"][0]["label"] == "a\udce9"
+    else:
+        assert r"a\udce9" in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_infer_says_that_the_results_cannot_be_written(
+    zeros: tuple[Any, _Zeros], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
+    assert zeros[0].main([str(ASSETS / "digit_3.png")]) == 1
+    assert "error: the results cannot be written" in capsys.readouterr().err
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
+    assert zeros[0].main([str(ASSETS / "digit_3.png")]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_label_is_one_line() -> None:
+    lines = label_lines(["a\u2028b", "", "c\r\n", "d e"])
+    assert lines == ["a b", "", "c", "d e"]
+    assert "".join(f"{line}\n" for line in lines).splitlines() == lines
 
 
 # -- Triton -------------------------------------------------------------------------------------------------------
