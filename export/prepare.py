@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from capszoo._modes import evaluating
 from capszoo._verbosity import is_verbose
 from capszoo.errors import UsageError
 from capszoo.layers.engine_choice import record_engines, use_engines
@@ -137,7 +138,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
     options.say("preparing")
     outputs = tuple(options.outputs)
     _check_outputs(model, outputs)
-    with _evaluating(model):
+    with evaluating(model):
         # the reference must have the graph's number of iterations, but stay as unprepared as the user's model
         original = copy.deepcopy(model)
         if options.routing_iters is not None:
@@ -186,18 +187,6 @@ def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int
         else:
             names.extend([name] if len(value) == 1 else [f"{name}_{i}" for i in range(len(value))])
     return names
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode within this context; each module's mode is restored (a frozen BatchNorm may differ from the rest)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def check_dtype(images: torch.Tensor, prepared: PreparedModel) -> None:
