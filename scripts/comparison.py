@@ -68,9 +68,10 @@ on the 10,000 test images. The last row is one of three heads with two capsule l
 `benchmarks/results/comparison`; `--commands` prints the commands of the runs.
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
-the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Seconds are
-wall-clock times on shared cores: do not compare heads by them. A run computes in bf16 (autocast) where
-the processor gains by it, else in float32: the last column states it.
+the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Training
+accuracy is that of the last epoch, on augmented images. A low one means that the head was undertrained after 20 epochs:
+its test accuracy is then no upper bound. Seconds are wall-clock times on shared cores: do not compare heads by them.
+A run computes in bf16 (autocast) where the processor gains by it, else in float32: the last column states it.
 
 Accuracies are those of the runs' float32 weights. The bundled files are stored in float16 and differ by up to 0.03
 points. `resnet20_routingpool.cifar10` and its twin with average pooling were trained with another profile, for 60
@@ -264,8 +265,9 @@ def _plus_minus(row: Row) -> str:
 def table(found: list[Row]) -> list[str]:
     """The page's table."""
     lines = [
-        "| head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | entropy | seconds | on |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | training, % | entropy "
+        "| seconds | on |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in found:
         size = "– | –"
@@ -273,19 +275,17 @@ def table(found: list[Row]) -> list[str]:
             parameters, adds = cost(row.recipe)
             size = f"{parameters:,} | {adds:.1f}"
         if not row.runs:
-            lines.append(f"| {row.head} | {size} | no run yet | 0 | – | – | – | – |")
+            lines.append(f"| {row.head} | {size} | no run yet | 0 | – | – | – | – | – |")
             continue
-        validation = row.figures("validation")
+        validation = statistics.mean(row.figures("validation"))
+        training = statistics.mean(run["history"]["train_top1"][-1] for run in row.runs)
         seconds = statistics.mean(run["train_seconds"] for run in row.runs)
         machines = " / ".join(
             sorted({f"{run['hardware']}, {run['recipe']['precision']}" for run in row.runs})
         )
         lines.append(
-            f"| {row.head} | {size} | {_plus_minus(row)} | {len(row.runs)} "
-            f"| {statistics.mean(validation):.2f} | {_entropy(row)} | {seconds:,.0f} | {machines} |"
-            if validation
-            else f"| {row.head} | {size} | {_plus_minus(row)} | {len(row.runs)} | – | {_entropy(row)} | {seconds:,.0f} "
-            f"| {machines} |"
+            f"| {row.head} | {size} | {_plus_minus(row)} | {len(row.runs)} | {validation:.2f} | {training:.2f} "
+            f"| {_entropy(row)} | {seconds:,.0f} | {machines} |"
         )
     return lines
 

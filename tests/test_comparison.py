@@ -38,7 +38,7 @@ def run(
         "train_seconds": 100,
         "hardware": "a machine",
         "metrics": {"validation": {"top1": top1 + 1, "n": 1000}, "test": {"top1": top1, "n": 10000}},
-        "history": {"train_loss": [2.4, 5.1, 1.0 + seed]},
+        "history": {"train_loss": [2.4, 5.1, 1.0 + seed], "train_top1": [40.0, top1 - 5]},
     }
     out = folder / "trials" / name if trial else folder / f"{name}.{seed}"
     out.mkdir(parents=True)
@@ -122,7 +122,10 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
         for line in results.splitlines()
         if line.startswith("| ")
     }
-    assert "91.20 ± 0.20 | 3 | 92.20 | 0.50 | 100 | a machine" in rows["avg"] and "269,722" in rows["avg"]
+    assert (
+        "91.20 ± 0.20 | 3 | 92.20 | 86.20 | 0.50 | 100 | a machine" in rows["avg"]
+        and "269,722" in rows["avg"]
+    )
     assert "no run yet" in rows["conv"] and "99.00" not in page
     assert "dynamic, 2 layers" in rows and "91.00 | 1" in rows["dynamic, 2 layers"]
     # two heads of three seeds, deviation 0.2 each, so Welch's degrees of freedom are 4: 2.776 * 0.2 * sqrt(2 / 3)
