@@ -15,6 +15,12 @@ __all__ = ["TUNING", "Tuning", "tuned"]
 class Tuning:
     """Every measured threshold of the engines."""
 
+    # C++ on a CPU, any routing
+    #: elements of the votes in training from which it pays
+    native_min_votes: int = 1 << 18
+    #: the same without gradients: the first use of a pose's shape on a machine compiles for two seconds
+    native_min_votes_without_grad: int = 1 << 23
+
     # IDPA
     #: elements of the votes of a layer from which it works in blocks; fewer fit the caches without blocks
     idpa_blocked_min_votes: int = 1 << 20

@@ -1,4 +1,4 @@
-"""Engines of EM routing besides the reference: in blocks on a CPU; frozen or in chunks in an exported graph.
+"""Engines of EM routing besides the reference: in C++ or in blocks on a CPU; frozen or in chunks in an exported graph.
 
 Letters as in :mod:`capszoo.layers.em`. ``layer`` is a layer of that package: an engine uses attributes of these
 layers that :class:`.RoutingLayer` does not have.
@@ -8,14 +8,16 @@ from typing import Any, Dict, List
 
 from torch import Tensor
 
+from .._native import does_not_build, not_native, too_few_votes
 from .._precision import upcast_half
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
 from .blocked import em_windows
 from .chunked import chunked_routing
+from .native import native_routing
 from .shared import StepsInBlocks
 
-__all__ = ["Blocked", "Chunked", "Frozen", "SharedBlocked"]
+__all__ = ["Blocked", "Chunked", "Frozen", "Native", "SharedBlocked"]
 
 
 class Frozen(Engine):
@@ -88,6 +90,37 @@ class Blocked(Engine):
             call.couplings,
         )
         return Routed([mu], [logits], couplings if call.couplings else None)
+
+
+class Native(Engine):
+    """On a CPU: one ``capszoo::routing_pass`` per iteration, in C++; votes of one vector of children at a time."""
+
+    name = "native"
+    evidence = "EM: native"
+    keeps_votes = False
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        return not_native(call.dtype, layer.pose_size, layer.pose_size)
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        size = layer.pose_size
+        return too_few_votes(call) or does_not_build(call.dtype, size, size, size, True)
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        mu, logits, couplings = native_routing(
+            inputs[0].flatten(0, 1),
+            inputs[1].flatten(0, 1),
+            upcast_half(layer.weight).transpose(1, 2),
+            upcast_half(layer.beta_v),
+            upcast_half(layer.beta_a),
+            layer.settings(call.num_iters),
+            call.couplings,
+        )
+        return Routed([mu], [logits], couplings)
 
 
 class SharedBlocked(Engine):

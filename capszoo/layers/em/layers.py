@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._precision import upcast_half
 from ..engine import Engine, Reference, Routed
 from .base import EMLayer, MatrixEM
-from .engines import Blocked, Chunked, Frozen, SharedBlocked
+from .engines import Blocked, Chunked, Frozen, Native, SharedBlocked
 from .routing import em_routing, window_routing
 from .shared import SharedSteps
 from .steps import EPS, INIT_NOISE, LAM_START, LAM_STEP, VAR_FLOOR, Settings
@@ -41,7 +41,7 @@ class ConvEM(MatrixEM):
     ``[out_caps]``.
     """
 
-    engines: ClassVar[Tuple[Type[Engine], ...]] = (Chunked, Frozen, Blocked, Reference)
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Chunked, Frozen, Native, Blocked, Reference)
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .._precision import upcast_half, working_type
 from ..engine import Engine, Reference, Routed, RoutingLayer
-from .engines import Blocked, Fused
+from .engines import Blocked, Fused, Native
 from .routing import agreement_of, couplings_of, weighted_sum
 
 torch.fx.wrap("upcast_half")
@@ -19,7 +19,7 @@ __all__ = ["IDPALayer"]
 class IDPALayer(RoutingLayer):
     """Shared by convolutional and fully connected layers: options, norm, iterations over votes."""
 
-    engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Blocked, Reference)
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Native, Blocked, Reference)
 
     weight: nn.Parameter
     start: Optional[Tensor]

@@ -1,10 +1,12 @@
-"""Engines of IDPA besides the reference: in blocks on a CPU, fused on a GPU, in chunks in an exported graph."""
+"""Engines of IDPA besides the reference: in C++ or in blocks on a CPU, fused on a GPU, in chunks in an exported graph."""
 
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from .._native import does_not_build, not_native, too_few_votes
+from .._native.ops import in_lanes, routing_pass, weight_in_lanes
 from .._transforms import block_diagonal
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
@@ -13,7 +15,11 @@ from ..tuning import TUNING
 from .blocked import idpa_pass
 from .routing import couplings_of, iteration
 
-__all__ = ["Blocked", "Chunked", "Fused", "Masked"]
+__all__ = ["Blocked", "Chunked", "Fused", "Masked", "Native"]
+
+
+#: of a single iteration with parents at zero
+_ONLY_SUM = "the only iteration is a sum of votes"
 
 
 class Iterated(Engine):
@@ -92,7 +98,7 @@ class Blocked(Iterated):
     def unprofitable(cls, layer: Any, call: Call) -> str:
         iterations = call.num_iters - 1 if layer.folds else call.num_iters
         if iterations == 0:
-            return "the only iteration is a sum of votes"
+            return _ONLY_SUM
         if iterations > 1 and call.child_iters == 1 and layer.inner > TUNING.idpa_blocked_max_inner:
             return "votes would be recomputed from poses of more columns than TUNING.idpa_blocked_max_inner"
         if call.votes < TUNING.idpa_blocked_min_votes:
@@ -111,6 +117,52 @@ class Blocked(Iterated):
     ) -> Tuple[Tensor, Optional[Tensor]]:
         sums, couplings = idpa_pass(given[0], self.weight, parents * self.layer.scale, need_couplings)
         return self.layer._normalise(sums), couplings.transpose(1, 2) if need_couplings else None
+
+
+class Native(Iterated):
+    """On a CPU: one ``capszoo::routing_pass`` per iteration, in C++ and in float32 or wider; no vote is stored."""
+
+    name = "native"
+    evidence = "IDPA: native"
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        return super().unsupported(layer, call) or not_native(_wide(call.dtype), layer.inner, layer.cols)
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if call.num_iters == int(layer.folds):
+            return _ONLY_SUM
+        sizes = (layer.rows, layer.inner, layer.cols)
+        return too_few_votes(call) or does_not_build(_wide(call.dtype), *sizes, False)
+
+    def __init__(self, layer: Any, call: Call) -> None:
+        super().__init__(layer, call)
+        self.dtype = _wide(call.dtype)
+        self.weight = weight_in_lanes(layer._child_weight().to(self.dtype))
+
+    def read(self, children: Tensor) -> List[Tensor]:
+        self.given = children.dtype
+        poses = self.layer._child_poses(children).to(self.dtype)
+        return [in_lanes(poses), in_lanes(torch.ones_like(poses[:, :, 0, 0]))]
+
+    def iterate(
+        self, given: List[Tensor], parents: Tensor, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        layer = self.layer
+        toward = (parents * layer.scale).to(self.dtype)
+        mean, height = torch.zeros_like(toward), torch.zeros_like(toward[:, :, 0])
+        _, sums, _, couplings = routing_pass(
+            *given, self.weight, mean, None, toward, height, 0.0, layer.num_children, False, need_couplings
+        )
+        poses = layer._normalise(sums.to(self.given))
+        return poses, couplings.to(self.given) if need_couplings else None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the C++ code computes."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Chunked(Iterated):
@@ -227,7 +279,7 @@ class Fused(Iterated):
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
-        return "the only iteration is a sum of votes" if call.num_iters == int(layer.folds) else ""
+        return _ONLY_SUM if call.num_iters == int(layer.folds) else ""
 
     def __init__(self, layer: Any, call: Call) -> None:
         super().__init__(layer, call)

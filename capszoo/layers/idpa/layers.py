@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..engine import Reference
 from .base import IDPALayer
-from .engines import Blocked, Chunked, Fused, Masked
+from .engines import Blocked, Chunked, Fused, Masked, Native
 from .routing import normalised
 
 __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
@@ -57,7 +57,7 @@ class ConvIDPA(IDPALayer):
     (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first iteration's convolution unflattened.
     """
 
-    engines = (Chunked, Fused, Blocked, Reference)
+    engines = (Chunked, Fused, Native, Blocked, Reference)
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class FCIDPA(IDPALayer):
     iteration's matrix ``[i*q, j*r]`` and, without a copy, the later iterations' batch of matrices.
     """
 
-    engines = (Masked, Fused, Blocked, Reference)
+    engines = (Masked, Fused, Native, Blocked, Reference)
 
     def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
         super().__init__(in_caps, out_caps, *args, **options)

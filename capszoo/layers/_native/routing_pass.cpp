@@ -1,0 +1,291 @@
+// One iteration of routing in which votes exist only for some children of one routing: see ops.py, which compiles this
+// file for each shape of a pose.
+//
+// P, Q, R: rows of a pose, columns of a child's and of a parent's; SCALAR: float or double, FLOAT: 1 or 0; SQUARES: 1 if
+// the E-step and the M-step read the squares of the votes.
+//
+// A vector has LANES children. "Block": LANES children; all tensors of children have the axes [block, ..., lane].
+// Letters: n routings, c blocks, j parents, h pose elements (P * R), as in ops.py.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+constexpr int LANES = 64 / sizeof(SCALAR);
+constexpr int H = P * R;
+
+typedef SCALAR vec __attribute__((vector_size(64)));
+typedef SCALAR loose __attribute__((vector_size(64), aligned(sizeof(SCALAR)), may_alias));
+
+inline vec load(const SCALAR* from) { return *reinterpret_cast<const loose*>(from); }
+inline void store(SCALAR* to, vec value) { *reinterpret_cast<loose*>(to) = value; }
+inline vec splat(SCALAR value) { return value - vec{}; }
+
+inline vec added(const vec (&x)[R]) {
+    vec sum = x[0];
+    for (int r = 1; r < R; ++r) sum += x[r];
+    return sum;
+}
+
+inline SCALAR total(vec x) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) x[l] += x[l + half];
+    return x[0];
+}
+
+#if FLOAT
+typedef int32_t whole __attribute__((vector_size(64)));
+
+// exp of values of at most 0, within 2 units in the last place; NaN stays NaN
+inline vec exponential(vec x) {
+    x = x < splat(-87.0f) ? splat(-87.0f) : x;
+    const vec magic = splat(12582912.0f);  // 1.5 * 2^23: its sum with a number has no fraction
+    const vec k = (x * 1.44269504088896341f + magic) - magic;
+    vec r = x - k * 0.693359375f;
+    r = r + k * 2.12194440e-4f;
+    vec y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    const whole power = (__builtin_convertvector(k, whole) + 127) << 23;
+    return y * (vec)power;  // a cast between vectors keeps the bits
+}
+#else
+inline vec exponential(vec x) {
+    for (int l = 0; l < LANES; ++l) x[l] = std::exp(x[l]);
+    return x;
+}
+#endif
+
+struct Memory {
+    vec* start;
+    explicit Memory(size_t vectors) : start(static_cast<vec*>(std::aligned_alloc(64, 64 * (vectors ? vectors : 1)))) {}
+    ~Memory() { std::free(start); }
+    void zero(size_t vectors) { std::memset(start, 0, 64 * vectors); }
+};
+
+// What one routing reads
+struct Routing {
+    const SCALAR *rows, *activations, *weight;      // [c, p, q, l], [c, l], [c, j, q, r, l]
+    const SCALAR *mean, *precision, *pull, *height;  // [j, h] three times, [j]; no pull: even couplings
+    int64_t children, parents;
+    SCALAR idle;
+
+    int64_t blocks() const { return (children + LANES - 1) / LANES; }
+
+    // 1 where a lane has a child, else 0
+    vec present(int64_t c) const {
+        vec mask = splat(1);
+        for (int64_t l = children - c * LANES; l < LANES; ++l) mask[l] = 0;
+        return mask;
+    }
+
+    // Softmax over the parents, in place: x [j]
+    void softmax(vec* x) const {
+        vec high = x[0];
+        for (int64_t j = 1; j < parents; ++j) high = x[j] > high ? x[j] : high;
+        vec sum = {};
+        for (int64_t j = 0; j < parents; ++j) sum += x[j] = exponential(x[j] - high);
+        const vec inverse = SCALAR(1) / sum;
+        for (int64_t j = 0; j < parents; ++j) x[j] *= inverse;
+    }
+
+    // Votes [j, h] of block c about `mean`, sum_q rows[p][q] * weight[q][r] - mean[p][r], and their couplings [j]
+    void couple(int64_t c, vec* votes, vec* coupling) const {
+        const SCALAR* u = rows + c * P * Q * LANES;
+        for (int64_t j = 0; j < parents; ++j) {
+            const SCALAR *t = weight + (c * parents + j) * Q * R * LANES, *m = mean + j * H;
+            vec *v = votes + j * H, logit[R] = {};  // several sums: one would wait for each addition
+            for (int p = 0; p < P; ++p) {
+                vec sum[R];
+                for (int r = 0; r < R; ++r) sum[r] = load(u + p * Q * LANES) * load(t + r * LANES) - m[p * R + r];
+                for (int q = 1; q < Q; ++q)
+                    for (int r = 0; r < R; ++r)
+                        sum[r] += load(u + (p * Q + q) * LANES) * load(t + (q * R + r) * LANES);
+                for (int r = 0; r < R; ++r) v[p * R + r] = sum[r];
+                if (!pull) continue;
+                const SCALAR* toward = pull + j * H + p * R;
+#if SQUARES
+                const SCALAR* sharp = precision + j * H + p * R;
+                for (int r = 0; r < R; ++r) logit[r] += sum[r] * (toward[r] - sum[r] * sharp[r]);
+#else
+                for (int r = 0; r < R; ++r) logit[r] += sum[r] * toward[r];
+#endif
+            }
+            coupling[j] = pull ? added(logit) + height[j] : splat(SCALAR(1) / parents);
+        }
+        if (pull) softmax(coupling);
+    }
+
+    vec active(int64_t c) const { return load(activations + c * LANES); }
+};
+
+// Add the weighted sums of the votes of one block, and of their squares: [j, h], weights [j]
+inline void add_moments(
+    const vec* votes, const vec* weights, vec* first, [[maybe_unused]] vec* second, int64_t parents) {
+    for (int64_t j = 0; j < parents; ++j)
+        for (int h = 0; h < H; ++h) {
+            const vec v = votes[j * H + h], weighted = weights[j] * v;
+            first[j * H + h] += weighted;
+#if SQUARES
+            second[j * H + h] += weighted * v;
+#endif
+        }
+}
+
+void totals(const vec* from, SCALAR* to, int64_t count) {
+    for (int64_t k = 0; k < count; ++k) to[k] = total(from[k]);
+}
+
+}  // namespace
+
+extern "C" void routing_pass(
+    const SCALAR* rows, const SCALAR* activations, const SCALAR* weight, const SCALAR* mean, const SCALAR* precision,
+    const SCALAR* pull, const SCALAR* height, double idle, int64_t first, int64_t last, int64_t children,
+    int64_t parents, SCALAR* mass, SCALAR* sums, SCALAR* squares, SCALAR* couplings) {
+    const int64_t blocks = (children + LANES - 1) / LANES, poses = parents * H;
+    Memory votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
+    Memory weights(parents);
+    for (int64_t n = first; n < last; ++n) {
+        const Routing routing = {
+            rows + n * blocks * P * Q * LANES, activations + n * blocks * LANES, weight, mean + n * poses,
+            precision ? precision + n * poses : nullptr, pull ? pull + n * poses : nullptr,
+            pull ? height + n * parents : nullptr, children, parents, SCALAR(idle)};
+        one.zero(poses);
+        if (SQUARES) two.zero(poses);
+        heavy.zero(parents);
+        for (int64_t c = 0; c < blocks; ++c) {
+            vec* w = weights.start;
+            routing.couple(c, votes.start, w);
+            const vec present = routing.present(c), active = routing.active(c);
+            for (int64_t j = 0; j < parents; ++j) {
+                if (couplings) {
+                    SCALAR* to = couplings + (n * parents + j) * children + c * LANES;
+                    for (int64_t l = 0; l < LANES && c * LANES + l < children; ++l) to[l] = w[j][l];
+                }
+                w[j] = present * (w[j] * active + routing.idle);
+                heavy.start[j] += w[j];
+            }
+            add_moments(votes.start, w, one.start, two.start, parents);
+        }
+        totals(heavy.start, mass + n * parents, parents);
+        totals(one.start, sums + n * poses, poses);
+        if (SQUARES) totals(two.start, squares + n * poses, poses);
+    }
+}
+
+// grad_weight is added to; all other results are written
+extern "C" void routing_pass_backward(
+    const SCALAR* rows, const SCALAR* activations, const SCALAR* weight, const SCALAR* mean, const SCALAR* precision,
+    const SCALAR* pull, const SCALAR* height, double idle, int64_t first, int64_t last, int64_t children,
+    int64_t parents, const SCALAR* mass, const SCALAR* sums, const SCALAR* grad_mass, const SCALAR* grad_sums,
+    const SCALAR* grad_squares, const SCALAR* grad_couplings, SCALAR* grad_rows, SCALAR* grad_activations,
+    SCALAR* grad_weight, SCALAR* grad_mean, SCALAR* grad_precision, SCALAR* grad_pull, SCALAR* grad_height) {
+    const int64_t blocks = (children + LANES - 1) / LANES, poses = parents * H;
+    Memory votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
+    Memory weights(parents), logits(parents), given(parents);
+    for (int64_t n = first; n < last; ++n) {
+        const Routing routing = {
+            rows + n * blocks * P * Q * LANES, activations + n * blocks * LANES, weight, mean + n * poses,
+            precision ? precision + n * poses : nullptr, pull ? pull + n * poses : nullptr,
+            pull ? height + n * parents : nullptr, children, parents, SCALAR(idle)};
+        const SCALAR *g_mass = grad_mass + n * parents, *g_sums = grad_sums + n * poses,
+                     *g_squares = grad_squares + n * poses;
+        one.zero(poses);
+        if (SQUARES) two.zero(poses);
+        heavy.zero(parents);
+        for (int64_t c = 0; c < blocks; ++c) {
+            vec *w = weights.start, *g_logit = logits.start, *g = given.start;
+            routing.couple(c, votes.start, w);
+            const vec present = routing.present(c), active = routing.active(c);
+            // gradients of the weights, then of the couplings and activations
+            vec g_active = {}, mean_g = {};
+            for (int64_t j = 0; j < parents; ++j) {
+                vec parts[R] = {};
+                for (int h = 0; h < H; ++h) {
+                    const vec v = votes.start[j * H + h];
+#if SQUARES
+                    parts[h % R] += v * (v * g_squares[j * H + h] + g_sums[j * H + h]);
+#else
+                    parts[h % R] += v * g_sums[j * H + h];
+#endif
+                }
+                const vec g_weight = present * (added(parts) + g_mass[j]);
+                g_active += g_weight * w[j];
+                g[j] = g_weight * active;
+                if (grad_couplings) {
+                    const SCALAR* from = grad_couplings + (n * parents + j) * children + c * LANES;
+                    for (int64_t l = 0; l < LANES && c * LANES + l < children; ++l) g[j][l] += from[l];
+                }
+                mean_g += g[j] * w[j];
+            }
+            store(grad_activations + (n * blocks + c) * LANES, g_active);
+            for (int64_t j = 0; j < parents; ++j) {
+                g_logit[j] = pull ? w[j] * (g[j] - mean_g) : vec{};
+                heavy.start[j] += g_logit[j];
+                w[j] = present * (w[j] * active + routing.idle);
+            }
+            if (pull) add_moments(votes.start, g_logit, one.start, two.start, parents);
+            // gradients of the votes, of poses and transforms
+            const SCALAR* u = routing.rows + c * P * Q * LANES;
+            vec g_rows[P * Q] = {};
+            for (int64_t j = 0; j < parents; ++j) {
+                [[maybe_unused]] const vec* v = votes.start + j * H;
+                const SCALAR *t = weight + (c * parents + j) * Q * R * LANES, *g1 = g_sums + j * H;
+                SCALAR* g_t = grad_weight + (c * parents + j) * Q * R * LANES;
+                vec g_v[H];
+                for (int h = 0; h < H; ++h) {
+                    g_v[h] = w[j] * g1[h];
+#if SQUARES
+                    vec twice = w[j] * g_squares[j * H + h];
+                    if (pull) {
+                        g_v[h] += g_logit[j] * routing.pull[j * H + h];
+                        twice -= g_logit[j] * routing.precision[j * H + h];
+                    }
+                    g_v[h] += (v[h] + v[h]) * twice;
+#else
+                    if (pull) g_v[h] += g_logit[j] * routing.pull[j * H + h];
+#endif
+                }
+                for (int p = 0; p < P; ++p)
+                    for (int q = 0; q < Q; ++q)
+                        for (int r = 0; r < R; ++r)
+                            g_rows[p * Q + q] += g_v[p * R + r] * load(t + (q * R + r) * LANES);
+                for (int q = 0; q < Q; ++q)
+                    for (int r = 0; r < R; ++r) {
+                        vec sum = load(g_t + (q * R + r) * LANES);
+                        for (int p = 0; p < P; ++p) sum += g_v[p * R + r] * load(u + (p * Q + q) * LANES);
+                        store(g_t + (q * R + r) * LANES, sum);
+                    }
+            }
+            for (int k = 0; k < P * Q; ++k) store(grad_rows + ((n * blocks + c) * P * Q + k) * LANES, g_rows[k]);
+        }
+        // the votes are about `mean`: its gradient is minus their sum, which the sums above determine
+        SCALAR* g_mean = grad_mean + n * poses;
+        for (int64_t j = 0; j < parents; ++j) {
+            const SCALAR g_height = pull ? total(heavy.start[j]) : 0;
+            if (pull) grad_height[n * parents + j] = g_height;
+            for (int h = 0; h < H; ++h) {
+                const int64_t k = j * H + h;
+                SCALAR sum = g_sums[k] * mass[n * parents + j];
+                if (SQUARES) sum += 2 * g_squares[k] * sums[n * poses + k];
+                if (pull) {
+                    const SCALAR g_pull = total(one.start[k]);
+                    grad_pull[n * poses + k] = g_pull;
+                    sum += routing.pull[k] * g_height;
+                    if (SQUARES) {
+                        grad_precision[n * poses + k] = -total(two.start[k]);
+                        sum -= 2 * routing.precision[k] * g_pull;
+                    }
+                }
+                g_mean[k] = -sum;
+            }
+        }
+    }
+}
