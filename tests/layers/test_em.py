@@ -297,7 +297,11 @@ def test_blocks_hold_memory_down() -> None:
 
     for batch in (4, 12):
         x = capsule_map(batch, 8, 4, 10, 10, torch.float32).requires_grad_()
-        with pytest.MonkeyPatch.context() as patch, tuned(em_blocked_min_votes=0, em_block_votes=1 << 18):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            tuned(em_blocked_min_votes=0, em_block_votes=1 << 18),
+            use_engines("blocked"),
+        ):
             patch.setattr(torch.Tensor, "new_empty", new_empty)
             layer(x).sum().backward()
         votes = 64 * batch * 72 * 16 * 16
@@ -324,14 +328,14 @@ def test_a_loss_on_one_output_alone(output: int, num_iters: int) -> None:
     layer = ConvEM(2, 3, 3, 2, num_iters=num_iters).double()
     x = capsule_map(2, 2, 3, 5, 5, F64).requires_grad_()
     found = []
-    for name in ("blocked", "reference"):
+    for name in ("blocked", "native", "reference"):  # without a compiler, "native" is "blocked"
         stale = [torch.full((2000,), torch.nan, dtype=F64) for _ in range(50)]
         del stale  # the memory that the operator's buffers are likely to get
         with tuned(em_blocked_min_votes=0, em_block_votes=2000), use_engines(name):
             loss = layer.route(x)[output].square().sum()
             found.append(torch.autograd.grad(loss, [x, layer.weight]))
-    for blocked_grad, grad in zip(*found, strict=True):
-        assert (blocked_grad - grad).abs().max() <= 1e-10 * grad.abs().max()
+    for *engines, grad in zip(*found, strict=True):
+        assert all((other - grad).abs().max() <= 1e-10 * grad.abs().max() for other in engines)
 
 
 @pytest.mark.parametrize("need_couplings", [False, True])

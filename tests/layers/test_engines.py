@@ -32,6 +32,7 @@ from capszoo.layers import (
     SharedEM,
     engine_report,
 )
+from capszoo.layers._native.build import compiler
 from capszoo.layers.engine import Engine, Reference, RoutingLayer
 from capszoo.layers.engine_choice import TARGETS, record_engines, use_engines
 from capszoo.layers.tuning import TUNING, tuned
@@ -232,16 +233,17 @@ def routing_layers(module: nn.Module) -> list[RoutingLayer]:
 
 
 def engines_of(case: Case) -> dict[str, type[Engine]]:
-    """Those that run here, by name: all but the reference and the fused ones."""
+    """Those that run here, by name: not the reference, nor the fused ones, nor without a compiler the native ones."""
     found = {e.name: e for layer in routing_layers(case.build()) for e in layer.engines}
-    return {name: e for name, e in found.items() if name not in ("reference", "fused")}
+    absent = ("reference", "fused") if compiler() else ("reference", "fused", "native")
+    return {name: e for name, e in found.items() if name not in absent}
 
 
 PAIRS = [
     pytest.param(case, e, id=f"{case.name}: {name}") for case in CASES for name, e in engines_of(case).items()
 ]
 #: compiled in the quick tests
-QUICK = ("idpa stack: blocked", "em conv: blocked")
+QUICK = ("idpa stack: native", "em conv: native", "idpa stack: blocked", "em conv: blocked")
 
 
 def flat(values: Any) -> list[Tensor]:
@@ -543,7 +545,7 @@ def test_report() -> None:
     assert choice.call.routings == 2 and not choice.call.grad
     assert f"TUNING.idpa_blocked_min_votes ({TUNING.idpa_blocked_min_votes:,})" in choice.refused()["blocked"]
     (choice,) = engine_report(model, batch=2**20, training=True)
-    assert choice.engine.name == "blocked" and choice.call.grad
+    assert choice.engine.name == ("native" if compiler() else "blocked") and choice.call.grad
     assert model.training and not model.drop.training and next(model.parameters()).device.type == "cpu"
     assert engine_report(model, device="cuda")[0].refused().get("fused", "") in (
         "",

@@ -23,11 +23,11 @@ FLAGS = "-std=c++17 -O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math -s
 
 @torch.compiler.assume_constant_result
 def compiler() -> str:
-    """Path of the C++ compiler: ``CXX``, g++ or clang++. Empty if there is none, on Windows, or with CAPSZOO_NATIVE=0."""
+    """Path of the C++ compiler: ``CXX``, g++ or clang++. Empty without one, on Windows, or with CAPSZOO_NATIVE=0."""
     return _compiler(os.environ.get("CXX", ""), os.environ.get("CAPSZOO_NATIVE", "1"))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiler(named: str, enabled: str) -> str:
     if os.name != "posix" or enabled == "0":
         return ""
@@ -35,9 +35,9 @@ def _compiler(named: str, enabled: str) -> str:
     return next((path for path in found if path), "")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def library(rows: int, inner: int, cols: int, double: bool, squares: bool) -> ctypes.CDLL:
-    """The compiled code for poses of these sizes, from the cache folder if it has been compiled before.
+    """The compiled code for poses of these sizes; compiled once on a machine, see :func:`_folder`.
 
     Args:
         rows, inner, cols: P, Q and R of the source.
@@ -74,7 +74,7 @@ def library(rows: int, inner: int, cols: int, double: bool, squares: bool) -> ct
     return ctypes.CDLL(str(file))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _processor() -> str:
     """Its instruction sets, for which code is compiled."""
     try:
@@ -86,21 +86,18 @@ def _processor() -> str:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _folder() -> Path:
-    """The cache folder, else a new temporary one."""
-    stated = os.environ.get("CAPSZOO_CACHE")
+    """``capszoo`` in torch's folder for compiled extensions; a new temporary one where that cannot be written."""
     try:
-        cache = (
-            Path(stated)
-            if stated
-            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
-        )
-        folder = cache / "native"
+        stated = os.environ.get("TORCH_EXTENSIONS_DIR")
+        cache = os.environ.get("XDG_CACHE_HOME")
+        root = Path(stated) if stated else Path(cache or Path.home() / ".cache") / "torch_extensions"
+        folder = root / "capszoo"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         pass
     return Path(tempfile.mkdtemp(prefix="capszoo-"))
 
@@ -111,7 +108,7 @@ def build_error(rows: int, inner: int, cols: int, double: bool, squares: bool) -
     return _build_error(rows, inner, cols, double, squares)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _build_error(rows: int, inner: int, cols: int, double: bool, squares: bool) -> str:
     try:
         library(rows, inner, cols, double, squares)

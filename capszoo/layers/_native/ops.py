@@ -5,6 +5,8 @@ p, q, r rows of a pose, columns of a child's and of a parent's · h = p * r elem
 """
 
 import ctypes
+import functools
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, List, Optional, Tuple
@@ -181,9 +183,18 @@ def _in_threads(
 
     if parts == 1:
         compute(0)
-        return
-    with ThreadPoolExecutor(parts) as pool:
-        list(pool.map(compute, range(parts)))
+    else:
+        list(_threads(parts).map(compute, range(parts)))
+
+
+@functools.cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Threads that stay: starting them takes longer than a small call."""
+    return ThreadPoolExecutor(count)
+
+
+if hasattr(os, "register_at_fork"):  # a forked process has none of them
+    os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 def _pointer(tensor: Optional[Tensor]) -> ctypes.c_void_p:

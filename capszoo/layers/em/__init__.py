@@ -41,7 +41,8 @@ tensors of that size. Half precision is computed in float32, also under autocast
 
 Files: ``routing`` has the procedure for votes and for windows, step by step, and ``shared`` that for transforms shared
 over a grid, which forms no votes; ``steps`` has the steps common to both; ``base`` and ``layers`` the parameters and
-shapes; ``engines`` the other ways to compute them: ``blocked`` (windows, in blocks) and ``chunked`` (graphs for a CPU).
+shapes; ``engines`` the other ways to compute them: ``native`` (windows, in C++), ``blocked`` (windows, in
+blocks) and ``chunked`` (graphs for a CPU).
 """
 
 from .layers import ClassEM, ConvEM, SharedEM

@@ -1,4 +1,4 @@
-"""Engines of IDPA besides the reference: in C++ or in blocks on a CPU, fused on a GPU, in chunks in an exported graph."""
+"""Engines of IDPA besides the reference: in C++ or in blocks on a CPU, fused on a GPU, in chunks in a graph."""
 
 from typing import Any, Dict, List, Optional, Tuple
 

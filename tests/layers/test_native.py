@@ -1,0 +1,125 @@
+"""The C++ code of the routing: its compiler, its cache, its threads. test_engines.py has its values and gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from capszoo.layers import FCIDPA, ConvEM, engine_report, use_engines
+from capszoo.layers._native import build
+from capszoo.layers._native.ops import in_lanes, routing_pass, weight_in_lanes
+from capszoo.layers.engine_choice import record_engines
+from capszoo.layers.tuning import tuned
+
+CACHES = (build._compiler, build._build_error, build._folder, build.library)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for compiled code; nothing is remembered before or after."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for cached in CACHES:
+        cached.cache_clear()
+    yield tmp_path / "capszoo"
+    for cached in CACHES:
+        cached.cache_clear()
+
+
+def chosen() -> str:
+    """The engine of a layer with many votes, and its gradient."""
+    layer, x = FCIDPA(40, 5, 4), torch.randn(3, 40, 4, requires_grad=True)
+    with tuned(native_min_votes=0, idpa_blocked_min_votes=0), record_engines() as choices:
+        layer(x).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    return str(choices[0].engine.name)
+
+
+def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen() == "native"
+    (file,) = fresh.iterdir()
+    build.library.cache_clear()
+    monkeypatch.setattr(subprocess, "run", None)  # the second process only loads it
+    assert chosen() == "native"
+    assert list(fresh.iterdir()) == [file]
+
+
+def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler, or CAPSZOO_NATIVE=0: the next engine, without a warning; the report says why."""
+    monkeypatch.setenv("CAPSZOO_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen() == "blocked"
+        with use_engines("native"):  # forced past "does not pay", not past "cannot"
+            assert chosen() == "blocked"
+    monkeypatch.setenv("CAPSZOO_NATIVE", "1")
+    monkeypatch.setenv("CXX", str(fresh / "missing"))
+    monkeypatch.setenv("PATH", str(fresh))
+    assert chosen() == "blocked"
+    layer = ConvEM(2, 3)
+    layer.default_cfg = {"input_size": (34, 8, 8)}  # type: ignore[assignment]
+    (choice,) = engine_report(layer, training=True)
+    assert "there is no C++ compiler" in choice.refused()["native"]
+
+
+def test_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning with the compiler's words, then the next engine; nothing half-written is left."""
+    script = fresh.parent / "cxx"
+    script.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.warns(UserWarning, match="other engines are slower.*failed: no such flag") as seen:
+        assert chosen() == "blocked"
+        assert chosen() == "blocked"
+    assert len(seen) == 1
+    assert not list(fresh.iterdir())
+
+
+def test_folder_that_cannot_be_written(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.parent.joinpath("file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh.parent / "file"))
+    assert chosen() == "native"
+
+
+@pytest.mark.parametrize("squares", [True, False])
+def test_threads_change_nothing(squares: bool) -> None:
+    """Each thread takes whole routings; only the transforms' gradient is added up in another order."""
+    n, i, j = 7, 21, 3
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, dtype=torch.float64, generator=generator).requires_grad_()
+
+    rows, active, weight = normal(n, i, 3, 3), normal(n, i), normal(i, 3, j, 3)
+    mean, pull, height = normal(n, j, 9), normal(n, j, 9), normal(n, j)
+    precision = normal(n, j, 9) if squares else None
+    tensors = [t for t in (rows, active, weight, mean, precision, pull, height) if t is not None]
+    given = (in_lanes(rows), in_lanes(active), weight_in_lanes(weight), mean, precision, pull, height)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3, 16):
+            torch.set_num_threads(count)
+            found = [t for t in routing_pass(*given, 0.01, i, squares, True) if t.numel()]
+            total = torch.stack([t.sin().sum() for t in found]).sum()
+            results.append((found, torch.autograd.grad(total, tensors, retain_graph=True)))
+    finally:
+        torch.set_num_threads(threads)
+    for found, grads in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True))
+        torch.testing.assert_close(grads, results[0][1], rtol=1e-12, atol=1e-12)
+
+
+def test_not_a_number_stays_one() -> None:
+    """A child that is NaN or infinite is not hidden: the sums of its routing are NaN, those of others are not."""
+    for bad in (float("nan"), float("inf")):
+        layer, x = FCIDPA(40, 5, 4), torch.randn(3, 40, 4)
+        x[1, 7, 2] = bad
+        with use_engines("native"), record_engines() as choices:
+            out = layer(x)
+        assert choices[0].engine.name == "native"
+        assert out[1].isnan().any() and out[[0, 2]].isfinite().all()
