@@ -126,7 +126,7 @@ def test_wheel_holds_everything_inside_the_package(root: Path, wheel: Path) -> N
     installed = {name.removesuffix(".py").removesuffix("/__init__") for name in names if name.endswith(".py")}
     assert installed == expected
 
-    for pattern in ("weights/*", "assets/*"):
+    for pattern in ("weights/*", "assets/*", "layers/_native/*.cpp", "layers/_native/*.h"):
         for path in (root / "capszoo").glob(pattern):
             assert f"capszoo/{path.relative_to(root / 'capszoo').as_posix()}" in names
     for path in (*(root / "recipes" / "configs").glob("*.yaml"), root / "recipes" / "queue.yaml"):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["upcast_half", "working_type"]
+__all__ = ["upcast_half", "wide_type", "working_type"]
 
 
 def upcast_half(x: Tensor) -> Tensor:
@@ -26,3 +26,8 @@ def working_type(x: Tensor) -> torch.dtype:
     if x.dtype == torch.float32 and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """``dtype`` for float32 and float64, float32 for half precision."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -217,7 +217,8 @@ def chosen(images: int, in_dim: int, out_caps: int = 10, dtype: torch.dtype = to
     return choose(layer, layer.describe([x], 3, False)._replace(device="cpu")).name
 
 
-def test_choice() -> None:
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPSZOO_NATIVE", "0")
     # the votes of 6 images have 1.1 million elements
     assert chosen(6, 8) == chosen(6, 16) == chosen(32, 8, out_caps=28) == "blocked"
     assert chosen(5, 8) == "reference" and chosen(5, 8, dtype=torch.bfloat16) == "float32"

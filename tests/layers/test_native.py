@@ -6,12 +6,14 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from capszoo.layers import FCIDPA, ConvEM, engine_report, use_engines
 from capszoo.layers._native import build
+from capszoo.layers._native.dynamic_ops import dynamic_in_lanes
 from capszoo.layers._native.ops import in_lanes, routing_pass, weight_in_lanes
 from capszoo.layers.engine_choice import record_engines
 from capszoo.layers.tuning import tuned
@@ -85,33 +87,65 @@ def test_folder_that_cannot_be_written(fresh: Path, monkeypatch: pytest.MonkeyPa
     assert chosen() == "native"
 
 
-@pytest.mark.parametrize("squares", [True, False])
-def test_threads_change_nothing(squares: bool) -> None:
-    """Each thread takes whole routings; only the transforms' gradient is added up in another order."""
+def normal(*size: int) -> torch.Tensor:
+    return torch.randn(*size, dtype=torch.float64).requires_grad_()
+
+
+def pass_arguments(squares: bool, even: bool = False) -> tuple[Any, ...]:
+    """Arguments of :func:`routing_pass`: seven routings of 21 children and three parents."""
     n, i, j = 7, 21, 3
-    generator = torch.Generator().manual_seed(0)
+    tensors: list[Any] = [
+        in_lanes(normal(n, i, 3, 3)),
+        in_lanes(normal(n, i)),
+        weight_in_lanes(normal(i, 3, j, 3)),
+    ]
+    tensors += [normal(n, j, 9), normal(n, j, 9) if squares and not even else None]
+    tensors += [None, None] if even else [normal(n, j, 9), normal(n, j)]
+    leaves = [t if t is None else t.detach().requires_grad_() for t in tensors]
+    return (*leaves, 0.01, i, squares, True)
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, dtype=torch.float64, generator=generator).requires_grad_()
 
-    rows, active, weight = normal(n, i, 3, 3), normal(n, i), normal(i, 3, j, 3)
-    mean, pull, height = normal(n, j, 9), normal(n, j, 9), normal(n, j)
-    precision = normal(n, j, 9) if squares else None
-    tensors = [t for t in (rows, active, weight, mean, precision, pull, height) if t is not None]
-    given = (in_lanes(rows), in_lanes(active), weight_in_lanes(weight), mean, precision, pull, height)
+def dynamic_arguments() -> tuple[Any, ...]:
+    """Arguments of :func:`dynamic_in_lanes`: 20 routings of five children and three parents."""
+    x, weight = normal(20, 5, 2), normal(5, 2, 3 * 4)
+    first = torch.matmul(x.detach().flatten(1) / 3, weight.detach().flatten(0, 1)).view(20, 3, 4)
+    lanes = [in_lanes(t.detach().unsqueeze(0)).squeeze(0) for t in (x, first)]
+    return lanes[0].requires_grad_(), weight, lanes[1], 3
+
+
+OPERATORS = [
+    pytest.param(routing_pass, lambda: pass_arguments(True), id="squares"),
+    pytest.param(routing_pass, lambda: pass_arguments(False), id="no squares"),
+    pytest.param(routing_pass, lambda: pass_arguments(True, even=True), id="even"),
+    pytest.param(dynamic_in_lanes, dynamic_arguments, id="dynamic"),
+]
+
+
+@pytest.mark.parametrize(("operator", "make"), OPERATORS)
+def test_the_operators_are_sound(operator: Any, make: Any) -> None:
+    """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
+    torch.library.opcheck(operator, make())
+
+
+@pytest.mark.parametrize(("operator", "make"), OPERATORS)
+def test_threads_change_nothing(operator: Any, make: Any) -> None:
+    """Each thread takes whole routings; only the transforms' gradient is added up in another order."""
+    given = make()
+    tensors = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
     results = []
     threads = torch.get_num_threads()
     try:
         for count in (1, 3, 16):
             torch.set_num_threads(count)
-            found = [t for t in routing_pass(*given, 0.01, i, squares, True) if t.numel()]
-            total = torch.stack([t.sin().sum() for t in found]).sum()
-            results.append((found, torch.autograd.grad(total, tensors, retain_graph=True)))
+            found = [t for t in operator(*given) if t.numel()]
+            total = torch.stack([t.sin().sum() for t in found[:2]]).sum()
+            results.append((found, torch.autograd.grad(total, tensors, allow_unused=True)))
     finally:
         torch.set_num_threads(threads)
     for found, grads in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True))
-        torch.testing.assert_close(grads, results[0][1], rtol=1e-12, atol=1e-12)
+        for grad, expected in zip(grads, results[0][1], strict=True):
+            torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_not_a_number_stays_one() -> None:

@@ -1,4 +1,4 @@
-"""Routing in C++ for CPUs: compiled on first use (``build``) and called through one operator (``ops``).
+"""Routing in C++ for CPUs, compiled on first use (``build``), called through operators (``ops``, ``dynamic_ops``).
 
 A machine without a C++ compiler uses the other engines.
 """
@@ -11,19 +11,9 @@ from .build import build_error, compiler
 
 __all__ = ["does_not_build", "not_native", "too_few_votes"]
 
-#: Largest Q * R: the transforms of more elements fill the registers many times.
-_MAX_TRANSFORM = 64
 
-
-def not_native(dtype: torch.dtype, inner: int, cols: int) -> str:
-    """Explain why the C++ code cannot compute votes of these sizes; an empty string if it can.
-
-    Args:
-        dtype: of the computation.
-        inner, cols: columns of a child's and of a parent's pose.
-    """
-    if inner * cols > _MAX_TRANSFORM:
-        return "a transform has more elements than its code keeps in registers"
+def not_native(dtype: torch.dtype) -> str:
+    """Explain why no C++ code can compute in this dtype here; an empty string if it can."""
     if dtype not in (torch.float32, torch.float64):
         return "computes in float32 and float64"
     return "" if compiler() else "there is no C++ compiler (CXX, g++ or clang++), or CAPSZOO_NATIVE is 0"
@@ -38,6 +28,6 @@ def too_few_votes(call: Call) -> str:
     return ""
 
 
-def does_not_build(dtype: torch.dtype, rows: int, inner: int, cols: int, squares: bool) -> str:
-    """Compile the code for these sizes unless that was done before: a sentence if it fails, else an empty string."""
-    return build_error(rows, inner, cols, dtype == torch.float64, squares)
+def does_not_build(source: str, dtype: torch.dtype, **sizes: int) -> str:
+    """Compile ``source`` for these sizes unless that was done before: a sentence if it fails, else an empty string."""
+    return build_error(source, dtype == torch.float64, **sizes)

@@ -1,4 +1,4 @@
-"""Compile ``routing_pass.cpp`` for one shape of a pose with the machine's C++ compiler, and load it."""
+"""Compile the C++ sources beside this file, for one shape of a pose, with the machine's compiler, and load them."""
 
 import ctypes
 import functools
@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["build_error", "compiler", "library"]
 
-SOURCE = Path(__file__).with_name("routing_pass.cpp")
+HERE = Path(__file__).parent
 
 # without -ffast-math, NaN and infinity keep their meaning
 FLAGS = "-std=c++17 -O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math -shared -fPIC".split()
@@ -36,42 +36,41 @@ def _compiler(named: str, enabled: str) -> str:
 
 
 @functools.cache
-def library(rows: int, inner: int, cols: int, double: bool, squares: bool) -> ctypes.CDLL:
+def library(source: str, double: bool, **sizes: int) -> ctypes.CDLL:
     """The compiled code for poses of these sizes; compiled once on a machine, see :func:`_folder`.
 
     Args:
-        rows, inner, cols: P, Q and R of the source.
+        source: name of the file, without its suffix.
         double: compute in float64, else in float32.
-        squares: whether the squares of the votes are read.
+        sizes: the other macros of the source.
 
     Raises:
         RuntimeError: there is no compiler, or it failed; with its first lines.
     """
     if not compiler():
         raise RuntimeError("there is no C++ compiler (CXX, g++ or clang++)")
-    scalar = "double" if double else "float"
+    file = HERE / f"{source}.cpp"
     options = [
         *FLAGS,
         "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
-        *(f"-D{name}={value}" for name, value in zip("PQR", (rows, inner, cols), strict=True)),
-        f"-DSCALAR={scalar}",
+        f"-DSCALAR={'double' if double else 'float'}",
         f"-DFLOAT={int(not double)}",
-        f"-DSQUARES={int(squares)}",
+        *(f"-D{name}={value}" for name, value in sizes.items()),
     ]
-    parts = [compiler(), *options, _processor(), SOURCE.read_text(encoding="utf-8")]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    texts = [path.read_text(encoding="utf-8") for path in (file, HERE / "lanes.h")]
+    key = hashlib.sha256("\0".join([compiler(), *options, _processor(), *texts]).encode()).hexdigest()[:24]
     folder = _folder()
-    file = folder / f"routing_pass-{key}.so"
-    if not file.exists():
+    built = folder / f"{source}-{key}.so"
+    if not built.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            built = Path(temporary) / file.name
-            command = [compiler(), *options, "-o", str(built), str(SOURCE)]
+            output = Path(temporary) / built.name
+            command = [compiler(), *options, "-o", str(output), str(file)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 lines = "\n".join(done.stderr.splitlines()[:5])
                 raise RuntimeError(f"{' '.join(command)} failed: {lines}")
-            built.replace(file)
-    return ctypes.CDLL(str(file))
+            output.replace(built)
+    return ctypes.CDLL(str(built))
 
 
 @functools.cache
@@ -103,15 +102,15 @@ def _folder() -> Path:
 
 
 @torch.compiler.assume_constant_result
-def build_error(rows: int, inner: int, cols: int, double: bool, squares: bool) -> str:
+def build_error(source: str, double: bool, **sizes: int) -> str:
     """Compile the code unless that was done before: a sentence if it fails (with one warning), else an empty string."""
-    return _build_error(rows, inner, cols, double, squares)
+    return _build_error(source, double, **sizes)
 
 
 @functools.cache
-def _build_error(rows: int, inner: int, cols: int, double: bool, squares: bool) -> str:
+def _build_error(source: str, double: bool, **sizes: int) -> str:
     try:
-        library(rows, inner, cols, double, squares)
+        library(source, double, **sizes)
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"the routing's C++ code cannot be used, other engines are slower: {error}", stacklevel=2

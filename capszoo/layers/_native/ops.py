@@ -5,11 +5,7 @@ p, q, r rows of a pose, columns of a child's and of a parent's · h = p * r elem
 """
 
 import ctypes
-import functools
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +13,16 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .build import library
+from .call import arguments, in_threads, parts_of
 
-__all__ = ["in_lanes", "routing_pass", "weight_in_lanes"]
+__all__ = [
+    "MAX_TRANSFORM",
+    "TRANSFORM_TOO_LARGE",
+    "in_lanes",
+    "pass_sizes",
+    "routing_pass",
+    "weight_in_lanes",
+]
 
 _BYTES = 64  # of a vector in the C++ code
 
@@ -84,7 +88,11 @@ def routing_pass(
         mean.new_empty((count, parents, children) if need_couplings else (0,)),
     ]
     function = _code(rows, mean, squares).routing_pass
-    _in_threads(function, tensors, idle, count, (children, parents), [out] * torch.get_num_threads())
+
+    def compute(_: int, first: int, last: int) -> None:
+        function(*arguments(*tensors, idle, first, last, children, parents, *out))
+
+    in_threads(compute, count)
     return out[0], out[1], out[2], out[3]
 
 
@@ -127,10 +135,14 @@ def _routing_pass_backward(
     grads = _like(rows, activations, weight, mean, precision, pull, height)
     count, parents = mean.shape[:2]
     # every thread adds to a gradient of the transforms of its own
-    of_weight = [torch.zeros_like(tensors[2]) for _ in range(min(count, torch.get_num_threads()))]  # type: ignore[arg-type]
-    results = [[*given, *grads[:2], mine, *grads[3:]] for mine in of_weight]
+    of_weight = [weight.new_zeros(weight.shape) for _ in range(parts_of(count))]
     function = _code(rows, mean, squares).routing_pass_backward
-    _in_threads(function, tensors, idle, count, (children, parents), results)
+
+    def compute(part: int, first: int, last: int) -> None:
+        results = (*grads[:2], of_weight[part], *grads[3:])
+        function(*arguments(*tensors, idle, first, last, children, parents, *given, *results))
+
+    in_threads(compute, count)
     for more in of_weight[1:]:
         of_weight[0] += more
     grads[2] = of_weight[0]
@@ -155,50 +167,18 @@ def _contiguous(*tensors: Optional[Tensor]) -> List[Optional[Tensor]]:
 
 def _code(rows: Tensor, mean: Tensor, squares: bool) -> ctypes.CDLL:
     p, q = rows.shape[2:4]
-    return library(p, q, mean.shape[2] // p, rows.dtype == torch.float64, squares)
+    sizes = pass_sizes(p, q, mean.shape[2] // p, squares)
+    return library("routing_pass", rows.dtype == torch.float64, **sizes)
 
 
-def _in_threads(
-    function: Any,
-    tensors: Sequence[Optional[Tensor]],
-    idle: float,
-    count: int,
-    sizes: Tuple[int, int],
-    results: Sequence[Sequence[Optional[Tensor]]],
-) -> None:
-    """Call the C++ function for equal parts of the routings, one thread for each of ``results``.
-
-    A call of ctypes releases Python's lock.
-    """
-    parts = min(count, len(results))
-    bounds = [count * k // parts for k in range(parts + 1)]
-
-    def compute(k: int) -> None:
-        function(
-            *map(_pointer, tensors),
-            ctypes.c_double(idle),
-            *map(ctypes.c_int64, (*bounds[k : k + 2], *sizes)),
-            *map(_pointer, results[k]),
-        )
-
-    if parts == 1:
-        compute(0)
-    else:
-        list(_threads(parts).map(compute, range(parts)))
+#: Largest q * r: transforms of more elements would fill the registers many times.
+MAX_TRANSFORM = 64
+TRANSFORM_TOO_LARGE = "a transform has more elements than its code keeps in registers"
 
 
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    """Threads that stay: starting them takes longer than a small call."""
-    return ThreadPoolExecutor(count)
-
-
-if hasattr(os, "register_at_fork"):  # a forked process has none of them
-    os.register_at_fork(after_in_child=_threads.cache_clear)
-
-
-def _pointer(tensor: Optional[Tensor]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr() if tensor is not None and tensor.numel() else None)
+def pass_sizes(rows: int, inner: int, cols: int, squares: bool) -> Dict[str, int]:
+    """Macros of routing_pass.cpp."""
+    return {"P": rows, "Q": inner, "R": cols, "SQUARES": int(squares)}
 
 
 def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:

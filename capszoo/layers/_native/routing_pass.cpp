@@ -7,68 +7,17 @@
 // A vector has LANES children. "Block": LANES children; all tensors of children have the axes [block, ..., lane].
 // Letters: n routings, c blocks, j parents, h pose elements (P * R), as in ops.py.
 
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
+#include "lanes.h"
 
 namespace {
 
-constexpr int LANES = 64 / sizeof(SCALAR);
 constexpr int H = P * R;
-
-typedef SCALAR vec __attribute__((vector_size(64)));
-typedef SCALAR loose __attribute__((vector_size(64), aligned(sizeof(SCALAR)), may_alias));
-
-inline vec load(const SCALAR* from) { return *reinterpret_cast<const loose*>(from); }
-inline void store(SCALAR* to, vec value) { *reinterpret_cast<loose*>(to) = value; }
-inline vec splat(SCALAR value) { return value - vec{}; }
 
 inline vec added(const vec (&x)[R]) {
     vec sum = x[0];
     for (int r = 1; r < R; ++r) sum += x[r];
     return sum;
 }
-
-inline SCALAR total(vec x) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) x[l] += x[l + half];
-    return x[0];
-}
-
-#if FLOAT
-typedef int32_t whole __attribute__((vector_size(64)));
-
-// exp of values of at most 0, within 2 units in the last place; NaN stays NaN
-inline vec exponential(vec x) {
-    x = x < splat(-87.0f) ? splat(-87.0f) : x;
-    const vec magic = splat(12582912.0f);  // 1.5 * 2^23: its sum with a number has no fraction
-    const vec k = (x * 1.44269504088896341f + magic) - magic;
-    vec r = x - k * 0.693359375f;
-    r = r + k * 2.12194440e-4f;
-    vec y = splat(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    const whole power = (__builtin_convertvector(k, whole) + 127) << 23;
-    return y * (vec)power;  // a cast between vectors keeps the bits
-}
-#else
-inline vec exponential(vec x) {
-    for (int l = 0; l < LANES; ++l) x[l] = std::exp(x[l]);
-    return x;
-}
-#endif
-
-struct Memory {
-    vec* start;
-    explicit Memory(size_t vectors) : start(static_cast<vec*>(std::aligned_alloc(64, 64 * (vectors ? vectors : 1)))) {}
-    ~Memory() { std::free(start); }
-    void zero(size_t vectors) { std::memset(start, 0, 64 * vectors); }
-};
 
 // What one routing reads
 struct Routing {
@@ -84,16 +33,6 @@ struct Routing {
         vec mask = splat(1);
         for (int64_t l = children - c * LANES; l < LANES; ++l) mask[l] = 0;
         return mask;
-    }
-
-    // Softmax over the parents, in place: x [j]
-    void softmax(vec* x) const {
-        vec high = x[0];
-        for (int64_t j = 1; j < parents; ++j) high = x[j] > high ? x[j] : high;
-        vec sum = {};
-        for (int64_t j = 0; j < parents; ++j) sum += x[j] = exponential(x[j] - high);
-        const vec inverse = SCALAR(1) / sum;
-        for (int64_t j = 0; j < parents; ++j) x[j] *= inverse;
     }
 
     // Votes [j, h] of block c about `mean`, sum_q rows[p][q] * weight[q][r] - mean[p][r], and their couplings [j]
@@ -120,7 +59,7 @@ struct Routing {
             }
             coupling[j] = pull ? added(logit) + height[j] : splat(SCALAR(1) / parents);
         }
-        if (pull) softmax(coupling);
+        if (pull) softmax(coupling, parents);
     }
 
     vec active(int64_t c) const { return load(activations + c * LANES); }

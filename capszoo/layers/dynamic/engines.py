@@ -1,4 +1,4 @@
-"""Engines of dynamic routing besides the reference: fused on a GPU; on a CPU in blocks, in float32.
+"""Engines of dynamic routing besides the reference: fused on a GPU; on a CPU in C++, in blocks, in float32.
 
 Letters as in :mod:`capszoo.layers.dynamic`. ``layer`` is a layer of that package: an engine uses attributes of these
 layers that :class:`.RoutingLayer` does not have.
@@ -9,7 +9,10 @@ from typing import Any, List, Optional
 import torch
 from torch import Tensor
 
-from .._precision import upcast_half, working_type
+from .._native import does_not_build, not_native, too_few_votes
+from .._native.dynamic_ops import MAX_DIM, dynamic_in_lanes, dynamic_sizes
+from .._native.ops import in_lanes
+from .._precision import upcast_half, wide_type, working_type
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
 from ..engine import Call, Engine, Routed
@@ -17,7 +20,7 @@ from ..tuning import TUNING
 from .blocked import Blocks, route_votes
 from .routing import dynamic_routing, shared_dynamic_routing
 
-__all__ = ["Blocked", "Float32", "Fused", "SharedFloat32"]
+__all__ = ["Blocked", "Float32", "Fused", "Native", "SharedFloat32"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _NO_VOTES = "a single iteration forms no votes"
@@ -118,6 +121,50 @@ class Blocked(Engine):
                 if call.couplings:
                     couplings.append(coupling)
         return _routed(torch.cat(poses), torch.cat(couplings) if couplings else None, call)
+
+
+class Native(Engine):
+    """On a CPU: the iterations after the first by ``capszoo::dynamic_in_lanes``, in C++ and in float32 or wider."""
+
+    name = "native"
+    evidence = "Dynamic routing: native"
+    keeps_votes = False
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        if layer.softmax_over != "parents":
+            return "its softmax runs over the parents"
+        if layer.start is not None:
+            return "its first logits are zero"
+        if call.num_iters == 1:
+            return _NO_VOTES
+        if call.child_dim > MAX_DIM or call.parent_dim > MAX_DIM:
+            return "a pose has more elements than its code keeps in registers"
+        return not_native(wide_type(call.dtype))
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if call.routings < TUNING.dynamic_native_min_routings:
+            return "fewer images or windows than TUNING.dynamic_native_min_routings"
+        sizes = dynamic_sizes(call.child_dim, call.parent_dim)
+        return too_few_votes(call) or does_not_build("dynamic_pass", wide_type(call.dtype), **sizes)
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        dtype, count = wide_type(call.dtype), len(inputs[0])
+        with torch.autocast("cpu", enabled=False):
+            x, weight = inputs[0].to(dtype), layer.weight.to(dtype)  # [n, i, d], [i, d, j * e]
+            with torch.no_grad():
+                first = torch.matmul(x.flatten(1) / call.parents, weight.flatten(0, 1))
+                first = first.unflatten(1, (call.parents, call.parent_dim))
+                first = in_lanes(first.unsqueeze(0)).squeeze(0)  # [g, j, e, l]
+            children = in_lanes(x.unsqueeze(0)).squeeze(0)  # [g, i, d, l]
+            poses, couplings, _ = dynamic_in_lanes(children, weight, first, call.num_iters)
+        poses = poses.movedim(3, 1).flatten(0, 1)[:count]  # [n, j, e]
+        if call.couplings:
+            return _routed(poses, couplings[-1].movedim(3, 1).flatten(0, 1)[:count].transpose(1, 2), call)
+        return _routed(poses, None, call)
 
 
 class Float32(Engine):

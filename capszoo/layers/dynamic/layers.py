@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._precision import upcast_half
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from ..squash import squash
-from .engines import Blocked, Float32, Fused, SharedFloat32
+from .engines import Blocked, Float32, Fused, Native, SharedFloat32
 from .routing import dynamic_routing, shared_dynamic_routing
 
 __all__ = ["ConvDynamicRouting", "DynamicRouting", "SharedDynamicRouting"]
@@ -71,7 +71,7 @@ class DynamicRouting(_DynamicLayer):
     single iteration is one plain product.
     """
 
-    engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Blocked, Float32, Reference)
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Native, Blocked, Float32, Reference)
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any, Dict, List
 from torch import Tensor
 
 from .._native import does_not_build, not_native, too_few_votes
+from .._native.ops import MAX_TRANSFORM, TRANSFORM_TOO_LARGE, pass_sizes
 from .._precision import upcast_half
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
@@ -102,12 +103,14 @@ class Native(Engine):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        return not_native(call.dtype, layer.pose_size, layer.pose_size)
+        if layer.pose_size**2 > MAX_TRANSFORM:
+            return TRANSFORM_TOO_LARGE
+        return not_native(call.dtype)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
-        size = layer.pose_size
-        return too_few_votes(call) or does_not_build(call.dtype, size, size, size, True)
+        sizes = pass_sizes(layer.pose_size, layer.pose_size, layer.pose_size, True)
+        return too_few_votes(call) or does_not_build("routing_pass", call.dtype, **sizes)
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:

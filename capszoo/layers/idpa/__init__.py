@@ -40,7 +40,8 @@ The first iteration forms no votes
     of the batch: input ``[b*p, i*q, h, w]``, weight ``[j*r, i*q, k, l]``.
 
 Files: ``routing`` has Procedure 1; ``base`` and ``layers`` the modules, whose ``reference`` uses it; ``stack`` is
-Procedure 2; ``engines`` declares the other ways to compute an iteration (``blocked`` has the operator of one of them).
+Procedure 2; ``engines`` declares the other ways to compute an iteration (``blocked`` has the operator of one of
+them, ``_native`` that of another, in C++).
 
 Deviations and our choices: the agreement is scaled by 1/sqrt(e), as in the release (the text omits it; an argument).
 Random starts are drawn once, at construction, and shared by all positions. :class:`ConvIDPA` explains our reading of

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from .._native import does_not_build, not_native, too_few_votes
-from .._native.ops import in_lanes, routing_pass, weight_in_lanes
+from .._native.ops import (
+    MAX_TRANSFORM,
+    TRANSFORM_TOO_LARGE,
+    in_lanes,
+    pass_sizes,
+    routing_pass,
+    weight_in_lanes,
+)
+from .._precision import wide_type
 from .._transforms import block_diagonal
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
@@ -128,18 +136,20 @@ class Native(Iterated):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        return super().unsupported(layer, call) or not_native(_wide(call.dtype), layer.inner, layer.cols)
+        if layer.inner * layer.cols > MAX_TRANSFORM:
+            return TRANSFORM_TOO_LARGE
+        return super().unsupported(layer, call) or not_native(wide_type(call.dtype))
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.num_iters == int(layer.folds):
             return _ONLY_SUM
-        sizes = (layer.rows, layer.inner, layer.cols)
-        return too_few_votes(call) or does_not_build(_wide(call.dtype), *sizes, False)
+        sizes = pass_sizes(layer.rows, layer.inner, layer.cols, False)
+        return too_few_votes(call) or does_not_build("routing_pass", wide_type(call.dtype), **sizes)
 
     def __init__(self, layer: Any, call: Call) -> None:
         super().__init__(layer, call)
-        self.dtype = _wide(call.dtype)
+        self.dtype = wide_type(call.dtype)
         self.weight = weight_in_lanes(layer._child_weight().to(self.dtype))
 
     def read(self, children: Tensor) -> List[Tensor]:
@@ -158,11 +168,6 @@ class Native(Iterated):
         )
         poses = layer._normalise(sums.to(self.given))
         return poses, couplings.to(self.given) if need_couplings else None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the C++ code computes."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Chunked(Iterated):

@@ -1,0 +1,177 @@
+"""The operator ``capszoo::dynamic_in_lanes``: dynamic routing on a CPU, in C++, storing no votes.
+
+Symbols as in :mod:`capszoo.layers.dynamic`. Letters: n routings, padded to a multiple of the lanes and cut into g
+groups of l lanes · i children · j parents · d, e their pose dimensions · t iterations.
+"""
+
+import ctypes
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ..squash import squared_lengths, squash, squash_gradient
+from ..tuning import TUNING
+from .build import library
+from .call import arguments, in_threads
+
+__all__ = ["MAX_DIM", "dynamic_in_lanes", "dynamic_sizes"]
+
+#: Largest pose dimension: the elements of a pose are vectors, which should stay in registers.
+MAX_DIM = 64
+
+
+def dynamic_sizes(child_dim: int, parent_dim: int) -> Dict[str, int]:
+    """Macros of dynamic_pass.cpp."""
+    return {"D": child_dim, "E": parent_dim}
+
+
+def _code(x: Tensor, first: Tensor) -> ctypes.CDLL:
+    return library("dynamic_pass", x.dtype == torch.float64, **dynamic_sizes(x.shape[2], first.shape[2]))
+
+
+@custom_op("capszoo::dynamic_in_lanes", mutates_args=())
+def dynamic_in_lanes(
+    x: Tensor, weight: Tensor, first: Tensor, num_iters: int
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """The iterations after the first one of :func:`.dynamic.routing.dynamic_routing`, with softmax over the parents.
+
+    Args:
+        x: children ``[g, i, d, l]``, float32 or float64.
+        weight: ``[i, d, j * e]``.
+        first: sums of votes of the first iteration, with even couplings, ``[g, j, e, l]``. Its gradient is included in
+            those of ``x`` and ``weight``.
+        num_iters: iterations, at least 2.
+
+    Returns:
+        poses ``[g, j, e, l]``, squashed, and the couplings of the iterations after the first, ``[t - 1, g, i, j, l]``.
+        For the gradient: the sums of votes of every iteration, ``[t, g, j, e, l]``.
+    """
+    x, weight = x.contiguous(), weight.contiguous()
+    poses, couplings, totals = _results(x, first, num_iters)
+    (groups, children), parents = x.shape[:2], first.shape[1]
+    function = _code(x, first).dynamic_pass
+    totals[0] = first
+    pose_sum = squash(totals[0], 2)
+    for t in range(1, num_iters):
+
+        def compute(
+            _: int, first: int, last: int, out: Tuple[Tensor, Tensor] = (totals[t], couplings[t - 1])
+        ) -> None:
+            function(*arguments(x, weight, pose_sum, first, last, children, parents, *out))  # noqa: B023
+
+        in_threads(compute, groups)
+        poses = squash(totals[t], 2)
+        pose_sum = pose_sum + poses
+    return poses, couplings, totals
+
+
+@custom_op("capszoo::dynamic_in_lanes_backward", mutates_args=())
+def _dynamic_in_lanes_backward(
+    x: Tensor,
+    weight: Tensor,
+    couplings: Tensor,
+    totals: Tensor,
+    grad_poses: Optional[Tensor],
+    grad_couplings: Optional[Tensor],
+) -> Tuple[Tensor, Tensor]:
+    """Gradients of children and transforms; see :mod:`capszoo.layers.dynamic.blocked`."""
+    x, weight = x.contiguous(), weight.contiguous()
+    (groups, children), parents, num_iters = x.shape[:2], totals.shape[2], len(totals)
+    poses = squash(totals, 3)
+    of_poses = [torch.zeros_like(pose) for pose in poses]
+    if grad_poses is not None:
+        of_poses[-1] += grad_poses
+    function = _code(x, totals[0]).dynamic_pass_backward
+    of_logits = torch.empty_like(couplings)
+    left, right = [], []  # the votes' gradient is Σ left_ij right_j
+    for t in range(num_iters - 1, 0, -1):
+        of_total, of_sum = _through_squash(of_poses[t], totals[t]), torch.empty_like(totals[t])
+        given = (
+            couplings[t - 1],
+            of_total,
+            None if grad_couplings is None else grad_couplings[t - 1].contiguous(),
+        )
+
+        def compute(
+            _: int, first: int, last: int, given: Any = given, out: Any = (of_logits[t - 1], of_sum)
+        ) -> None:
+            function(*arguments(x, weight, *given, first, last, children, parents, *out))
+
+        in_threads(compute, groups)
+        for k in range(t):
+            of_poses[k] += of_sum
+        left += [couplings[t - 1], of_logits[t - 1]]
+        right += [of_total, poses[:t].sum(dim=0)]
+    even = _through_squash(of_poses[0], totals[0]) / parents
+    return _through_votes(x, weight, even, torch.stack(left), torch.stack(right))
+
+
+def _through_votes(
+    x: Tensor, weight: Tensor, even: Tensor, left: Tensor, right: Tensor
+) -> Tuple[Tensor, Tensor]:
+    """Gradients of children and transforms; the votes' gradient exists for some groups of routings at a time.
+
+    Args:
+        x, weight: as in :func:`dynamic_in_lanes`.
+        even: gradient that all votes for a parent share, ``[g, j, e, l]``.
+        left: ``[terms, g, i, j, l]``.
+        right: ``[terms, g, j, e, l]``.
+    """
+    (groups, children, child_dim, lanes), (parents, dim) = x.shape, even.shape[1:3]
+    grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+    function = _code(x, even).dynamic_grad_votes
+    step = max(1, min(groups, TUNING.dynamic_native_votes // (children * parents * dim * lanes)))
+    buffer = x.new_empty(children * parents * dim * step * lanes)
+    for begin in range(0, groups, step):
+        count = min(step, groups - begin)
+        grad = buffer[: children * parents * dim * count * lanes].view(
+            children, -1, count * lanes
+        )  # [i, je, n]
+
+        def compute(_: int, first: int, last: int, begin: int = begin, count: int = count) -> None:
+            sizes = (first, last, children, parents, len(left), groups, begin, count)
+            function(*arguments(even, left, right, *sizes, buffer))
+
+        in_threads(compute, children)
+        part = slice(begin, begin + count)
+        some = x[part].permute(1, 2, 0, 3).reshape(children, child_dim, -1)  # [i, d, n]
+        grad_weight.baddbmm_(some, grad.transpose(1, 2))
+        of_some = torch.bmm(weight, grad)  # [i, d, n]
+        grad_x[part] = of_some.view(children, child_dim, count, lanes).permute(2, 0, 1, 3)
+    return grad_x, grad_weight
+
+
+def _through_squash(grad: Tensor, total: Tensor) -> Tensor:
+    return squash_gradient(grad, total, 2, squared_lengths(total, 2)).contiguous()
+
+
+@dynamic_in_lanes.register_fake
+def _(x: Tensor, weight: Tensor, first: Tensor, num_iters: int) -> Tuple[Tensor, Tensor, Tensor]:
+    return _results(x, first, num_iters)
+
+
+@_dynamic_in_lanes_backward.register_fake
+def _(x: Tensor, weight: Tensor, *rest: Any) -> Tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _results(x: Tensor, first: Tensor, num_iters: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised poses, couplings and sums."""
+    groups, children, _, lanes = x.shape
+    couplings = x.new_empty(num_iters - 1, groups, children, first.shape[1], lanes)
+    return first.new_empty(first.shape), couplings, first.new_empty(num_iters, *first.shape)
+
+
+def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:2], *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    grad_x, grad_weight = _dynamic_in_lanes_backward(*ctx.saved_tensors, given[0], given[1])
+    return grad_x, grad_weight, None, None
+
+
+dynamic_in_lanes.register_autograd(_backward, setup_context=_keep)
