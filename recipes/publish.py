@@ -322,8 +322,14 @@ def _upload(
             f"{repo_id} exists and is public",
             "make it private on the Hub, or choose another name; nothing was sent",
         )
+    # files of ours that earlier weights had and these do not; the user's own files stay
+    there = {sibling.rfilename for sibling in before.siblings or ()}
+    stale = [name for name in (CURVES, CONFUSION, LABELS) if name in there and not (folder / name).exists()]
     commit: Any = call(
-        api.upload_folder, folder_path=str(folder), commit_message=f"{info.name}, sha256 {info.sha256[:12]}"
+        api.upload_folder,
+        folder_path=str(folder),
+        commit_message=f"{info.name}, sha256 {info.sha256[:12]}",
+        delete_patterns=stale or None,
     )
     return {"url": f"{api.endpoint}/{repo_id}", "commit": commit.oid, "changed": commit.oid != before.sha}
 

@@ -152,7 +152,13 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.server.repos.get(name)
         if repo is None or (repo.private and not signed):
             return self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        self._answer(200, {"id": name, "sha": repo.sha, "private": repo.private, "siblings": []})
+        self._answer(200, {"id": name, "sha": repo.sha, "private": repo.private, "siblings": _names(repo)})
+
+    def _tree(self, signed: bool, fault: Any, body: bytes, name: str) -> None:
+        files = self.server.repos[name].files
+        self._answer(
+            200, [{"type": "file", "path": k, "size": len(v), "oid": "0" * 40} for k, v in files.items()]
+        )
 
     def _preupload(self, signed: bool, fault: Any, body: bytes, name: str) -> None:
         answer = []
@@ -182,6 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
                 tree[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 tree[value["path"]] = self.server.lfs[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del tree[value["path"]]
         sha = hashlib.sha1(repo.sha.encode() + body).hexdigest()
         repo.trees[sha] = tree
         self._answer(200, {"commitUrl": f"{self.server.url}/{name}/commit/{sha}", "commitOid": sha})
@@ -209,12 +217,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"errors": [], "warnings": []})
 
 
+def _names(repo: Repo) -> list[dict[str, str]]:
+    return [{"rfilename": name} for name in repo.files]
+
+
 _ROUTES = (
     (r"POST /api/repos/create", _Handler._create),
     (r"POST /api/validate-yaml", _Handler._fine),
     (r"POST /verify", _Handler._fine),
     (r"GET /api/models/([^/]+/[^/]+)", _Handler._about),
     (r"GET /api/models/([^/]+/[^/]+)/revision/main", _Handler._about),
+    (r"GET /api/models/([^/]+/[^/]+)/tree/main", _Handler._tree),
     (r"POST /api/models/([^/]+/[^/]+)/preupload/main", _Handler._preupload),
     (r"POST /api/models/([^/]+/[^/]+)/commit/main", _Handler._commit),
     (r"POST /([^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler._batch),

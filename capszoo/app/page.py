@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .._catalogue import check_model_argument, checkpoints
-from ..errors import CapszooError, require
+from ..errors import CapszooError, WeightsError, require
 from .model import MAX_FILE_MB, MAX_ITERATIONS, Answer, AppModel, read_drawing, read_upload
 from .pictures import (
     PICTURE,
@@ -73,7 +73,10 @@ class Models:
         """The model of a name; raises `CapszooError` if it cannot be used."""
         with self._lock:
             if name not in self._models:
-                self._models[name] = AppModel(name, self._folder)
+                try:
+                    self._models[name] = AppModel(name, self._folder)
+                except WeightsError as error:  # damaged or missing weights: a message on the page, too
+                    raise CapszooError(str(error)) from error
             return self._models[name]
 
 

@@ -237,7 +237,8 @@ def _classes(info: WeightsInfo) -> str:
         return ""
     lines = [f"| class | images of {found.split} | right, % |", "|---|---:|---:|"]
     for label, n, right in zip(info.label_names or (), found.images, found.right, strict=True):
-        lines.append(f"| {label} | {n:,} | {f'{100 * right / n:.1f}' if n else ''} |")
+        name = label.replace("|", "\\|")  # else it would end the cell
+        lines.append(f"| {name} | {n:,} | {f'{100 * right / n:.1f}' if n else ''} |")
     table = "\n".join(lines)
     if len(lines) <= MOST_ROWS + 2:
         return table

@@ -17,11 +17,12 @@ import pytest
 from PIL import Image
 
 import capszoo
+from capszoo.app import page
 from capszoo.app.model import AppModel, read_drawing, read_upload
-from capszoo.app.page import _exported
+from capszoo.app.page import Models, _exported
 from capszoo.app.pictures import couplings_picture, overlay_picture
 from capszoo.app.space import REQUIREMENTS, write_space
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import CapszooError, UsageError, WeightsError
 
 ASSETS = Path(capszoo.__file__).parent / "assets"
 
@@ -158,3 +159,12 @@ def test_capsule_dimensions_and_iterations_change_the_pictures(tmp_path: Path) -
 def test_a_network_without_routing_says_so(tmp_path: Path) -> None:
     answer = AppModel("cnn_routingpool.fashion_mnist_avg", tmp_path).answer(Image.new("L", (28, 28), 200))
     assert answer.explanation is None and answer.top(3)
+
+
+def test_damaged_weights_are_a_message_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: object) -> AppModel:
+        raise WeightsError("model.safetensors is damaged: download it again")
+
+    monkeypatch.setattr(page, "AppModel", damaged)
+    with pytest.raises(CapszooError, match="is damaged: download it again"):
+        Models(tmp_path).get("me/pets")

@@ -160,6 +160,11 @@ def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: P
     done = client.capszoo("publish", run, "me/pets")
     assert done.code == 0 and "nothing had changed" in done.out
     assert len(repo.trees) == 2 and hub.sent("PUT", "/lfs/") == puts, "nothing is sent twice"
+    repo.files.update({"confusion.png": b"of earlier weights", "notes.md": b"the user's own"})
+    done = client.capszoo("publish", run, "me/pets")
+    assert done.code == 0 and set(repo.files) == {*FILES, "notes.md"}, (
+        "a picture of other weights does not stay"
+    )
 
     # Without a network, in a process of its own: out of the cache.
     offline = Client(root, "http://127.0.0.1:9", home, HF_HUB_OFFLINE="1")

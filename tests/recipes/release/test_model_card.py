@@ -8,6 +8,8 @@ import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -16,7 +18,7 @@ from capszoo.checkpoint import resolve
 from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import WeightsInfo, bundled_tags, locate_weights
 from capszoo.recipes.config import list_recipes, load_recipe
-from capszoo.recipes.release.model_card import model_card
+from capszoo.recipes.release.model_card import _classes, model_card
 from capszoo.recipes.release.paper_results import (
     as_accuracy,
     counted,
@@ -249,3 +251,9 @@ def test_targets_are_compared_with_the_bundled_files(root: Path) -> None:
     assert "| – | no run yet | – |" in line(QueueItem(tag="cnn6.cifar10"))
     page = (root / "docs" / "results.md").read_text(encoding="utf-8")
     assert all(f"| `{item.tag}` |" in page for item in read_queue())
+
+
+def test_a_label_with_a_bar_stays_in_its_cell() -> None:
+    found = SimpleNamespace(split="test", images=[4], right=[1])
+    info: Any = SimpleNamespace(label_names=["cat|dog"], metadata=SimpleNamespace(per_class=found))
+    assert _classes(info).splitlines()[-1] == "| cat\\|dog | 4 | 25.0 |"
