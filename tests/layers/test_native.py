@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 
 from capszoo.layers import FCIDPA, ConvEM, engine_report, use_engines
 from capszoo.layers._native import build
 from capszoo.layers._native.dynamic_ops import dynamic_in_lanes
-from capszoo.layers._native.ops import in_lanes, routing_pass, weight_in_lanes
+from capszoo.layers._native.ops import grouped, in_lanes, routing_pass, weight_in_lanes
 from capszoo.layers.engine_choice import record_engines
 from capszoo.layers.tuning import tuned
 
-CACHES = (build._compiler, build._build_error, build._folder, build.library)
+CACHES = (build._compiler, build._build_error, build._folder, build.load)
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def chosen() -> str:
 def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == "native"
     (file,) = fresh.iterdir()
-    build.library.cache_clear()
+    build.load.cache_clear()
     monkeypatch.setattr(subprocess, "run", None)  # the second process only loads it
     assert chosen() == "native"
     assert list(fresh.iterdir()) == [file]
@@ -109,8 +110,7 @@ def dynamic_arguments() -> tuple[Any, ...]:
     """Arguments of :func:`dynamic_in_lanes`: 20 routings of five children and three parents."""
     x, weight = normal(20, 5, 2), normal(5, 2, 3 * 4)
     first = torch.matmul(x.detach().flatten(1) / 3, weight.detach().flatten(0, 1)).view(20, 3, 4)
-    lanes = [in_lanes(t.detach().unsqueeze(0)).squeeze(0) for t in (x, first)]
-    return lanes[0].requires_grad_(), weight, lanes[1], 3
+    return grouped(x.detach()).requires_grad_(), weight, grouped(first), 3
 
 
 OPERATORS = [
@@ -124,7 +124,7 @@ OPERATORS = [
 @pytest.mark.parametrize(("operator", "make"), OPERATORS)
 def test_the_operators_are_sound(operator: Any, make: Any) -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
-    torch.library.opcheck(operator, make())
+    library.opcheck(operator, make())
 
 
 @pytest.mark.parametrize(("operator", "make"), OPERATORS)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["build_error", "compiler", "library"]
+__all__ = ["build_error", "compiler", "load"]
 
 HERE = Path(__file__).parent
 
@@ -36,7 +36,7 @@ def _compiler(named: str, enabled: str) -> str:
 
 
 @functools.cache
-def library(source: str, double: bool, **sizes: int) -> ctypes.CDLL:
+def load(source: str, double: bool, **sizes: int) -> ctypes.CDLL:
     """The compiled code for poses of these sizes; compiled once on a machine, see :func:`_folder`.
 
     Args:
@@ -110,7 +110,7 @@ def build_error(source: str, double: bool, **sizes: int) -> str:
 @functools.cache
 def _build_error(source: str, double: bool, **sizes: int) -> str:
     try:
-        library(source, double, **sizes)
+        load(source, double, **sizes)
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"the routing's C++ code cannot be used, other engines are slower: {error}", stacklevel=2

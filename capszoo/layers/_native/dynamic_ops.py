@@ -8,12 +8,11 @@ import ctypes
 from typing import Any, Dict, Optional, Tuple
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from ..squash import squared_lengths, squash, squash_gradient
 from ..tuning import TUNING
-from .build import library
+from .build import load
 from .call import arguments, in_threads
 
 __all__ = ["MAX_DIM", "dynamic_in_lanes", "dynamic_sizes"]
@@ -28,10 +27,10 @@ def dynamic_sizes(child_dim: int, parent_dim: int) -> Dict[str, int]:
 
 
 def _code(x: Tensor, first: Tensor) -> ctypes.CDLL:
-    return library("dynamic_pass", x.dtype == torch.float64, **dynamic_sizes(x.shape[2], first.shape[2]))
+    return load("dynamic_pass", x.dtype == torch.float64, **dynamic_sizes(x.shape[2], first.shape[2]))
 
 
-@custom_op("capszoo::dynamic_in_lanes", mutates_args=())
+@library.custom_op("capszoo::dynamic_in_lanes", mutates_args=())
 def dynamic_in_lanes(
     x: Tensor, weight: Tensor, first: Tensor, num_iters: int
 ) -> Tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +66,7 @@ def dynamic_in_lanes(
     return poses, couplings, totals
 
 
-@custom_op("capszoo::dynamic_in_lanes_backward", mutates_args=())
+@library.custom_op("capszoo::dynamic_in_lanes_backward", mutates_args=())
 def _dynamic_in_lanes_backward(
     x: Tensor,
     weight: Tensor,

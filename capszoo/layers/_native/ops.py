@@ -9,18 +9,19 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
-from .build import library
+from .build import load
 from .call import arguments, in_threads, parts_of
 
 __all__ = [
     "MAX_TRANSFORM",
     "TRANSFORM_TOO_LARGE",
+    "grouped",
     "in_lanes",
     "pass_sizes",
     "routing_pass",
+    "ungrouped",
     "weight_in_lanes",
 ]
 
@@ -36,12 +37,22 @@ def in_lanes(x: Tensor) -> Tensor:
     return x.unflatten(1, [-1, lanes]).movedim(2, -1).contiguous()
 
 
+def grouped(x: Tensor) -> Tensor:
+    """``[n, ...]``, float32 or float64, as ``[g, ..., l]``, padded by zeros."""
+    return in_lanes(x.unsqueeze(0)).squeeze(0)
+
+
+def ungrouped(x: Tensor, count: int) -> Tensor:
+    """The first ``count`` of ``[g, ..., l]``, as ``[n, ...]``."""
+    return x.movedim(-1, 1).flatten(0, 1)[:count]
+
+
 def weight_in_lanes(weight: Tensor) -> Tensor:
     """Transforms ``[i, q, j, r]`` as ``[c, j, q, r, l]``."""
-    return in_lanes(weight.transpose(1, 2).unsqueeze(0)).squeeze(0)
+    return grouped(weight.transpose(1, 2))
 
 
-@custom_op("capszoo::routing_pass", mutates_args=())
+@library.custom_op("capszoo::routing_pass", mutates_args=())
 def routing_pass(
     rows: Tensor,
     activations: Tensor,
@@ -81,26 +92,27 @@ def routing_pass(
     """
     tensors = _contiguous(rows, activations, weight, mean, precision, pull, height)
     count, parents = mean.shape[:2]
-    out = [
-        mean.new_empty(count, parents),
-        mean.new_empty(mean.shape),
-        mean.new_empty(mean.shape if squares else (0,)),
-        mean.new_empty((count, parents, children) if need_couplings else (0,)),
-    ]
+    out = _results(mean, children, squares, need_couplings)
     function = _code(rows, mean, squares).routing_pass
 
     def compute(_: int, first: int, last: int) -> None:
         function(*arguments(*tensors, idle, first, last, children, parents, *out))
 
     in_threads(compute, count)
-    return out[0], out[1], out[2], out[3]
+    return out
 
 
 @routing_pass.register_fake
 def _(
     rows: Tensor, activations: Tensor, weight: Tensor, mean: Tensor, *rest: Any
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    children, squares, need_couplings = rest[-3:]
+    return _results(mean, *rest[-3:])
+
+
+def _results(
+    mean: Tensor, children: int, squares: bool, need_couplings: bool
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of :func:`routing_pass`."""
     count, parents = mean.shape[:2]
     return (
         mean.new_empty(count, parents),
@@ -110,7 +122,7 @@ def _(
     )
 
 
-@custom_op("capszoo::routing_pass_backward", mutates_args=())
+@library.custom_op("capszoo::routing_pass_backward", mutates_args=())
 def _routing_pass_backward(
     rows: Tensor,
     activations: Tensor,
@@ -168,7 +180,7 @@ def _contiguous(*tensors: Optional[Tensor]) -> List[Optional[Tensor]]:
 def _code(rows: Tensor, mean: Tensor, squares: bool) -> ctypes.CDLL:
     p, q = rows.shape[2:4]
     sizes = pass_sizes(p, q, mean.shape[2] // p, squares)
-    return library("routing_pass", rows.dtype == torch.float64, **sizes)
+    return load("routing_pass", rows.dtype == torch.float64, **sizes)
 
 
 #: Largest q * r: transforms of more elements would fill the registers many times.

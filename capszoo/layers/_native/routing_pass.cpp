@@ -28,6 +28,18 @@ struct Routing {
 
     int64_t blocks() const { return (children + LANES - 1) / LANES; }
 
+    // Routing n, of those that start here
+    Routing at(int64_t n) const {
+        const int64_t poses = n * parents * H;
+        Routing one = *this;
+        one.rows += n * blocks() * P * Q * LANES;
+        one.activations += n * blocks() * LANES;
+        one.mean += poses;
+        if (precision) one.precision += poses;
+        if (pull) one.pull += poses, one.height += n * parents;
+        return one;
+    }
+
     // 1 where a lane has a child, else 0
     vec present(int64_t c) const {
         vec mask = splat(1);
@@ -91,11 +103,9 @@ extern "C" void routing_pass(
     const int64_t blocks = (children + LANES - 1) / LANES, poses = parents * H;
     Memory votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
     Memory weights(parents);
+    const Routing all = {rows, activations, weight, mean, precision, pull, height, children, parents, SCALAR(idle)};
     for (int64_t n = first; n < last; ++n) {
-        const Routing routing = {
-            rows + n * blocks * P * Q * LANES, activations + n * blocks * LANES, weight, mean + n * poses,
-            precision ? precision + n * poses : nullptr, pull ? pull + n * poses : nullptr,
-            pull ? height + n * parents : nullptr, children, parents, SCALAR(idle)};
+        const Routing routing = all.at(n);
         one.zero(poses);
         if (SQUARES) two.zero(poses);
         heavy.zero(parents);
@@ -129,11 +139,9 @@ extern "C" void routing_pass_backward(
     const int64_t blocks = (children + LANES - 1) / LANES, poses = parents * H;
     Memory votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
     Memory weights(parents), logits(parents), given(parents);
+    const Routing all = {rows, activations, weight, mean, precision, pull, height, children, parents, SCALAR(idle)};
     for (int64_t n = first; n < last; ++n) {
-        const Routing routing = {
-            rows + n * blocks * P * Q * LANES, activations + n * blocks * LANES, weight, mean + n * poses,
-            precision ? precision + n * poses : nullptr, pull ? pull + n * poses : nullptr,
-            pull ? height + n * parents : nullptr, children, parents, SCALAR(idle)};
+        const Routing routing = all.at(n);
         const SCALAR *g_mass = grad_mass + n * parents, *g_sums = grad_sums + n * poses,
                      *g_squares = grad_squares + n * poses;
         one.zero(poses);

@@ -19,7 +19,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._precision import upcast_half
+from .._precision import upcast_half, wide_type
 from ..squash import squared_lengths, squash, squash_gradient
 from ..tuning import TUNING
 
@@ -55,14 +55,10 @@ class Blocks:
         if out is None:
             if self.buffer is None:
                 first = self.slices[0].stop
-                self.buffer = self.x.new_empty(first, *self.shape, dtype=_type_of_votes(self.x))
+                self.buffer = self.x.new_empty(first, *self.shape, dtype=wide_type(self.x.dtype))
             out = self.buffer[: block.stop - block.start]
         product = torch.bmm(self.x[block].transpose(0, 1), self.weight, out=self.product(block))
         return out.copy_(product.unflatten(2, (self.out_caps, -1)).permute(1, 2, 0, 3))
-
-
-def _type_of_votes(x: Tensor) -> torch.dtype:
-    return upcast_half(x.new_empty(0)).dtype
 
 
 @library.custom_op("capszoo::route_votes", mutates_args=())
@@ -224,7 +220,7 @@ def _results(
     x: Tensor, weight: Tensor, out_caps: int, num_iters: int
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised poses, couplings, sums and votes."""
-    dtype = _type_of_votes(x)
+    dtype = wide_type(x.dtype)
     (b, i, _), e = x.shape, weight.shape[2] // out_caps
     stored = weight.numel() > TUNING.dynamic_block_votes
     return (

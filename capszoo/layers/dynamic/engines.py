@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._native import does_not_build, not_native, too_few_votes
 from .._native.dynamic_ops import MAX_DIM, dynamic_in_lanes, dynamic_sizes
-from .._native.ops import in_lanes
+from .._native.ops import grouped, ungrouped
 from .._precision import upcast_half, wide_type, working_type
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
@@ -33,6 +33,13 @@ def _routed(poses: Tensor, couplings: Optional[Tensor], call: Call) -> Routed:
     return Routed([poses.to(call.dtype)], [], couplings.to(call.dtype))
 
 
+def _not_plain(layer: Any) -> str:
+    """Reason why an engine of the paper's couplings alone (even at first, over the parents) cannot compute a layer."""
+    if layer.softmax_over != "parents":
+        return "its softmax runs over the parents"
+    return "" if layer.start is None else "its first logits are zero"
+
+
 class Fused(Engine):
     """On a GPU: each iteration after the first is one ``capszoo::fused_pass``, with squash and the sum of poses."""
 
@@ -42,10 +49,8 @@ class Fused(Engine):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        if layer.softmax_over != "parents":
-            return "its softmax runs over the parents"
-        if layer.start is not None:
-            return "its first logits are zero"
+        if _not_plain(layer):
+            return _not_plain(layer)
         if call.dtype != working_type(layer.weight):
             return "children and weights have different types"
         return not_fused(
@@ -133,10 +138,8 @@ class Native(Engine):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        if layer.softmax_over != "parents":
-            return "its softmax runs over the parents"
-        if layer.start is not None:
-            return "its first logits are zero"
+        if _not_plain(layer):
+            return _not_plain(layer)
         if call.num_iters == 1:
             return _NO_VOTES
         if call.child_dim > MAX_DIM or call.parent_dim > MAX_DIM:
@@ -157,14 +160,10 @@ class Native(Engine):
             x, weight = inputs[0].to(dtype), layer.weight.to(dtype)  # [n, i, d], [i, d, j * e]
             with torch.no_grad():
                 first = torch.matmul(x.flatten(1) / call.parents, weight.flatten(0, 1))
-                first = first.unflatten(1, (call.parents, call.parent_dim))
-                first = in_lanes(first.unsqueeze(0)).squeeze(0)  # [g, j, e, l]
-            children = in_lanes(x.unsqueeze(0)).squeeze(0)  # [g, i, d, l]
-            poses, couplings, _ = dynamic_in_lanes(children, weight, first, call.num_iters)
-        poses = poses.movedim(3, 1).flatten(0, 1)[:count]  # [n, j, e]
-        if call.couplings:
-            return _routed(poses, couplings[-1].movedim(3, 1).flatten(0, 1)[:count].transpose(1, 2), call)
-        return _routed(poses, None, call)
+                first = grouped(first.unflatten(1, (call.parents, call.parent_dim)))  # [g, j, e, l]
+            poses, couplings, _ = dynamic_in_lanes(grouped(x), weight, first, call.num_iters)
+        some = ungrouped(couplings[-1], count).transpose(1, 2) if call.couplings else None
+        return _routed(ungrouped(poses, count), some, call)
 
 
 class Float32(Engine):

@@ -153,7 +153,7 @@ class Native(Iterated):
         self.weight = weight_in_lanes(layer._child_weight().to(self.dtype))
 
     def read(self, children: Tensor) -> List[Tensor]:
-        self.given = children.dtype
+        self.child_type = children.dtype
         poses = self.layer._child_poses(children).to(self.dtype)
         return [in_lanes(poses), in_lanes(torch.ones_like(poses[:, :, 0, 0]))]
 
@@ -166,8 +166,8 @@ class Native(Iterated):
         _, sums, _, couplings = routing_pass(
             *given, self.weight, mean, None, toward, height, 0.0, layer.num_children, False, need_couplings
         )
-        poses = layer._normalise(sums.to(self.given))
-        return poses, couplings.to(self.given) if need_couplings else None
+        poses = layer._normalise(sums.to(self.child_type))
+        return poses, couplings.to(self.child_type) if need_couplings else None
 
 
 class Chunked(Iterated):
