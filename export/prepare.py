@@ -92,7 +92,7 @@ class PreparedModel:
                 if "Constraints violated" in str(e):
                     raise ExportError(
                         f"{self.name}: its forward turns the batch size into a number",
-                        "keep x.shape[0] as it is (no int(), no len())",
+                        "keep x.shape[0] as it is (no int(), no len()), or fix the batch with a profile of one number",
                     ) from e
                 raise ExportError(f"{self.name}: torch.export cannot trace it: {first_line(e)}") from e
         names = {module: name for name, module in self.served.named_modules()}
