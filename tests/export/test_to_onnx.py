@@ -289,6 +289,10 @@ def test_a_failed_gate_writes_nothing(
     assert path.read_text() == "an older file" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_frozen_batch_exports_as_the_refusal_says(tmp_path: Path) -> None:
+    assert export(Wrapped(_frozen), tmp_path / "fixed.onnx", batch=3).passed
+
+
 def test_an_unequal_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(model: nn.Module, routing_iters: int | None = None) -> nn.Module:
         prepared = original(model, routing_iters)
