@@ -43,8 +43,6 @@ class Tuning:
     dynamic_block_votes: int = 1 << 22
     #: images (or windows) from which the C++ code pays: a vector holds 16 of them in float32
     dynamic_native_min_routings: int = 16
-    #: elements of the votes' gradient that exist at one time in the C++ code (64 MiB in float32)
-    dynamic_native_votes: int = 1 << 24
     #: child pose dimension from which half-precision children form votes in half precision, although products of half
     #: precision first repack their inputs
     dynamic_half_min_child_dim: int = 16

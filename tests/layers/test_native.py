@@ -15,7 +15,8 @@ from torch import library
 from capszoo.layers import FCIDPA, ConvEM, engine_report, use_engines
 from capszoo.layers._native import build
 from capszoo.layers._native.dynamic_ops import dynamic_in_lanes
-from capszoo.layers._native.ops import grouped, in_lanes, routing_pass, weight_in_lanes
+from capszoo.layers._native.ops import grouped, in_lanes, routing_pass, ungrouped, weight_in_lanes
+from capszoo.layers.dynamic.routing import dynamic_routing
 from capszoo.layers.engine_choice import record_engines
 from capszoo.layers.tuning import tuned
 
@@ -146,6 +147,30 @@ def test_threads_change_nothing(operator: Any, make: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True))
         for grad, expected in zip(grads, results[0][1], strict=True):
             torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("routings", "children", "parents", "child_dim", "parent_dim"),
+    [(300, 6, 3, 5, 3), (17, 9, 2, 19, 21), (3, 1, 1, 1, 1), (8, 4, 2, 16, 33), (20, 3, 5, 64, 64)],
+)
+@pytest.mark.parametrize("num_iters", [2, 4])
+def test_shapes_of_dynamic_routing(
+    routings: int, children: int, parents: int, child_dim: int, parent_dim: int, num_iters: int
+) -> None:
+    """Poses that fill no tile of the C++ code, children that fill no block, more groups than one block: the reference's
+    poses, couplings and gradients."""
+    x = normal(routings, children, child_dim)
+    weight = normal(children, child_dim, parents * parent_dim)
+    votes = torch.einsum("nid,idk->nik", x, weight).unflatten(2, (parents, parent_dim)).transpose(1, 2)
+    poses, couplings = dynamic_routing(votes, num_iters)
+    first = (votes.mean(dim=2) * (children / parents)).detach()
+    native, found, _ = dynamic_in_lanes(grouped(x), weight, grouped(first), num_iters)
+    native, found = ungrouped(native, routings), ungrouped(found[-1], routings).transpose(1, 2)
+    torch.testing.assert_close((native, found), (poses, couplings), rtol=1e-10, atol=1e-12)
+    factors = torch.randn_like(poses), torch.randn_like(couplings)
+    expected = torch.autograd.grad([poses, couplings], [x, weight], factors)
+    grads = torch.autograd.grad([native, found], [x, weight], factors)
+    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_not_a_number_stays_one() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, library
 
 from ..squash import squared_lengths, squash, squash_gradient
-from ..tuning import TUNING
 from .build import load
 from .call import arguments, in_threads
 
@@ -47,9 +46,9 @@ def dynamic_in_lanes(
         poses ``[g, j, e, l]``, squashed, and the couplings of the iterations after the first, ``[t - 1, g, i, j, l]``.
         For the gradient: the sums of votes of every iteration, ``[t, g, j, e, l]``.
     """
-    x, weight = x.contiguous(), weight.contiguous()
-    poses, couplings, totals = _results(x, first, num_iters)
     (groups, children), parents = x.shape[:2], first.shape[1]
+    x, weight = x.contiguous(), _by_parents(weight, parents)
+    poses, couplings, totals = _results(x, first, num_iters)
     function = _code(x, first).dynamic_pass
     totals[0] = first
     pose_sum = squash(totals[0], 2)
@@ -76,15 +75,16 @@ def _dynamic_in_lanes_backward(
     grad_couplings: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor]:
     """Gradients of children and transforms; see :mod:`capszoo.layers.dynamic.blocked`."""
-    x, weight = x.contiguous(), weight.contiguous()
     (groups, children), parents, num_iters = x.shape[:2], totals.shape[2], len(totals)
+    x, weight = x.contiguous(), _by_parents(weight, parents)
     poses = squash(totals, 3)
     of_poses = [torch.zeros_like(pose) for pose in poses]
     if grad_poses is not None:
         of_poses[-1] += grad_poses
-    function = _code(x, totals[0]).dynamic_pass_backward
+    code = _code(x, totals[0])
     of_logits = torch.empty_like(couplings)
-    left, right = [], []  # the votes' gradient is Σ left_ij right_j
+    # the votes' gradient, [j, g, terms, e, l]: one term alike for all children, two with factors for each iteration
+    terms = totals.new_empty(parents, groups, 2 * num_iters - 1, *totals.shape[3:])
     for t in range(num_iters - 1, 0, -1):
         of_total, of_sum = _through_squash(of_poses[t], totals[t]), torch.empty_like(totals[t])
         given = (
@@ -96,50 +96,27 @@ def _dynamic_in_lanes_backward(
         def compute(
             _: int, first: int, last: int, given: Any = given, out: Any = (of_logits[t - 1], of_sum)
         ) -> None:
-            function(*arguments(x, weight, *given, first, last, children, parents, *out))
+            code.dynamic_pass_backward(*arguments(x, weight, *given, first, last, children, parents, *out))
 
         in_threads(compute, groups)
         for k in range(t):
             of_poses[k] += of_sum
-        left += [couplings[t - 1], of_logits[t - 1]]
-        right += [of_total, poses[:t].sum(dim=0)]
-    even = _through_squash(of_poses[0], totals[0]) / parents
-    return _through_votes(x, weight, even, torch.stack(left), torch.stack(right))
-
-
-def _through_votes(
-    x: Tensor, weight: Tensor, even: Tensor, left: Tensor, right: Tensor
-) -> Tuple[Tensor, Tensor]:
-    """Gradients of children and transforms; the votes' gradient exists for some groups of routings at a time.
-
-    Args:
-        x, weight: as in :func:`dynamic_in_lanes`.
-        even: gradient that all votes for a parent share, ``[g, j, e, l]``.
-        left: ``[terms, g, i, j, l]``.
-        right: ``[terms, g, j, e, l]``.
-    """
-    (groups, children, child_dim, lanes), (parents, dim) = x.shape, even.shape[1:3]
+        terms[:, :, 2 * t - 1] = of_total.transpose(0, 1)
+        terms[:, :, 2 * t] = poses[:t].sum(dim=0).transpose(0, 1)
+    terms[:, :, 0] = _through_squash(of_poses[0], totals[0]).transpose(0, 1) / parents
     grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
-    function = _code(x, even).dynamic_grad_votes
-    step = max(1, min(groups, TUNING.dynamic_native_votes // (children * parents * dim * lanes)))
-    buffer = x.new_empty(children * parents * dim * step * lanes)
-    for begin in range(0, groups, step):
-        count = min(step, groups - begin)
-        grad = buffer[: children * parents * dim * count * lanes].view(
-            children, -1, count * lanes
-        )  # [i, je, n]
 
-        def compute(_: int, first: int, last: int, begin: int = begin, count: int = count) -> None:
-            sizes = (first, last, children, parents, len(left), groups, begin, count)
-            function(*arguments(even, left, right, *sizes, buffer))
+    def accumulate(_: int, first: int, last: int) -> None:
+        sizes = (first, last, children, parents, num_iters - 1, groups)
+        code.dynamic_grads(*arguments(x, weight, couplings, of_logits, terms, *sizes, grad_x, grad_weight))
 
-        in_threads(compute, children)
-        part = slice(begin, begin + count)
-        some = x[part].permute(1, 2, 0, 3).reshape(children, child_dim, -1)  # [i, d, n]
-        grad_weight.baddbmm_(some, grad.transpose(1, 2))
-        of_some = torch.bmm(weight, grad)  # [i, d, n]
-        grad_x[part] = of_some.view(children, child_dim, count, lanes).permute(2, 0, 1, 3)
-    return grad_x, grad_weight
+    in_threads(accumulate, children)
+    return grad_x, grad_weight.transpose(1, 2).reshape(children, x.shape[2], -1)
+
+
+def _by_parents(weight: Tensor, parents: int) -> Tensor:
+    """Transforms ``[i, d, j * e]`` as ``[i, j, d, e]``."""
+    return weight.unflatten(2, (parents, -1)).transpose(1, 2).contiguous()
 
 
 def _through_squash(grad: Tensor, total: Tensor) -> Tensor:

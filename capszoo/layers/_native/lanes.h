@@ -1,6 +1,10 @@
-// Vectors of 64 bytes, by the vector extensions of g++ and clang++, for SCALAR (float or double) and FLOAT (1 or 0).
+// Vectors by the vector extensions of g++ and clang++, for SCALAR (float or double) and FLOAT (1 or 0).
 
 #pragma once
+
+#ifndef BYTES
+#define BYTES 64  // of a vector
+#endif
 
 #include <cmath>
 #include <cstdint>
@@ -9,10 +13,10 @@
 
 namespace {
 
-constexpr int LANES = 64 / sizeof(SCALAR);
+constexpr int LANES = BYTES / sizeof(SCALAR);
 
-typedef SCALAR vec __attribute__((vector_size(64)));
-typedef SCALAR loose __attribute__((vector_size(64), aligned(sizeof(SCALAR)), may_alias));
+typedef SCALAR vec __attribute__((vector_size(BYTES)));
+typedef SCALAR loose __attribute__((vector_size(BYTES), aligned(sizeof(SCALAR)), may_alias));
 
 inline vec load(const SCALAR* from) { return *reinterpret_cast<const loose*>(from); }
 inline void store(SCALAR* to, vec value) { *reinterpret_cast<loose*>(to) = value; }
@@ -25,7 +29,7 @@ inline SCALAR total(vec x) {
 }
 
 #if FLOAT
-typedef int32_t whole __attribute__((vector_size(64)));
+typedef int32_t whole __attribute__((vector_size(BYTES)));
 
 // exp of values of at most 0, within 2 units in the last place; NaN stays NaN
 inline vec exponential(vec x) {
@@ -53,9 +57,9 @@ inline vec exponential(vec x) {
 
 struct Memory {
     vec* start;
-    explicit Memory(size_t vectors) : start(static_cast<vec*>(std::aligned_alloc(64, 64 * (vectors ? vectors : 1)))) {}
+    explicit Memory(size_t vectors) : start(static_cast<vec*>(std::aligned_alloc(BYTES, BYTES * (vectors ? vectors : 1)))) {}
     ~Memory() { std::free(start); }
-    void zero(size_t vectors) { std::memset(start, 0, 64 * vectors); }
+    void zero(size_t vectors) { std::memset(start, 0, BYTES * vectors); }
 };
 
 // Softmax over `count` vectors, in each lane, in place
