@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -122,6 +123,14 @@ OPERATORS = [
 ]
 
 
+def evaluate(operator: Any, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """An operator's results, and gradients of a function of the first two."""
+    found = [t for t in operator(*given) if t.numel()]
+    total = torch.stack([t.sin().sum() for t in found[:2]]).sum()
+    tensors = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
+    return found, torch.autograd.grad(total, tensors, allow_unused=True)
+
+
 @pytest.mark.parametrize(("operator", "make"), OPERATORS)
 def test_the_operators_are_sound(operator: Any, make: Any) -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
@@ -132,21 +141,36 @@ def test_the_operators_are_sound(operator: Any, make: Any) -> None:
 def test_threads_change_nothing(operator: Any, make: Any) -> None:
     """Each thread takes whole routings; only the transforms' gradient is added up in another order."""
     given = make()
-    tensors = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
     results = []
     threads = torch.get_num_threads()
     try:
         for count in (1, 3, 16):
             torch.set_num_threads(count)
-            found = [t for t in operator(*given) if t.numel()]
-            total = torch.stack([t.sin().sum() for t in found[:2]]).sum()
-            results.append((found, torch.autograd.grad(total, tensors, allow_unused=True)))
+            results.append(evaluate(operator, given))
     finally:
         torch.set_num_threads(threads)
     for found, grads in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True))
         for grad, expected in zip(grads, results[0][1], strict=True):
             torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor types are those of x86-64")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
+@pytest.mark.parametrize(("operator", "make"), OPERATORS)
+def test_other_registers(
+    operator: Any, make: Any, processor: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout of tensors does not depend on the registers' width, 16 bytes (x86-64) or 32 (v3); nor do results."""
+    given = make()
+    expected = evaluate(operator, given)
+    build.load.cache_clear()
+    script = fresh.parent / "cxx"
+    script.write_text(f'#!/bin/sh\nexec {build.compiler()} "$@" -march={processor}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    torch.testing.assert_close(evaluate(operator, given), expected, rtol=1e-10, atol=1e-10)
+    assert len(list(fresh.iterdir())) == 2  # compiled twice
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,6 @@
 // STRIDE routings (images or windows) are a "group". A vector has the LANES of them that fill a register; a transform is
 // read once for all. Axes, as in dynamic_ops.py: g groups, i children, j parents, d and e pose elements, l routings.
 
-#if defined(__AVX512F__)
-#define BYTES 64
-#define TILE 16  // sums that are added to at a time: they stay in registers
-#elif defined(__AVX__)
-#define BYTES 32
-#define TILE 8
-#else
-#define BYTES 16
-#define TILE 8
-#endif
-
 #include "lanes.h"
 
 #include <algorithm>
@@ -25,7 +14,7 @@
 
 namespace {
 
-constexpr int STRIDE = 64 / sizeof(SCALAR), PARTS = STRIDE / LANES;  // PARTS vectors for a group
+constexpr int TILE = BYTES == 64 ? 16 : 8;  // sums that are added to at a time: they stay in registers
 constexpr int CHILDREN = 4;  // whose votes exist at a time: poses and sums are read once for all of them
 constexpr int VECTORS = 32;  // of routings, whose gradients of the votes for a parent exist at a time
 
@@ -86,21 +75,20 @@ inline void sum_votes(
     int64_t parents, SCALAR* to, F finish) {
     const int64_t width = parents * E;
     Memory votes(CHILDREN * width), weights(CHILDREN * parents), sums(width);
-    for (int64_t part = first * PARTS; part < last * PARTS; ++part) {
-        const int64_t g = part / PARTS, lane = part % PARTS * LANES;
+    for (int64_t v = first * PARTS; v < last * PARTS; ++v) {
         sums.zero(width);
         int64_t i = 0;
         const auto step = [&](auto count) {
             constexpr int N = count();
             add_weighted_votes<N>(
-                x + (g * children + i) * D * STRIDE + lane, weight + i * width * D, poses + g * width * STRIDE + lane,
-                parents, votes.start, weights.start, sums.start,
-                [&](int n, vec* products) { finish((g * children + i + n) * parents * STRIDE + lane, products); });
+                x + place(v, children * D) + i * D * STRIDE, weight + i * width * D, poses + place(v, width), parents,
+                votes.start, weights.start, sums.start,
+                [&](int n, vec* products) { finish(place(v, children * parents) + (i + n) * parents * STRIDE, products); });
             i += N;
         };
         while (i + CHILDREN <= children) step(std::integral_constant<int, CHILDREN>());
         while (i < children) step(std::integral_constant<int, 1>());
-        for (int64_t k = 0; k < width; ++k) store(to + (g * width + k) * STRIDE + lane, sums.start[k]);
+        for (int64_t k = 0; k < width; ++k) store(to + place(v, width) + k * STRIDE, sums.start[k]);
     }
 }
 
@@ -203,23 +191,22 @@ extern "C" void dynamic_grads(
     for (int64_t begin = 0; begin < groups * PARTS; begin += VECTORS) {
         const int64_t count = std::min<int64_t>(VECTORS, groups * PARTS - begin);
         for (int64_t i = first; i < last; ++i) {
-            const auto place = [&](int64_t b) {  // of element 0 of child i in x and its gradient
-                return ((begin + b) / PARTS * children + i) * D * STRIDE + (begin + b) % PARTS * LANES;
-            };
+            const auto at = [&](int64_t b) { return place(begin + b, children * D) + i * D * STRIDE; };
             for (int64_t b = 0; b < count; ++b)
-                for (int d = 0; d < D; ++d) child.start[b * D + d] = load(x + place(b) + d * STRIDE);
+                for (int d = 0; d < D; ++d) child.start[b * D + d] = load(x + at(b) + d * STRIDE);
             of_child.zero(count * D);
             for (int64_t j = 0; j < parents; ++j) {
                 const SCALAR* w = weight + (i * parents + j) * D * E;
                 for (int64_t b = 0; b < count; ++b) {
-                    const int64_t g = (begin + b) / PARTS, lane = (begin + b) % PARTS * LANES;
-                    const SCALAR* factor = factors + (j * groups + g) * (1 + 2 * iterations) * E * STRIDE + lane;
+                    const int64_t v = begin + b;
+                    const SCALAR* factor = factors + place(j * groups * PARTS + v, (1 + 2 * iterations) * E);
                     vec sum[E], *grad = of_votes.start + b * E;
                     for (int e = 0; e < E; ++e) sum[e] = load(factor + e * STRIDE);
                     for (int64_t t = 0; t < iterations; ++t) {
-                        const int64_t at = (((t * groups + g) * children + i) * parents + j) * STRIDE + lane;
+                        const int64_t coupling =
+                            place(t * groups * PARTS + v, children * parents) + (i * parents + j) * STRIDE;
                         const SCALAR *one = factor + (1 + 2 * t) * E * STRIDE, *two = one + E * STRIDE;
-                        const vec c = load(couplings + at), of_logit = load(grad_logits + at);
+                        const vec c = load(couplings + coupling), of_logit = load(grad_logits + coupling);
                         for (int e = 0; e < E; ++e)
                             sum[e] += c * load(one + e * STRIDE) + of_logit * load(two + e * STRIDE);
                     }
@@ -229,7 +216,7 @@ extern "C" void dynamic_grads(
                 add_outer(child.start, of_votes.start, count, grad_weight + (i * parents + j) * D * E);
             }
             for (int64_t b = 0; b < count; ++b)
-                for (int d = 0; d < D; ++d) store(grad_x + place(b) + d * STRIDE, of_child.start[b * D + d]);
+                for (int d = 0; d < D; ++d) store(grad_x + at(b) + d * STRIDE, of_child.start[b * D + d]);
         }
     }
 }

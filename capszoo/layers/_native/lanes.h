@@ -2,8 +2,12 @@
 
 #pragma once
 
-#ifndef BYTES
-#define BYTES 64  // of a vector
+#if defined(__AVX512F__)
+#define BYTES 64  // of a vector: a register, since g++ keeps wider vectors in memory
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
 #endif
 
 #include <cmath>
@@ -14,12 +18,16 @@
 namespace {
 
 constexpr int LANES = BYTES / sizeof(SCALAR);
+// Tensors have blocks of STRIDE elements along their last axis, whatever the processor: PARTS vectors each
+constexpr int STRIDE = 64 / sizeof(SCALAR), PARTS = STRIDE / LANES;
 
 typedef SCALAR vec __attribute__((vector_size(BYTES)));
 typedef SCALAR loose __attribute__((vector_size(BYTES), aligned(sizeof(SCALAR)), may_alias));
 
 inline vec load(const SCALAR* from) { return *reinterpret_cast<const loose*>(from); }
 inline void store(SCALAR* to, vec value) { *reinterpret_cast<loose*>(to) = value; }
+// Place of vector v in a tensor [block, rows, STRIDE]
+inline int64_t place(int64_t v, int64_t rows) { return v / PARTS * rows * STRIDE + v % PARTS * LANES; }
 inline vec splat(SCALAR value) { return value - vec{}; }
 
 inline SCALAR total(vec x) {

@@ -4,10 +4,12 @@
 // P, Q, R: rows of a pose, columns of a child's and of a parent's; SCALAR: float or double, FLOAT: 1 or 0; SQUARES: 1 if
 // the E-step and the M-step read the squares of the votes.
 //
-// A vector has LANES children. "Block": LANES children; all tensors of children have the axes [block, ..., lane].
-// Letters: n routings, c blocks, j parents, h pose elements (P * R), as in ops.py.
+// A vector has LANES children; tensors of children have the axes [block, ..., lane], with STRIDE children in a block.
+// Letters: n routings, c vectors of children, j parents, h pose elements (P * R).
 
 #include "lanes.h"
+
+#include <algorithm>
 
 namespace {
 
@@ -26,14 +28,15 @@ struct Routing {
     int64_t children, parents;
     SCALAR idle;
 
-    int64_t blocks() const { return (children + LANES - 1) / LANES; }
+    int64_t padded() const { return (children + STRIDE - 1) / STRIDE * STRIDE; }
+    int64_t vectors() const { return padded() / LANES; }
 
     // Routing n, of those that start here
     Routing at(int64_t n) const {
         const int64_t poses = n * parents * H;
         Routing one = *this;
-        one.rows += n * blocks() * P * Q * LANES;
-        one.activations += n * blocks() * LANES;
+        one.rows += n * padded() * P * Q;
+        one.activations += n * padded();
         one.mean += poses;
         if (precision) one.precision += poses;
         if (pull) one.pull += poses, one.height += n * parents;
@@ -43,22 +46,22 @@ struct Routing {
     // 1 where a lane has a child, else 0
     vec present(int64_t c) const {
         vec mask = splat(1);
-        for (int64_t l = children - c * LANES; l < LANES; ++l) mask[l] = 0;
+        for (int64_t l = std::max<int64_t>(0, children - c * LANES); l < LANES; ++l) mask[l] = 0;
         return mask;
     }
 
-    // Votes [j, h] of block c about `mean`, sum_q rows[p][q] * weight[q][r] - mean[p][r], and their couplings [j]
+    // Votes [j, h] of vector c about `mean`, sum_q rows[p][q] * weight[q][r] - mean[p][r], and their couplings [j]
     void couple(int64_t c, vec* votes, vec* coupling) const {
-        const SCALAR* u = rows + c * P * Q * LANES;
+        const SCALAR* u = rows + place(c, P * Q);
         for (int64_t j = 0; j < parents; ++j) {
-            const SCALAR *t = weight + (c * parents + j) * Q * R * LANES, *m = mean + j * H;
+            const SCALAR *t = weight + place(c, parents * Q * R) + j * Q * R * STRIDE, *m = mean + j * H;
             vec *v = votes + j * H, logit[R] = {};  // several sums: one would wait for each addition
             for (int p = 0; p < P; ++p) {
                 vec sum[R];
-                for (int r = 0; r < R; ++r) sum[r] = load(u + p * Q * LANES) * load(t + r * LANES) - m[p * R + r];
+                for (int r = 0; r < R; ++r) sum[r] = load(u + p * Q * STRIDE) * load(t + r * STRIDE) - m[p * R + r];
                 for (int q = 1; q < Q; ++q)
                     for (int r = 0; r < R; ++r)
-                        sum[r] += load(u + (p * Q + q) * LANES) * load(t + (q * R + r) * LANES);
+                        sum[r] += load(u + (p * Q + q) * STRIDE) * load(t + (q * R + r) * STRIDE);
                 for (int r = 0; r < R; ++r) v[p * R + r] = sum[r];
                 if (!pull) continue;
                 const SCALAR* toward = pull + j * H + p * R;
@@ -74,10 +77,10 @@ struct Routing {
         if (pull) softmax(coupling, parents);
     }
 
-    vec active(int64_t c) const { return load(activations + c * LANES); }
+    vec active(int64_t c) const { return load(activations + place(c, 1)); }
 };
 
-// Add the weighted sums of the votes of one block, and of their squares: [j, h], weights [j]
+// Add the weighted sums of the votes of one vector, and of their squares: [j, h], weights [j]
 inline void add_moments(
     const vec* votes, const vec* weights, vec* first, [[maybe_unused]] vec* second, int64_t parents) {
     for (int64_t j = 0; j < parents; ++j)
@@ -100,7 +103,7 @@ extern "C" void routing_pass(
     const SCALAR* rows, const SCALAR* activations, const SCALAR* weight, const SCALAR* mean, const SCALAR* precision,
     const SCALAR* pull, const SCALAR* height, double idle, int64_t first, int64_t last, int64_t children,
     int64_t parents, SCALAR* mass, SCALAR* sums, SCALAR* squares, SCALAR* couplings) {
-    const int64_t blocks = (children + LANES - 1) / LANES, poses = parents * H;
+    const int64_t poses = parents * H;
     Memory votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
     Memory weights(parents);
     const Routing all = {rows, activations, weight, mean, precision, pull, height, children, parents, SCALAR(idle)};
@@ -109,7 +112,7 @@ extern "C" void routing_pass(
         one.zero(poses);
         if (SQUARES) two.zero(poses);
         heavy.zero(parents);
-        for (int64_t c = 0; c < blocks; ++c) {
+        for (int64_t c = 0; c < routing.vectors(); ++c) {
             vec* w = weights.start;
             routing.couple(c, votes.start, w);
             const vec present = routing.present(c), active = routing.active(c);
@@ -136,7 +139,7 @@ extern "C" void routing_pass_backward(
     int64_t parents, const SCALAR* mass, const SCALAR* sums, const SCALAR* grad_mass, const SCALAR* grad_sums,
     const SCALAR* grad_squares, const SCALAR* grad_couplings, SCALAR* grad_rows, SCALAR* grad_activations,
     SCALAR* grad_weight, SCALAR* grad_mean, SCALAR* grad_precision, SCALAR* grad_pull, SCALAR* grad_height) {
-    const int64_t blocks = (children + LANES - 1) / LANES, poses = parents * H;
+    const int64_t poses = parents * H;
     Memory votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
     Memory weights(parents), logits(parents), given(parents);
     const Routing all = {rows, activations, weight, mean, precision, pull, height, children, parents, SCALAR(idle)};
@@ -147,7 +150,7 @@ extern "C" void routing_pass_backward(
         one.zero(poses);
         if (SQUARES) two.zero(poses);
         heavy.zero(parents);
-        for (int64_t c = 0; c < blocks; ++c) {
+        for (int64_t c = 0; c < routing.vectors(); ++c) {
             vec *w = weights.start, *g_logit = logits.start, *g = given.start;
             routing.couple(c, votes.start, w);
             const vec present = routing.present(c), active = routing.active(c);
@@ -172,7 +175,7 @@ extern "C" void routing_pass_backward(
                 }
                 mean_g += g[j] * w[j];
             }
-            store(grad_activations + (n * blocks + c) * LANES, g_active);
+            store(grad_activations + n * routing.padded() + place(c, 1), g_active);
             for (int64_t j = 0; j < parents; ++j) {
                 g_logit[j] = pull ? w[j] * (g[j] - mean_g) : vec{};
                 heavy.start[j] += g_logit[j];
@@ -180,12 +183,13 @@ extern "C" void routing_pass_backward(
             }
             if (pull) add_moments(votes.start, g_logit, one.start, two.start, parents);
             // gradients of the votes, of poses and transforms
-            const SCALAR* u = routing.rows + c * P * Q * LANES;
+            const SCALAR* u = routing.rows + place(c, P * Q);
             vec g_rows[P * Q] = {};
             for (int64_t j = 0; j < parents; ++j) {
                 [[maybe_unused]] const vec* v = votes.start + j * H;
-                const SCALAR *t = weight + (c * parents + j) * Q * R * LANES, *g1 = g_sums + j * H;
-                SCALAR* g_t = grad_weight + (c * parents + j) * Q * R * LANES;
+                const int64_t transform = place(c, parents * Q * R) + j * Q * R * STRIDE;
+                const SCALAR *t = weight + transform, *g1 = g_sums + j * H;
+                SCALAR* g_t = grad_weight + transform;
                 vec g_v[H];
                 for (int h = 0; h < H; ++h) {
                     g_v[h] = w[j] * g1[h];
@@ -203,15 +207,16 @@ extern "C" void routing_pass_backward(
                 for (int p = 0; p < P; ++p)
                     for (int q = 0; q < Q; ++q)
                         for (int r = 0; r < R; ++r)
-                            g_rows[p * Q + q] += g_v[p * R + r] * load(t + (q * R + r) * LANES);
+                            g_rows[p * Q + q] += g_v[p * R + r] * load(t + (q * R + r) * STRIDE);
                 for (int q = 0; q < Q; ++q)
                     for (int r = 0; r < R; ++r) {
-                        vec sum = load(g_t + (q * R + r) * LANES);
-                        for (int p = 0; p < P; ++p) sum += g_v[p * R + r] * load(u + (p * Q + q) * LANES);
-                        store(g_t + (q * R + r) * LANES, sum);
+                        vec sum = load(g_t + (q * R + r) * STRIDE);
+                        for (int p = 0; p < P; ++p) sum += g_v[p * R + r] * load(u + (p * Q + q) * STRIDE);
+                        store(g_t + (q * R + r) * STRIDE, sum);
                     }
             }
-            for (int k = 0; k < P * Q; ++k) store(grad_rows + ((n * blocks + c) * P * Q + k) * LANES, g_rows[k]);
+            SCALAR* to = grad_rows + n * routing.padded() * P * Q + place(c, P * Q);
+            for (int k = 0; k < P * Q; ++k) store(to + k * STRIDE, g_rows[k]);
         }
         // the votes are about `mean`: its gradient is minus their sum, which the sums above determine
         SCALAR* g_mean = grad_mean + n * poses;
