@@ -358,7 +358,9 @@ def page(kept: Path = KEPT) -> str:
     )
     tried = [f"{head} {top1:.1f}" for head, top1 in trials(kept).items()]
     slow = "Four epochs favour a head that learns fast from the first one."
-    trial = ["", f"Trials of two layers, validation accuracy in %: {', '.join(tried)}. {slow}"] if tried else []
+    trial = (
+        ["", f"Trials of two layers, validation accuracy in %: {', '.join(tried)}. {slow}"] if tried else []
+    )
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
     heads = ", ".join(f"`{head}`" for head in even_heads(found))
     more = (
