@@ -16,7 +16,7 @@ from .call import arguments, in_threads
 
 __all__ = ["MAX_DIM", "dynamic_in_lanes", "dynamic_sizes"]
 
-#: Largest pose dimension: the elements of a pose are vectors, which should stay in registers.
+#: Largest pose dimension: the elements of a pose are vectors, of which the C++ code has arrays on the stack.
 MAX_DIM = 64
 
 

@@ -105,11 +105,11 @@ inline vec fold(vec x, vec y, std::integer_sequence<int, L...>) {
 #endif
 }
 
-// A vector of the totals of LANES vectors
+// Lane l of the result: the total of vector l of LANES vectors, which are overwritten
 template <int S = LANES / 2>
-inline vec totals(vec* x) {
+inline vec vector_of_totals(vec* x) {
     for (int n = 0; n < S; ++n) x[n] = fold<S>(x[n], x[n + S], std::make_integer_sequence<int, LANES>());
-    if constexpr (S > 1) return totals<S / 2>(x);
+    if constexpr (S > 1) return vector_of_totals<S / 2>(x);
     return x[0];
 }
 
@@ -126,7 +126,7 @@ inline void add_outer(const vec* x, const vec* grad, int64_t count, SCALAR* to) 
                 for (int r = 0; r < ROWS; ++r)
                     for (int c = 0; c < COLUMNS; ++c) sum[r * COLUMNS + c] += left[r] * right[c];
             }
-            const vec all = totals(sum);
+            const vec all = vector_of_totals(sum);
             for (int r = 0; r < ROWS && d + r < D; ++r)
                 for (int c = 0; c < COLUMNS && e + c < E; ++c) to[(d + r) * E + e + c] += all[r * COLUMNS + c];
         }

@@ -25,7 +25,7 @@ __all__ = [
     "weight_in_lanes",
 ]
 
-_BYTES = 64  # of a vector in the C++ code
+_BYTES = 64  # of a block of lanes: one register or several, see lanes.h
 
 
 def in_lanes(x: Tensor) -> Tensor:
