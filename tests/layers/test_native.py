@@ -112,7 +112,7 @@ def dynamic_arguments() -> tuple[Any, ...]:
     """Arguments of :func:`dynamic_in_lanes`: 20 routings of five children and three parents."""
     x, weight = normal(20, 5, 2), normal(5, 2, 3 * 4)
     first = torch.matmul(x.detach().flatten(1) / 3, weight.detach().flatten(0, 1)).view(20, 3, 4)
-    return grouped(x.detach()).requires_grad_(), weight, grouped(first), 3
+    return x, weight, grouped(first), 3
 
 
 OPERATORS = [
@@ -188,7 +188,7 @@ def test_shapes_of_dynamic_routing(
     votes = torch.einsum("nid,idk->nik", x, weight).unflatten(2, (parents, parent_dim)).transpose(1, 2)
     poses, couplings = dynamic_routing(votes, num_iters)
     first = (votes.mean(dim=2) * (children / parents)).detach()
-    native, found, _ = dynamic_in_lanes(grouped(x), weight, grouped(first), num_iters)
+    native, found, _ = dynamic_in_lanes(x, weight, grouped(first), num_iters)
     native, found = ungrouped(native, routings), ungrouped(found[-1], routings).transpose(1, 2)
     torch.testing.assert_close((native, found), (poses, couplings), rtol=1e-10, atol=1e-12)
     factors = torch.randn_like(poses), torch.randn_like(couplings)

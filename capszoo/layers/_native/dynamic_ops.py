@@ -5,7 +5,7 @@ groups of l lanes · i children · j parents · d, e their pose dimensions · t 
 """
 
 import ctypes
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, library
@@ -18,6 +18,8 @@ __all__ = ["MAX_DIM", "dynamic_in_lanes", "dynamic_sizes"]
 
 #: Largest pose dimension: the elements of a pose are vectors, of which the C++ code has arrays on the stack.
 MAX_DIM = 64
+
+_CHILDREN = 4  # of a block: CHILDREN in dynamic_pass.cpp
 
 
 def dynamic_sizes(child_dim: int, parent_dim: int) -> Dict[str, int]:
@@ -36,7 +38,7 @@ def dynamic_in_lanes(
     """The iterations after the first one of :func:`.dynamic.routing.dynamic_routing`, with softmax over the parents.
 
     Args:
-        x: children ``[g, i, d, l]``, float32 or float64.
+        x: children ``[n, i, d]``, float32 or float64.
         weight: ``[i, d, j * e]``.
         first: sums of votes of the first iteration, with even couplings, ``[g, j, e, l]``. Its gradient is included in
             those of ``x`` and ``weight``.
@@ -46,8 +48,8 @@ def dynamic_in_lanes(
         poses ``[g, j, e, l]``, squashed, and the couplings of the iterations after the first, ``[t - 1, g, i, j, l]``.
         For the gradient: the sums of votes of every iteration, ``[t, g, j, e, l]``.
     """
-    (groups, children), parents = x.shape[:2], first.shape[1]
-    x, weight = x.contiguous(), _by_parents(weight, parents)
+    groups, parents = first.shape[:2]
+    x, weight = x.contiguous(), _in_blocks(weight, parents)
     poses, couplings, totals = _results(x, first, num_iters)
     function = _code(x, first).dynamic_pass
     totals[0] = first
@@ -57,7 +59,7 @@ def dynamic_in_lanes(
         def compute(
             _: int, first: int, last: int, out: Tuple[Tensor, Tensor] = (totals[t], couplings[t - 1])
         ) -> None:
-            function(*arguments(x, weight, pose_sum, first, last, children, parents, *out))  # noqa: B023
+            function(*arguments(x, weight, pose_sum, first, last, *x.shape[:2], parents, *out))  # noqa: B023
 
         in_threads(compute, groups)
         poses = squash(totals[t], 2)
@@ -75,16 +77,16 @@ def _dynamic_in_lanes_backward(
     grad_couplings: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor]:
     """Gradients of children and transforms; see :mod:`capszoo.layers.dynamic.blocked`."""
-    (groups, children), parents, num_iters = x.shape[:2], totals.shape[2], len(totals)
-    x, weight = x.contiguous(), _by_parents(weight, parents)
+    (routings, children), (num_iters, groups, parents) = x.shape[:2], totals.shape[:3]
+    x, blocks = x.contiguous(), _in_blocks(weight, parents)
     poses = squash(totals, 3)
     of_poses = [torch.zeros_like(pose) for pose in poses]
     if grad_poses is not None:
         of_poses[-1] += grad_poses
     code = _code(x, totals[0])
     of_logits = torch.empty_like(couplings)
-    # the votes' gradient, [j, g, terms, e, l]: one term alike for all children, two with factors for each iteration
-    terms = totals.new_empty(parents, groups, 2 * num_iters - 1, *totals.shape[3:])
+    # the votes' gradient, [j, g, l, terms, e]: one term alike for all children, two with factors for each iteration
+    terms = totals.new_empty(parents, groups, totals.shape[4], 2 * num_iters - 1, totals.shape[3])
     for t in range(num_iters - 1, 0, -1):
         of_total, of_sum = _through_squash(of_poses[t], totals[t]), torch.empty_like(totals[t])
         given = (
@@ -96,27 +98,51 @@ def _dynamic_in_lanes_backward(
         def compute(
             _: int, first: int, last: int, given: Any = given, out: Any = (of_logits[t - 1], of_sum)
         ) -> None:
-            code.dynamic_pass_backward(*arguments(x, weight, *given, first, last, children, parents, *out))
+            sizes = (first, last, routings, children, parents)
+            code.dynamic_pass_backward(*arguments(x, blocks, *given, *sizes, *out))
 
         in_threads(compute, groups)
         for k in range(t):
             of_poses[k] += of_sum
-        terms[:, :, 2 * t - 1] = of_total.transpose(0, 1)
-        terms[:, :, 2 * t] = poses[:t].sum(dim=0).transpose(0, 1)
-    terms[:, :, 0] = _through_squash(of_poses[0], totals[0]).transpose(0, 1) / parents
-    grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+        terms[..., 2 * t - 1, :] = of_total.permute(1, 0, 3, 2)
+        terms[..., 2 * t, :] = poses[:t].sum(dim=0).permute(1, 0, 3, 2)
+    terms[..., 0, :] = _through_squash(of_poses[0], totals[0]).permute(1, 0, 3, 2) / parents
+    grad_x, grad_blocks = torch.empty_like(x), torch.zeros_like(blocks)
 
     def accumulate(_: int, first: int, last: int) -> None:
-        sizes = (first, last, children, parents, num_iters - 1, groups)
-        code.dynamic_grads(*arguments(x, weight, couplings, of_logits, terms, *sizes, grad_x, grad_weight))
+        sizes = (first, last, routings, children, parents, num_iters - 1, groups)
+        code.dynamic_grads(*arguments(x, blocks, couplings, of_logits, terms, *sizes, grad_x, grad_blocks))
 
-    in_threads(accumulate, children)
-    return grad_x, grad_weight.transpose(1, 2).reshape(children, x.shape[2], -1)
+    in_threads(accumulate, -(-children // _CHILDREN))
+    return grad_x, _out_of_blocks(grad_blocks, weight.shape, parents)
 
 
-def _by_parents(weight: Tensor, parents: int) -> Tensor:
-    """Transforms ``[i, d, j * e]`` as ``[i, j, d, e]``."""
-    return weight.unflatten(2, (parents, -1)).transpose(1, 2).contiguous()
+def _in_blocks(weight: Tensor, parents: int) -> Tensor:
+    """Transforms ``[i, d, j * e]`` in the order in which they are read: ``[j, i, d, e]`` for each block of children."""
+    return torch.cat(
+        [
+            part.unflatten(2, (parents, -1)).unflatten(0, (-1, size)).permute(0, 3, 1, 2, 4).flatten()
+            for part, size in _parts(weight)
+        ]
+    )
+
+
+def _out_of_blocks(blocks: Tensor, shape: torch.Size, parents: int) -> Tensor:
+    """The inverse of :func:`_in_blocks`."""
+    weight = blocks.new_empty(shape)
+    start = 0
+    for part, size in _parts(weight):
+        end = start + part.numel()
+        order = blocks[start:end].view(-1, parents, size, shape[1], shape[2] // parents)
+        part.unflatten(2, (parents, -1)).unflatten(0, (-1, size)).copy_(order.permute(0, 2, 3, 1, 4))
+        start = end
+    return weight
+
+
+def _parts(weight: Tensor) -> List[Tuple[Tensor, int]]:
+    """Views of the children in whole blocks and of the others, each with the children of a block."""
+    whole = len(weight) // _CHILDREN * _CHILDREN
+    return [(part, size) for part, size in ((weight[:whole], _CHILDREN), (weight[whole:], 1)) if len(part)]
 
 
 def _through_squash(grad: Tensor, total: Tensor) -> Tensor:
@@ -135,8 +161,8 @@ def _(x: Tensor, weight: Tensor, *rest: Any) -> Tuple[Tensor, Tensor]:
 
 def _results(x: Tensor, first: Tensor, num_iters: int) -> Tuple[Tensor, Tensor, Tensor]:
     """Uninitialised poses, couplings and sums."""
-    groups, children, _, lanes = x.shape
-    couplings = x.new_empty(num_iters - 1, groups, children, first.shape[1], lanes)
+    groups, parents, _, lanes = first.shape
+    couplings = x.new_empty(num_iters - 1, groups, x.shape[1], parents, lanes)
     return first.new_empty(first.shape), couplings, first.new_empty(num_iters, *first.shape)
 
 

@@ -63,11 +63,12 @@ inline vec exponential(vec x) {
 }
 #endif
 
+template <typename T>
 struct Memory {
-    vec* start;
-    explicit Memory(size_t vectors) : start(static_cast<vec*>(std::aligned_alloc(BYTES, BYTES * (vectors ? vectors : 1)))) {}
+    T* start;
+    explicit Memory(size_t count) : start(static_cast<T*>(std::aligned_alloc(64, count * sizeof(T) / 64 * 64 + 64))) {}
     ~Memory() { std::free(start); }
-    void zero(size_t vectors) { std::memset(start, 0, BYTES * vectors); }
+    void zero(size_t count) { std::memset(static_cast<void*>(start), 0, count * sizeof(T)); }
 };
 
 // Softmax over `count` vectors, in each lane, in place

@@ -104,8 +104,8 @@ extern "C" void routing_pass(
     const SCALAR* pull, const SCALAR* height, double idle, int64_t first, int64_t last, int64_t children,
     int64_t parents, SCALAR* mass, SCALAR* sums, SCALAR* squares, SCALAR* couplings) {
     const int64_t poses = parents * H;
-    Memory votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
-    Memory weights(parents);
+    Memory<vec> votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
+    Memory<vec> weights(parents);
     const Routing all = {rows, activations, weight, mean, precision, pull, height, children, parents, SCALAR(idle)};
     for (int64_t n = first; n < last; ++n) {
         const Routing routing = all.at(n);
@@ -140,8 +140,8 @@ extern "C" void routing_pass_backward(
     const SCALAR* grad_squares, const SCALAR* grad_couplings, SCALAR* grad_rows, SCALAR* grad_activations,
     SCALAR* grad_weight, SCALAR* grad_mean, SCALAR* grad_precision, SCALAR* grad_pull, SCALAR* grad_height) {
     const int64_t poses = parents * H;
-    Memory votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
-    Memory weights(parents), logits(parents), given(parents);
+    Memory<vec> votes(poses), one(poses), two(SQUARES ? poses : 0), heavy(parents);
+    Memory<vec> weights(parents), logits(parents), given(parents);
     const Routing all = {rows, activations, weight, mean, precision, pull, height, children, parents, SCALAR(idle)};
     for (int64_t n = first; n < last; ++n) {
         const Routing routing = all.at(n);

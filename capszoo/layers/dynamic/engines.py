@@ -161,7 +161,7 @@ class Native(Engine):
             with torch.no_grad():
                 first = torch.matmul(x.flatten(1) / call.parents, weight.flatten(0, 1))
                 first = grouped(first.unflatten(1, (call.parents, call.parent_dim)))  # [g, j, e, l]
-            poses, couplings, _ = dynamic_in_lanes(grouped(x), weight, first, call.num_iters)
+            poses, couplings, _ = dynamic_in_lanes(x, weight, first, call.num_iters)
         some = ungrouped(couplings[-1], count).transpose(1, 2) if call.couplings else None
         return _routed(ungrouped(poses, count), some, call)
 

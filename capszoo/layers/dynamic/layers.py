@@ -6,10 +6,10 @@ Symbols and letters as in :mod:`capszoo.layers.dynamic`.
 from typing import ClassVar, List, Optional, Tuple, Type
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._precision import upcast_half
+from .._windows import windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from ..squash import squash
 from .engines import Blocked, Float32, Fused, Native, SharedFloat32
@@ -209,12 +209,8 @@ class ConvDynamicRouting(nn.Module):
         torch._assert(
             x.shape[1] == self.in_caps * self.in_dim, "wrong number of channels for this routing layer"
         )
-        x = F.pad(x, [self.padding, self.padding, self.padding, self.padding])
-        x = x.permute(0, 2, 3, 1)
-        x = x.unfold(1, self.kernel_size, self.stride).unfold(2, self.kernel_size, self.stride)
-        x = x.permute(0, 1, 2, 4, 5, 3)  # [b, h', w', k, l, i*d]
-        children = self.kernel_size * self.kernel_size * self.in_caps
-        return x.reshape(x.shape[0], x.shape[1], x.shape[2], children, self.in_dim)
+        x = windows(x.permute(0, 2, 3, 1), self.kernel_size, self.stride, self.padding)
+        return x.reshape(x.shape[0], x.shape[1], x.shape[2], self.window.in_caps, self.in_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, in_caps * d, h, w]`` to ``[b, out_caps * e, h', w']``; channel = capsule * pose dimension + index."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
+from .._windows import windows
 from ..engine import Engine, Reference, Routed
 from .base import EMLayer, MatrixEM
 from .engines import Blocked, Chunked, Frozen, Native, SharedBlocked
@@ -97,8 +98,10 @@ class ConvEM(MatrixEM):
     def _route(self, x: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """In float32 or float64."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
-        x = self._windows(upcast_half(x).permute(0, 2, 3, 1))  # [b, h', w', k, l, channels]
+        channels = x.shape[1]
+        x = windows(upcast_half(x).permute(0, 2, 3, 1), self.kernel_size, self.stride)
         b, h, w = x.shape[0], x.shape[1], x.shape[2]
+        x = x.reshape(b, h, w, self.kernel_size * self.kernel_size, channels)
         children, parents = self.weight.shape[0], self.out_caps
         split = self.in_caps * self.pose_dim
         poses = x[..., :split].reshape(-1, h * w, children, self.pose_dim)  # [b, hw, i, d]
@@ -128,14 +131,6 @@ class ConvEM(MatrixEM):
             self.settings(num_iters),
         )
         return Routed([mu], [logits], couplings if need_couplings else None)
-
-    def _windows(self, x: Tensor) -> Tensor:
-        """``[b, h, w, c]`` to ``[b, h', w', k, l, c]``, by slices."""
-        last = self.kernel_size - 1
-        columns = [x[:, :, k : k - last if k < last else None : self.stride] for k in range(self.kernel_size)]
-        x = torch.stack(columns, dim=3)  # [b, h, w', l, c]
-        rows = [x[:, k : k - last if k < last else None : self.stride] for k in range(self.kernel_size)]
-        return torch.stack(rows, dim=3)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", kernel_size={self.kernel_size}, stride={self.stride}"

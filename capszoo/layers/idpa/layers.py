@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._windows import windows
 from ..engine import Reference
 from .base import IDPALayer
 from .engines import Blocked, Chunked, Fused, Masked, Native
@@ -178,8 +179,12 @@ class ConvIDPA(IDPALayer):
         x = x.reshape(-1, p, j, r * places).transpose(1, 2)  # [b, j, p, r*h'*w']
         return x.reshape(-1, j * p * r, places).transpose(1, 2).reshape(-1, j, p * r)
 
+    def _windows(self, x: Tensor) -> Tensor:
+        """``[b, h, w, c]`` to ``[b*h'*w', k*l*c]``."""
+        return windows(x, self.kernel_size, self.stride, self.padding).flatten(0, 2)
+
     def _child_poses(self, children: Tensor) -> Tensor:
-        x = self._windows(children.flatten(3)).flatten(0, 2)  # [n, k*l*i*d]
+        x = self._windows(children.flatten(3))  # [n, k*l*i*d]
         return x.reshape(-1, self.num_children, self.rows, self.inner)
 
     def _child_weight(self) -> Tensor:
@@ -194,26 +199,7 @@ class ConvIDPA(IDPALayer):
         return self.out_size(children.shape[1]) * self.out_size(children.shape[2])
 
     def _of_each_parent(self, activation: Tensor) -> Tensor:
-        return self._windows(activation).flatten(0, 2)
-
-    def _windows(self, x: Tensor) -> Tensor:
-        """Every window of a grid: ``[b, h, w, c]`` to ``[b, h', w', k*l*c]``.
-
-        Slices along one axis, then the other: 2 k slices and two concatenations. They export to plain operators
-        (unfold becomes Gather) and copy long contiguous runs.
-        """
-        if self.padding > 0:
-            x = F.pad(x, [0, 0, self.padding, self.padding, self.padding, self.padding])
-        rest = self.kernel_size - 1
-        height, width = x.shape[1], x.shape[2]
-        columns: List[Tensor] = []
-        for offset in range(self.kernel_size):
-            columns.append(x[:, :, offset : width - rest + offset : self.stride])
-        x = torch.cat(columns, dim=3)  # [b, h, w', l*c]
-        rows: List[Tensor] = []
-        for offset in range(self.kernel_size):
-            rows.append(x[:, offset : height - rest + offset : self.stride])
-        return torch.cat(rows, dim=3)
+        return self._windows(activation)
 
     def extra_repr(self) -> str:
         text = f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"

@@ -3,9 +3,9 @@
 from typing import ClassVar, List, Optional, Tuple, Type
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._windows import windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import VoteFree
 from .routing import self_routing
@@ -118,19 +118,6 @@ class ConvSelfRouting(nn.Module):
         reach = 2 * self.padding - self.kernel_size
         return (height + reach) // self.stride + 1, (width + reach) // self.stride + 1
 
-    def _windows(self, x: Tensor) -> Tensor:
-        """``[b, h, w, c]`` to ``[b, h', w', k, l, c]``, by slices (unfold exports to Gather)."""
-        last = self.kernel_size - 1
-        height, width = x.shape[1], x.shape[2]
-        columns: List[Tensor] = []
-        for k in range(self.kernel_size):
-            columns.append(x[:, :, k : width - last + k : self.stride])
-        x = torch.stack(columns, dim=3)
-        rows: List[Tensor] = []
-        for k in range(self.kernel_size):
-            rows.append(x[:, k : height - last + k : self.stride])
-        return torch.stack(rows, dim=3)
-
     def forward(self, x: Tensor) -> Tensor:
         """``[b, in_caps * (d + 1), h, w]`` to ``[b, out_caps * (e + 1), h', w']``."""
         return self.route(x)[0]
@@ -140,9 +127,10 @@ class ConvSelfRouting(nn.Module):
         torch._assert(
             x.shape[1] == self.in_caps * (self.in_dim + 1), "wrong number of channels for this routing layer"
         )
-        x = F.pad(x, [self.padding, self.padding, self.padding, self.padding])
-        x = self._windows(x.permute(0, 2, 3, 1))  # [b, h', w', k, l, channels]
+        channels = x.shape[1]
+        x = windows(x.permute(0, 2, 3, 1), self.kernel_size, self.stride, self.padding)
         h, w = x.shape[1], x.shape[2]
+        x = x.reshape(x.shape[0], h, w, self.kernel_size * self.kernel_size, channels)
         split = self.in_caps * self.in_dim
         poses = x[..., :split].reshape(-1, self.window.in_caps, self.in_dim)  # [b*h'*w', k*l*i, d]
         active, parents, couplings = self.window.route(poses, x[..., split:].reshape(-1, self.window.in_caps))

@@ -1,0 +1,35 @@
+"""Windows of a grid, for the convolutional layers of all routings."""
+
+from typing import List
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["windows"]
+
+
+def windows(x: Tensor, kernel_size: int, stride: int, padding: int = 0) -> Tensor:
+    """Every window of a grid: ``[b, h, w, c]`` to ``[b, h', w', k*l*c]``.
+
+    Slices along one axis, then the other: 2 k slices and two concatenations. They export to plain operators
+    (unfold becomes Gather) and copy long contiguous runs. Compiled, the gradient of unfold adds one number at a time.
+
+    Args:
+        x: grid, channels last.
+        kernel_size: rows k and columns l of a window.
+        stride: distance of windows.
+        padding: rows and columns of zeros around the grid.
+    """
+    if padding > 0:
+        x = F.pad(x, [0, 0, padding, padding, padding, padding])
+    rest = kernel_size - 1
+    height, width = x.shape[1], x.shape[2]
+    columns: List[Tensor] = []
+    for offset in range(kernel_size):
+        columns.append(x[:, :, offset : width - rest + offset : stride])
+    x = torch.cat(columns, dim=3)  # [b, h, w', l*c]
+    rows: List[Tensor] = []
+    for offset in range(kernel_size):
+        rows.append(x[:, offset : height - rest + offset : stride])
+    return torch.cat(rows, dim=3)
