@@ -5,7 +5,8 @@ groups of l lanes · i children · j parents · d, e their pose dimensions · t 
 """
 
 import ctypes
-from typing import Any, Dict, List, Optional, Tuple
+from collections.abc import Iterator
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor, library
@@ -114,35 +115,32 @@ def _dynamic_in_lanes_backward(
         code.dynamic_grads(*arguments(x, blocks, couplings, of_logits, terms, *sizes, grad_x, grad_blocks))
 
     in_threads(accumulate, -(-children // _CHILDREN))
-    return grad_x, _out_of_blocks(grad_blocks, weight.shape, parents)
+    return grad_x, _out_of_blocks(grad_blocks, weight, parents)
 
 
 def _in_blocks(weight: Tensor, parents: int) -> Tensor:
     """Transforms ``[i, d, j * e]`` in the order in which they are read: ``[j, i, d, e]`` for each block of children."""
-    return torch.cat(
-        [
-            part.unflatten(2, (parents, -1)).unflatten(0, (-1, size)).permute(0, 3, 1, 2, 4).flatten()
-            for part, size in _parts(weight)
-        ]
-    )
+    blocks = weight.new_empty(weight.numel())
+    for part, block in _parts(weight, blocks, parents):
+        block.copy_(part)
+    return blocks
 
 
-def _out_of_blocks(blocks: Tensor, shape: torch.Size, parents: int) -> Tensor:
+def _out_of_blocks(blocks: Tensor, like: Tensor, parents: int) -> Tensor:
     """The inverse of :func:`_in_blocks`."""
-    weight = blocks.new_empty(shape)
-    start = 0
-    for part, size in _parts(weight):
-        end = start + part.numel()
-        order = blocks[start:end].view(-1, parents, size, shape[1], shape[2] // parents)
-        part.unflatten(2, (parents, -1)).unflatten(0, (-1, size)).copy_(order.permute(0, 2, 3, 1, 4))
-        start = end
+    weight = torch.empty_like(like)
+    for part, block in _parts(weight, blocks, parents):
+        part.copy_(block)
     return weight
 
 
-def _parts(weight: Tensor) -> List[Tuple[Tensor, int]]:
-    """Views of the children in whole blocks and of the others, each with the children of a block."""
-    whole = len(weight) // _CHILDREN * _CHILDREN
-    return [(part, size) for part, size in ((weight[:whole], _CHILDREN), (weight[whole:], 1)) if len(part)]
+def _parts(weight: Tensor, blocks: Tensor, parents: int) -> Iterator[Tuple[Tensor, Tensor]]:
+    """Views ``[block, j, i, d, e]`` of transforms in both orders: of whole blocks of children, and of blocks of one."""
+    children, dim, width = weight.shape
+    whole = children // _CHILDREN * _CHILDREN
+    for first, last, size in ((0, whole, _CHILDREN), (whole, children, 1)):
+        part = weight[first:last].view(-1, size, dim, parents, width // parents).permute(0, 3, 1, 2, 4)
+        yield part, blocks[first * dim * width : last * dim * width].view(part.shape)
 
 
 def _through_squash(grad: Tensor, total: Tensor) -> Tensor:

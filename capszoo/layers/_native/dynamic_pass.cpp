@@ -117,22 +117,25 @@ inline vec form_votes(const vec* x, const SCALAR* weight, const SCALAR* poses, i
 // `finish(child, products [j])` makes the weights with which the votes are added to sums [j, e]
 template <int N, typename F>
 inline void add_weighted_votes(
-    const vec* x, const SCALAR* weight, const SCALAR* poses, int64_t parents, vec* votes, vec* weights, vec* sums,
+    const vec* x, const SCALAR* transforms, const SCALAR* poses, int64_t parents, vec* votes, vec* weights, vec* sums,
     F finish) {
-    const int64_t width = parents * E;
     for (int64_t j = 0; j < parents; ++j)
         for (int n = 0; n < N; ++n)
             weights[n * parents + j] = form_votes(
-                x + n * D, weight + (j * N + n) * D * E, poses + j * E * STRIDE, CHILDREN * D * E,
-                votes + n * width + j * E);
+                x + n * D, transforms + (j * N + n) * D * E, poses + j * E * STRIDE, CHILDREN * D * E,
+                votes + (j * N + n) * E);
     for (int n = 0; n < N; ++n) finish(n, weights + n * parents);
-    for (int64_t j = 0; j < parents; ++j)
+    for (int64_t j = 0; j < parents; ++j) {
+        vec weight[N];  // read before the sums are written, which a compiler takes for the same memory
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) weight[n] = weights[n * parents + j];
         for (int e = 0; e < E; ++e) {
             vec sum = sums[j * E + e];
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sum += weights[n * parents + j] * votes[n * width + j * E + e];
+            for (int n = 0; n < N; ++n) sum += weight[n] * votes[(j * N + n) * E + e];
             sums[j * E + e] = sum;
         }
+    }
 }
 
 // Sums of votes [g, j, e, l] of groups first to last, from x [n, i, d] and weight in blocks [j, i, d, e] of CHILDREN
@@ -179,7 +182,7 @@ inline void form_grads(const Terms& of, int64_t i, int64_t j, int64_t begin, int
         const int64_t group = ((begin + b) / STRIDE * of.children + i) * step + j * STRIDE;
         const SCALAR *couplings = of.couplings + group, *grad_logits = of.grad_logits + group;
         for (int64_t t = 0; t < of.iterations; ++t)
-            for (int n = 0; n < N; ++n) {
+            for (int n = 0; n < N; ++n) {  // the next parent's
                 __builtin_prefetch(couplings + t * iteration + n * step + STRIDE);
                 __builtin_prefetch(grad_logits + t * iteration + n * step + STRIDE);
             }
