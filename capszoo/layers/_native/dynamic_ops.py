@@ -128,7 +128,7 @@ def _in_blocks(weight: Tensor, parents: int) -> Tensor:
 
 def _out_of_blocks(blocks: Tensor, like: Tensor, parents: int) -> Tensor:
     """The inverse of :func:`_in_blocks`."""
-    weight = torch.empty_like(like)
+    weight = blocks.new_empty(like.shape)
     for part, block in _parts(weight, blocks, parents):
         part.copy_(block)
     return weight
