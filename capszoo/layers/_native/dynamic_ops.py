@@ -17,7 +17,7 @@ from .call import arguments, in_threads
 
 __all__ = ["MAX_DIM", "dynamic_in_lanes", "dynamic_sizes"]
 
-#: Largest pose dimension: the elements of a pose are vectors, of which the C++ code has arrays on the stack.
+#: Largest pose dimension. The C++ code is compiled for the dimensions of a layer; larger poses are not tested.
 MAX_DIM = 64
 
 _CHILDREN = 4  # of a block: CHILDREN in dynamic_pass.cpp

@@ -55,7 +55,7 @@ inline void write(SCALAR* to, V value) {
     std::memcpy(to, &value, N * sizeof(SCALAR));
 }
 
-// x and y with the lanes that have bit S of x, and those that have not of y, exchanged
+// Exchange the lanes of x whose number has bit S for those of y whose number has not
 template <int S, int... L>
 inline void exchange(vec& x, vec& y, std::integer_sequence<int, L...>) {
 #ifdef __clang__

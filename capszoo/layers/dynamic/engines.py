@@ -143,7 +143,7 @@ class Native(Engine):
         if call.num_iters == 1:
             return _NO_VOTES
         if call.child_dim > MAX_DIM or call.parent_dim > MAX_DIM:
-            return "a pose has more elements than its code keeps in registers"
+            return f"a pose has more than {MAX_DIM} elements"
         return not_native(wide_type(call.dtype))
 
     @classmethod
