@@ -1,7 +1,7 @@
 """The operator ``capszoo::dynamic_in_lanes``: dynamic routing on a CPU, in C++, storing no votes.
 
-Symbols as in :mod:`capszoo.layers.dynamic`. Letters: n routings, padded to a multiple of the lanes and cut into g
-groups of l lanes · i children · j parents · d, e their pose dimensions · t iterations.
+Symbols as in :mod:`capszoo.layers.dynamic`. Letters: n routings · g groups of l lanes, in
+which the last one is padded · i children · j parents · d, e their pose dimensions · t iterations.
 """
 
 import ctypes
