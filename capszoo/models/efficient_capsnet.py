@@ -86,6 +86,8 @@ class EfficientCapsNet(CapsuleNet):
         ValueError: an invalid argument; the message names it.
     """
 
+    score_kind = "lengths"
+
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any
 

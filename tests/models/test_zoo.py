@@ -478,6 +478,8 @@ def test_forward_capsules(name: str) -> None:
     torch.testing.assert_close(out.scores, scores, rtol=1e-5, atol=1e-6)
     assert out.poses.ndim == 3 and out.poses.shape[:2] == (2, model.num_classes)
     assert out.activations.shape == (2, model.num_classes)
+    are_lengths = torch.allclose(scores, out.poses.norm(dim=-1), atol=1e-3)
+    assert (model.score_kind == "lengths") == are_lengths
     assert isinstance(out.couplings, tuple)
     if "routing_iters" in signature(name):
         assert out.couplings, "a net that routes returns its couplings"
