@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes the environment of the site and the app. It holds Sphinx, gradio and the like alone: torch and the rest come from
 # the project's environment, whose packages stand behind its own.
-# Usage: setup_docs.sh PROJECT_PYTHON FOLDER. Called by `make site`, `make test-site` and `make notebooks`.
+# Usage: setup_docs.sh PROJECT_PYTHON FOLDER. Called by `make site` and `make test-site`.
 set -eu
 python=$1
 folder=$2

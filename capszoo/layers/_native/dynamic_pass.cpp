@@ -83,7 +83,7 @@ inline void read_columns(const SCALAR* from, int64_t stride, int64_t rows, vec* 
     in_parts<SIZE, LANES>([&](int first, auto size) {
         constexpr int N = size();
         vec x[LANES] = {};
-        if (rows >= LANES)
+        if (rows >= LANES)  // a constant number, which a compiler unrolls
             for (int r = 0; r < LANES; ++r) x[r] = read<vec, N>(from + r * stride + first);
         else
             for (int r = 0; r < rows; ++r) x[r] = read<vec, N>(from + r * stride + first);
@@ -93,14 +93,13 @@ inline void read_columns(const SCALAR* from, int64_t stride, int64_t rows, vec* 
 }
 
 // Votes [e] of a child [d] for a parent, through weight [d, e]. Returns their dot product with poses [e, l].
-// Weights `ahead` are read soon.
-inline vec form_votes(const vec* x, const SCALAR* weight, const SCALAR* poses, int64_t ahead, vec* votes) {
+inline vec form_votes(const vec* x, const SCALAR* weight, const SCALAR* poses, vec* votes) {
     vec parts[4] = {};  // several sums: one would wait for each addition
     in_parts<E, TILE>([&](int first, auto size) {
         constexpr int N = size();
         vec sum[N] = {};
-        for (int d = 0; d < D; ++d) {
-            __builtin_prefetch(weight + ahead + d * E + first);
+        for (int d = 0; d < D; ++d) {  // fetch the next parent's weights of a block
+            __builtin_prefetch(weight + (CHILDREN * D + d) * E + first);
 #pragma GCC unroll 16
             for (int n = 0; n < N; ++n) sum[n] += x[d] * weight[d * E + first + n];
         }
@@ -122,8 +121,7 @@ inline void add_weighted_votes(
     for (int64_t j = 0; j < parents; ++j)
         for (int n = 0; n < N; ++n)
             weights[n * parents + j] = form_votes(
-                x + n * D, transforms + (j * N + n) * D * E, poses + j * E * STRIDE, CHILDREN * D * E,
-                votes + (j * N + n) * E);
+                x + n * D, transforms + (j * N + n) * D * E, poses + j * E * STRIDE, votes + (j * N + n) * E);
     for (int n = 0; n < N; ++n) finish(n, weights + n * parents);
     for (int64_t j = 0; j < parents; ++j) {
         vec weight[N];  // read before the sums are written, which a compiler takes for the same memory

@@ -88,7 +88,7 @@ def _vote_type(call: Call) -> torch.dtype:
 class Blocked(Engine):
     """On a CPU: votes are routed one block of images at a time; in training by ``capszoo::route_votes``.
 
-    With gradients, votes are formed once and stored: recomputing them costs more than storing them.
+    With gradients, layers with more weights than ``TUNING.dynamic_block_votes`` store their votes; others form them again.
     """
 
     name = "blocked"
