@@ -230,7 +230,8 @@ def create_loss(name: str, **options: Any) -> nn.Module:
     """
     if name not in LOSSES:
         raise ValueError(unknown_name("loss", name, LOSSES))
-    valid = inspect.signature(LOSSES[name]).parameters
+    parameters = inspect.signature(LOSSES[name]).parameters.values()
+    valid = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for option in options:
         if option not in valid:
             raise TypeError(unknown_name(f"option of loss '{name}'", option, valid))

@@ -207,11 +207,10 @@ def compare_outputs(
         max_abs = max(max_abs, worst)
         relative = max(relative, worst / max(float(np.abs(r64).max(initial=0.0)), _SCALE_FLOOR))
         total, count = total + float(delta.sum()), count + delta.size
+    scores, agreement = reference[0], 1.0
     if not finite:
-        max_abs = relative = total = float("nan")
-    scores = reference[0]
-    agreement = 1.0
-    if scores.ndim == 2 and finite:
+        max_abs = relative = total = agreement = float("nan")
+    elif scores.ndim == 2:
         agreement = float((scores.argmax(1) == candidate[0].argmax(1)).mean())
     return Difference(
         probe=probe,

@@ -67,7 +67,7 @@ class PreparedModel:
         return str(dtype).removeprefix("torch.")
 
     def example(self, count: int) -> torch.Tensor:
-        """A batch of black images."""
+        """A batch of zeros."""
         dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
         return torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
 

@@ -26,6 +26,7 @@ import torch
 
 from capszoo.errors import CapszooError
 
+from .atomic import workplace
 from .options import BuildOptions
 from .prepare import PreparedModel
 from .report import ExportError, ExportReport, GateStep, first_line
@@ -183,7 +184,10 @@ def build_engine(
     data = bytes(plan)
     Path(engine).write_bytes(data)
     if options.timing_cache and cache is not None:
-        Path(options.timing_cache).write_bytes(bytes(config.get_timing_cache().serialize()))
+        shared = Path(options.timing_cache)
+        with workplace(shared, folder=False) as place:  # a later build reads it: never half of it
+            place.write_bytes(bytes(config.get_timing_cache().serialize()))
+            os.replace(place, shared)
     return EngineReport(api, int(network.num_layers), len(data), _inspect(trt, log, data, options))
 
 

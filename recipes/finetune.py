@@ -217,6 +217,8 @@ def finetune_recipe(
     world = int(os.environ.get("WORLD_SIZE", 1))  # number of processes, which share a batch evenly
     batch = batch_size(count, world)
     steps = count // batch
+    if not steps:
+        raise DataError(f"{name}: {count} training images are too few for {world} processes: start fewer")
     epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
     warmup = round(0.1 * epochs, 2) if epochs * steps >= FEW_UPDATES else 0.0
     tree: dict[str, Any] = {

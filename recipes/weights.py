@@ -13,7 +13,6 @@ import io
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -348,9 +347,7 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
                 metadata["canonical"] = canonical_keys(dict(bundled_tags()) | {info.name: info})[info.name]
             write_atomically(into / file.name, _metadata_text(metadata))
         else:
-            temporary = into / f".{file.name}.{os.getpid()}.tmp"
-            shutil.copyfile(file, temporary)
-            temporary.replace(into / file.name)
+            write_atomically(into / file.name, file.read_bytes())
         copied.append(into / file.name)
     if not folder:  # an earlier version may exist in either folder
         ((large if target is small else small) / weights.name).unlink(missing_ok=True)

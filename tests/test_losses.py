@@ -135,6 +135,8 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         create_loss("margin", m_pls=0.9)
     with pytest.raises(TypeError, match="'weight'"):
         create_loss("reconstruction", wieght=1.0)
+    with pytest.raises(TypeError, match="args"):
+        create_loss("bce", args=1)
     with pytest.raises(ValueError, match="must not exceed"):
         create_loss("spread", margin=0.1)
     with pytest.raises(ValueError, match="between 0 and 1"):

@@ -102,6 +102,11 @@ class Engine:
         return ""
 
     @classmethod
+    def not_built(cls, layer: "RoutingLayer", call: Call) -> str:
+        """Reason why code that is compiled on first use cannot be had, after an attempt; empty if it exists."""
+        return ""
+
+    @classmethod
     def prepare(cls, layer: "RoutingLayer") -> Dict[str, Tensor]:
         """The layer's weights in the engine's layout: constants of an exported graph (:meth:`RoutingLayer.freeze`)."""
         return {}
@@ -124,10 +129,10 @@ class Engine:
 
     @classmethod
     def does_not_pay(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Reason why it is not chosen: target, :meth:`unprofitable`."""
+        """Reason why it is not chosen: target, :meth:`unprofitable`, :meth:`not_built`."""
         if call.target not in cls.targets and (cls.targets or call.target):
             return "is for other graphs" if cls.targets else "writes no graph for this target"
-        return cls.unprofitable(layer, call)
+        return cls.unprofitable(layer, call) or cls.not_built(layer, call)
 
 
 class Reference(Engine):
@@ -232,10 +237,12 @@ class RoutingLayer(nn.Module):
     def _by_engine(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         if isinstance(inputs[0], torch.fx.Proxy):
             return self.reference(inputs, num_iters, need_couplings)
-        if not self.autocasts and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-            with torch.autocast(inputs[0].device.type, enabled=False):
+        device = inputs[0].device.type
+        if not self.autocasts and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
                 return self._by_engine(inputs, num_iters, need_couplings)
-        if torch.jit.is_tracing():
+        # the engines' operators and autograd functions have no rule for vmap and forward mode
+        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
             return self.reference(inputs, num_iters, need_couplings)
         call = self.describe(inputs, num_iters, need_couplings)
         engine = choose(self, call)
@@ -250,7 +257,7 @@ def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
     """The first engine that is forced and can compute the call, else the first that can and pays."""
     for name in STATE.names:
         for engine in layer.engines:
-            if engine.name == name and not engine.cannot(layer, call):
+            if engine.name == name and not engine.cannot(layer, call) and not engine.not_built(layer, call):
                 return engine
     for engine in layer.engines:
         if not engine.cannot(layer, call) and not engine.does_not_pay(layer, call):

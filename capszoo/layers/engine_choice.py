@@ -75,7 +75,9 @@ def record_engines(meta_as: str = "") -> Iterator[List[Choice]]:
 
 @contextmanager
 def use_engines(*names: str, target: str = "") -> Iterator[None]:
-    """Within this context, select engines of these names wherever they can run, whether they pay or not; process-wide.
+    """Within this context, select engines of these names wherever they can run, whether they pay or not.
+
+    This holds for all threads of the process; do not enter it from several threads at a time.
 
     Layers that have none of them, or where none can run, choose as usual. The environment variable ``CAPSZOO_ENGINES``
     (comma-separated names) does the same from the start. Code that is already compiled is compiled again.

@@ -18,8 +18,8 @@ Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` par
 
 A row sum of A_j is ``Σ_k <û_ij, û_kj> / √e = <û_ij, Σ_k û_kj> / √e``: one sum and one matrix-vector product.
 
-Deviations: logits and softmax are float32 for half-precision votes. The transforms start He normal with all
-``i * d`` dimensions of the children as fan-in (our choice).
+Deviations: logits and softmax are float32 for half-precision votes; under autocast, sums of votes have its type. The
+transforms start He normal with all ``i * d`` dimensions of the children as fan-in (our choice).
 """
 
 from typing import List, Optional, Tuple

@@ -16,10 +16,18 @@ __all__ = [
     "BasicBlock",
     "ConvBnAct",
     "Decoder",
+    "check_caps_dim",
     "cifar_resnet_stages",
     "idpa_backbone_stages",
     "init_conv_weights",
 ]
+
+
+def check_caps_dim(caps_dim: int, chans: int) -> None:
+    """Refuse a pose dimension that does not divide the channels of a map."""
+    if caps_dim < 1 or chans % caps_dim:
+        valid = ", ".join(str(d) for d in range(1, chans + 1) if chans % d == 0)
+        raise ValueError(f"caps_dim={caps_dim} does not divide the {chans} channels: use one of {valid}")
 
 
 class ConvBnAct(nn.Module):

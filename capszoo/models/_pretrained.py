@@ -297,12 +297,18 @@ def load_safetensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
-    """First convolution ``[o, c, k, l]`` for another number of input channels; the response to grey images is kept."""
+    """First convolution ``[o, c, k, l]`` for another number of input channels.
+
+    The response to images whose channels are equal is kept, except for several channels that are fewer than the
+    checkpoint's: then only the scale is.
+    """
     source = weight.shape[1]
     if in_chans == 1:
         return weight.sum(dim=1, keepdim=True)
     index = torch.arange(in_chans) % source
-    return weight[:, index] * (source / in_chans)
+    if in_chans < source:
+        return weight[:, index] * (source / in_chans)
+    return weight[:, index] / torch.bincount(index)[index].reshape(1, -1, 1, 1)
 
 
 def adapt_state_dict(

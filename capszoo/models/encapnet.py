@@ -91,8 +91,9 @@ class EncapNet(CapsuleNet):
         aide: which modules have the aide branch, one bool per module; defaults to all of them.
         coefficients: ``"own"``, ``"cross"`` or ``"both"`` (Table 3, rows 2 to 4).
         skip_type1, skip_type2: skip connections of the two layer types (rows 5 to 7).
-        stem: ``"conv"`` (3x3), ``"resnet"``, or ``"auto"``: the ResNet stem above 64 pixels.
-        stem_chans, stem_strides: 3x3 convolution layers before the modules; the default is the paper's single one.
+        stem: of a single stem layer: ``"conv"`` (3x3), ``"resnet"``, or ``"auto"``: the ResNet stem above 64 pixels.
+        stem_chans, stem_strides: 3x3 convolution layers before the modules; the default is the paper's single one, of
+            stride 1.
         global_pool: pooling of the features without a class layer; ``""`` for none.
         drop_rate: dropout of capFC's input.
         decoder: add the reconstruction decoder.
@@ -132,6 +133,10 @@ class EncapNet(CapsuleNet):
             raise ValueError("depths, strides and pose_dims must have one entry per module")
         if len(stem_chans) != len(stem_strides) or not stem_chans:
             raise ValueError("stem_chans and stem_strides must have one entry per stem layer")
+        if len(stem_chans) == 1 and stem_strides[0] != 1:
+            raise ValueError("a single stem layer has stride 1; its ResNet form halves the map twice")
+        if len(stem_chans) > 1 and stem == "resnet":
+            raise ValueError("stem='resnet' is a single stem layer: give one entry of stem_chans")
         with_aide = _aides(mode, aide, modules)
 
         self.drop_rate = drop_rate

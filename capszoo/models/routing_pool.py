@@ -22,7 +22,7 @@ from capszoo.layers import upcast_half
 from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
-from ._blocks import cifar_resnet_stages, init_conv_weights
+from ._blocks import check_caps_dim, cifar_resnet_stages, init_conv_weights
 from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["RoutingCapsResNet", "RoutingPoolCNN", "RoutingPoolNet", "RoutingPoolResNet"]
@@ -65,12 +65,6 @@ class ReducePool(nn.Module):
         return repr(self.kind)
 
 
-def _check_caps_dim(caps_dim: int, chans: int) -> None:
-    if caps_dim < 1 or chans % caps_dim:
-        valid = ", ".join(str(d) for d in range(1, chans + 1) if chans % d == 0)
-        raise ValueError(f"caps_dim={caps_dim} does not divide the {chans} channels: use one of {valid}")
-
-
 class RoutingPoolNet(CapsuleNet):
     """Feature stages, a pooling layer, one linear classifier; the networks of the paper's Tables 1 and 2.
 
@@ -81,13 +75,13 @@ class RoutingPoolNet(CapsuleNet):
     Args:
         stages: feature stages, by name.
         reductions: of each stage, in the same order.
-        num_features: channels of the last stage.
+        stage_chans: channels of each stage, in the same order.
         num_classes: classes; 0 returns the pooled features.
         in_chans: channels of the images.
         img_size: height and width of the images in pixels; no weight depends on it.
         pool: ``"routing"``, ``"avg"`` or ``"max"``.
         lam: λ of the routing; 0 is average pooling exactly.
-        caps_dim: channels of a capsule; divides ``num_features``.
+        caps_dim: channels of a capsule; divides those of the last stage.
         routing_iters: routing iterations.
         global_pool: timm's name for ``pool``, which it overrides if given; ``""`` leaves the features unpooled
             while there is no classifier.
@@ -118,7 +112,7 @@ class RoutingPoolNet(CapsuleNet):
             raise ValueError(f"pool must be one of {', '.join(map(repr, _POOLS))}, not {pool!r}")
         global_pool = pool if global_pool is None else global_pool
         super().__init__(num_classes, in_chans, img_size, global_pool, pools=_POOLS)
-        _check_caps_dim(caps_dim, stage_chans[-1])
+        check_caps_dim(caps_dim, stage_chans[-1])
         self.num_features = self.head_hidden_size = stage_chans[-1]
         self.default_pool = pool
         self.lam, self.caps_dim, self.routing_iters = float(lam), caps_dim, routing_iters
@@ -315,7 +309,7 @@ class RoutingCapsResNet(CapsuleNet):
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, decoder=decoder)
         self.num_features = self.head_hidden_size = 64
-        _check_caps_dim(caps_dim, self.num_features)
+        check_caps_dim(caps_dim, self.num_features)
         self.caps_dim, self.class_dim = caps_dim, pose_dim
         self.lam, self.routing_iters = float(lam), routing_iters
         stages = cifar_resnet_stages(in_chans, depth)

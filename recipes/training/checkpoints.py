@@ -1,8 +1,9 @@
 """Checkpoints of a run: one folder each, written under a temporary name and renamed, verified when read.
 
-`checkpoints/step-00000429/` contains `model.safetensors` (and `ema.safetensors`), `optimizer.pt` (tensors of the
-optimiser and the random state, read with `weights_only=True`) and, written last, `state.json` with the position
-of the run and every file's sha256. If a folder fails verification, the previous one is used.
+`checkpoints/step-00000429/` contains `model.safetensors` (and `ema`, `feedback` and `best`, where the run has them),
+`optimizer.pt` (the optimiser's state and, in fp16, the loss scaler's, read with `weights_only=True`) and, written
+last, `state.json` with the position of the run and every file's sha256. If a folder fails verification, the previous
+one is used.
 """
 
 from __future__ import annotations

@@ -76,13 +76,14 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
                     details=details | more,
                 )
 
-            # a run that is killed during the evaluation is not finished (`weights.finished_run`)
-            result["weights"] = write(**({} if run.data.test is None else {"evaluated": False}))
+            # a run that is killed before its last `write` is not finished (`weights.finished_run`)
+            result["weights"] = write(evaluated=False)
             log.result(weights_line(result["weights"]))
             if run.data.test is not None:
                 figures = evaluate(result["weights"], run.data.test, device=run.device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
-                write()
+            write()
+            if run.data.test is not None:
                 log.result(accuracy_line("test", spec.accuracy, figures))
             elif "validation" in details["metrics"]:
                 log.result(accuracy_line("validation", spec.accuracy, details["metrics"]["validation"]))

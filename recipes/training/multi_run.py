@@ -115,7 +115,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
     threads = str(max(1, (os.cpu_count() or 1) // max(parallel, 1)))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
     console = Console(quiet=is_quiet(), highlight=False, emoji=False)
-    waiting, processes = list(jobs), list[_Process]()
+    waiting, processes, unstarted = list(jobs), list[_Process](), list[str]()
     deadline = time.monotonic() + 60 * minutes if minutes is not None else None
     with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
         try:
@@ -127,8 +127,12 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
                     console.print("stopping: each run makes its update to the end and saves", markup=False)
                     _signal(processes, signal.SIGTERM)
                 while waiting and sum(one.running for one in processes) < parallel:
-                    processes.append(_start(waiting.pop(0), environment))
-                    job = processes[-1].job
+                    job = waiting.pop(0)
+                    try:
+                        processes.append(_start(job, environment))
+                    except OSError as error:
+                        unstarted.append(f"cannot start {job.out.name}: {job.log}: {error.strerror or error}")
+                        continue
                     console.print(
                         f"{job.out.name}: started, printing to {job.log}", soft_wrap=True, markup=False
                     )
@@ -145,6 +149,8 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
         raise Stopped(
             f"stopped {len(failed)} of {len(processes)} runs; the same command resumes", stop.number
         )
+    if unstarted:
+        raise TrainingError(unstarted[0])
     if stopping:
         return False
     if failed:

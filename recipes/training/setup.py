@@ -209,6 +209,8 @@ def create_feedback(recipe: Recipe, net: nn.Module) -> FeedbackAgreement | None:
         return None
     if recipe.compile:
         raise RecipeError(f"{recipe.name}: feedback listens inside the net, so compile must be false")
+    if recipe.loss.reconstruction:  # its step calls the net's parts, which feedback does not see
+        raise RecipeError(f"{recipe.name}: feedback and loss.reconstruction exclude each other: remove one")
     options = {"weight": settings.weight, **settings.options}
     try:
         if settings.pairs == "encapnet":

@@ -19,6 +19,7 @@ from capszoo.models._pretrained import WeightsError
 from ..weights import SUFFIXES, finished_run
 from .checkpoints import write_atomically
 from .distributed import TrainingError
+from .run_folder import closing_lock
 from .transfer import COPIED, PART_BYTES, export_state, import_state
 
 __all__ = ["load_states", "save_states"]
@@ -76,17 +77,27 @@ def _import_finished(source: Path, run: Path) -> None:
         raise TrainingError(f"{source} is not a finished run, or damaged: {error}") from error
     try:
         run.mkdir(parents=True, exist_ok=True)
-        # metadata last: they mark the run as finished
-        for name in sorted(contents, key=lambda name: name.endswith(".json")):
-            write_atomically(run / name, contents[name])
+        with closing_lock(run) as lock:
+            lock.acquire()
+            # the weights' metadata last: they mark the run as finished
+            for name in sorted(contents, key=lambda name: name.endswith(".json") and name not in COPIED):
+                write_atomically(run / name, contents[name])
     except OSError as error:
         raise TrainingError(f"cannot write to {run}: {error.strerror or error}") from error
+
+
+def _saved_step(state: Path) -> int:
+    """Number of updates of a state from `export_state`."""
+    try:
+        return int(json.loads((state / "manifest.json").read_text(encoding="utf-8"))["state"]["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainingError(f"{state} is not the state of a run, or damaged: {error}") from error
 
 
 def load_states(runs: Sequence[Path], folder: Path) -> list[Path]:
     """Recreate runs from an earlier `save_states`.
 
-    A run that already exists in its folder is not changed.
+    A run that already exists in its folder is not changed, unless the folder has it finished and the run is not.
 
     Args:
         runs: folders of runs; states of other runs are ignored.
@@ -111,7 +122,7 @@ def load_states(runs: Sequence[Path], folder: Path) -> list[Path]:
                 import_state(state, run)
                 made.append(run)
                 continue
-            saved = json.loads((state / "manifest.json").read_text(encoding="utf-8"))["state"]["step"]
+            saved = _saved_step(state)
             if saved > _step(run):
                 raise TrainingError(
                     f"{run} is at update {max(_step(run), 0)}, {state} at {saved}: move one of them away"
@@ -139,17 +150,20 @@ def save_states(runs: Sequence[Path], folder: Path, part_bytes: int = PART_BYTES
         if not weights and _step(run) < 0:
             continue
         target = folder / f"{run.name}.{'finished' if weights else 'state'}"
-        temporary = folder / f".{target.name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary, replaced = (folder / f".{target.name}.{suffix}" for suffix in ("tmp", "old"))
+        for old in (temporary, replaced):
+            shutil.rmtree(old, ignore_errors=True)
         try:
             if weights:
                 _export_finished(run, weights, temporary, part_bytes)
             else:
                 export_state(run, temporary, part_bytes)
-            for old in (target, folder / f"{run.name}.state"):
-                if old.exists():
-                    shutil.rmtree(old)
+            if target.exists():  # moved, not removed: a kill in between leaves one of the two
+                target.rename(replaced)
             temporary.rename(target)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if weights:
+                shutil.rmtree(folder / f"{run.name}.state", ignore_errors=True)
             written.append(target)
         except TrainingError as error:  # a damaged run: the others are saved nevertheless
             failed.append(error)

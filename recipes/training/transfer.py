@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,19 @@ def _parts(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]
         yield part
 
 
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A temporary folder beside a target, removed at the end; errors of the file system name the target."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+    except OSError as error:
+        raise TrainingError(f"cannot write to {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def export_state(run: str | Path, folder: str | Path, part_bytes: int = PART_BYTES) -> Path:
     """Write the newest checkpoint of a run as safetensors files.
 
@@ -105,20 +120,18 @@ def export_state(run: str | Path, folder: str | Path, part_bytes: int = PART_BYT
         "tensors": {name: list(value.shape) for name, value in tensors.items()},
         "files": {},
     }
-    try:
-        target.mkdir(parents=True, exist_ok=True)
+    with _beside(target) as temporary:
         for number, part in enumerate(_parts(tensors, part_bytes)):
             content = to_safetensors(part)
             name = f"state-{number:03d}.safetensors"
-            write_atomically(target / name, content)
+            write_atomically(temporary / name, content)
             manifest["files"][name] = hashlib.sha256(content).hexdigest()
         for name in COPIED:
             if (source / name).is_file():
-                shutil.copyfile(source / name, target / name)
-                manifest["files"][name] = hashlib.sha256((target / name).read_bytes()).hexdigest()
-        write_atomically(target / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    except OSError as error:
-        raise TrainingError(f"cannot write to {target}: {error.strerror or error}") from error
+                shutil.copyfile(source / name, temporary / name)
+                manifest["files"][name] = hashlib.sha256((temporary / name).read_bytes()).hexdigest()
+        write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+        temporary.replace(target)  # an empty folder, or none
     return target / "manifest.json"
 
 
@@ -180,12 +193,12 @@ def import_state(folder: str | Path, run: str | Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TrainingError(f"{source} is not the state of a run, or damaged: {reason}") from error
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(target, step, checkpoint.weights, checkpoint.optimizer, checkpoint.state)
+    with _beside(target) as temporary:
+        save_checkpoint(temporary, step, checkpoint.weights, checkpoint.optimizer, checkpoint.state)
         for name in COPIED:
             if (source / name).is_file():
-                shutil.copyfile(source / name, target / name)
-    except OSError as error:
-        raise TrainingError(f"cannot write to {target}: {error.strerror or error}") from error
+                shutil.copyfile(source / name, temporary / name)
+        target.mkdir(parents=True, exist_ok=True)  # it may contain other files
+        for entry in sorted(temporary.iterdir()):
+            entry.replace(target / entry.name)
     return target

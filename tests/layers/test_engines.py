@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from capszoo import create_model
 from capszoo.layers import (
     FCIDPA,
+    CapConv,
     ClassEM,
     ConvDynamicRouting,
     ConvEM,
@@ -27,6 +29,7 @@ from capszoo.layers import (
     DynamicRouting,
     EncapModule,
     IDPAStack,
+    RoutingPool2d,
     SelfRouting,
     SharedDynamicRouting,
     SharedEM,
@@ -535,6 +538,49 @@ def test_force_and_fall_back() -> None:
     with pytest.raises(ValueError, match="onnx_cpu, gpu"), use_engines(target="tpu"):
         pass
     assert TARGETS == ("onnx_cpu", "gpu")
+
+
+def test_autocast_of_another_device() -> None:
+    """Layers that compute in float32 leave the input's autocast alone, whatever other devices' is."""
+    x = torch.randn(2, 8, 2, 2)
+    expected = RoutingPool2d(4)(x)
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert torch.equal(RoutingPool2d(4)(x), expected)
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert engine_report(create_model("capsnet_em_norb_small"))
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (CapConv(8, 8, groups=4), (8, 4, 4)),
+        (DynamicRouting(64, 8, 10, 16), (64, 8)),
+        (FCIDPA(40, 5, 4), (40, 4)),
+    ],
+    ids=["capconv", "dynamic", "idpa"],
+)
+def test_per_sample_gradients(layer: Any, size: tuple[int, ...]) -> None:
+    """torch.func's transforms take the reference, whose operations have rules for them."""
+    layer, x = layer.double().eval(), torch.randn(16, *size, dtype=torch.float64)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def loss(values: Any, x: torch.Tensor) -> torch.Tensor:
+        return (
+            torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x[None],))
+            .square()
+            .sum()
+        )
+
+    with tuned(native_min_votes=0, idpa_blocked_min_votes=0, dynamic_native_min_routings=0):
+        found = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
+        for n in (0, 15):
+            expected = torch.autograd.grad(loss(values, x[n]), values)
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a[n], b)
 
 
 def test_tuned_is_put_back() -> None:

@@ -351,6 +351,17 @@ def test_a_block_fits_the_cache() -> None:
     assert room.wide.numel() <= 2 * TUNING.idpa_block_votes * torch.get_num_threads()
 
 
+def test_activations_under_autocast() -> None:
+    """A variance is a difference of sums: these stay float32."""
+    torch.manual_seed(0)
+    layer = ConvIDPA(4, 3, 4, activations=True)
+    x, a = torch.randn(2, 4, 4, 4, 4) + 3, torch.rand(2, 4, 4, 4)
+    expected = layer.route([x], [a], 1)[1][0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer.route([x], [a], 1)[1][0]
+    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0)
+
+
 @pytest.mark.parametrize("num_iters", [1, 2, 3])
 @pytest.mark.parametrize("routing", ["concurrent", "sequential"])
 @pytest.mark.parametrize("parent_init", ["zero", "learned"])

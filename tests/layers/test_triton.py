@@ -53,7 +53,7 @@ import torch
 from capszoo import layers
 from capszoo.layers import _triton
 _triton._on_cpu = True
-assert not _triton.fused(torch.zeros(1), torch.zeros(1), 10, 4, 4, 4)
+assert _triton.not_fused("cpu", torch.float32, torch.zeros(1), 10, 4, 4, 4)
 assert layers.FCIDPA(6, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
 assert layers.DynamicRouting(6, 4, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
 """
@@ -77,13 +77,13 @@ assert "capszoo.layers._triton.kernels" not in sys.modules
 def test_switches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_on_cpu", True)
     monkeypatch.setattr(_triton, "_FOUND", True)
-    x = torch.zeros(1)
+    case = ("cpu", torch.float32, torch.zeros(1), 10, 4, 4, 4)
     monkeypatch.setattr(_triton, "_enabled", True)
-    assert _triton.fused(x, x, 10, 4, 4, 4)
+    assert not _triton.not_fused(*case)
     layers.use_triton(False)
-    assert not _triton.fused(x, x, 10, 4, 4, 4)
+    assert "switched off" in _triton.not_fused(*case)
     layers.use_triton()
-    assert _triton.fused(x, x, 10, 4, 4, 4)
+    assert not _triton.not_fused(*case)
     code = "from capszoo.layers import _triton; print(_triton._enabled)"
     assert python(root, "-c", code, CAPSZOO_TRITON="0").stdout.strip() == "False"
 
@@ -92,10 +92,14 @@ def test_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 classes are for half types alone, 1000 for none."""
     monkeypatch.setattr(_triton, "_on_cpu", True)
     monkeypatch.setattr(_triton, "_FOUND", True)
-    half, single = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
-    assert _triton.fused(half, half, 100, 4, 4, 4) and not _triton.fused(single, single, 100, 4, 4, 4)
-    assert _triton.fused(single, single, 32, 6, 6, 6) and not _triton.fused(half, half, 1000, 4, 4, 4)
-    assert not _triton.fused(half, single, 10, 4, 4, 4), "children and weights of different types"
+
+    def fits(dtype: torch.dtype, parents: int, size: int) -> bool:
+        weight = torch.zeros(1, dtype=dtype)
+        return not _triton.not_fused("cpu", dtype, weight, parents, size, size, size)
+
+    half, single = torch.bfloat16, torch.float32
+    assert fits(half, 100, 4) and not fits(single, 100, 4)
+    assert fits(single, 32, 6) and not fits(half, 1000, 4)
 
 
 # Compiled for compute capability 9.0, which needs Triton and its own ptxas, but no GPU.

@@ -296,6 +296,11 @@ def test_wrong_arguments_get_one_line(options: dict[str, Any], message: str) -> 
         capszoo.attach_head("resnet18", "idpa", num_classes=3, img_size=64, **options)
 
 
+def test_no_pose_dimension_is_one_line() -> None:
+    with pytest.raises(ValueError, match="caps_dim=0 does not divide the 64 channels: use one of 1, 2, 4"):
+        capszoo.attach_head("resnet18", "routing_pool", num_classes=3, img_size=64, caps_dim=0)
+
+
 def test_iterations_of_a_routing_without_any_are_refused() -> None:
     with pytest.raises(ValueError, match="the self_routing head has no iterations"):
         capszoo.create_model("caps_head", routing="self_routing", routing_iters=2, img_size=64, device="meta")

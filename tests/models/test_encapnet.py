@@ -206,6 +206,8 @@ def test_reset_classifier_replaces_the_decoder_too() -> None:
         (dict(strides=(1, 2, 3)), "1 or 2"),
         (dict(stem="big"), "'auto', 'conv' or 'resnet'"),
         (dict(stem_chans=()), "one entry per stem layer"),
+        (dict(stem_strides=(2,)), "a single stem layer has stride 1"),
+        (dict(stem="resnet", stem_chans=(4, 8), stem_strides=(1, 2)), "is a single stem layer"),
         (dict(groups=3), "multiples of groups"),
     ],
 )

@@ -19,7 +19,13 @@ from capszoo.models import _builder, _pretrained
 from capszoo.models._base import CapsuleNet
 from capszoo.models._blocks import ConvBnAct, Decoder
 from capszoo.models._builder import UnknownArgument, build_capsule_model, zoo_cfgs
-from capszoo.models._pretrained import WeightsError, WeightsInfo, locate_weights, sha256_of
+from capszoo.models._pretrained import (
+    WeightsError,
+    WeightsInfo,
+    _fit_input_channels,
+    locate_weights,
+    sha256_of,
+)
 
 
 class _Toy(CapsuleNet):
@@ -121,6 +127,16 @@ def test_another_size_says_what_is_new(weights: Path, caplog: pytest.LogCaptureF
 
 def test_no_classes_and_features_only(weights: Path) -> None:
     assert _load(weights, num_classes=0).num_classes == 0
+
+
+@pytest.mark.parametrize(("source", "wanted"), [(1, 3), (3, 1), (3, 4), (3, 5), (3, 6)])
+def test_equal_channels_keep_their_response(source: int, wanted: int) -> None:
+    weight, grey = (
+        torch.randn(2, source, 3, 3, dtype=torch.float64),
+        torch.randn(1, 1, 5, 5, dtype=torch.float64),
+    )
+    found = torch.conv2d(grey.expand(-1, wanted, -1, -1), _fit_input_channels(weight, wanted))
+    torch.testing.assert_close(found, torch.conv2d(grey.expand(-1, source, -1, -1), weight))
 
 
 def test_weights_of_another_width_are_refused(weights: Path) -> None:

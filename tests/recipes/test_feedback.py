@@ -73,6 +73,10 @@ def test_feedback_on_a_plain_resnet(tiny_mnist: Path, tmp_path: Path) -> None:
         ({"feedback": {"pairs": [["stages.modul1", "stages.module2"]]}}, "did you mean"),
         ({"feedback": {"options": {"critics": False}}}, "critic"),
         ({"compile": True}, "compile must be false"),
+        (
+            {"loss": {"name": "margin", "reconstruction": 0.0005}, "model_args": {"decoder": True}},
+            "exclude each other",
+        ),
         ({"arch": "resnet20_routingcaps", "model_args": {}}, "feedback_pairs"),
     ],
 )

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import capszoo
 from capszoo.cli import app
 from capszoo.data import ImageSet
+from capszoo.data.errors import DataError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.finetune import batch_size, find_source, finetune, finetune_recipe
@@ -164,6 +165,12 @@ def test_defaults_follow_from_the_data(photos: Path) -> None:
     assert finetune_recipe(MODEL, photos, overrides=["optimizer.lr=0.5"]).optimizer.lr == 0.5
     assert find_source("resnet20_routingpool.cifar10").loss["name"] == "cross_entropy"
     assert find_source("capsnet_em_norb", weights=False).loss["name"] == "spread"
+
+
+def test_more_processes_than_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    with pytest.raises(DataError, match="24 training images are too few for 64 processes"):
+        finetune_recipe(MODEL, photos)
 
 
 def test_classes_of_the_weights_are_kept_where_they_are_the_same(digits: ImageSet, tmp_path: Path) -> None:

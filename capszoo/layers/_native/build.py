@@ -1,5 +1,6 @@
 """Compile the C++ sources beside this file, for one shape of a pose, with the machine's compiler, and load them."""
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -98,7 +99,9 @@ def _folder() -> Path:
             return folder
     except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         pass
-    return Path(tempfile.mkdtemp(prefix="capszoo-"))
+    folder = Path(tempfile.mkdtemp(prefix="capszoo-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @torch.compiler.assume_constant_result

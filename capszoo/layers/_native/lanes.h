@@ -39,7 +39,7 @@ inline SCALAR total(vec x) {
 #if FLOAT
 typedef int32_t whole __attribute__((vector_size(BYTES)));
 
-// exp of values of at most 0, within 2 units in the last place; NaN stays NaN
+// exp of values of at most 0, within 2 units in the last place down to -87 and constant below; NaN stays NaN
 inline vec exponential(vec x) {
     x = x < splat(-87.0f) ? splat(-87.0f) : x;
     const vec magic = splat(12582912.0f);  // 1.5 * 2^23: its sum with a number has no fraction

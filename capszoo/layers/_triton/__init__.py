@@ -9,10 +9,7 @@ import os
 import torch
 from torch import Tensor
 
-from .._precision import working_type
-from .._tracing import is_tracing
-
-__all__ = ["fused", "not_fused", "use_triton", "working_type"]
+__all__ = ["not_fused", "use_triton"]
 
 _FOUND = importlib.util.find_spec("triton") is not None
 
@@ -55,7 +52,7 @@ def not_fused(
 
     Args:
         device: device type of the children.
-        dtype: dtype of the computation (:func:`.working_type`).
+        dtype: dtype of the computation (:func:`.._precision.working_type`).
         weight: weights that form the votes.
         parents, rows, inner, cols: sizes j, p, q and r.
     """
@@ -74,10 +71,3 @@ def not_fused(
         old = torch.version.hip is not None or torch.cuda.get_device_properties(weight.device).major < 8
         return "needs compute capability 8" if old else ""
     return ""
-
-
-def fused(x: Tensor, weight: Tensor, parents: int, rows: int, inner: int, cols: int) -> bool:
-    """True if the kernels support these children and weights; always False in traced, scripted or exported code."""
-    if is_tracing(x) or working_type(x) != working_type(weight):
-        return False
-    return not not_fused(x.device.type, working_type(x), weight, parents, rows, inner, cols)

@@ -188,7 +188,7 @@ class Recompute(Engine):
 
     @classmethod
     def modules(cls, layer: Any) -> Tuple[nn.Module, ...]:
-        """Norms and squash of the layer, which it computes itself; the first is a norm."""
+        """Norms and squash of the layer, which it computes itself."""
         return layer.bn, layer.squash
 
     @classmethod
@@ -196,7 +196,7 @@ class Recompute(Engine):
         if call.dtype not in cls.atol:
             return "half precision is squashed in float32"
         modules = cls.modules(layer)
-        if modules[0].training and call.routings == 1:
+        if call.routings == 1 and any(m.training for m in modules if isinstance(m, nn.BatchNorm2d)):
             return "BatchNorm refuses one value per channel in training"
         return "" if all(_is_known(module) for module in modules) else cls.altered
 

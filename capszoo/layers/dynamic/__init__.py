@@ -22,7 +22,7 @@ that share a transform), ``p`` grid positions, ``h w`` grid, ``k l`` kernel.
 Files: ``routing`` has the procedures, step by step; ``layers`` the parameters and shapes; ``engines`` the other ways
 to compute them, and ``blocked`` the operator of one of them, with its gradient. Another one is in C++ (``_native``).
 
-Deviations: logits and softmax are float32 for half-precision votes. On a CPU, in eager mode or compiled, all
+Deviations: the softmax is float32 for half-precision votes. On a CPU, in eager mode or compiled, all
 iterations are float32 too, except in training with transforms shared over the grid.
 """
 

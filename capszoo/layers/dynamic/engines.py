@@ -88,7 +88,8 @@ def _vote_type(call: Call) -> torch.dtype:
 class Blocked(Engine):
     """On a CPU: votes are routed one block of images at a time; in training by ``capszoo::route_votes``.
 
-    With gradients, layers with more weights than ``TUNING.dynamic_block_votes`` store their votes; others form them again.
+    With gradients, layers with more weights than ``TUNING.dynamic_block_votes`` store their votes; others form them
+    again.
     """
 
     name = "blocked"
@@ -143,15 +144,19 @@ class Native(Engine):
         if call.num_iters == 1:
             return _NO_VOTES
         if call.child_dim > MAX_DIM or call.parent_dim > MAX_DIM:
-            return f"a pose has more than {MAX_DIM} elements"
+            return "a pose has more elements than the C++ code is tested for"
         return not_native(wide_type(call.dtype))
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.routings < TUNING.dynamic_native_min_routings:
             return "fewer images or windows than TUNING.dynamic_native_min_routings"
+        return too_few_votes(call)
+
+    @classmethod
+    def not_built(cls, layer: Any, call: Call) -> str:
         sizes = dynamic_sizes(call.child_dim, call.parent_dim)
-        return too_few_votes(call) or does_not_build("dynamic_pass", wide_type(call.dtype), **sizes)
+        return does_not_build("dynamic_pass", wide_type(call.dtype), **sizes)
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:

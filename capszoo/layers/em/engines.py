@@ -109,8 +109,12 @@ class Native(Engine):
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
+        return too_few_votes(call)
+
+    @classmethod
+    def not_built(cls, layer: Any, call: Call) -> str:
         sizes = pass_sizes(layer.pose_size, layer.pose_size, layer.pose_size, True)
-        return too_few_votes(call) or does_not_build("routing_pass", call.dtype, **sizes)
+        return does_not_build("routing_pass", call.dtype, **sizes)
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:

@@ -120,8 +120,9 @@ class IDPALayer(RoutingLayer):
         # Ablation C: the M-step of EM routing, with the couplings in place of its assignments
         exact = upcast_half(votes)
         assigned = upcast_half(couplings * activation.unsqueeze(1))  # R_ij, [n, j, i]
-        sums = weighted_sum(exact, assigned)
-        squares = weighted_sum(exact * exact, assigned)
+        # no matmul, which autocast would round: the variance is a difference of these
+        sums = (exact * assigned.unsqueeze(3)).sum(dim=2)
+        squares = (exact * exact * assigned.unsqueeze(3)).sum(dim=2)
         mass = assigned.sum(dim=2)  # [n, j]
         total = mass.clamp(min=1e-6).unsqueeze(2)
         mean = sums / total

@@ -144,8 +144,12 @@ class Native(Iterated):
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.num_iters == int(layer.folds):
             return _ONLY_SUM
+        return too_few_votes(call)
+
+    @classmethod
+    def not_built(cls, layer: Any, call: Call) -> str:
         sizes = pass_sizes(layer.rows, layer.inner, layer.cols, False)
-        return too_few_votes(call) or does_not_build("routing_pass", wide_type(call.dtype), **sizes)
+        return does_not_build("routing_pass", wide_type(call.dtype), **sizes)
 
     def __init__(self, layer: Any, call: Call) -> None:
         super().__init__(layer, call)

@@ -17,7 +17,7 @@ u_j                     ``Σ_i c_ij a_i û_ij / Σ_i c_ij a_i``
 Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` parent pose, ``h w`` grid, ``k l`` kernel.
 
 Deviations: 1e-7 is added to both denominators (1e-12 in the release, which the ONNX exporter would delete). All sums
-are computed in float32 for half precision.
+are computed in float32 for half precision; under autocast, those of votes have its type.
 """
 
 from .layers import ConvSelfRouting, SelfRouting

@@ -9,6 +9,7 @@ from torch import Tensor
 from capszoo.layers import RoutingPool2d
 
 from .._base import CouplingLayout, Votes
+from .._blocks import check_caps_dim
 from .base import CapsuleHead, ConvNorm, HeadOutput, register_head
 
 __all__ = ["AverageHead", "ConvHead", "MaxHead", "RoutingPoolHead"]
@@ -130,8 +131,7 @@ class RoutingPoolHead(AverageHead):
         num_iters: int = 3,
     ) -> None:
         super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
-        if self.chans % caps_dim:
-            raise ValueError(f"caps_dim={caps_dim} does not divide the {self.chans} channels of the map")
+        check_caps_dim(caps_dim, self.chans)
         self.pool = RoutingPool2d(caps_dim, lam, num_iters, flatten=True)
 
     def pooled(self, x: Tensor) -> Tensor:

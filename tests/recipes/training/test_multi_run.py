@@ -63,6 +63,14 @@ def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_log_that_cannot_be_written_leaves_the_other_run_alone(tmp_path: Path, data: Path) -> None:
+    recipes = write_recipes(tmp_path, data, "one", "two")
+    (tmp_path / "runs" / "idpa_cnn.two.log").mkdir(parents=True)
+    with pytest.raises(TrainingError, match=r"cannot start idpa_cnn.two: .*Is a directory"):
+        train_together(recipes, out=tmp_path / "runs", cpu=True)
+    assert (tmp_path / "runs" / "idpa_cnn.one" / "idpa_cnn.one.json").is_file()
+
+
 @pytest.mark.slow
 def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: Path) -> None:
     recipes = write_recipes(tmp_path, data, "one", "two", epochs=5000, checkpoint_every=2)

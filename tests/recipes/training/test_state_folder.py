@@ -125,3 +125,6 @@ def test_a_state_that_is_further_than_the_run_is_not_lost(tmp_path: Path, data: 
     assert load_states([run], state) == []
     with pytest.raises(TrainingError, match="is at update 1, .* at 2: move one of them away"):
         load_states([tmp_path / "old" / NAMES[0]], state)
+    next(state.glob("*.state/manifest.json")).write_text("{")
+    with pytest.raises(TrainingError, match="is not the state of a run, or damaged"):
+        load_states([tmp_path / "old" / NAMES[0]], state)

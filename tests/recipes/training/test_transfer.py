@@ -72,3 +72,29 @@ def test_what_cannot_be_imported_is_one_line(tiny_mnist: Path, tmp_path: Path) -
     refused("missing", "No such file")
     refused("list", "not the state of a run, or damaged")
     refused("outside", "is not a file name")
+
+
+def test_a_failed_transfer_leaves_nothing(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command works once the disk has room."""
+    train(staged_recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(shutil, "copyfile", full)
+        with pytest.raises(TrainingError, match="cannot write to .*state: No space left"):
+            export_state(tmp_path / "run", tmp_path / "state")
+    export_state(tmp_path / "run", tmp_path / "state")
+    with monkeypatch.context() as context:
+        context.setattr(shutil, "copyfile", full)
+        with pytest.raises(TrainingError, match="cannot write to .*there: No space left"):
+            import_state(tmp_path / "state", tmp_path / "there")
+    import_state(tmp_path / "state", tmp_path / "there")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "data") == [
+        "run",
+        "state",
+        "there",
+    ]
