@@ -61,9 +61,9 @@ TRIAL = ("epochs=4", "schedule.warmup_epochs=0.4", "data.val_size=5000")
 HEADER = """# Eight classification heads compared
 
 Eight heads on one backbone: the CIFAR ResNet-20 (16-32-64 channels), and the heads of the SR-CapsNet paper with 32
-primary capsules of 16 dimensions. All train on CIFAR-10 with one recipe (`--profile comparison`). Three seeds for
-each head are planned; the column *runs* has the number of finished ones. The last epoch's weights are measured once
-on the 10,000 test images. The last row is one of three heads with two capsule layers: a trial of four epochs each, on
+primary capsules of 16 dimensions. All train on CIFAR-10 with one recipe (`--profile comparison`), each head with three
+seeds; the column *runs* has the number of finished ones. The last epoch's weights are measured once on the 10,000
+test images. The last row is one of three heads with two capsule layers: a trial of four epochs each, on
 5,000 validation images, selects it. `python scripts/comparison.py` writes this page from the metadata of the runs in
 `benchmarks/results/comparison`; `--commands` prints the commands of the runs.
 
