@@ -135,8 +135,8 @@ class Difference:
         relative: the largest difference of an output divided by that output's largest reference value (at least
             1e-3), worst over the outputs.
         finite: whether every value of both is finite.
-        top1_agreement: share of the images whose first output has the same argmax; 1.0 if an output is not a
-            ``[b, n]`` score.
+        top1_agreement: share of the images whose first output has the same argmax; 0.0 if a value is not
+            finite, 1.0 if the first output is not ``[b, n]``.
         reference, candidate: names of the runners.
     """
 
@@ -209,7 +209,8 @@ def compare_outputs(
         total, count = total + float(delta.sum()), count + delta.size
     scores, agreement = reference[0], 1.0
     if not finite:
-        max_abs = relative = total = agreement = float("nan")
+        max_abs = relative = total = float("nan")
+        agreement = 0.0
     elif scores.ndim == 2:
         agreement = float((scores.argmax(1) == candidate[0].argmax(1)).mean())
     return Difference(

@@ -72,12 +72,16 @@ def _parts(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]
 
 
 @contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A temporary folder beside a target, removed at the end; errors of the file system name the target."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+def _writing(target: Path) -> Iterator[Path]:
+    """A temporary folder whose contents move into the target at the end. After an error nothing is left."""
+    place = target.resolve()
+    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        place.mkdir(exist_ok=True)
+        for entry in sorted(temporary.iterdir()):
+            entry.replace(place / entry.name)
     except OSError as error:
         raise TrainingError(f"cannot write to {target}: {error.strerror or error}") from error
     finally:
@@ -120,7 +124,7 @@ def export_state(run: str | Path, folder: str | Path, part_bytes: int = PART_BYT
         "tensors": {name: list(value.shape) for name, value in tensors.items()},
         "files": {},
     }
-    with _beside(target) as temporary:
+    with _writing(target) as temporary:
         for number, part in enumerate(_parts(tensors, part_bytes)):
             content = to_safetensors(part)
             name = f"state-{number:03d}.safetensors"
@@ -131,7 +135,6 @@ def export_state(run: str | Path, folder: str | Path, part_bytes: int = PART_BYT
                 shutil.copyfile(source / name, temporary / name)
                 manifest["files"][name] = hashlib.sha256((temporary / name).read_bytes()).hexdigest()
         write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-        temporary.replace(target)  # an empty folder, or none
     return target / "manifest.json"
 
 
@@ -193,12 +196,9 @@ def import_state(folder: str | Path, run: str | Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TrainingError(f"{source} is not the state of a run, or damaged: {reason}") from error
-    with _beside(target) as temporary:
+    with _writing(target) as temporary:
         save_checkpoint(temporary, step, checkpoint.weights, checkpoint.optimizer, checkpoint.state)
         for name in COPIED:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
-        target.mkdir(parents=True, exist_ok=True)  # it may contain other files
-        for entry in sorted(temporary.iterdir()):
-            entry.replace(target / entry.name)
     return target
