@@ -320,6 +320,8 @@ def conclusion(found: list[Row]) -> str:
         )
         if parts[kind]
     ]
+    if not parts["more"]:
+        said.append("No head is shown to be more accurate: the comparison shows no gain from routing")
     missing = [f"`{row.head}`" for row in found if row.head != "avg" and row.head not in enough]
     return (
         f"Against average pooling ({_plus_minus(twin)}), in points. {'. '.join(said)}. ± is half the width "

@@ -150,6 +150,7 @@ def test_the_conclusion_needs_more_than_the_spread_of_seeds(
         comparison.collect(runs, kept)
         assert ("too few runs" in comparison.page(kept)) == (seed < 2)
     assert said in comparison.page(kept)
+    assert "shows no gain from routing" in comparison.page(kept)
 
 
 def test_a_head_whose_seeds_differ_much_widens_its_own_interval_alone(

@@ -44,7 +44,8 @@ def test_nan_and_infinity_never_pass(bad: float) -> None:
     other = good.copy()
     other[0, 1] = bad
     for pair in ((good, other), (other, good), (other, other)):
-        assert not compare_outputs([pair[0]], [pair[1]]).passed(1e9)
+        found = compare_outputs([pair[0]], [pair[1]])
+        assert not found.passed(1e9) and found.top1_agreement == 0.0
 
 
 def test_another_prediction_is_seen() -> None:
