@@ -102,6 +102,13 @@ def test_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fits(single, 32, 6) and not fits(half, 1000, 4)
 
 
+@pytest.mark.parametrize("layer", [layers.DynamicRouting(6, 4, 3, 4), layers.FCIDPA(6, 3, 4)])
+def test_children_and_weights_of_different_types(layer: Any) -> None:
+    fused = next(engine for engine in layer.engines if engine.name == "fused")
+    call = layer.describe([torch.zeros(2, 6, 4, dtype=torch.bfloat16)], 2, False)
+    assert fused.unsupported(layer, call) == "children and weights have different types"
+
+
 # Compiled for compute capability 9.0, which needs Triton and its own ptxas, but no GPU.
 
 #: j, p, q, r, child types, kernel: the layers that benchmarks/gpu.py times, padded ones, and wide ones.
