@@ -114,6 +114,15 @@ def weights_folders() -> tuple[Path, ...]:
     return package / "weights", package.parent / "weights-large"
 
 
+def stored_file(name: str) -> Path | None:
+    """A file of a checkpoint of the zoo; None if no folder has it.
+
+    A checkpoint's weights may be in another folder than its metadata and golden outputs.
+    """
+    files = (folder / name for folder in weights_folders())
+    return next((file for file in files if file.is_file()), None)
+
+
 def read_metadata(folders: Iterable[Path]) -> dict[str, WeightsInfo]:
     """Every checkpoint with metadata in ``folders``, by its full name, in alphabetical order.
 

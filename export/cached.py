@@ -17,7 +17,7 @@ from typing import Any
 import capszoo
 from capszoo._catalogue import architectures, checkpoints
 from capszoo._files import cache_folder
-from capszoo._metadata import default_weights, run_weights, weights_folders
+from capszoo._metadata import default_weights, run_weights, stored_file
 from capszoo.errors import CapszooError, UsageError, WeightsError
 from capszoo.predictions import ImagePrediction, ScoredClass
 
@@ -36,8 +36,7 @@ def weights_file(model: str) -> Path | None:
         info = default_weights(checkpoints(), model)
         name = info.name if info else ""
     if name in checkpoints():
-        files = (folder / f"{name}.safetensors" for folder in weights_folders())
-        return next((file for file in files if file.is_file()), None)
+        return stored_file(f"{name}.safetensors")
     path = Path(model.removeprefix("local-dir:"))
     if path.is_dir():
         try:
@@ -55,7 +54,11 @@ def _place(model: str, img_size: tuple[int, int] | None, routing_iters: int | No
         return None
     key = hashlib.sha256(weights.read_bytes())
     # labels and normalisation become part of the bundle
-    key.update(weights.with_suffix(".json").read_bytes())
+    beside = weights.with_suffix(".json")
+    metadata = beside if beside.is_file() else stored_file(beside.name)
+    if metadata is None:
+        return None
+    key.update(metadata.read_bytes())
     name = key.hexdigest()
     if img_size is not None:
         name += f"-{img_size[0]}x{img_size[1]}"
@@ -80,8 +83,8 @@ def find_cached(
             return None
     except CapszooError:  # no folder for the cache
         return None
-    place = _place(model, img_size, routing_iters)
     try:
+        place = _place(model, img_size, routing_iters)
         manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8")) if place else None
         files = ("model.onnx", "preprocess.json", "labels.txt")
         if place is None or manifest is None:

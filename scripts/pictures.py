@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -29,16 +30,16 @@ ROOT = Path(__file__).resolve().parents[1]
 COUNT, RIGHT, WRONG = 8, 5, 3
 
 #: Version of the drawing code for each kind of picture: a picture of another version is stale.
-STYLES = {"heat": 2, "decoded": 2}
+STYLES = {"heat": 3, "decoded": 2}
 
 #: Data sets whose reconstructions are not shown: affNIST's decoders give uniform blurs.
 NOT_DECODED = ("affnist",)
 
 DECODED = "the first test images that are recognised, and the first that are not"
 
-#: The picture's kind → text of its caption.
+#: The picture's kind → text of its caption; `{quantity}` is what the network's heat map draws.
 KINDS = {
-    "heat": "From where the predicted class was routed: test images, couplings as multiples of an even share, overlay",
+    "heat": "Test images; share of each position in the predicted class ({quantity}), 1 is even; overlay",
     "decoded": "Test images and their reconstructions, first of recognised images, then of others",
 }
 
@@ -71,15 +72,27 @@ def kinds_of(info: WeightsInfo) -> list[str]:
     return heat + (["decoded"] if decoded else [])
 
 
+def caption(info: WeightsInfo, kind: str) -> str:
+    """Caption of a checkpoint's picture."""
+    return KINDS[kind].format(quantity=_without_weights(info.name).map_quantity)
+
+
+@cache
+def _without_weights(name: str) -> Any:
+    with torch.device("meta"):
+        return create_for(*_described(bundled_tags()[name]))
+
+
+def _described(info: WeightsInfo) -> tuple[Any, ...]:
+    return info.architecture, info.num_classes, info.input_size, info.model_args
+
+
 @cache
 def _has_heat_map(name: str) -> bool:
     """Whether the network of a checkpoint routes; the twins without capsules or with even couplings do not."""
-    info = bundled_tags()[name]
-    described = (info.architecture, info.num_classes, info.input_size, info.model_args)
-    with torch.device("meta"):
-        if create_for(*described).coupling_layouts():  # type: ignore[operator]
-            return True
-    net = create_for(*described)  # EncapNets have heat maps without couplings
+    if _without_weights(name).coupling_layouts():
+        return True
+    net = create_for(*_described(bundled_tags()[name]))  # EncapNets have heat maps without couplings
     try:
         explain(net, torch.zeros(info.input_size), name=name)
     except CapszooError:

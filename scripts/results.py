@@ -29,7 +29,7 @@ from capszoo.recipes.release.paper_results import (
 from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy, time_table, times_source
 from capszoo.recipes.training.history import records_of
 from capszoo.recipes.training.queue import QueueItem, read_queue
-from scripts.pictures import KINDS, kinds_of, stale_files
+from scripts.pictures import caption, kinds_of, stale_files
 
 HEAD = """# Results
 
@@ -132,7 +132,10 @@ def _section(info: WeightsInfo) -> str:
             f"{about[0].upper()}{about[1:].rstrip('.')}; {stated.num_params:,} parameters, "
             f"[recipe](../recipes/configs/{info.name}.yaml), commit `{str(stated.commit)[:12]}`.{said}",
             curves if stated.history else "The run kept no history: there is no curve.",
-            *(f"{KINDS[kind]}:\n\n![{kind}](pictures/{info.name}.{kind}.png)" for kind in kinds_of(info)),
+            *(
+                f"{caption(info, kind)}:\n\n![{kind}](pictures/{info.name}.{kind}.png)"
+                for kind in kinds_of(info)
+            ),
             "\n".join(figures_table(info)),
             "\n".join(protocol_lines(info)),
         )

@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 import capszoo
 from capszoo.cli import app
+from capszoo.cli.training import use_cpu
 from capszoo.layers._native.build import compiler
 from capszoo.models._pretrained import bundled_tags
 
@@ -557,6 +558,15 @@ def test_short_options_of_training_and_devices(monkeypatch: pytest.MonkeyPatch, 
     assert calls[1]["cpu"] is True and calls[1]["epochs"] == 1
     line = fails(2, "train", f"{MODEL}.mnist", "--cpu", "--device", "cuda")
     assert "--cpu and --device cuda exclude each other" in line
+
+
+def test_devices_that_training_does_not_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    line = fails(2, "train", f"{MODEL}.mnist", "--device", "cuda:1")
+    assert "the first visible GPU, not cuda:1: set CUDA_VISIBLE_DEVICES=1" in line
+    assert "not MPS: use --device cpu" in fails(2, "train", f"{MODEL}.mnist", "--device", "mps")
+    assert not use_cpu("cuda", False) and not use_cpu("cuda:0", False)
 
 
 def test_devices(pictures: Path, trained: Path) -> None:

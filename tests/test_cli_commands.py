@@ -285,6 +285,10 @@ def test_a_dry_run_prints_settings_and_time() -> None:
     assert found.exit_code == 0, found.output
     assert "epochs: 2\n" in found.stdout and "batch_size: 8\n" in found.stdout
     assert "80 images x 2 epochs = 20 updates: about" in found.stderr and "images/s on cpu" in found.stderr
+    unbuilt = run("train", "encapnet_v1.h_imagenet", "--cpu", "--dry-run")
+    assert (
+        unbuilt.exit_code == 0 and "note: no estimate: the number of classes of h_imagenet" in unbuilt.stderr
+    )
 
 
 def test_data(tmp_path: Path) -> None:

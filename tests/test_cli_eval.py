@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from timm.models import save_for_hf
 
 import capszoo
 from capszoo.data import Batches, load_dataset
 from capszoo.errors import CapszooError
+from capszoo.preprocess import model_transform
 from capszoo.recipes.evaluation.metrics import assess
 from capszoo.recipes.evaluation.target import prepare
 from tests.recipes.conftest import tiny_mnist
@@ -123,6 +126,24 @@ def test_eval_of_a_folder_goes_by_the_names_of_classes(
         assert warned == (right is None)
         if right:
             assert assess(target).errors == 40 - right
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_model_saved_for_the_hub_keeps_its_own_normalisation(
+    tmp_path: Path, tiny_mnist: Path, channels: int
+) -> None:
+    net = capszoo.create_model(MODEL, pretrained=True, in_chans=channels)
+    save_for_hf(net, str(tmp_path / "mine"), safe_serialization=True)
+    images = load_dataset("mnist", "test", tiny_mnist)
+    half = (0.5,) * channels  # normalisation of a folder of images
+    spec = replace(images.spec, mean=half, std=half, input_size=(channels, 28, 28))
+    images = replace(images, spec=spec, images=images.images.expand(-1, channels, -1, -1))
+    target = prepare(f"local-dir:{tmp_path / 'mine'}", images, device="cpu")
+    own = model_transform(net)
+    assert (target.mean, target.std) == (own.mean, own.std) == ((0.1307,) * channels, (0.3081,) * channels)
+    assert prepare(net, images, device="cpu").mean == own.mean
+    untrained = capszoo.create_model("resnet20_routingcaps", in_chans=channels)
+    assert prepare(untrained, images, device="cpu").mean == half
 
 
 def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:

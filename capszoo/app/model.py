@@ -90,7 +90,8 @@ class Answer:
             "scores": self.scores.tolist(),
         }
         if self.explanation is not None:
-            found["couplings_relative_to_even"] = self.explanation.relative.nan_to_num(0).tolist()
+            found["share_of"] = self.explanation.quantity
+            found["share_relative_to_even"] = self.explanation.relative.nan_to_num(0).tolist()
         return found
 
 

@@ -174,7 +174,8 @@ def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], 
                 add(f"{stem}/couplings.png", couplings_picture(settled))
                 add(f"{stem}/overlay.png", overlay_picture(settled, answer.view))
                 found |= {"routing_iterations": iterations}
-                found["couplings_relative_to_even"] = settled.relative.nan_to_num(0).tolist()
+                found["share_of"] = settled.quantity
+                found["share_relative_to_even"] = settled.relative.nan_to_num(0).tolist()
             if model.dims:
                 add(f"{stem}/reconstruction.png", model.reconstruct(answer, offsets))
                 found["capsule_offsets"] = list(offsets)[: model.dims]
@@ -199,7 +200,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppMode
             status = gr.Markdown(NOTHING, elem_id=f"status-{number}")
             label = gr.Label(num_top_classes=5, label="Classes", elem_id=f"classes-{number}")
             with gr.Row():
-                couplings = picture("Couplings", "couplings")
+                couplings = picture("Share of each position", "couplings")
                 overlay = picture("On the image", "overlay")
             gr.HTML(scale_html())
             with gr.Row():
@@ -218,7 +219,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppMode
                     )
                     for i in range(MAX_DIMS)
                 ]
-            with gr.Accordion("Couplings by routing iteration", open=True):
+            with gr.Accordion("Share by routing iteration", open=True):
                 iterations = gr.Slider(
                     1,
                     MAX_ITERATIONS,
@@ -228,7 +229,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppMode
                     visible=bool(own),
                     elem_id=f"iterations-{number}",
                 )
-                settled = picture("Couplings after each iteration", "settled")
+                settled = picture("Share after that number of iterations", "settled")
             answer = gr.State(None, time_to_live=3600)
     shown = (model, body, label, status, seen, couplings, overlay, reconstruction, iterations, settled)
     return _Column(*shown, sliders, answer)

@@ -13,6 +13,7 @@ from typing import Any
 
 import capszoo
 
+from .._metadata import stored_file
 from ..checkpoint import resolve
 from ..errors import CapszooError, UsageError
 
@@ -61,7 +62,7 @@ license: apache-2.0
 
 # {title}
 
-Draw a digit and see what a capsule network makes of it: classes, couplings relative to an even share, and what its
+Draw a digit and see what a capsule network makes of it: classes, the share of each position in the predicted class, and what its
 decoder draws from the winning capsule. Models: {models}.
 
 To run it elsewhere: `pip install -r requirements.txt && python app.py`.
@@ -91,13 +92,13 @@ def write_space(names: Sequence[str], folder: str | Path, title: str = "Capsule 
         raise UsageError("a Space needs a model", "name a checkpoint: `capszoo list --pretrained`")
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty", "name another folder")
-    weights = [file for name in names for file in _weights_of(name)]
-    tags = [file.name.removesuffix(".safetensors") for file in weights if file.suffix == ".safetensors"]
+    weights = {name: file for model in names for name, file in _weights_of(model).items()}
+    tags = [name.removesuffix(".safetensors") for name in weights if name.endswith(".safetensors")]
     package = folder / "capszoo"
     _copy_package(package)
     (package / "weights").mkdir()
-    for file in weights:
-        shutil.copyfile(file, package / "weights" / file.name)
+    for name, file in weights.items():
+        shutil.copyfile(file, package / "weights" / name)
     (folder / "app.py").write_text(APP.format(names=tuple(tags)), encoding="utf-8")
     (folder / "requirements.txt").write_text("\n".join(REQUIREMENTS) + "\n", encoding="utf-8")
     listed = ", ".join(f"`{tag}`" for tag in tags)
@@ -140,14 +141,18 @@ def upload_space(folder: str | Path, repo_id: str, private: bool = False) -> dic
     return {"url": f"{api.endpoint}/spaces/{repo_id}", "commit": commit.oid}
 
 
-def _weights_of(name: str) -> list[Path]:
-    """The files of a checkpoint of the zoo."""
+def _weights_of(name: str) -> dict[str, Path]:
+    """The files of a checkpoint of the zoo, by their names in the Space; weights may come from the Hub's cache."""
     found = resolve(name)
     if found.kind != "name" or found.info is None:
         raise CapszooError(f"{name} is no checkpoint of the zoo", "choose one of `capszoo list --pretrained`")
-    file = found.weights()
-    stem = file.name.removesuffix(".safetensors")
-    return [path for path in sorted(file.parent.glob(f"{stem}.*")) if path.name.startswith(f"{stem}.")]
+    stem = found.info.name
+    files = {f"{stem}.safetensors": found.weights()}
+    for suffix in ("json", "golden.npz"):
+        stored = stored_file(f"{stem}.{suffix}")
+        if stored is not None:
+            files[stored.name] = stored
+    return files
 
 
 def _copy_package(package: Path) -> None:

@@ -263,7 +263,7 @@ def _draw_image(
         share = float(explanation.probabilities[explanation.predicted])
         line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
         if explanation.is_even:
-            stderr().print("note: the couplings are even within 10%: nothing to see")
+            stderr().print("note: the shares are even within 10%: nothing to see")
     stdout().print(f"{escape(str(image))}: {escape(line)}; written: {escape(str(written))}", soft_wrap=True)
 
 

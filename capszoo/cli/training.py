@@ -130,14 +130,26 @@ def settings(overrides: list[str] | None, **options: Any) -> list[str]:
 
 
 def use_cpu(device: str | None, cpu: bool) -> bool:
-    """True if training should not use an accelerator; raises `UsageError` if the requested device is missing."""
+    """True if training should not use an accelerator.
+
+    Raises:
+        UsageError: the requested device is missing, or is none that training uses: it uses the first visible GPU.
+    """
     if cpu and device not in (None, "auto", "cpu"):
         raise UsageError(f"--cpu and --device {device} exclude each other", "give one of them")
     if cpu or device in (None, "auto", "cpu"):
         return cpu or device == "cpu"
     from .._api import resolve_device
 
-    return resolve_device(str(device)).type == "cpu"
+    found = resolve_device(str(device))
+    if found.type == "mps":
+        raise UsageError("training uses CPUs and CUDA GPUs, not MPS", "use --device cpu")
+    if found.index:
+        raise UsageError(
+            f"training uses the first visible GPU, not {device}",
+            f"set CUDA_VISIBLE_DEVICES={found.index} and give --device cuda",
+        )
+    return found.type == "cpu"
 
 
 def check_training() -> None:

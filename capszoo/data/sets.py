@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -177,7 +178,9 @@ class _Decoded(torch.utils.data.Dataset):
             return str(error)
 
 
-def _stack(images: list[Tensor | str]) -> Tensor | str:
+def _stack(shape: tuple[int, int, int], images: list[Tensor | str]) -> Tensor | str:
+    if not images:  # a last batch with fewer images than processes
+        return torch.empty(0, *shape, dtype=torch.uint8)
     return next((image for image in images if isinstance(image, str)), None) or torch.stack(images)  # type: ignore[arg-type]
 
 
@@ -246,7 +249,7 @@ class StreamedSet:
             _Decoded(self.decoder),
             batch_sampler=[self.indices[batch].tolist() for batch in batches],
             num_workers=self.workers,
-            collate_fn=_stack,
+            collate_fn=partial(_stack, (self.spec.input_size[0], self.side, self.side)),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # else it draws from the global one, which the model uses
         )

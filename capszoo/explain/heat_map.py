@@ -1,7 +1,7 @@
 """The source of a prediction: the positions of the feature map that a class capsule was routed from.
 
 The heat map is the model's ``coupling_map``: its coupling coefficients, in some routings times the length of the vote
-or the activation of the child. No gradient is computed and nothing is fitted.
+or the activation of the child (``map_quantity``). No gradient is computed and nothing is fitted.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Explanation:
         covered: which cells of the grid take part in routing, ``[h', w']`` of bool; None for all of them.
         name: of the model.
         score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
+        quantity: what the shares are shares of: the couplings, or e.g. ``coupling × vote length``.
     """
 
     heat: Tensor
@@ -56,6 +57,7 @@ class Explanation:
     covered: Tensor = None  # type: ignore[assignment]  # never None after __post_init__
     name: str = "model"
     score_kind: str = "logits"
+    quantity: str = "coupling"
 
     def __repr__(self) -> str:
         shown = f"{self.labels[self.target]!r}, predicted {self.labels[self.predicted]!r}"
@@ -67,7 +69,7 @@ class Explanation:
 
     @property
     def relative(self) -> Tensor:
-        """Couplings as multiples of an even share ``[h', w']``: 1 everywhere if all cells have the same share.
+        """Shares as multiples of an even share ``[h', w']``: 1 everywhere if all cells have the same share.
 
         NaN in cells that no window covers.
         """
@@ -166,6 +168,7 @@ def explain(
         covered=covered,
         name=name or _model_name(model),
         score_kind=score_kind(model),
+        quantity=getattr(model, "map_quantity", "coupling"),
     )
 
 
@@ -190,9 +193,9 @@ def class_index(target: int | str, labels: tuple[str, ...]) -> int:
 
 
 def save_figure(explanation: Explanation, path: str | Path, about: str | None = None) -> Path:
-    """Draw input, couplings, overlay and any reconstruction into an image file.
+    """Draw input, shares, overlay and any reconstruction into an image file.
 
-    Couplings are drawn as multiples of an even share, with the same scale in every picture: white is even, blue
+    Shares are drawn as multiples of an even share, with the same scale in every picture: white is even, blue
     less, red more, and values from twice the even share on are the darkest red. A map that is even within 10% is not
     drawn, and the picture states this. Cells that no window of the network covers are hatched.
 
@@ -211,7 +214,7 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
     show(axes[0], explanation.image)
     drawn = draw_couplings(axes[1], explanation)
     draw_overlay(axes[2], explanation)
-    titles = ["input", "couplings", "overlay"]
+    titles = ["input", explanation.quantity, "overlay"]
     if explanation.reconstruction is not None:
         show(axes[3], explanation.reconstruction)
         titles.append("reconstruction")
@@ -231,7 +234,7 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
 def save_heat_grid(
     explanations: Sequence[Explanation], path: str | Path, title: str = "", about: str | None = None
 ) -> Path:
-    """Draw several explanations of one model as columns: image, couplings, overlay; one colour bar for all.
+    """Draw several explanations of one model as columns: image, shares, overlay; one colour bar for all.
 
     Raises the errors of :func:`save_figure`.
     """
@@ -246,7 +249,8 @@ def save_heat_grid(
         draw_overlay(grid[2][column], found)
         share = float(found.probabilities[found.target])
         grid[0][column].set_title(f"{found.labels[found.target]}, {share:.0%}", fontsize=8)
-    for row, name in enumerate(("image", "couplings", "overlay")):
+    quantity = explanations[0].quantity.replace("× ", "×\n")  # a row is as high as one short line is long
+    for row, name in enumerate(("image", quantity, "overlay")):
         grid[row][0].set_ylabel(name, fontsize=8)
     if drawn is not None:
         colour_bar(figure, drawn, grid.ravel().tolist())
@@ -255,7 +259,7 @@ def save_heat_grid(
     return save(figure, path, about)
 
 
-#: Colour map of couplings: diverging, white for an even share.
+#: Colour map of shares: diverging, white for an even share.
 COLOURS = "RdBu_r"
 
 #: Ends of the scale, in multiples of an even share; larger shares have the colour of the upper end.
@@ -269,7 +273,7 @@ NOTHING = "even within 10%:\nnothing to see"
 
 
 def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> Any:
-    """Draw the couplings' grid at the size of the image; return None if they are even, else the mappable."""
+    """Draw the grid of shares at the size of the image; return None if they are even, else the mappable."""
     height, width = explanation.image.shape[-2:]
     _bare(axis)
     drawn = None
@@ -285,7 +289,7 @@ def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> 
 
 
 def draw_overlay(axis: Any, explanation: Explanation) -> None:
-    """Draw the image, overlaid with the couplings' colours; opacity grows with the distance from an even share."""
+    """Draw the image, overlaid with the shares' colours; opacity grows with the distance from an even share."""
     _bare(axis)
     height, width = explanation.image.shape[-2:]
     image = for_display(explanation.image)
@@ -330,7 +334,7 @@ def _caption(explanation: Explanation) -> str:
     text = f"{explanation.name}: {name}, probability {float(shares[explanation.predicted]):.3f}"
     if explanation.target != explanation.predicted:
         asked = explanation.labels[explanation.target]
-        text += f"; couplings of {asked}, probability {float(shares[explanation.target]):.3f}"
+        text += f"; share of {asked}, probability {float(shares[explanation.target]):.3f}"
     if not explanation.is_even:
-        text += f"; largest coupling {float(explanation.relative.nan_to_num(0).max()):.1f} × even"
+        text += f"; largest share {float(explanation.relative.nan_to_num(0).max()):.1f} × even"
     return text

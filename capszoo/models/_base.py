@@ -129,6 +129,9 @@ class CapsuleNet(nn.Module):
     #: Kind of the scores if the metadata do not state it (see `capszoo.scores`).
     score_kind = "logits"
 
+    #: What :meth:`coupling_map` normalises: the couplings, or a product with them.
+    map_quantity = "coupling"
+
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         feature_info: List[dict]
         stages: nn.Sequential

@@ -50,6 +50,7 @@ class HeadNet(CapsuleNet):
         # a module given to `attach_head` may be on any device and of any dtype
         self.head = self._like_parameters(CapsuleHead(chans, grid, self.num_classes, routing, **options))
         self.head_hidden_size = self.head.hidden_size
+        self.map_quantity = self.head.map_quantity
         self._make_head()
 
     def get_classifier(self) -> nn.Module:

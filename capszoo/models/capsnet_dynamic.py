@@ -53,6 +53,7 @@ class DynamicCapsNetBase(CapsuleNet):
     """Shared by both networks: class capsules by dynamic routing, whose learned first logits do not decay."""
 
     score_kind = "lengths"
+    map_quantity = "coupling × vote length"
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any
@@ -252,6 +253,8 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
         drop_rate: dropout of the class layer's children.
     """
+
+    map_quantity = "coupling × capsule length"
 
     def __init__(
         self,

@@ -83,6 +83,8 @@ class AppendActivations(nn.Module):
 class EMNetBase(CapsuleNet):
     """Shared by both networks: class capsules by EM routing, and the scores computed from their activations."""
 
+    map_quantity = "coupling × activation"
+
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any
 

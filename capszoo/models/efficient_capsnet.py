@@ -87,6 +87,7 @@ class EfficientCapsNet(CapsuleNet):
     """
 
     score_kind = "lengths"
+    map_quantity = "coupling × vote length"
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any

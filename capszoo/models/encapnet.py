@@ -105,6 +105,7 @@ class EncapNet(CapsuleNet):
         head: Any
 
     score_kind = "lengths"
+    map_quantity = "vote component"
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._pretrained import WeightsInfo
-from capszoo.preprocess import model_input_size
+from capszoo.preprocess import model_input_size, per_channel
 
 from .crops import Crops, default_side
 
@@ -191,15 +191,18 @@ def prepare(
         keep_freed_memory()
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
     channels = images.spec.input_size[0]
-    known = info is not None or (cfg.get("tag") and len(cfg.get("mean") or ()) == channels)
-    mean, std = (info.mean, info.std) if info else (tuple(cfg.get("mean", ())), tuple(cfg.get("std", ())))
+    # a module without a tag may be untrained, or trained in the caller's own loop
+    loaded = info is not None or not isinstance(model, nn.Module) or cfg.get("tag")
+    stated: Any = (info.mean, info.std) if info else (cfg.get("mean"), cfg.get("std"))
+    known = bool(loaded and stated[0] and stated[1])
+    mean, std = stated if known else (images.spec.mean, images.spec.std)
     return EvalTarget(
         name=info.name if info else type(net).__name__ if isinstance(model, nn.Module) else str(model),
         net=net.to(place).to(memory_format=torch.channels_last).eval(),
         images=images.to(place),
         whole=whole,
-        mean=mean if known else images.spec.mean,
-        std=std if known else images.spec.std,
+        mean=per_channel(mean, channels),
+        std=per_channel(std, channels),
         threshold=score_threshold(recipe.loss.name if recipe.loss else "margin"),
         info=info,
         crops=views,

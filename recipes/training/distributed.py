@@ -83,6 +83,8 @@ def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
     """Accelerate keeps its settings in a process-wide singleton: reset it afterwards, for runs with other settings."""
     precision = "no" if recipe.precision == "fp32" else recipe.precision
     unfit = f"precision {recipe.precision} does not work on this device"
+    # losses are summed in float64, which MPS does not have; Accelerate would select it
+    cpu = cpu or torch.backends.mps.is_available()
     try:
         accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
         if precision == "fp16" and accelerator.device.type == "cpu":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from capszoo._memory import keep_freed_memory
-from capszoo.data import DatasetSpec, dataset_spec
+from capszoo.data import DataError, DatasetSpec, dataset_spec
 
 from ..config import Recipe
 from .setup import create_feedback, create_net, create_optimizer
@@ -60,6 +60,8 @@ def estimate(recipe: Recipe, cpu: bool = False) -> Estimate:
     if device.type == "cpu":
         keep_freed_memory()
     spec = dataset_spec(recipe.data.name)
+    if not spec.num_classes:
+        raise DataError(f"the number of classes of {recipe.data.name} is known once its files are read")
     if recipe.data.size:
         spec = replace(spec, input_size=(spec.input_size[0], recipe.data.size, recipe.data.size))
     torch.manual_seed(recipe.seed)

@@ -25,11 +25,15 @@ GOLDEN_IMAGES = 4
 def result_of_finished(run: Run) -> dict[str, Any] | None:
     """The result of a run that finished earlier, from its metadata; None if it is not complete."""
     metadata = finished_metadata(run.out)
-    checkpoint, _ = latest_checkpoint(run.out) if metadata else (None, [])
     measured = (metadata or {}).get("metrics", {})
-    if metadata is None or checkpoint is None or (run.data.test is not None) != ("test" in measured):
+    if metadata is None or (run.data.test is not None) != ("test" in measured):
         return None
-    step = int(checkpoint.state["step"])
+    checkpoint, _ = latest_checkpoint(run.out)
+    if checkpoint is None:  # deleted, or not imported; `check_run` compared the recipes
+        epochs = metadata.get("history", {}).get("epoch")
+        step = int(epochs[-1]) * run.steps if epochs else run.total
+    else:
+        step = int(checkpoint.state["step"])
     if step < run.total and not run.recipe.early_stop:
         return None
     weights = run.out / f"{metadata['architecture']}.{metadata['tag']}.safetensors"

@@ -81,7 +81,9 @@ def test_the_page_s_file_holds_both_columns_of_one_name(tmp_path: Path) -> None:
 
 
 def test_a_space_holds_its_package_and_the_chosen_weights_alone(root: Path, tmp_path: Path) -> None:
-    files = {f.as_posix() for f in write_space(["resnet20_routingcaps"], tmp_path / "space")}
+    # the weights of the second are in another folder than its metadata
+    names = ["resnet20_routingcaps", "resnet20_dynamic.cifar10"]
+    files = {f.as_posix() for f in write_space(names, tmp_path / "space")}
     assert {
         "app.py",
         "README.md",
@@ -89,8 +91,10 @@ def test_a_space_holds_its_package_and_the_chosen_weights_alone(root: Path, tmp_
         "capszoo/export/to_onnx.py",
         "capszoo/app/draw.js",
     } <= files
-    weights = {name for name in files if name.endswith(".safetensors")}
-    assert weights == {"capszoo/weights/resnet20_routingcaps.mnist.safetensors"}
+    weights = {name for name in files if name.startswith("capszoo/weights/")}
+    stems = ("resnet20_routingcaps.mnist", "resnet20_dynamic.cifar10")
+    suffixes = ("safetensors", "json", "golden.npz")
+    assert weights == {f"capszoo/weights/{stem}.{suffix}" for stem in stems for suffix in suffixes}
     assert not any("__pycache__" in name or name.startswith("capszoo/recipes") for name in files)
     readme = (tmp_path / "space" / "README.md").read_text(encoding="utf-8")
     assert readme.startswith("---\n") and "sdk: gradio\n" in readme and "app_file: app.py\n" in readme

@@ -129,7 +129,7 @@ def test_two_models_side_by_side_and_their_export(page: Any, app: tuple[str, Pat
         names = set(archive.namelist())
         answer = json.loads(archive.read(f"{OTHER}/answer.json"))
     assert {f"{MODEL}/reconstruction.png", f"{MODEL}/overlay.png", f"{OTHER}/couplings.png"} <= names
-    assert answer["predicted"] == "1" and len(answer["couplings_relative_to_even"]) == 7
+    assert answer["predicted"] == "1" and len(answer["share_relative_to_even"]) == 7
 
 
 def test_a_dropped_image_is_read_and_not_kept(page: Any, root: Path, app: tuple[str, Path]) -> None:

@@ -74,6 +74,9 @@ def test_streamed_batches_are_those_in_memory(
     shares = [next(Batches(read, 4, train=True, seed=2, rank=rank, world=2).epoch(3)) for rank in (0, 1)]
     alone = next(Batches(read, 4, train=True, seed=2).epoch(3))
     assert all(torch.equal(alone.pixels[rank::2], shares[rank].pixels) for rank in (0, 1))
+    # 12 images in batches of 11: of the last image, the second process has no share
+    last = [[*Batches(read, 11, rank=rank, world=2).epoch()][-1].images.shape for rank in (0, 1)]
+    assert last == [(1, 3, 14, 14), (0, 3, 14, 14)]
 
 
 def test_streamed_sets_split_and_tell_their_files(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +211,20 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(a.pixels, b.pixels) and torch.equal(a.labels, b.labels)
     assert len(load_dataset(name, "test", size=16)) == 3
 
-    # Competitions publish test images without labels.
+    # a row without an image
     test_file = repository / "data" / "test-0.parquet"
     labelled = test_file.read_bytes()
+    good = {"bytes": (tmp_path / "raw" / "test" / "0.png").read_bytes(), "path": None}
+    rows = {"picture": [good, None, good], "kind": [0, 1, 1]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(test_file)
+    with pytest.raises(DataError, match="^row 1 of picture: no image: mend or remove"):
+        load_dataset(name, "test", size=16)
+    skipped: list[str] = []
+    assert len(load_dataset(name, "test", size=16, skipped=skipped)) == 2
+    assert skipped == ["row 1 of picture: no image"]
+    test_file.write_bytes(labelled)
+
+    # Competitions publish test images without labels.
     for labels in ([-1, -1, -1], [None, None, None], [0, -1, 1]):
         rows = {"picture": [{"bytes": path.read_bytes(), "path": None}] * 3, "kind": labels}
         datasets.Dataset.from_dict(rows, features=features).to_parquet(test_file)

@@ -130,6 +130,26 @@ def test_pooling_without_routing_has_no_couplings_to_show(pool: str) -> None:
         explain(model, torch.zeros(3, 16, 16))
 
 
+@pytest.mark.parametrize(
+    ("name", "quantity"),
+    [
+        ("resnet20_routingcaps", "coupling"),
+        ("resnet20_idpa", "coupling"),
+        ("resnet20_dynamic", "coupling × vote length"),
+        ("efficient_capsnet", "coupling × vote length"),
+        ("capsnet6_dynamic", "coupling × capsule length"),
+        ("capsnet_em_norb_small", "coupling × activation"),
+        ("resnet20_selfrouting", "coupling × activation"),
+        ("encapnet6_master", "vote component"),
+    ],
+)
+def test_the_explanation_names_what_its_shares_are_of(name: str, quantity: str) -> None:
+    net = capszoo.create_model(name, num_classes=3, in_chans=1)
+    size = model_transform(net)
+    found = explain(net, torch.rand(size.channels, *size.size))
+    assert found.quantity == quantity == net.map_quantity
+
+
 def test_without_decoder_there_is_no_reconstruction(picture: Image.Image) -> None:
     assert explain(ToyCaps(), picture).reconstruction is None
 

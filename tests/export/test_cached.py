@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("onnxruntime")
 
+from capszoo._catalogue import checkpoints
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError
+from capszoo.export import cached
 from capszoo.export.cached import export_to_cache, find_cached, weights_file
 from tests.support import no_home
 
@@ -102,6 +104,19 @@ def test_a_cached_file_answers_without_torch(cache: Path, root: Path, images: li
         timeout=240,
     )
     assert " 3 " in done.stdout and done.stderr.splitlines()[-1] == "False", done.stderr
+
+
+def test_metadata_may_be_in_another_folder_than_the_weights(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CAPSZOO_CACHE", str(cache))
+    apart = [
+        name
+        for name in checkpoints()
+        if (file := weights_file(name)) is not None and not file.with_suffix(".json").is_file()
+    ]
+    assert apart  # weights-large/ of a checkout
+    assert all(cached._place(name, None, None) is not None and find_cached(name) is None for name in apart)
 
 
 def test_other_weights_metadata_or_bytes_are_not_answered_for(

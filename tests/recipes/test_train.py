@@ -164,6 +164,12 @@ def test_a_finished_run_is_not_evaluated_again(
         f"test: top-1 {test['top1']:.2f}% of {test['n']} images",
     ]
     assert again == first
+    records = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "checkpoints")  # deleted to save space
+    assert train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist) == first
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == records
+    (tmp_path / "checkpoints").rename(tmp_path / "run" / "checkpoints")
+    capsys.readouterr()
     first["weights"].write_bytes(first["weights"].read_bytes()[:-1] + b"x")  # damaged: written again
     mended = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
     assert mended["test"] == first["test"] and "resumed at update" in capsys.readouterr().out

@@ -29,15 +29,18 @@ class _Rows:
     folder: Path
 
     def decode(self, index: int) -> Tensor:
-        encoded = _cell(self.rows[index][self.column], self.folder)
-        return to_tensor(decode_image(encoded, self.mode, f"row {index} of {self.column}", self.side))
+        row = f"row {index} of {self.column}"
+        encoded = _cell(self.rows[index][self.column], self.folder, row)
+        return to_tensor(decode_image(encoded, self.mode, row, self.side))
 
     def fingerprint(self) -> str:
         return f"{self.rows._fingerprint} {self.side}"
 
 
-def _cell(cell: dict[str, Any], folder: Path) -> bytes | Path:
+def _cell(cell: dict[str, Any] | None, folder: Path, row: str) -> bytes | Path:
     """An image's bytes, or its file, which must be in the repository: a table could name any path."""
+    if not cell or not (cell["bytes"] or cell["path"]):
+        raise DataError(f"{row}: no image")
     return cell["bytes"] or image_below(folder, str(cell["path"]), f"a table of {folder}")
 
 
@@ -90,7 +93,7 @@ def open_hub(
 
     def mode_at(index: int) -> str:
         cell = looked[index][image]
-        return image_mode(_cell(cell, folder), name)
+        return image_mode(_cell(cell, folder, name), name)
 
     mode = mode_of(mode_at, len(looked))
     size, side = sides(size, resize)

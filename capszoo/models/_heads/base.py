@@ -104,6 +104,8 @@ class CapsuleHead(nn.Module):
     has_capsules = True
     #: whether the classes have capsules, which ``forward`` computes
     has_poses = True
+    #: what :meth:`coupling_map` normalises
+    map_quantity = "coupling"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CapsuleHead":
         if cls is CapsuleHead:

@@ -21,6 +21,8 @@ torch.fx.wrap("upcast_half")
 class LengthHead(CapsuleLayersHead):
     """Base of the heads whose scores are ``log(length / sum of lengths)`` of the class capsules."""
 
+    map_quantity = "coupling × vote length"
+
     def _scores(self, poses: Tensor) -> Tensor:
         lengths = capsule_lengths(upcast_half(poses))
         return log_probabilities(lengths / lengths.sum(dim=1, keepdim=True)).to(poses.dtype)

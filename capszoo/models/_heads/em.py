@@ -35,6 +35,7 @@ class EMHead(CapsuleLayersHead):
     """
 
     active = True
+    map_quantity = "coupling × activation"
 
     def __init__(
         self,
