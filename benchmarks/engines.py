@@ -137,6 +137,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--peak", choices=("with", "without"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.memory and torch.device(args.device).type != "cpu":
+        parser.error("--memory measures the memory of the CPU: leave it out, or --device")
     if args.peak:
         print_peak(args.models[0], args.batch[0], args)
         return

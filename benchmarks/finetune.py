@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -75,12 +76,15 @@ def write_folder(folder: Path, task: Task, data: Path, seed: int) -> Path:
     images = load_dataset(task.data, "train", data)
     assert isinstance(images, ImageSet)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted call
     for kind in task.classes:
-        place = folder / folder_name(images.spec.label_names[kind])
+        place = unfinished / folder_name(images.spec.label_names[kind])
         place.mkdir(parents=True)
         for index in order[images.labels[order] == kind][:PER_CLASS].tolist():
             pixels = images.images[index].permute(1, 2, 0).squeeze(2).numpy()
             Image.fromarray(pixels).save(place / f"{index:05d}.png")
+    unfinished.rename(folder)
     return folder
 
 

@@ -282,11 +282,18 @@ def measure_memory(spec: str, batch: int, device: torch.device) -> tuple[float, 
 
 @functools.cache
 def memory_in_subprocess(
-    spec: str, batch: int, threads: int, device: str, keep: bool = False, checkout: Path = ROOT
+    spec: str,
+    batch: int,
+    threads: int,
+    device: str,
+    keep: bool = False,
+    plain: bool = False,
+    checkout: Path = ROOT,
 ) -> tuple[float, float]:
     """:func:`measure_memory` in a fresh process, of this checkout or of another one with its own benchmark."""
     command = [sys.executable, "benchmarks/models.py", "--memory-of", spec, "--batch", str(batch)]
     command += ["--threads", str(threads), "--device", device, *(["--keep-memory"] if keep else [])]
+    command += ["--plain-capconv"] if plain else []
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -381,7 +388,7 @@ def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
         )
     if args.memory:
         where = (batch, args.threads, args.device, args.keep_memory)
-        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(spec, *where)
+        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(spec, *where, plain=args.plain_capconv)
         _, reference = memory_in_subprocess(YARDSTICK, *where)
         row.peak_ratio = row.peak_over_start_mib / max(reference, 1.0)
     return row

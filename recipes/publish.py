@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -215,9 +215,12 @@ def _listing(folder: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _staging(out: Path | None) -> Iterator[Path]:
-    """A temporary folder that becomes `out` on success, and is deleted otherwise."""
-    if out is not None and out.exists():
+def _staging(out: Path | None, replaces: bool = False) -> Iterator[Path]:
+    """A temporary folder that becomes `out` on success, and is deleted otherwise.
+
+    With `replaces`, `out` may hold the files of an earlier call, which are then replaced.
+    """
+    if out is not None and out.exists() and not (replaces and (out / "config.json").is_file()):
         raise PublishError(f"{out} exists already", "name another folder, or remove it")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -226,6 +229,8 @@ def _staging(out: Path | None) -> Iterator[Path]:
         yield made
         if out is not None:
             made.chmod(0o755)  # mkdtemp creates a folder that only its owner can read
+            if out.exists():
+                shutil.rmtree(out)
             made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -273,7 +278,18 @@ def publish(
         PublishError, WeightsError: one line; the same command can be repeated.
     """
     _check_repo_id(repo_id)
-    with _staging(Path(out) if out else None) as folder:
+    return _publish(run, repo_id, private, dry_run, _staging(Path(out) if out else None), say)
+
+
+def _publish(
+    run: str | Path,
+    repo_id: str,
+    private: bool,
+    dry_run: bool,
+    staging: AbstractContextManager[Path],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    with staging as folder:
         info = stage(run, repo_id, folder, private)
         result: dict[str, Any] = {"repo_id": repo_id, "model": info.name, "files": _listing(folder)}
         if dry_run:
@@ -295,9 +311,9 @@ def publish_all(
     done: list[dict[str, Any]] = []
     for name in bundled_tags():
         try:
-            done.append(
-                publish(name, f"{org}/{name}", private, dry_run, Path(out) / name if out else None, say)
-            )
+            _check_repo_id(f"{org}/{name}")
+            staging = _staging(Path(out) / name if out else None, replaces=True)
+            done.append(_publish(name, f"{org}/{name}", private, dry_run, staging, say))
         except (PublishError, WeightsError) as error:
             raise PublishError(f"{name} ({len(done)} of {len(bundled_tags())} were done): {error}") from error
         say(f"{done[-1]['repo_id']}: {'checked' if dry_run else 'published'}")

@@ -92,7 +92,8 @@ def _has_heat_map(name: str) -> bool:
     """Whether the network of a checkpoint routes; the twins without capsules or with even couplings do not."""
     if _without_weights(name).coupling_layouts():
         return True
-    net = create_for(*_described(bundled_tags()[name]))  # EncapNets have heat maps without couplings
+    info = bundled_tags()[name]
+    net = create_for(*_described(info))  # EncapNets have heat maps without couplings
     try:
         explain(net, torch.zeros(info.input_size), name=name)
     except CapszooError:

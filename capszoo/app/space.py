@@ -62,8 +62,8 @@ license: apache-2.0
 
 # {title}
 
-Draw a digit and see what a capsule network makes of it: classes, the share of each position in the predicted class, and what its
-decoder draws from the winning capsule. Models: {models}.
+Draw a digit and see what a capsule network makes of it: classes, the share of each position in the predicted class, and
+what its decoder draws from the winning capsule. Models: {models}.
 
 To run it elsewhere: `pip install -r requirements.txt && python app.py`.
 """

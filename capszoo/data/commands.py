@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .download import fetch, remote_files
 from .errors import DataError
+from .folders import find_splits
 from .sources import load_dataset
 from .specs import DATASETS, dataset_spec
 
@@ -24,15 +25,19 @@ def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
     Raises:
         DataError: not found, or damaged.
     """
-    splits = DATASETS[name].counts if name in DATASETS else ("train", "test")
+    if name in DATASETS:
+        splits = list(DATASETS[name].counts)
+    else:  # a folder of classes alone has no splits, and is all training images
+        found = find_splits(name, data)
+        splits = [split for split in ("train", "val", "test") if split in found] or ["train"]
     for split in splits:
         if (name, split) == ("svhn", "extra"):
             continue
-        found = load_dataset(name, split, data)
-        c, h, w = found.spec.input_size
+        images = load_dataset(name, split, data)
+        c, h, w = images.spec.input_size
         yield (
-            f"{name} {split}: {len(found)} images, {c}x{h}x{w} out of {found.size[0]}x{found.size[1]}, "
-            f"{found.spec.num_classes} classes, sha256 {found.fingerprint()}"
+            f"{name} {split}: {len(images)} images, {c}x{h}x{w} out of {images.size[0]}x{images.size[1]}, "
+            f"{images.spec.num_classes} classes, sha256 {images.fingerprint()}"
         )
 
 

@@ -48,6 +48,10 @@ class Job:
         return self.out.with_name(f"{self.out.name}.log")
 
 
+#: Exit codes of a run that SIGTERM stopped: with a checkpoint, or before its first update.
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)
+
+
 @dataclass
 class _Process:
     job: Job
@@ -61,6 +65,8 @@ class _Process:
     @property
     def state(self) -> str:
         code = self.process.poll()
+        if code in STOPPED:
+            return "stopped"
         return {None: "running", 0: "finished"}.get(code, f"failed ({code})")
 
     def last_line(self) -> str:
@@ -144,20 +150,23 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
             # a second Ctrl-C, or an error of ours: leave no process running
             _signal(processes, signal.SIGKILL)
     _tell(processes, console)
-    failed = [one.job.out.name for one in processes if one.process.returncode]
+    unfinished = [one.job.out.name for one in processes if one.process.returncode]
     if stop.number:
         raise Stopped(
-            f"stopped {len(failed)} of {len(processes)} runs; the same command resumes", stop.number
+            f"stopped {len(unfinished)} of {len(processes)} runs; the same command resumes", stop.number
         )
     if unstarted:
         raise TrainingError(unstarted[0])
-    if stopping:
-        return False
+    failed = [
+        one.job.out.name
+        for one in processes
+        if one.process.returncode and not (stopping and one.process.returncode in STOPPED)
+    ]
     if failed:
         raise TrainingError(
             f"{len(failed)} of {len(processes)} runs failed: {', '.join(failed)}; their logs say why"
         )
-    return True
+    return not stopping
 
 
 def _signal(processes: list[_Process], number: int) -> None:

@@ -164,10 +164,14 @@ def train_queue(
         True if the whole queue is finished.
 
     Raises:
-        RecipeError: one of `only` is not in the queue.
+        RecipeError: one of `only` is not in the queue, or `overrides` set the seed.
         TrainingError: a folder holds a run with other settings. Also the errors of `run_jobs`, `load_states` and
             `save_states`.
     """
+    if any(override.partition("=")[0] == "seed" for override in overrides):
+        raise RecipeError(
+            "the queue states the seeds of its items: leave --seed out, or train the recipe alone"
+        )
     items = read_queue(path)
     unknown = [name for name in only if name not in {item.tag for item in items}]
     if unknown:

@@ -16,6 +16,7 @@ from PIL import Image
 from capszoo.data import Augment, Batches, DataError, ImageSet, StreamedSet, load_dataset, split_validation
 from capszoo.data import folders as folders_module
 from capszoo.data.__main__ import main
+from capszoo.data.commands import check_set
 from capszoo.data.folders import find_splits
 from tests.data.formats import write_idx, write_image, write_parquet
 
@@ -176,6 +177,19 @@ def test_idx_folder(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="no idx files of a train split"):
         load_dataset(f"idx:{tmp_path.parent}", "train")
+
+
+def test_check_reads_the_splits_that_exist(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    def found(folder: Path) -> list[str]:
+        return [line.split(" ", 1)[1].partition(" images")[0] for line in check_set(f"imagefolder:{folder}")]
+
+    assert found(pictures) == ["train: 12", "val: 4"]
+    copies = tmp_path_factory.mktemp("copies")
+    shutil.copytree(pictures, copies / "three")
+    shutil.copytree(pictures / "val", copies / "three" / "test")
+    assert found(copies / "three") == ["train: 12", "val: 4", "test: 4"]
+    shutil.copytree(pictures / "train", copies / "classes")  # no splits: folders of classes alone
+    assert found(copies / "classes") == ["train: 12"]
 
 
 def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -462,7 +462,7 @@ def test_a_dry_run_makes_no_call(hub: Hub, client: Client, run: Path, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["staged"], "nothing half-written"
 
 
-def test_the_whole_zoo(hub: Hub, client: Client) -> None:
+def test_the_whole_zoo(hub: Hub, client: Client, tmp_path: Path) -> None:
     some = ("idpa_cnn.mnist", "resnet20_routingcaps.mnist")
     fewer = "from capszoo.recipes import publish as m; m.every = m.bundled_tags()\n"
     fewer += f"m.bundled_tags = lambda: {{name: m.every[name] for name in {some}}}"
@@ -470,10 +470,15 @@ def test_the_whole_zoo(hub: Hub, client: Client) -> None:
     hub.faults = [Fault("POST", "routingcaps.mnist/commit/", 500)]
     done = client.capszoo("publish", "--all", "zoo", "--dry-run")
     assert done.code == 0 and not hub.calls
-    done = client.capszoo("publish", "--all", "zoo")
+    command = ("publish", "--all", "zoo", "--out", str(tmp_path / "kept"))
+    done = client.capszoo(*command)
     assert done.code == 1 and "resnet20_routingcaps.mnist (1 of 2 were done)" in done.error
-    done = client.capszoo("publish", "--all", "zoo")
+    done = client.capszoo(*command)  # files of the first call are replaced
     assert done.code == 0, done.err
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == set(some)
+    (tmp_path / "other" / some[0]).mkdir(parents=True)
+    done = client.capszoo("publish", "--all", "zoo", "--dry-run", "--out", str(tmp_path / "other"))
+    assert done.code == 1 and f"{some[0]} exists already" in done.error, "a folder of the user's own"
     for name in some:
         assert set(hub.repos[f"zoo/{name}"].files) == FILES
     client.python("from capszoo.recipes import publish as m; m.bundled_tags = lambda: m.every")

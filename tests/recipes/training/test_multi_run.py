@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from capszoo.recipes.config import RecipeError
 from capszoo.recipes.train import train
+from capszoo.recipes.training import multi_run
 from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.multi_run import train_together
 
@@ -50,6 +51,24 @@ def test_each_trains_as_it_would_alone_and_one_that_fails_leaves_the_other_alone
     alone = train(good, out=tmp_path / "alone", cpu=True)
     a, b = load_file(alone["weights"]), load_file(tmp_path / "runs" / "idpa_cnn.good" / alone["weights"].name)
     assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_at_the_time_limit_a_failed_run_is_told_from_a_stopped_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = {"bad": "raise SystemExit(1)", "good": "import time; time.sleep(60)"}
+
+    def start(job: multi_run.Job, environment: dict[str, str]) -> multi_run._Process:
+        job.log.touch()
+        return multi_run._Process(job, subprocess.Popen([sys.executable, "-c", programs[job.recipe]]))
+
+    monkeypatch.setattr(multi_run, "_start", start)
+    jobs = [multi_run.Job(name, tmp_path / name) for name in programs]
+    assert multi_run.run_jobs(jobs[1:], minutes=0.01) is False
+    with pytest.raises(TrainingError, match="^1 of 2 runs failed: bad;"):
+        multi_run.run_jobs(jobs, minutes=0.02)
+    printed = capsys.readouterr().out
+    assert "good: stopped: " in printed and "bad: failed (1): " in printed
 
 
 def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -> None:

@@ -59,6 +59,8 @@ def test_seeds_and_queue_train_what_is_not_finished(tmp_path: Path, data: Path) 
     assert [state.finished for state in before] == [True, True, False]
     with pytest.raises(RecipeError, match="the queue has no idpa_cnn.other"):
         train_queue(runs, only=["idpa_cnn.other"], path=queue)
+    with pytest.raises(RecipeError, match="the queue states the seeds of its items: leave --seed out"):
+        train_queue(runs, overrides=["seed=3"], path=queue)
     assert train_queue(runs, cpu=True, path=queue)
     assert all(state.finished and state.epoch == 1 for state in queue_state(read_queue(queue), runs))
     assert (runs / "idpa_cnn.other").is_dir()
