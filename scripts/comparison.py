@@ -70,7 +70,7 @@ test images. The last row is one of three heads with two capsule layers: a trial
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
 the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Training
 accuracy is that of the last epoch, on augmented images. A low one means that the head was undertrained after 20 epochs:
-its test accuracy is then no upper bound. Seconds are wall-clock times on shared cores: do not compare heads by them.
+longer training may raise its test accuracy. Seconds are wall-clock times on shared cores: do not compare heads by them.
 A run computes in bf16 (autocast) where the processor gains by it, else in float32: the last column states it.
 
 Accuracies are those of the runs' float32 weights. The bundled files are stored in float16 and differ by up to 0.03
@@ -359,7 +359,7 @@ def page(kept: Path = KEPT) -> str:
         + rate_too_high(next(row for row in found if row.head == "conv"))
     )
     tried = [f"{head} {top1:.1f}" for head, top1 in trials(kept).items()]
-    slow = "Four epochs favour a head that learns fast from the first one."
+    slow = "A trial of four epochs favours heads that learn quickly."
     trial = (
         ["", f"Trials of two layers, validation accuracy in %: {', '.join(tried)}. {slow}"] if tried else []
     )

@@ -259,8 +259,8 @@ def export_table() -> str:
     measured, rtx = stored("export.json"), stored("trt_rtx.json")
     rows = {row["model"]: row for row in measured.get("rows", [])}
     lines = [
-        "| model | nodes | file, MB | largest difference | batch 1: ms | eager ÷ it | compiled ÷ it | it ÷ ResNet-18 "
-        "| batch 16: ms | eager ÷ it | compiled ÷ it | it ÷ ResNet-18 | TensorRT-RTX |",
+        "| model | nodes | file, MB | largest difference | batch 1: ms | eager / ORT | compiled / ORT "
+        "| ORT / ResNet-18 | batch 16: ms | eager / ORT | compiled / ORT | ORT / ResNet-18 | TensorRT-RTX |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for name in capszoo.list_models():

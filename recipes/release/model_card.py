@@ -19,7 +19,6 @@ from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import HUB_FILENAME, METADATA_FILENAME, WeightsInfo
 
 from .paper_results import (
-    as_accuracy,
     began_with,
     counted,
     figures_table,
@@ -104,7 +103,7 @@ def _dataset(info: WeightsInfo) -> tuple[str, str, str]:
 
 
 def _results(info: WeightsInfo) -> list[EvalResult]:
-    """Our result, and the papers' results marked as theirs."""
+    """Our results; the papers' are in the card's text, because tools take each result here for this repository's."""
     name, title, _ = _dataset(info)
     where: dict[str, Any] = dict(
         task_type="image-classification",
@@ -116,20 +115,10 @@ def _results(info: WeightsInfo) -> list[EvalResult]:
     results = []
     for split, found in info.metadata.metrics.items():
         if split != "validation" and found.top1 is not None:
-            named = f"{counted(info)}, % (this file, n = {found.n} images)"
+            named = f"{counted(info)}, % (n = {found.n} images)"
             results.append(
                 EvalResult(**where, metric_value=found.top1, metric_name=named, dataset_split=split)
             )
-    for figure in paper_figures(info):
-        note = f", {figure.note}" if figure.note else ""
-        results.append(
-            EvalResult(
-                **where,
-                metric_value=as_accuracy(figure),
-                metric_name=f"{counted(info)}, % (the paper's, not this file: {figure.metric} {figure.value:g}{note})",
-                dataset_split="test",
-            )
-        )
     return results
 
 

@@ -238,7 +238,7 @@ def _speed(names: list[str]) -> list[str]:
         if at is not None:
             cells = [str(at["batch"]), *(format(at[k], f) for k, f in zip(keys, formats, strict=True))]
         rows.append(_row([f"`{name}`", *cells]))
-    heads = ["batch 1, ms", "eager ÷ it", "batch 16, ms", "eager ÷ it"]
+    heads = ["batch 1, ms", "eager / ORT", "batch 16, ms", "eager / ORT"]
     others = [_row(["model", "file, MB", *heads]), "|---|" + "---:|" * 5]
     for name in names:
         row = files.get(name)
