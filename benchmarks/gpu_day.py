@@ -5,13 +5,13 @@
 
 Needs torch, timm, Triton and the checkout; no installation. Each step runs in a separate process: a kernel that hangs
 or breaks the device affects only its measurement. `<out>/<step>.json` has the measurements after each
-item; a second call resumes with the next item. Failures are recorded with their error and repeated with `--retry`.
+item; a second call resumes with the next item. Failures and wrong results are recorded, and repeated with `--retry`.
 `<out>/report.md` and `<out>/report.json` list the measurements and the reached targets.
 
 Steps: `tests` (pytest's mark `gpu`), `machine` (rates of a large product and copy), `check` (each routing layer against
 the reference in float64: fresh random inputs, memory filled with NaN), `layers` (times; a layer that failed its check
 is not timed), `train` (training steps of one network of each routing, images per second), `onnxruntime`,
-`torch_tensorrt`. Shares of the floor are those of `--bandwidth` and `--flops`.
+`torch_tensorrt`. Shares of the floor are those of `--bandwidth` and `--flops`. A folder holds the results of one card.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ from benchmarks.gpu_report import YARDSTICK, Settings, read, report, state, targ
 
 Item = Callable[[], Any]
 
-#: Seconds limit for one process of a step; the item running then is recorded as too slow, the rest runs in another.
+#: Attainable bytes and bf16 operations per second: about 0.9 and 0.8 of the data sheets of the SXM cards.
+FLOORS = {"H200": (4.3e12, 790e12), "H100": (3.0e12, 790e12)}
+
+#: Seconds limit for one process of a step. Another process goes on with the item that was running; if the limit ends
+#: the first item of a process, the item is recorded as too slow.
 LIMITS = {
     "tests": 420,
     "machine": 60,
@@ -109,6 +113,7 @@ def run_tests(files: list[Path]) -> dict[str, Any]:
             "gpu",
             "-p",
             "no:cacheprovider",
+            "--continue-on-collection-errors",
             f"--junitxml={report}",
         ]
         done = subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True)
@@ -331,20 +336,29 @@ def supervise(step: str, arguments: list[str], settings: Settings, seconds: floa
         if left <= 0:
             return "to be gone on with"
         before = len(read(settings.out, step))
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        try:
-            code: int | None = process.wait(min(left, LIMITS[step]))
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            stop(process)
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(command, env=environment, stderr=said, start_new_session=True)
+            try:
+                code: int | None = process.wait(min(left, LIMITS[step]))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                stop(process)
+            said.seek(0)
+            messages = said.read().decode(errors="replace").strip()
+        if messages:
+            print(messages, file=sys.stderr, flush=True)
         now = state(settings.out, step)
         if now["finished"]:
             failed = [name for name, value in now["items"].items() if is_failure(value) or is_wrong(value)]
             return f"{len(failed)} failed: {', '.join(failed)}" if failed else "done"
         if code is None and left <= LIMITS[step]:
             return "to be gone on with"  # this call's time expired, not the step's
-        error = f"took more than {LIMITS[step]} s" if code is None else f"its process exited with {code}"
+        if code is None and len(now["items"]) > before:
+            continue  # the running item had only what the others left of the limit
+        error = f"took more than {LIMITS[step]} s"
+        if code is not None:
+            error = ": ".join(filter(None, (f"its process exited with {code}", messages[-500:])))
         if code != BROKEN:
             # the running item is the cause; before the first item, the step itself
             now["items"][now["running"] or step] = {"error": error}
@@ -389,10 +403,12 @@ def is_wrong(value: Any) -> bool:
 
 
 def forget_failures(out: Path) -> None:
-    """Make the next call repeat failed items."""
+    """Make the next call repeat failed items and wrong ones."""
     for step in STEPS:
         now = state(out, step)
-        kept = {key: value for key, value in now["items"].items() if not is_failure(value)}
+        kept = {
+            key: value for key, value in now["items"].items() if not (is_failure(value) or is_wrong(value))
+        }
         if len(kept) < len(now["items"]):
             write(out / f"{step}.json", {"items": kept, "running": None, "finished": False})
 
@@ -412,12 +428,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter"
     )
-    parser.add_argument(
-        "--bandwidth", type=float, default=4.3e12, help="bytes a second of the floor (default: H200)"
-    )
-    parser.add_argument(
-        "--flops", type=float, default=790e12, help="bf16 operations a second (default: H200)"
-    )
+    known = f"(default: by the card's name, of {' and '.join(FLOORS)}; else those of an H200)"
+    parser.add_argument("--bandwidth", type=float, help=f"bytes a second of the floor {known}")
+    parser.add_argument("--flops", type=float, help=f"bf16 operations a second {known}")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)  # passed to a step's process
     args = parser.parse_args(argv)
     unknown = [step for step in args.steps.split(",") if step not in STEPS]
@@ -430,9 +443,8 @@ def main(argv: list[str] | None = None) -> int:
     end = time.monotonic()
     args = parse(argv)
     end += 60 * args.minutes
-    settings = Settings(args.out, args.dry_run, args.bandwidth, args.flops)
     if args.step:
-        return run_step(args.step, settings)
+        return run_step(args.step, Settings(args.out, args.dry_run, args.bandwidth, args.flops))
     import torch
 
     if not args.dry_run and not torch.cuda.is_available():
@@ -443,9 +455,16 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a step's process ends too
     args.out.mkdir(parents=True, exist_ok=True)
     mark = args.out / "settings.json"
-    mine = {"dry_run": args.dry_run, "bandwidth": args.bandwidth, "flops": args.flops}
-    if mark.is_file() and json.loads(mark.read_text()) != mine:
-        print(f"error: {args.out} holds results of other settings: choose another --out", file=sys.stderr)
+    card = "cpu" if args.dry_run else torch.cuda.get_device_name()
+    floors = next((FLOORS[key] for key in FLOORS if key in card), FLOORS["H200"])
+    bandwidth, flops = args.bandwidth or floors[0], args.flops or floors[1]
+    settings = Settings(args.out, args.dry_run, bandwidth, flops)
+    mine = {"dry_run": args.dry_run, "card": card, "bandwidth": bandwidth, "flops": flops}
+    if mark.is_file() and (before := json.loads(mark.read_text())) != mine:
+        print(
+            f"error: {args.out} holds results of other settings ({before}, not {mine}): choose another --out",
+            file=sys.stderr,
+        )
         return 1
     write(mark, mine)
     if args.retry:
@@ -454,9 +473,9 @@ def main(argv: list[str] | None = None) -> int:
         "--out",
         str(args.out.resolve()),
         "--bandwidth",
-        str(args.bandwidth),
+        str(bandwidth),
         "--flops",
-        str(args.flops),
+        str(flops),
     ]
     passed += ["--dry-run"] if args.dry_run else []
     for step in args.steps.split(","):
@@ -467,11 +486,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{step}: {outcome} ({time.monotonic() - began:.0f} s)", flush=True)
         write_report(settings)
     open_steps = [step for step in args.steps.split(",") if not state(args.out, step)["finished"]]
-    print(
-        f"the same command resumes with {open_steps[0]}"
-        if open_steps
-        else f"all is done: {args.out / 'report.md'}"
+    failed = sum(
+        is_failure(value) or is_wrong(value) for step in STEPS for value in read(args.out, step).values()
     )
+    if open_steps:
+        print(f"the same command resumes with {open_steps[0]}")
+    else:
+        repeat = f"; {failed} failed: --retry repeats them" if failed else ""
+        print(f"all is done: {args.out / 'report.md'}{repeat}")
     return 0
 
 

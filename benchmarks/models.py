@@ -54,7 +54,6 @@ import capszoo  # noqa: E402
 from capszoo.layers.capconv import CapConv, CoefficientConv2d, MasterAide, SquashGroups  # noqa: E402
 from capszoo.layers.engine import Reference  # noqa: E402
 from capszoo.layers.engine_choice import use_engines  # noqa: E402
-from capszoo.recipes.weights import hardware  # noqa: E402
 
 YARDSTICK = "resnet18_cifar"
 
@@ -453,6 +452,8 @@ def main() -> None:
     if args.memory_of:
         print(json.dumps(measure_memory(args.memory_of, args.batch, device)))
         return
+
+    from capszoo.recipes.weights import hardware  # needs pydantic, which a lent machine may lack
 
     settings = {
         "torch": torch.__version__,

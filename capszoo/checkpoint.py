@@ -125,13 +125,18 @@ class Checkpoint:
 
         For a repository, available once its ``config.json`` has been downloaded.
         """
-        if self.kind == "hub":
-            stated = hub_config(self.argument.removeprefix("hf-hub:")).sha256
-        elif self.kind == "folder" and self.path is not None:
-            stated = ModelConfig.read(self.path / "config.json").sha256
-        else:
+        if self.kind not in ("hub", "folder"):
             return self.info
+        stated = self.stated_sha256()
         return next((info for info in bundled_tags().values() if info.sha256 == stated), None)
+
+    def stated_sha256(self) -> str | None:
+        """The sha256 of the weights that the metadata or the ``config.json`` states; None if it states none."""
+        if self.kind == "hub":
+            return hub_config(self.argument.removeprefix("hf-hub:")).sha256
+        if self.kind == "folder" and self.path is not None:
+            return ModelConfig.read(self.path / "config.json").sha256
+        return self.info.sha256 if self.info is not None else None
 
     def _named(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         name = self.argument

@@ -183,17 +183,18 @@ def _one_line_errors(name: str | Path, limit: int) -> Iterator[None]:
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
     """Convert an image to grey (1 channel) or RGB (3): 16 and 32 bits scaled to 8, transparency composited."""
     mode = "L" if channels == 1 else "RGB"
-    if image.mode.startswith("I") or image.mode == "F":
-        image = _to_8_bits(image)
-    image, _ = flatten(image, default_background(channels), channels)
+    image, _ = flatten(to_8_bits(image), default_background(channels), channels)
     return image if image.mode == mode else image.convert(mode)
 
 
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    """16 or 32 bits to 8, one strip at a time: Pillow's conversion would clip.
+def to_8_bits(image: Image.Image) -> Image.Image:
+    """16 or 32 bits to 8, one strip at a time: Pillow's conversion would clip. Other images are returned unchanged.
 
-    White is 65535 or 255 for integers, 255 or 1 for floats: the least that is not below the largest value.
+    White is 65535 or 255 for integers, 255 or 1 for floats: the least that is not below the largest value. A
+    transparent value (PNG's tRNS) becomes opaque.
     """
+    if not (image.mode.startswith("I") or image.mode == "F"):
+        return image
     rows = max(1, _STRIP // image.width)
     strips = [
         np.nan_to_num(np.asarray(image.crop((0, top, image.width, min(top + rows, image.height)))))

@@ -17,7 +17,15 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .errors import CapszooError, UsageError
-from .images import IMAGE_SUFFIXES, find_images, open_image, resize_and_crop, to_mode, upright_picture
+from .images import (
+    IMAGE_SUFFIXES,
+    find_images,
+    open_image,
+    resize_and_crop,
+    to_8_bits,
+    to_mode,
+    upright_picture,
+)
 from .reading import BACKGROUNDS, default_background, fit_drawing, flatten, invert, looks_inverted, pad_to
 
 __all__ = [
@@ -132,7 +140,7 @@ class ImageTransform:
 
     def read(self, image: Image.Image) -> tuple[Image.Image, tuple[str, ...]]:
         """The image as the model sees it, and notes on how it was read."""
-        image, note = flatten(image, self.background, self.channels)
+        image, note = flatten(to_8_bits(image), self.background, self.channels)
         image = to_mode(image, self.channels)
         image = invert(image) if self.invert else image
         whole = (image.height, image.width) == self.size

@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,8 @@ def _answered(
     if on_gpu and not available:
         raise UsageError("--device cuda: the cluster has no GPUs", "leave --device out")
     count = max(1, min(workers or int(available), len(missing)))
+    if job.device in (None, "auto"):  # a worker for each CPU: they would share one GPU
+        job = replace(job, device="cpu")
     rows = [{"number": number, "files": json.dumps(shards[number])} for number in missing]
     # A block is a row, so that the death of a worker loses only its current shard.
     answered = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(

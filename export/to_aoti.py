@@ -28,7 +28,7 @@ PROGRAM = "program.pt2"
 
 
 class AotiRunner:
-    """Runner for a compiled package.
+    """Runner for a compiled package, without TF32: cuDNN takes it for float32 convolutions by default.
 
     Args:
         path: the ``.pt2`` file.
@@ -46,7 +46,8 @@ class AotiRunner:
         self.model = torch._inductor.aoti_load_package(str(path))
 
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
-        with torch.inference_mode():
+        without_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        with torch.inference_mode(), without_tf32:
             outputs = self.model(torch.from_numpy(images).to(self.device))
         flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         return [output.float().cpu().numpy() for output in flat]

@@ -104,6 +104,16 @@ def rtx_step(onnx: Path, report: ExportReport, rtx: Any = None) -> GateStep:
     return GateStep(name, True, detail, time.perf_counter() - start)
 
 
+def built_later(folder: Path, name: str) -> set[str]:
+    """The files that a user of a bundle makes in it: the engine, its copy for Triton, and the timing cache."""
+    files = {*BUILT, f"triton-tensorrt/{name}/1/model.plan"}
+    try:
+        cache = json.loads((folder / _FOLDER / "profile.json").read_text("utf-8"))["options"]["timing_cache"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return files
+    return files | ({(Path(_FOLDER) / cache).as_posix()} if cache else set())
+
+
 def shapes(report: ExportReport) -> dict[str, list[int]]:
     """The optimisation profile: ``min``, ``opt`` and ``max`` shapes of the input."""
     rest = [int(size) for size in report.input_shape[1:]]
@@ -128,6 +138,8 @@ def trtexec_line(report: ExportReport, options: BuildOptions, onnx: str, engine:
         line.append("--refit")
     if options.detailed:
         line.append("--profilingVerbosity=detailed")
+    if report.precision == "fp32":
+        line.append("--noTF32")
     return line
 
 
@@ -158,11 +170,12 @@ def build_engine(
     if "rtx" not in trt.__name__ and _version(trt.__version__) < (10, 9):
         raise ExportError(f"{api} is too old", INSTALL)
     log = _logger(trt)
-    builder = trt.Builder(log)
-    if builder is None:
+    try:
+        builder = trt.Builder(log)
+    except TypeError as error:  # of pybind11: the factory returned a null pointer
         raise ExportError(
-            f"{api} makes no builder: {log.last or 'no reason given'}", "it needs an NVIDIA GPU"
-        )
+            f"{api} makes no builder: {log.last or first_line(error)}", "it needs an NVIDIA GPU"
+        ) from error
     # TensorRT 11 has only strongly typed networks, 10 needs the flag
     typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if typed is None else 1 << int(typed))
@@ -172,6 +185,8 @@ def build_engine(
         raise ExportError(f"{api} does not take the graph: {'; '.join(errors) or log.last}")
     config = builder.create_builder_config()
     cache = _configure(trt, config, options, api)
+    if report.precision == "fp32" and (tf32 := getattr(trt.BuilderFlag, "TF32", None)) is not None:
+        config.clear_flag(tf32)  # on by default: it rounds to 10 bits, which the gate of fp32 does not allow
     _add_profile(builder, network, config, report)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
@@ -186,7 +201,7 @@ def build_engine(
     if options.timing_cache and cache is not None:
         shared = Path(options.timing_cache)
         with workplace(shared, folder=False) as place:  # a later build reads it: never half of it
-            place.write_bytes(bytes(config.get_timing_cache().serialize()))
+            place.write_bytes(bytes((config.get_timing_cache() or cache).serialize()))
             os.replace(place, shared)
     return EngineReport(api, int(network.num_layers), len(data), _inspect(trt, log, data, options))
 
@@ -211,7 +226,9 @@ def _configure(trt: Any, config: Any, options: BuildOptions, api: str) -> Any:
         return None
     file = Path(options.timing_cache)
     cache = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
-    config.set_timing_cache(cache, False)
+    if config.set_timing_cache(cache, False) is False:  # of another GPU or version: begin a new one
+        cache = config.create_timing_cache(b"")
+        config.set_timing_cache(cache, False)
     return cache
 
 
@@ -231,10 +248,21 @@ def _inspect(trt: Any, log: Any, data: bytes, options: BuildOptions) -> str:
     """Layer information of the engine in JSON; empty if the engine cannot be loaded (another GPU, or none)."""
     if not options.detailed or options.compute_capability:
         return ""
-    engine = trt.Runtime(log).deserialize_cuda_engine(data)
+    engine = _runtime(trt, log, own=True).deserialize_cuda_engine(data)
     if engine is None:
         return ""
     return str(engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON))
+
+
+def _runtime(trt: Any, log: Any, own: bool) -> Any:
+    """A runtime; ``own``: for a plan that this process built.
+
+    A version-compatible plan contains the runtime's code for the host, which is executed only for such plans.
+    """
+    runtime = trt.Runtime(log)
+    if own and hasattr(runtime, "engine_host_code_allowed"):
+        runtime.engine_host_code_allowed = True
+    return runtime
 
 
 def _logger(trt: Any) -> Any:
@@ -319,7 +347,8 @@ def write(
     detail = f"{built.api}, {built.layers} layers, {built.file_bytes:,} bytes"
     steps = [GateStep(name, True, detail)]
     if torch.cuda.is_available():
-        steps.append(GateStep(parity, True, verify_against_eager(prepared, TensorRTRunner(plan, trt))[0]))
+        runner = TensorRTRunner(plan, trt, own=True)
+        steps.append(GateStep(parity, True, verify_against_eager(prepared, runner)[0]))
     else:
         steps.append(GateStep(parity, None, "not run: torch finds no CUDA device"))
     return described, steps
@@ -342,11 +371,14 @@ class TensorRTRunner:
         path: the ``.plan`` file.
         trt: the API; None imports ``tensorrt``.
         device: of the memory.
+        own: whether this process built the file; code in a version-compatible plan is executed only then.
     """
 
     name = "tensorrt"
 
-    def __init__(self, path: str | os.PathLike[str], trt: Any = None, device: str = "cuda") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], trt: Any = None, device: str = "cuda", own: bool = False
+    ) -> None:
         trt = trt or find_tensorrt()
         if trt is None:
             raise CapszooError("TensorRT is not installed", INSTALL)
@@ -355,7 +387,7 @@ class TensorRTRunner:
         self.trt, self.device = trt, device
         self.log = _logger(trt)
         try:
-            self.runtime = trt.Runtime(self.log)
+            self.runtime = _runtime(trt, self.log, own)
             self.engine = self.runtime.deserialize_cuda_engine(Path(path).read_bytes())
         except Exception as e:  # the bindings raise their own kinds of errors
             raise CapszooError(f"{path}: {first_line(e)}") from e

@@ -80,6 +80,8 @@ def compile_module(
     prepared.served.to(device)
     program = prepared.trace()
     arguments = _arguments(trt.dynamo.compile, options)
+    if export_options.precision == "fp32":
+        arguments["disable_tf32"] = True  # it rounds to 10 bits, which the gate of fp32 does not allow
     try:
         compiled: nn.Module = trt.dynamo.compile(program, inputs=[_input(trt, prepared)], **arguments)
     except Exception as e:  # the library raises many kinds, without a common base

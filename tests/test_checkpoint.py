@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from timm.models import save_for_hf
 
 import capszoo
 from capszoo.checkpoint import NoWeights, checkpoint_of, model_from_file, resolve
+from capszoo.cli.predict import _sha256
 from capszoo.errors import CapszooError
 from capszoo.metadata import Metadata
 from capszoo.models._pretrained import (
@@ -107,6 +109,19 @@ def test_an_architecture_stands_for_its_default_weights(run: Path) -> None:
     assert found.info is not None and created is not None and created.info == found.info
     fresh = found.create(pretrained=False, device="cpu")
     assert checkpoint_of(fresh) is None
+
+
+def test_ray_s_answers_belong_to_weights(tmp_path: Path) -> None:
+    """The key of ``predict --ray`` has the weights' sha256, also where only the file tells it."""
+    info = capszoo.models._pretrained.bundled_tags()["resnet20_routingcaps.mnist"]
+    assert _sha256(resolve("resnet20_routingcaps")) == info.sha256
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = capszoo.create_model("resnet20_routingcaps", num_classes=3)
+        save_for_hf(net, str(tmp_path / "mine"), safe_serialization=True)
+        found.append(_sha256(resolve(f"local-dir:{tmp_path / 'mine'}")))
+    assert all(found) and found[0] != found[1]
 
 
 def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -91,8 +91,10 @@ def write(running, finished=False):
 if "a" not in now["items"]:
     write("a"); time.sleep(60)
 if "b" not in now["items"]:
-    write("b"); os._exit(11)
-now["items"]["c"] = 1
+    write("b"); os.write(2, b"out of luck"); os._exit(11)
+if "c" not in now["items"]:  # the step's limit comes in the middle of the second item of this process
+    now["items"]["c"] = 1; write("d"); time.sleep(60)
+now["items"]["d"] = 1
 write(None, True)
 """)
     monkeypatch.setattr(day, "__file__", str(stub))
@@ -101,8 +103,9 @@ write(None, True)
     items = day.read(tmp_path, "train")
     assert items == {
         "a": {"error": "took more than 2 s"},
-        "b": {"error": "its process exited with 11"},
+        "b": {"error": "its process exited with 11: out of luck"},
         "c": 1,
+        "d": 1,
     }
     (tmp_path / "train.json").unlink()
     assert day.supervise("train", [], settings(day, tmp_path), 1) == "to be gone on with"
@@ -115,6 +118,17 @@ def test_a_layer_that_is_wrong_is_not_timed(day: ModuleType, tmp_path: Path) -> 
     items = day.layers(settings(day, tmp_path))
     assert items["dynamic"]() == {"left_out": "not timed: dynamic, float32 did not pass its check"}
     assert "did not pass" in items["em"]()["left_out"], "nor one that was not checked"
+
+
+def test_retry_repeats_failed_and_wrong_items(day: ModuleType, tmp_path: Path) -> None:
+    items = {
+        "a": {"case": "a", "error": 1.0, "tolerance": 0.1, "passed": False},
+        "b": {"case": "b", "error": 0.01, "tolerance": 0.1, "passed": True},
+        "c": {"error": "no such shape"},
+    }
+    day.write(tmp_path / "check.json", {"items": items, "running": None, "finished": True})
+    day.forget_failures(tmp_path)
+    assert set(day.read(tmp_path, "check")) == {"b"} and not day.state(tmp_path, "check")["finished"]
 
 
 def test_targets_by_hand(day: ModuleType, tmp_path: Path) -> None:

@@ -66,6 +66,16 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     assert transform()(Image.fromarray(values)).mean().item() == pytest.approx(0.5, abs=0.01)
 
 
+def test_sixteen_bits_with_a_transparent_value_are_scaled_too(tmp_path: Path) -> None:
+    values = np.arange(0, 64 * 1024, 1024, dtype=np.uint16).reshape(8, 8)
+    Image.fromarray(values).save(tmp_path / "grey.png", transparency=65535)
+    with Image.open(tmp_path / "grey.png") as image:
+        assert image.mode.startswith("I") and image.has_transparency_data
+        view, notes = transform().read(image)
+    np.testing.assert_allclose(np.asarray(view), values / 257, atol=1)
+    assert not notes
+
+
 def test_orientation_is_applied(tmp_path: Path) -> None:
     image = Image.new("L", (8, 4))
     image.putpixel((0, 0), 255)

@@ -37,6 +37,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
     from ..predictions import ImagePrediction
 
 RUNTIMES = ("auto", "torch", "onnx")
@@ -188,7 +189,7 @@ def _by_ray(
     found = resolve(model)
     job = Job(
         model=model if found.path is None else str(found.path.absolute()),
-        sha256=getattr(found.info, "sha256", "") or "",
+        sha256=_sha256(found),
         root=str(Path.cwd()),
         out=str(out.absolute()),
         **settings,
@@ -203,6 +204,17 @@ def _by_ray(
     if done.errors:
         print_error(f"{done.errors} of {done.images} images could not be read: see the column error of {out}")
         raise typer.Exit(1)
+
+
+def _sha256(found: Checkpoint) -> str:
+    """The sha256 of a model's weights; empty for weights of timm, which state none."""
+    from ..models._pretrained import sha256_of
+
+    stated = found.stated_sha256()
+    if stated is None and found.kind == "folder" and found.path is not None:
+        weights = found.path / "model.safetensors"
+        return sha256_of(weights) if weights.is_file() else ""
+    return stated or ""
 
 
 def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any]) -> Path | None:

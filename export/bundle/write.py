@@ -169,7 +169,8 @@ def _checked_target(out: Path) -> Path:
     if not target.is_dir() or not any(target.iterdir()):
         return target
     try:
-        own = {*read_manifest(target)["files"], "manifest.json", *to_tensorrt.BUILT}
+        manifest = read_manifest(target)
+        own = {*manifest["files"], "manifest.json", *to_tensorrt.built_later(target, manifest["name"])}
     except CapszooError:
         raise UsageError(f"{out} holds files and is no bundle", "give a new folder") from None
     files = (file for file in sorted(target.rglob("*")) if not file.is_dir() or file.is_symlink())
@@ -223,6 +224,11 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
         if spec["normalisation_in_graph"]
         else f"float32, value / 255, minus {spec['mean']}, divided by {spec['std']}"
     )
+    # ONNX Runtime's CPU provider has no bfloat16 kernels
+    bf16 = manifest["precision"]["model"] == "bf16"
+    runtime, provider = (
+        ("onnxruntime-gpu", "--provider CUDAExecutionProvider ") if bf16 else ("onnxruntime", "")
+    )
     run = [step for step in manifest["gates"] if step["passed"]]
     not_run = [step for step in manifest["gates"] if step["passed"] is None]
     lines = [
@@ -231,8 +237,8 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
         f"Exported by capszoo {manifest['exported_with']['capszoo']}; `manifest.json` has every detail.",
         "",
         "```sh",
-        "pip install numpy pillow onnxruntime",
-        "python infer.py IMAGE...",
+        f"pip install numpy pillow {runtime}",
+        f"python infer.py {provider}IMAGE...",
         "```",
         "",
         f"- Input `{spec['name']}`: [batch, {channels}, {height}, {width}], {spec['color_order']}, {normal}.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:
             STRONGLY_TYPED = 1
 
     class Members:
-        REFIT, VERSION_COMPATIBLE, AMPERE_PLUS, DETAILED, WORKSPACE = (
+        TF32, REFIT, VERSION_COMPATIBLE, AMPERE_PLUS, DETAILED, WORKSPACE = (
+            "TF32",
             "REFIT",
             "VERSION_COMPATIBLE",
             "AMPERE_PLUS",
@@ -67,14 +69,21 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:
     class Config:
         builder_optimization_level, profiling_verbosity, hardware_compatibility_level = -1, "", ""
         set_memory_pool_limit, set_flag = staticmethod(record("pool")), staticmethod(record("flag"))
-        set_timing_cache = staticmethod(record("use_cache"))
+        clear_flag = staticmethod(record("clear"))
+        used_cache: Any = None
+
+        def set_timing_cache(self, cache: Any, ignore_mismatch: bool) -> bool:
+            if cache.data == b"of another GPU":
+                return False
+            self.used_cache = cache
+            return True
 
         def create_timing_cache(self, data: bytes) -> Any:
             calls.append(("cache", data))
-            return types.SimpleNamespace(serialize=lambda: b"measured")
+            return types.SimpleNamespace(data=data, serialize=lambda: b"measured")
 
         def get_timing_cache(self) -> Any:
-            return types.SimpleNamespace(serialize=lambda: b"measured")
+            return self.used_cache
 
         def add_optimization_profile(self, profile: Any) -> int:
             return -1 if faults.get("no_profile") else 0
@@ -83,7 +92,7 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:
         def __new__(cls, log: Any) -> Any:
             if faults.get("no_builder"):
                 log.log(ILogger.ERROR, "CUDA initialization failure\n35")
-                return None
+                raise TypeError("pybind11::init(): factory function returned nullptr")
             return super().__new__(cls)
 
         def __init__(self, log: Any) -> None:
@@ -149,8 +158,10 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:
             return types.SimpleNamespace(get_engine_information=lambda kind: '{"Layers": []}')
 
     class Runtime:
+        engine_host_code_allowed = False
+
         def __init__(self, log: Any) -> None:
-            pass
+            trt.runtime = self
 
         def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
             return None if faults.get("foreign") else Engine()
@@ -195,6 +206,8 @@ def test_networks_are_strongly_typed(version: str, flags: int, toy: Toy, tmp_pat
     assert (tmp_path / "x.plan").read_bytes() == b"an engine"
     assert (built.api, built.layers, built.file_bytes) == (f"tensorrt {version}", 17, 9)
     assert json.loads(built.inspection) == {"Layers": []}
+    assert ("clear", "TF32") in trt.calls, "the gate of fp32 allows no rounding to 10 bits"
+    assert trt.runtime.engine_host_code_allowed, "a version-compatible plan of our own holds code"
 
 
 def test_options_reach_the_builder(toy: Toy, tmp_path: Path) -> None:
@@ -219,6 +232,14 @@ def test_options_reach_the_builder(toy: Toy, tmp_path: Path) -> None:
     again = fake_tensorrt()
     build_engine(onnx, tmp_path / "x.plan", report, options, again)
     assert ("cache", b"measured") in again.calls
+    cache.write_bytes(b"of another GPU")
+    other = fake_tensorrt()
+    build_engine(onnx, tmp_path / "x.plan", report, options, other)
+    assert [c for c in other.calls if c[0] == "cache"] == [("cache", b"of another GPU"), ("cache", b"")]
+    assert cache.read_bytes() == b"measured"
+    half = fake_tensorrt()
+    build_engine(onnx, tmp_path / "x.plan", replace(report, precision="fp16"), options, half)
+    assert ("clear", "TF32") not in half.calls
     plain = fake_tensorrt()
     build_engine(onnx, tmp_path / "x.plan", report, BuildOptions(detailed=False), plain)
     assert (
@@ -286,6 +307,7 @@ def test_trtexec_line(toy: Toy) -> None:
         "--timingCacheFile=t",
         "--refit",
         "--profilingVerbosity=detailed",
+        "--noTF32",
     ]
     line = trtexec_line(report, BuildOptions(version_compatible=True, hardware_compatible=True), "a", "b")
     assert {"--versionCompatible", "--hardwareCompatibilityLevel=ampere+"} <= set(line)

@@ -43,6 +43,7 @@ def fake(wrong: bool = False, fails: bool = False, strong_only: bool = False) ->
         immutable_weights: bool = True,
         timing_cache_path: str = "",
         use_explicit_typing: bool = False,
+        disable_tf32: bool = False,
     ) -> Any:
         given = dict(locals())
         return compiled(given.pop("exported_program"), given.pop("inputs"), given)
@@ -55,6 +56,7 @@ def fake(wrong: bool = False, fails: bool = False, strong_only: bool = False) ->
         optimization_level: int | None = None,
         version_compatible: bool = False,
         hardware_compatible: bool = False,
+        disable_tf32: bool = False,
     ) -> Any:
         given = dict(locals())
         return compiled(given.pop("exported_program"), given.pop("inputs"), given)
@@ -78,6 +80,7 @@ def test_a_module_with_a_batch_profile() -> None:
     }
     assert given.dtype is torch.float32 and arguments["use_explicit_typing"] is True
     assert arguments["workspace_size"] == 4096 << 20 and arguments["immutable_weights"] is True
+    assert arguments["disable_tf32"] is True, "the gate of fp32 allows no rounding to 10 bits"
 
 
 def test_options_a_fixed_batch_and_uint8() -> None:

@@ -631,6 +631,13 @@ def test_only_a_bundle_is_replaced(
     shutil.rmtree(bundle / "notes")
     (bundle / "tensorrt").mkdir(exist_ok=True)
     (bundle / "tensorrt" / "model.plan").write_text("an engine of the old graph")
+    # as the bundle's README says: the engine for Triton, too; and trtexec keeps its timings
+    (bundle / "triton-tensorrt" / served[1]["name"] / "1").mkdir(parents=True, exist_ok=True)
+    (bundle / "triton-tensorrt" / served[1]["name"] / "1" / "model.plan").write_text("the same")
+    profile = json.loads((bundle / "tensorrt" / "profile.json").read_text())
+    profile["options"]["timing_cache"] = "timings"
+    (bundle / "tensorrt" / "profile.json").write_text(json.dumps(profile))
+    (bundle / "tensorrt" / "timings").write_text("x")
     link = tmp_path / "link"
     link.symlink_to(bundle)
     written = export_bundle(ToyCaps(1).eval(), link, gate="quick", batch=1)
