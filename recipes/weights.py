@@ -4,6 +4,8 @@
 are too large for a wheel go to `weights-large/` at the top of the checkout, while their metadata stays in the package.
 Weights of more than `FILE_LIMIT` bytes are stored in half precision, and the metrics are those of the file as stored.
 `--half` stores smaller ones so, too, and evaluates the new file: for a package that is nearly full.
+`--seeds RUN RUN` adds the mean over the run and these ones, which have other seeds, to its metadata; with a
+checkpoint's name in place of the first run, to that checkpoint's, whose run need not exist any more.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, 
 from capszoo.reading import default_background
 from capszoo.scores import kind_for
 
-from .config import list_recipes
+from .config import Recipe, list_recipes
 from .evaluate import evaluate
 from .training.checkpoints import write_atomically, write_safetensors
 from .training.history import history_of, read_records
@@ -51,6 +53,7 @@ __all__ = [
     "golden_outputs",
     "hardware",
     "reading_keys",
+    "same_but_seed",
     "source_commit",
     "store_half",
     "write_weights",
@@ -354,15 +357,76 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
     return copied
 
 
+def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The summary over finished runs of one recipe with different seeds (`training.multi_run.seeds_summary`).
+
+    Args:
+        metadata: of the run that is bundled.
+        others: metadata of the other runs, by a name for messages.
+
+    Raises:
+        WeightsError: a run of another recipe, with other settings, with the seed of another one, or without metrics.
+    """
+    from .training.multi_run import seeds_summary
+    from .training.run_folder import MACHINE_KEYS, first_difference
+
+    def settings(known: Mapping[str, Any]) -> dict[str, Any]:
+        whole = Recipe.model_validate(known["recipe"]).model_dump(
+            mode="json"
+        )  # earlier versions lack newer keys
+        return {key: value for key, value in whole.items() if key not in MACHINE_KEYS | {"seed"}}
+
+    name = f"{metadata['architecture']}.{metadata['tag']}"
+    runs = {int(metadata["seed"]): dict(metadata)}
+    for where, known in others.items():
+        key, was, wanted = first_difference(settings(known), settings(metadata))
+        if key:
+            raise WeightsError(
+                f"{where} was trained with {key}={was}, {name} with {wanted}: no runs of one recipe"
+            )
+        if int(known["seed"]) in runs:
+            raise WeightsError(f"{where} has seed {known['seed']}, as another of the runs has")
+        if known["metrics"].keys() != metadata["metrics"].keys():
+            raise WeightsError(f"{where} has no accuracy on the splits of {name}")
+        runs[int(known["seed"])] = dict(known)
+    return seeds_summary(name, runs, int(metadata["recipe"]["epochs"]))
+
+
+def _with_seeds(run: str, others: list[str]) -> None:
+    """Add the summary over `others` to the metadata of a run, or of a checkpoint of the zoo."""
+    in_zoo = run in bundled_tags() and not Path(run).is_dir()
+    weights = weights_folders()[0] / f"{run}.safetensors" if in_zoo else finished_run(run)
+    found: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
+    metadata = {other: finished_metadata(Path(other)) for other in others}
+    for other, known in metadata.items():
+        if known is None:
+            raise WeightsError(f"{other} is not a finished run: run its recipe to the end first")
+    summary = same_but_seed(found, {other: known for other, known in metadata.items() if known is not None})
+    amend_metadata(weights, seeds=summary)
+    print(
+        f"{run}: test {summary['test']['mean']:.2f} ± {summary['test']['sd']:.2f}, n = {len(summary['seeds'])}"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m capszoo.recipes.weights", description=__doc__)
-    parser.add_argument("run", help="folder of a finished run")
+    parser.add_argument("run", help="folder of a finished run; with --seeds also a checkpoint's name")
+    parser.add_argument(
+        "--seeds", nargs="+", default=[], metavar="RUN", help="runs with other seeds: add the mean"
+    )
     parser.add_argument("--to", help="default: the package's weights/ folder")
     parser.add_argument("--half", action="store_true", help="store in half precision and evaluate that file")
     parser.add_argument("--data", help="folder of the data set, for --half; default: CAPSZOO_DATA")
     args = parser.parse_args(argv)
     try:
+        if args.run in bundled_tags() and not Path(args.run).is_dir():
+            if not args.seeds:
+                raise WeightsError(f"{args.run} is in the zoo: name the folder of a run, or --seeds")
+            _with_seeds(args.run, args.seeds)
+            return 0
         run = store_half(args.run, args.data).parent if args.half else args.run
+        if args.seeds:
+            _with_seeds(str(run), args.seeds)
         for path in bundle(run, args.to):
             print(f"{path} ({path.stat().st_size:,} bytes)")
     except (WeightsError, OSError, ValueError) as error:

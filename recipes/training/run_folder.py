@@ -37,6 +37,7 @@ __all__ = [
     "check_room",
     "check_run",
     "closing_lock",
+    "first_difference",
     "note_session",
     "open_run",
     "read_sessions",
@@ -76,7 +77,7 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
     wanted_recipe = recipe.model_dump(mode="json")
     for key in MACHINE_KEYS & old.keys():
         old[key] = wanted_recipe[key]
-    key, was, wanted = _first_difference(old, wanted_recipe)
+    key, was, wanted = first_difference(old, wanted_recipe)
     if key:
         raise TrainingError(
             f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
@@ -191,12 +192,12 @@ def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
         raise TrainingError(f"cannot write to {out}: {error.strerror or error}") from error
 
 
-def _first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any]:
+def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any]:
     """The first dotted key in which two trees differ, and both values; an empty key if they are equal."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return ("", None, None) if old == new else (prefix, old, new)
     for key in sorted(old.keys() | new.keys()):
-        found = _first_difference(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+        found = first_difference(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
         if found[0]:
             return found
     return "", None, None

@@ -18,6 +18,7 @@ from capszoo.data import ImageSet, dataset_spec
 from capszoo.models import _pretrained
 from capszoo.models._pretrained import WeightsError, bundled_tags
 from capszoo.recipes import weights as module
+from capszoo.recipes.config import load_recipe
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation.plots import draw_curves
 from capszoo.recipes.evaluation.target import create_for
@@ -158,6 +159,47 @@ def test_a_finished_run_is_stored_in_half_precision_on_request(
         found = module.golden_outputs(net, pixels, info.mean, info.std)
         np.testing.assert_allclose(found, scores[folder], atol=1e-5)
     assert not np.array_equal(*scores.values()), "the golden outputs are the stored file's"
+
+
+def test_the_mean_over_seeds_is_that_of_one_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def known(seed: int, top1: float, *overrides: str) -> dict[str, Any]:
+        recipe = load_recipe("cnn6.mnist", [f"seed={seed}", *overrides], "short").model_dump(mode="json")
+        metrics = {"test": {"top1": top1, "n": 10000}}
+        return {"architecture": "cnn6", "tag": "mnist", "seed": seed, "recipe": recipe, "metrics": metrics}
+
+    first = known(0, 99.5)
+    del first["recipe"]["stages"]  # a key that is newer than the run
+    others = {"b": known(1, 99.6, "compile=true"), "c": known(2, 99.7)}
+    summary = module.same_but_seed(first, others)
+    assert (summary["seeds"], summary["epochs"]) == ([0, 1, 2], 10)
+    assert summary["test"] == {"values": [99.5, 99.6, 99.7], "mean": 99.6, "n": 10000, "sd": 0.1}
+    for other, message in (
+        (
+            known(1, 99.0, "epochs=3"),
+            "b was trained with epochs=3, cnn6.mnist with 10: no runs of one recipe",
+        ),
+        (known(0, 99.0), "b has seed 0, as another of the runs has"),
+        ({**known(1, 99.0), "metrics": {}}, "b has no accuracy on the splits of cnn6.mnist"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            module.same_but_seed(first, {"b": other})
+
+    # in the zoo: the metadata alone changes
+    zoo = tmp_path / "zoo"
+    zoo.mkdir()
+    (zoo / "cnn6.mnist.json").write_text(json.dumps(first))
+    monkeypatch.setattr(module, "weights_folders", lambda: (zoo, zoo))
+    monkeypatch.setattr(module, "bundled_tags", lambda: {"cnn6.mnist": object()})
+    monkeypatch.setattr(module, "finished_metadata", lambda run: others.get(run.name))
+    monkeypatch.setattr(module.WeightsInfo, "from_json", lambda path: None)
+    assert module.main(["cnn6.mnist"]) == 1 and "is in the zoo" in capsys.readouterr().err
+    assert module.main(["cnn6.mnist", "--seeds", "gone"]) == 1
+    assert "gone is not a finished run" in capsys.readouterr().err
+    assert module.main(["cnn6.mnist", "--seeds", "b", "c"]) == 0
+    assert capsys.readouterr().out == "cnn6.mnist: test 99.60 ± 0.10, n = 3\n"
+    assert json.loads((zoo / "cnn6.mnist.json").read_text())["seeds"] == summary
 
 
 def test_large_weights_lie_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
