@@ -453,7 +453,7 @@ def main() -> None:
         print(json.dumps(measure_memory(args.memory_of, args.batch, device)))
         return
 
-    from capszoo.recipes.weights import hardware  # needs pydantic, which a lent machine may lack
+    from capszoo.recipes.weights import hardware  # needs pydantic, which the measurements do without
 
     settings = {
         "torch": torch.__version__,
