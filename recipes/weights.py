@@ -15,6 +15,7 @@ import io
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -54,6 +55,7 @@ __all__ = [
     "hardware",
     "reading_keys",
     "same_but_seed",
+    "seeds_summary",
     "source_commit",
     "store_half",
     "write_weights",
@@ -357,8 +359,32 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
     return copied
 
 
+def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> dict[str, Any]:
+    """Accuracies of one recipe's runs: each seed's, their mean and (sample) standard deviation.
+
+    Args:
+        name: of the recipe.
+        runs: metadata of the finished run of each seed.
+        epochs: number of epochs.
+
+    Returns:
+        `{"recipe", "epochs", "seeds", "test": {"values", "mean", "sd", "n"}, "validation": …}`, in per cent; a
+        split that a run lacks is omitted, and `sd` for a single seed.
+    """
+    summary: dict[str, Any] = {"recipe": name, "epochs": epochs, "seeds": list(runs)}
+    for split in ("test", "validation"):
+        found = [info["metrics"].get(split) for info in runs.values()]
+        if not found or any(one is None for one in found):
+            continue
+        values = [one["top1"] for one in found]
+        summary[split] = {"values": values, "mean": round(statistics.fmean(values), 4), "n": found[0]["n"]}
+        if len(values) > 1:
+            summary[split]["sd"] = round(statistics.stdev(values), 4)
+    return summary
+
+
 def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The summary over finished runs of one recipe with different seeds (`training.multi_run.seeds_summary`).
+    """The summary over finished runs of one recipe with different seeds (:func:`seeds_summary`).
 
     Args:
         metadata: of the run that is bundled.
@@ -367,7 +393,6 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
     Raises:
         WeightsError: a run of another recipe, with other settings, with the seed of another one, or without metrics.
     """
-    from .training.multi_run import seeds_summary
     from .training.run_folder import MACHINE_KEYS, first_difference
 
     def settings(known: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -25,12 +24,12 @@ from rich.table import Table
 from capszoo._verbosity import is_quiet
 
 from ..config import Recipe, RecipeError, load_recipe
-from ..weights import amend_metadata, finished_metadata, finished_run
+from ..weights import amend_metadata, finished_metadata, finished_run, seeds_summary
 from .checkpoints import write_atomically
 from .distributed import Stopped, StopRequest, TrainingError
 from .run_folder import check_run
 
-__all__ = ["Job", "run_jobs", "seeds_summary", "train_seeds", "train_together"]
+__all__ = ["Job", "run_jobs", "train_seeds", "train_together"]
 
 LOOK_SECONDS = 0.5
 
@@ -217,30 +216,6 @@ def train_together(
     parent = Path(out) if out else Path("runs")
     arguments = _arguments(overrides, data, cpu, profile)
     run_jobs([Job(recipe, parent / name, arguments) for recipe, name in zip(recipes, names, strict=True)])
-
-
-def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> dict[str, Any]:
-    """Accuracies of one recipe's runs: each seed's, their mean and (sample) standard deviation.
-
-    Args:
-        name: of the recipe.
-        runs: metadata of the finished run of each seed.
-        epochs: number of epochs.
-
-    Returns:
-        `{"recipe", "epochs", "seeds", "test": {"values", "mean", "sd", "n"}, "validation": …}`, in per cent; a
-        split that a run lacks is omitted, and `sd` for a single seed.
-    """
-    summary: dict[str, Any] = {"recipe": name, "epochs": epochs, "seeds": list(runs)}
-    for split in ("test", "validation"):
-        found = [info["metrics"].get(split) for info in runs.values()]
-        if not found or any(one is None for one in found):
-            continue
-        values = [one["top1"] for one in found]
-        summary[split] = {"values": values, "mean": round(statistics.fmean(values), 4), "n": found[0]["n"]}
-        if len(values) > 1:
-            summary[split]["sd"] = round(statistics.stdev(values), 4)
-    return summary
 
 
 def train_seeds(

@@ -10,8 +10,9 @@ import yaml
 
 from capszoo.recipes.config import RecipeError
 from capszoo.recipes.training.distributed import TrainingError
-from capszoo.recipes.training.multi_run import seeds_summary, train_seeds
+from capszoo.recipes.training.multi_run import train_seeds
 from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
+from capszoo.recipes.weights import seeds_summary
 
 from .test_multi_run import write_recipes
 
