@@ -350,7 +350,7 @@ def supervise(step: str, arguments: list[str], settings: Settings, seconds: floa
             print(messages, file=sys.stderr, flush=True)
         now = state(settings.out, step)
         if now["finished"]:
-            failed = [name for name, value in now["items"].items() if is_failure(value) or is_wrong(value)]
+            failed = [name for name, value in now["items"].items() if to_repeat(value)]
             return f"{len(failed)} failed: {', '.join(failed)}" if failed else "done"
         if code is None and left <= LIMITS[step]:
             return "to be gone on with"  # this call's time expired, not the step's
@@ -402,13 +402,16 @@ def is_wrong(value: Any) -> bool:
     return isinstance(value, dict) and value.get("passed") is False
 
 
+def to_repeat(value: Any) -> bool:
+    """True if `--retry` repeats an item."""
+    return is_failure(value) or is_wrong(value)
+
+
 def forget_failures(out: Path) -> None:
     """Make the next call repeat failed items and wrong ones."""
     for step in STEPS:
         now = state(out, step)
-        kept = {
-            key: value for key, value in now["items"].items() if not (is_failure(value) or is_wrong(value))
-        }
+        kept = {key: value for key, value in now["items"].items() if not to_repeat(value)}
         if len(kept) < len(now["items"]):
             write(out / f"{step}.json", {"items": kept, "running": None, "finished": False})
 
@@ -486,9 +489,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{step}: {outcome} ({time.monotonic() - began:.0f} s)", flush=True)
         write_report(settings)
     open_steps = [step for step in args.steps.split(",") if not state(args.out, step)["finished"]]
-    failed = sum(
-        is_failure(value) or is_wrong(value) for step in STEPS for value in read(args.out, step).values()
-    )
+    failed = sum(to_repeat(value) for step in STEPS for value in read(args.out, step).values())
     if open_steps:
         print(f"the same command resumes with {open_steps[0]}")
     else:

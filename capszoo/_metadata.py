@@ -114,12 +114,12 @@ def weights_folders() -> tuple[Path, ...]:
     return package / "weights", package.parent / "weights-large"
 
 
-def stored_file(name: str) -> Path | None:
-    """A file of a checkpoint of the zoo; None if no folder has it.
+def stored_file(name: str, folders: Iterable[Path] | None = None) -> Path | None:
+    """A file of a checkpoint of the zoo; None if no folder (by default of `weights_folders`) has it.
 
     A checkpoint's weights may be in another folder than its metadata and golden outputs.
     """
-    files = (folder / name for folder in weights_folders())
+    files = (folder / name for folder in folders or weights_folders())
     return next((file for file in files if file.is_file()), None)
 
 

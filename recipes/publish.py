@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -258,6 +258,7 @@ def publish(
     dry_run: bool = False,
     out: str | Path | None = None,
     say: Callable[[str], None] = print,
+    replaces: bool = False,
 ) -> dict[str, Any]:
     """Publish one checkpoint.
 
@@ -268,6 +269,7 @@ def publish(
         dry_run: write and check everything, without network calls.
         out: keep the written files in this folder, which must not exist.
         say: called with each line of progress.
+        replaces: `out` may hold the files of an earlier call, which are then replaced.
 
     Returns:
         `{"repo_id", "model", "files": [{"name", "bytes", "sha256"}], "url", "commit", "changed"}`; the last three
@@ -278,18 +280,7 @@ def publish(
         PublishError, WeightsError: one line; the same command can be repeated.
     """
     _check_repo_id(repo_id)
-    return _publish(run, repo_id, private, dry_run, _staging(Path(out) if out else None), say)
-
-
-def _publish(
-    run: str | Path,
-    repo_id: str,
-    private: bool,
-    dry_run: bool,
-    staging: AbstractContextManager[Path],
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    with staging as folder:
+    with _staging(Path(out) if out else None, replaces) as folder:
         info = stage(run, repo_id, folder, private)
         result: dict[str, Any] = {"repo_id": repo_id, "model": info.name, "files": _listing(folder)}
         if dry_run:
@@ -311,9 +302,8 @@ def publish_all(
     done: list[dict[str, Any]] = []
     for name in bundled_tags():
         try:
-            _check_repo_id(f"{org}/{name}")
-            staging = _staging(Path(out) / name if out else None, replaces=True)
-            done.append(_publish(name, f"{org}/{name}", private, dry_run, staging, say))
+            into = Path(out) / name if out else None
+            done.append(publish(name, f"{org}/{name}", private, dry_run, into, say, replaces=True))
         except (PublishError, WeightsError) as error:
             raise PublishError(f"{name} ({len(done)} of {len(bundled_tags())} were done): {error}") from error
         say(f"{done[-1]['repo_id']}: {'checked' if dry_run else 'published'}")

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from capszoo._metadata import stored_file
 from capszoo._npz import read_npz
 from capszoo.checkpoint import model_from_file, run_weights
 from capszoo.data import DATASETS, DatasetSpec, normalize
@@ -156,9 +157,8 @@ def amend_metadata(weights: Path, **more: Any) -> WeightsInfo:
 
 def golden_file(info: WeightsInfo) -> Path:
     """The golden outputs of a checkpoint of the zoo: beside its metadata, wherever the weights are."""
-    folders = weights_folders()
-    found = (folder / f"{info.name}.golden.npz" for folder in folders)
-    return next((file for file in found if file.is_file()), folders[0] / f"{info.name}.golden.npz")
+    name, folders = f"{info.name}.golden.npz", weights_folders()
+    return stored_file(name, folders) or folders[0] / name
 
 
 def finished_run(run: str | Path) -> Path:
@@ -396,9 +396,8 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
     from .training.run_folder import MACHINE_KEYS, first_difference
 
     def settings(known: Mapping[str, Any]) -> dict[str, Any]:
-        whole = Recipe.model_validate(known["recipe"]).model_dump(
-            mode="json"
-        )  # earlier versions lack newer keys
+        # metadata of earlier versions lack newer keys
+        whole = Recipe.model_validate(known["recipe"]).model_dump(mode="json")
         return {key: value for key, value in whole.items() if key not in MACHINE_KEYS | {"seed"}}
 
     name = f"{metadata['architecture']}.{metadata['tag']}"
@@ -417,20 +416,19 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
     return seeds_summary(name, runs, int(metadata["recipe"]["epochs"]))
 
 
-def _with_seeds(run: str, others: list[str]) -> None:
-    """Add the summary over `others` to the metadata of a run, or of a checkpoint of the zoo."""
-    in_zoo = run in bundled_tags() and not Path(run).is_dir()
-    weights = weights_folders()[0] / f"{run}.safetensors" if in_zoo else finished_run(run)
+def _with_seeds(weights: Path, others: list[str]) -> None:
+    """Add the summary over a run and `others` to the metadata beside its weights."""
     found: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
-    metadata = {other: finished_metadata(Path(other)) for other in others}
-    for other, known in metadata.items():
+    metadata: dict[str, dict[str, Any]] = {}
+    for other in others:
+        known = finished_metadata(Path(other))
         if known is None:
             raise WeightsError(f"{other} is not a finished run: run its recipe to the end first")
-    summary = same_but_seed(found, {other: known for other, known in metadata.items() if known is not None})
+        metadata[other] = known
+    summary = same_but_seed(found, metadata)
     amend_metadata(weights, seeds=summary)
-    print(
-        f"{run}: test {summary['test']['mean']:.2f} ± {summary['test']['sd']:.2f}, n = {len(summary['seeds'])}"
-    )
+    test, count = summary["test"], len(summary["seeds"])
+    print(f"{weights.stem}: test {test['mean']:.2f} ± {test['sd']:.2f}, n = {count}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -444,14 +442,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", help="folder of the data set, for --half; default: CAPSZOO_DATA")
     args = parser.parse_args(argv)
     try:
-        if args.run in bundled_tags() and not Path(args.run).is_dir():
-            if not args.seeds:
-                raise WeightsError(f"{args.run} is in the zoo: name the folder of a run, or --seeds")
-            _with_seeds(args.run, args.seeds)
+        in_zoo = args.run in bundled_tags() and not Path(args.run).is_dir()
+        if in_zoo and not args.seeds:
+            raise WeightsError(f"{args.run} is in the zoo: name the folder of a run, or --seeds")
+        if in_zoo:
+            _with_seeds(weights_folders()[0] / f"{args.run}.safetensors", args.seeds)
             return 0
         run = store_half(args.run, args.data).parent if args.half else args.run
         if args.seeds:
-            _with_seeds(str(run), args.seeds)
+            _with_seeds(finished_run(run), args.seeds)
         for path in bundle(run, args.to):
             print(f"{path} ({path.stat().st_size:,} bytes)")
     except (WeightsError, OSError, ValueError) as error:

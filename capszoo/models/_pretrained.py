@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, weights_folders
+from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, stored_file, weights_folders
 from capszoo.errors import UsageError
 
 from ._metadata import ModelConfig, WeightsError
@@ -80,7 +80,7 @@ def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Pa
         WeightsError: the file is neither bundled nor available from the Hub, or its sha256 is wrong.
     """
     filename = f"{info.name}.safetensors"
-    path = next((folder / filename for folder in weights_folders() if (folder / filename).is_file()), None)
+    path = stored_file(filename, weights_folders())
     if path is None:
         return download_weights(info.hub_id, cache_dir, info.sha256, local_name=filename)
     actual = sha256_of(path)
