@@ -75,7 +75,12 @@ def spread_loss(scores: Tensor, target: Tensor, margin: float = 0.9) -> Tensor:
         scores: activations ``[b, n]``.
         target: class indices ``[b]``.
         margin: required lead of the labelled class.
+
+    Raises:
+        ValueError: the targets are not ``[b]``.
     """
+    if target.dim() != 1:
+        raise ValueError(f"the spread loss needs one class index per image, [b], not {tuple(target.shape)}")
     scores = upcast_half(scores)
     labelled = scores.gather(1, target.long()[:, None])  # [b, 1]
     short = F.relu(margin - (labelled - scores)).square()

@@ -144,6 +144,8 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 
 
 def test_wrong_shapes_say_what_is_right() -> None:
+    with pytest.raises(ValueError, match="one class index per image"):
+        spread_loss(torch.rand(2, 3), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="presences"):
         margin_loss(torch.rand(2, 3), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="differ in shape"):

@@ -20,7 +20,7 @@ from ..errors import CapszooError, UsageError
 from ..inference import label_names
 from ..models._base import NoCapsules
 from ..models.routing_pool import RoutingPoolNet
-from ..preprocess import ImageLike, as_image, model_transform
+from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind
 from .plotting import for_display, image_style, new_figure, save, show, write_numbers
 
@@ -123,12 +123,7 @@ def explain(
     if not callable(getattr(model, "coupling_map", None)):
         raise CapszooError(f"{type(model).__name__} is no capsule network", "choose one: `capszoo list`")
     transform = model_transform(model)
-    x = image if isinstance(image, Tensor) else transform(as_image(image))
-    expected = (transform.channels, *transform.size)
-    if tuple(x.shape) != expected:
-        raise UsageError(
-            f"the image is {tuple(x.shape)}, the model takes {expected}", "resize it, or pass a picture"
-        )
+    x = model_input(transform, image)
     labels = tuple(label_names(model))
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
@@ -170,6 +165,22 @@ def explain(
         score_kind=score_kind(model),
         quantity=getattr(model, "map_quantity", "coupling"),
     )
+
+
+def model_input(transform: ImageTransform, image: ImageLike) -> Tensor:
+    """An image as the model's normalised input ``[c, h, w]``; a tensor is one already.
+
+    Raises:
+        CapszooError: a file or a picture that cannot be read.
+        UsageError: an invalid array, or a tensor of another size.
+    """
+    x = image if isinstance(image, Tensor) else transform(as_image(image))
+    expected = (transform.channels, *transform.size)
+    if tuple(x.shape) != expected:
+        raise UsageError(
+            f"the image is {tuple(x.shape)}, the model takes {expected}", "resize it, or pass a picture"
+        )
+    return x
 
 
 def _model_name(model: nn.Module) -> str:

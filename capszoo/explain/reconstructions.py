@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
+from .._modes import evaluating
 from ..errors import CapszooError, UsageError
 from ..inference import label_names
-from ..preprocess import model_transform
-from .heat_map import class_index
+from ..preprocess import ImageLike, model_transform
+from .heat_map import class_index, model_input
 from .plotting import new_figure, save, save_columns, show
 
 __all__ = [
@@ -118,7 +118,7 @@ def _decode(model: Any, poses: Tensor, target: Tensor) -> Tensor:
 @torch.no_grad()
 def perturb(
     model: nn.Module,
-    image: Image.Image | Tensor,
+    image: ImageLike,
     target: int | str | None = None,
     offsets: Sequence[float] = OFFSETS,
     dims: Sequence[int] | None = None,
@@ -126,15 +126,16 @@ def perturb(
     """Change one dimension of a class capsule at a time, and decode it.
 
     Args:
-        model: model with a decoder, in eval mode.
-        image: a picture, or a normalised tensor ``[c, h, w]``.
+        model: model with a decoder; used in eval mode.
+        image: a path, a picture or a numpy array (see `capszoo.preprocess.as_image`); or a normalised tensor
+            ``[c, h, w]``.
         target: class whose capsule is changed; None for the predicted one.
         offsets: values added to each dimension in turn.
         dims: indices of the dimensions to change; None changes all.
 
     Raises:
-        CapszooError: the model has no decoder.
-        UsageError: no such class or dimension.
+        CapszooError: the model has no decoder, or the image cannot be read.
+        UsageError: no such class or dimension, or a tensor of another size.
 
     Examples:
         >>> from PIL import Image
@@ -146,9 +147,10 @@ def perturb(
     """
     labels = _require_decoder(model)
     transform = model_transform(model)
-    x = image if isinstance(image, Tensor) else transform(image)
+    x = model_input(transform, image)
     like = next(model.parameters())
-    output = model.forward_capsules(x[None].to(like.device, like.dtype))  # type: ignore[operator]
+    with evaluating(model):
+        output = model.forward_capsules(x[None].to(like.device, like.dtype))  # type: ignore[operator]
     chosen = int(output.scores[0].argmax()) if target is None else class_index(target, labels)
     pose = output.poses[0]  # [n, e]
     e, k = pose.shape[1], len(offsets)
@@ -161,7 +163,8 @@ def perturb(
     shifts = torch.tensor(offsets, device=pose.device, dtype=pose.dtype)
     unit = torch.eye(e, device=pose.device)[numbers]  # [d, e]
     changed[:, chosen] += (unit[:, None] * shifts[:, None]).flatten(0, 1)
-    images = _decode(model, changed, torch.full((d * k,), chosen, device=pose.device))
+    with evaluating(model):
+        images = _decode(model, changed, torch.full((d * k,), chosen, device=pose.device))
     return Perturbation(
         images.unflatten(0, (d, k)), tuple(offsets), transform.restore(x), labels[chosen], tuple(numbers)
     )

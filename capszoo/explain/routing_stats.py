@@ -220,7 +220,7 @@ def routing_stats(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | Non
 def _add_votes(curve: _Curve, model: nn.Module, images: Tensor, labels: Tensor) -> _Curve | None:
     try:
         votes, poses, classes = model.class_votes(images)  # type: ignore[operator]
-    except NotImplementedError:
+    except (NotImplementedError, NoCapsules):
         return None
     curve.classes = classes
     if not classes:

@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["windows"]
+__all__ = ["out_size", "windows"]
+
+
+def out_size(size: int, kernel_size: int, stride: int, padding: int = 0) -> int:
+    """Number of windows along an axis of ``size`` positions; also the output size of a convolution."""
+    return (size + 2 * padding - kernel_size) // stride + 1
 
 
 def windows(x: Tensor, kernel_size: int, stride: int, padding: int = 0) -> Tensor:

@@ -227,7 +227,10 @@ class RoutingLayer(nn.Module):
 
     @torch.jit.unused
     def freeze(self, target: str = "") -> None:
-        """Store the weights of engines that export graphs (for one target, or for all) as constants: for inference."""
+        """Store the weights of engines that export graphs (for one target, or for all) as constants: for inference.
+
+        The constants do not follow later changes of the weights: copy the model first, and freeze the copy.
+        """
         for engine in self.engines:
             if target in engine.targets or (engine.targets and not target):
                 for key, value in engine.prepare(self).items():

@@ -11,6 +11,7 @@ from typing import Tuple
 
 from torch import Tensor, nn
 
+from ._windows import out_size
 from .squash import squash
 
 __all__ = ["PrimaryCaps2d", "capsules_from_map"]
@@ -74,8 +75,8 @@ class PrimaryCaps2d(nn.Module):
 
     def grid_size(self, height: int, width: int) -> Tuple[int, int]:
         """Rows and columns of the capsule grid for an input map of this size (plain integers)."""
-        reach = 2 * self.padding - self.kernel_size
-        return (height + reach) // self.stride + 1, (width + reach) // self.stride + 1
+        window = (self.kernel_size, self.stride, self.padding)
+        return out_size(height, *window), out_size(width, *window)
 
     def extra_repr(self) -> str:
         return f"{self.num_caps} capsules of {self.pose_dim}" + (", squashed" if self.squashed else "")

@@ -220,6 +220,7 @@ class RoutingPool2d(RoutingLayer):
         self.rows = rows
         self.cols = cols
         self.flatten = flatten
+        self.averages = lam == 0.0 and activation == "identity" and (rows, cols) == (1, 1)
         self.pool_type = "routing"
         self._chans_message = f"routing pooling needs channels that are a multiple of caps_dim={caps_dim}"
         self._grid_message = f"routing pooling to {rows}x{cols} cells needs a grid that is a multiple of it"
@@ -230,7 +231,7 @@ class RoutingPool2d(RoutingLayer):
     def feat_mult(self) -> int:
         return 1
 
-    def _children(self, x: Tensor) -> Tensor:
+    def capsules(self, x: Tensor) -> Tensor:
         """Feature map ``[b, C, h, w]`` to capsules ``[b, g*rows*cols, l, e]``, where l are the positions of a cell."""
         torch._assert(x.shape[1] % self.caps_dim == 0, self._chans_message)
         if self.rows == 1 and self.cols == 1:
@@ -243,20 +244,37 @@ class RoutingPool2d(RoutingLayer):
         return x.reshape(-1, self.rows * self.cols, x.shape[3], self.caps_dim)  # the batch: b*g
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.lam == 0.0 and self.activation == "identity" and self.rows == 1 and self.cols == 1:
-            # exactly average pooling, in the input's layout and reduction order
-            pooled = x.mean(dim=(2, 3), keepdim=True)
+        if self.averages:
             torch._assert(x.shape[1] % self.caps_dim == 0, self._chans_message)
+            return self._average(x)
+        return self._as_map(x, self.compute([self.capsules(x)], self.num_iters, False).poses[0])
+
+    def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Like :meth:`forward`, but also return :meth:`couplings`."""
+        h, w = x.shape[2], x.shape[3]
+        routed = self.compute([self.capsules(x)], self.num_iters, True)
+        pooled = self._average(x) if self.averages else self._as_map(x, routed.poses[0])
+        c = routed.couplings
+        assert c is not None
+        c = c.reshape(-1, self.rows, self.cols, h // self.rows, w // self.cols)
+        return pooled, c.transpose(2, 3).reshape(-1, x.shape[1] // self.caps_dim, h, w)
+
+    def couplings(self, x: Tensor) -> Tensor:
+        """Contribution of each position: ``[b, C, h, w] -> [b, groups, h, w]``; sums to 1 over each cell."""
+        return self.route(x)[1]
+
+    def _average(self, x: Tensor) -> Tensor:
+        """Average pooling, in the input's layout and reduction order."""
+        pooled = x.mean(dim=(2, 3), keepdim=True)
+        return pooled.flatten(1) if self.flatten else pooled
+
+    def _as_map(self, x: Tensor, poses: Tensor) -> Tensor:
+        """Parents ``[b, g*rows*cols, e]`` of the capsules of ``x`` as a map, or flattened."""
+        if self.rows == 1 and self.cols == 1:
+            pooled = poses.reshape(-1, x.shape[1], 1, 1)
         else:
-            chans = x.shape[1]
-            poses = self.compute([self._children(x)], self.num_iters, False).poses[0]
-            if self.rows == 1 and self.cols == 1:
-                pooled = poses.reshape(-1, chans, 1, 1)
-            else:
-                pooled = poses.transpose(1, 2).reshape(-1, chans, self.rows, self.cols)
-        if self.flatten:
-            pooled = pooled.flatten(1)
-        return pooled
+            pooled = poses.transpose(1, 2).reshape(-1, x.shape[1], self.rows, self.cols)
+        return pooled.flatten(1) if self.flatten else pooled
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         """:func:`routing_pool` of children ``[b, g, l, e]``."""
@@ -267,15 +285,6 @@ class RoutingPool2d(RoutingLayer):
     def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
         groups, locations, pose = inputs[0].shape[1:]
         return groups, locations, 1, pose, pose
-
-    def couplings(self, x: Tensor) -> Tensor:
-        """Contribution of each position: ``[b, C, h, w] -> [b, groups, h, w]``; sums to 1 over each cell."""
-        h, w = x.shape[2], x.shape[3]
-        groups = x.shape[1] // self.caps_dim
-        c = self.compute([self._children(x)], self.num_iters, True).couplings
-        assert c is not None
-        c = c.reshape(-1, self.rows, self.cols, h // self.rows, w // self.cols)
-        return c.transpose(2, 3).reshape(-1, groups, h, w)
 
     def extra_repr(self) -> str:
         return (

@@ -11,8 +11,8 @@ symbol       here
 ``g``        ``generator``: transposed convolution grouped by capsule channel, BN, ReLU, squash
 ``f``        ``critic``: two strided convolutions to one channel, shared by both sides
 ``C, c``     ``cost [n, m]``: ground cost between the samples of two mini-batches
-``K``        ``kernel``: ``exp(-C / epsilon)``
-``a, b``     ``rows``, ``columns``: scaling vectors
+``log K``    ``log_kernel``: ``-C / epsilon``
+``a, b``     ``rows``, ``columns``: logarithms of the scaling vectors
 ``P``        ``plan [n, m]``: how much mass goes from sample to sample; sums to 1
 ============ ============================================================================================
 
@@ -22,13 +22,16 @@ Steps (Eq. 9, 10): ``b = 1/m``; L times ``a = (1/n) / (K b)``, ``b = (1/m) / (K'
 loss ``W = sum(P * C)``; with the bias fix (Eq. 11) ``2 W(x, y) - W(x, x) - W(y, y)``. As published, no gradient
 flows through the plan.
 
-Deviations: each row of the cost is lowered by its minimum before the exponential, which keeps the kernel from vanishing
-and changes no plan (``a`` absorbs the factor); divisors are clamped at 1e-30; half precision is
-computed in float32. Our choices where the paper does not specify: the KL alternative compares, sample by sample, the
-softmax over the critic's features, ``KL(y || g(z))``; a mini-batch of one sample gives zero.
+Deviations: the steps are computed in logarithms, because a kernel of large costs underflows, and a column that vanishes
+loses its mass; each row of the cost is lowered by its minimum, which keeps precision and changes no plan (``a`` absorbs
+the factor); half precision is computed in float32. Our choices where the paper does not specify: the KL alternative
+compares, sample by sample, the softmax over the critic's features, ``KL(y || g(z))``; a mini-batch of one sample gives
+zero.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -87,14 +90,13 @@ def sinkhorn_plan(cost: Tensor, num_iters: int = 10, epsilon: float = 1.0) -> Te
         raise ValueError(f"epsilon must be positive, not {epsilon}")
     cost = upcast_half(cost)
     n, m = cost.shape
-    nearest = cost.detach().amin(dim=1, keepdim=True)
-    kernel = torch.exp((nearest - cost) / epsilon)  # [n, m]
-    columns = kernel.new_full((m, 1), 1.0 / m)
-    rows = kernel.new_empty((0,))
+    log_kernel = (cost.detach().amin(dim=1, keepdim=True) - cost) / epsilon  # [n, m]
+    columns = log_kernel.new_full((m,), -math.log(m))
+    rows = columns  # a placeholder: there is at least one iteration
     for _ in range(num_iters):
-        rows = (1.0 / n) / (kernel @ columns).clamp(min=1e-30)  # [n, 1]
-        columns = (1.0 / m) / (kernel.t() @ rows).clamp(min=1e-30)  # [m, 1]
-    return rows * kernel * columns.t()
+        rows = -math.log(n) - torch.logsumexp(log_kernel + columns, dim=1, keepdim=True)  # [n, 1]
+        columns = -math.log(m) - torch.logsumexp(log_kernel + rows, dim=0)  # [m]
+    return torch.exp(log_kernel + rows + columns)
 
 
 def _transport_loss(

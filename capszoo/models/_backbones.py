@@ -286,9 +286,9 @@ def first_convolution(model: nn.Module) -> Optional[str]:
 def feature_levels_of(
     model: Any, prefix: str, chans: int, img_size: Tuple[int, int], grid: Tuple[int, int]
 ) -> List[dict]:
-    """timm's ``feature_info`` of a model, with its modules under ``prefix``; one level if it has none."""
+    """timm's ``feature_info`` of a model, with its modules under ``prefix``; one level, its parent, if it has none."""
     info = getattr(model, "feature_info", None)
     if info is not None and hasattr(model, "forward_intermediates"):
         levels = info.get_dicts() if hasattr(info, "get_dicts") else list(info)
         return [dict(level, module=f"{prefix}.{level['module']}") for level in levels]
-    return [dict(num_chs=chans, reduction=max(1, img_size[0] // grid[0]), module=prefix)]
+    return [dict(num_chs=chans, reduction=max(1, img_size[0] // grid[0]), module=prefix.rpartition(".")[0])]

@@ -2,12 +2,13 @@
 
 A network is a body and a head. The body, :attr:`CapsuleNet.stages`, is a sequence of modules that each map a
 feature map ``[b, c, h, w]`` to the next; its last output is what ``forward_features`` returns. The head has the
-routing layers, and each family implements it in ``forward_head``. The class layer and the decoder depend on the
+routing layers, and each family implements it in ``_class_capsules``. The class layer and the decoder depend on the
 number of classes; this base class creates and replaces them.
 """
 
 import math
 from collections import OrderedDict
+from numbers import Integral
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -91,8 +92,9 @@ class Votes(NamedTuple):
 
 def to_2tuple(size: Union[int, Tuple[int, int], List[int]]) -> Tuple[int, int]:
     """``28 -> (28, 28)``, ``(28, 32) -> (28, 32)``; raise ValueError for anything else."""
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or any(int(s) != s or s < 1 for s in pair):
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    whole = all(isinstance(s, Integral) and not isinstance(s, bool) for s in pair)
+    if len(pair) != 2 or not whole or min(pair) < 1:
         raise ValueError(f"img_size must be a positive integer or a pair (height, width), not {size!r}")
     return int(pair[0]), int(pair[1])
 
@@ -110,8 +112,8 @@ class CapsuleNet(nn.Module):
     A subclass sets, in its ``__init__``: ``stages`` (an ``nn.Sequential`` with named children), ``feature_info``
     (at least three :func:`feature_levels`), ``num_features`` (channels of ``forward_features``), ``head_hidden_size``
     (width of ``forward_head(pre_logits=True)``) and, for a decoder, ``class_dim`` (dimension of a class capsule). Its
-    last call is :meth:`_make_head`. It implements ``_make_classifier``, ``forward_head``, ``forward_capsules`` and
-    ``coupling_map``.
+    last call is :meth:`_make_head`. It implements ``_make_classifier``, ``_class_capsules`` (or ``forward_head``),
+    ``forward_capsules`` and ``coupling_map``.
 
     Args:
         num_classes: number of classes; 0 omits the class layer, and ``forward`` returns the pooled features.
@@ -187,8 +189,19 @@ class CapsuleNet(nn.Module):
         return x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Feature map to class scores ``[b, n]``, or with ``pre_logits`` to ``[b, head_hidden_size]``."""
-        raise NotImplementedError
+        """Feature map to class scores ``[b, n]``; without classes or with ``pre_logits`` to ``[b, head_hidden_size]``.
+
+        With neither classes nor a ``global_pool``, the map itself.
+        """
+        if self.num_classes == 0 and self.global_pool == "":
+            return x
+        if pre_logits or self.num_classes == 0:
+            return self._pooled(x)
+        return self._class_capsules(x)[0]
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        """Feature map to ``[b, head_hidden_size]``: its mean over the grid, unless a network states another pooling."""
+        return x.mean(dim=(2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         """Images ``[b, in_chans, h, w]`` to class scores ``[b, n]``; the argmax is the prediction."""
@@ -218,11 +231,11 @@ class CapsuleNet(nn.Module):
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images ``[b, in_chans, h, w]`` to scores, class capsules, activations and all couplings."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no forward_capsules")
 
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each grid position in each class capsule; sums to 1."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no coupling_map")
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         """Layout of each of the couplings that :meth:`forward_capsules` returns; empty without routing."""
@@ -230,14 +243,14 @@ class CapsuleNet(nn.Module):
 
     def class_votes(self, x: Tensor) -> Votes:
         """Images to the votes of the last capsule layer and its parents."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} forms no votes")
 
     def reconstruct(self, poses: Tensor, target: Optional[Tensor] = None) -> Tensor:
         """Class capsules ``[b, n, e]`` to images ``[b, in_chans, h, w]`` in 0..1, through the decoder.
 
         Args:
             poses: class capsules, from :meth:`forward_capsules`.
-            target: ``[b]`` class whose capsule is kept; defaults to the longest capsule.
+            target: ``[b]`` class whose capsule is kept; defaults to the longest capsule. EM networks require it.
 
         Raises:
             RuntimeError: the model was created without ``decoder=True``.
@@ -265,9 +278,14 @@ class CapsuleNet(nn.Module):
             A state dict for this network, and the names of the tensors that were resampled.
 
         Raises:
-            ValueError: a weight depends on the size and the network has no rule for it.
+            ValueError: a weight depends on the size and the network has no rule for it, or is not the network's.
         """
         own, resampled = self.state_dict(), self.resampled(weights, img_size)
+        unknown = sorted(set(weights).difference(own))
+        if unknown:
+            raise ValueError(
+                f"{type(self).__name__} has no {', '.join(unknown)}: give weights of this network"
+            )
         for name, value in weights.items():
             if own[name].shape != value.shape and name not in resampled:
                 raise ValueError(
@@ -315,7 +333,7 @@ class CapsuleNet(nn.Module):
             ValueError: a negative number, or a pooling that the model does not have; nothing is changed.
         """
         if num_classes < 0:
-            raise ValueError(f"{num_classes} classes make no sense: give 0 or more")
+            raise ValueError(f"num_classes must be 0 or more, not {num_classes}")
         self._check_pool(global_pool)
         self.num_classes = num_classes
         self._set_pool(global_pool)
@@ -326,7 +344,7 @@ class CapsuleNet(nn.Module):
 
     def _make_classifier(self) -> nn.Module:
         """A new class layer for ``num_classes``, or its replacement for 0 classes."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no _make_classifier")
 
     def _set_classifier(self, layer: nn.Module) -> None:
         setattr(self, self.classifier_name, layer)
@@ -366,7 +384,9 @@ class CapsuleNet(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
-        return set()
+        """The learned first logits or parents, ``start``, and the scalars of EM's costs, ``beta_v`` and ``beta_a``."""
+        own = ("start", "beta_v", "beta_a")
+        return {name for name, _ in self.named_parameters() if name.split(".")[-1] in own}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Callable[[str], Tuple[float, ...]]:

@@ -18,8 +18,10 @@ __all__ = [
     "Decoder",
     "check_caps_dim",
     "cifar_resnet_stages",
+    "freeze_batch_statistics",
     "idpa_backbone_stages",
     "init_conv_weights",
+    "score_parts",
 ]
 
 
@@ -148,6 +150,31 @@ def init_conv_weights(module: nn.Module) -> None:
                 nn.init.zeros_(m.bias)
 
 
+def score_parts(pooled: Tensor, weight: Tensor, caps_dim: int) -> Tensor:
+    """Contribution of each pooled capsule to each score of a linear classifier; with the bias they sum to the score.
+
+    Args:
+        pooled: the classifier's input ``[b, groups * caps_dim]``.
+        weight: of the classifier, ``[n, groups * caps_dim]``.
+        caps_dim: channels of a capsule.
+
+    Returns:
+        ``[b, n, groups]``.
+    """
+    return (pooled[:, None] * weight).unflatten(2, (-1, caps_dim)).sum(-1)
+
+
+def freeze_batch_statistics(net: nn.Module) -> None:
+    """Set frozen modules to eval mode, so that the statistics of their norms do not change.
+
+    A module is frozen if it has parameters and none of them requires a gradient.
+    """
+    for module in net.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
+
+
 class Decoder(nn.Module):
     """Reconstruction from one class capsule (Sabour et al. 2017, section 4.1): 512, 1024, pixels, sigmoid.
 
@@ -172,7 +199,7 @@ class Decoder(nn.Module):
         """Capsules ``[b, n, e]`` (and the class to keep, ``[b]``) to images ``[b, c, h, w]`` in 0..1."""
         if target is None:
             target = poses.detach().float().square().sum(dim=-1).argmax(dim=1)
-        keep = F.one_hot(target, self.num_classes).to(poses.dtype)  # [b, n]
+        keep = F.one_hot(target.long(), self.num_classes).to(poses.dtype)  # [b, n]
         x = (poses * keep[:, :, None]).flatten(1)  # [b, n*e]
         x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))

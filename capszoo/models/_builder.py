@@ -57,7 +57,7 @@ NO_SOURCE: dict[str, Any] = dict(
     dict.fromkeys(("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source")), custom_load=False
 )
 
-#: Sources of a configuration that a stranger wrote, as timm names them.
+#: Sources of a third-party configuration, as timm names them.
 _STRANGERS = ("hf-hub", "local-dir")
 
 #: Arguments that are integers in every model, with their minimum.
@@ -168,13 +168,13 @@ def _placement(device: Any, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def trusted_tag(architecture: str, tag: str | None, sha256: str | None) -> str | None:
-    """The tag stated by a stranger's configuration; None if the zoo has other weights under that name."""
+    """The tag stated by a third-party configuration; None if the zoo has other weights under that name."""
     info = bundled_tags().get(f"{architecture}.{tag}")
     return tag if info is None or info.sha256 == sha256 else None
 
 
 def stranger_cfg(cfg: Mapping[str, Any], variant: str, where: str, zoo: bool = True) -> dict[str, Any]:
-    """A stranger's configuration for timm: the registered one, updated with its description, without sources.
+    """A third-party configuration for timm: the registered one, updated with its description, without sources.
 
     Args:
         cfg: keys of timm's ``PretrainedCfg``; those that name a source are dropped.

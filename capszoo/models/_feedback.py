@@ -51,9 +51,14 @@ class _Hook:
 
 
 class _Begin(_Hook):
-    """Before the model's forward: clear the previous features and start recording."""
+    """Before the model's forward: clear the previous features and start recording.
+
+    Inputs on the meta device are skipped: ``engine_report`` must not replace the features of a training step.
+    """
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            return
         self.store.clear()
         if module.training:
             self.store[_LISTENING] = torch.empty(0)
@@ -79,6 +84,8 @@ _LISTENING = "(listening)"
 
 class FeedbackAgreement(nn.Module):
     """Units between pairs of feature levels of a model; calling it returns the loss of the last training forward.
+
+    Under autocast, call it inside the same autocast block as the model: its weights are float32, the features are not.
 
     Args:
         model: any network. Only its outputs are recorded: its parameters are not part of this module.

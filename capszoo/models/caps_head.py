@@ -27,7 +27,7 @@ from ._backbones import (
     first_convolution,
 )
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
-from ._blocks import cifar_resnet_stages, init_conv_weights
+from ._blocks import cifar_resnet_stages, freeze_batch_statistics, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 from ._heads import HEADS, CapsuleHead, head_arguments, unknown_routing
 
@@ -54,7 +54,18 @@ class HeadNet(CapsuleNet):
         self._make_head()
 
     def get_classifier(self) -> nn.Module:
-        return self.head.classes
+        return getattr(self.head, "classes", self.head)
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """As in :class:`CapsuleNet`.
+
+        Raises:
+            RuntimeError: :meth:`prune_intermediate_layers` dropped the head.
+        """
+        if isinstance(self.head, CapsuleHead):
+            super().reset_classifier(num_classes, global_pool)
+        elif num_classes or global_pool:
+            raise RuntimeError("the head was pruned: create the network anew")
 
     def _set_classifier(self, layer: nn.Module) -> None:
         self.head.classes = layer
@@ -63,7 +74,7 @@ class HeadNet(CapsuleNet):
         return self.head.make_classes(self.num_classes)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Feature map to class scores ``[b, n]``; ``pre_logits``: the class layer's input, averaged over the grid."""
+        """Feature map to class scores ``[b, n]``; ``pre_logits``: the class layer's input, pooled by the head."""
         if self.num_classes == 0 and self.global_pool == "":
             return x
         if pre_logits or self.num_classes == 0:
@@ -94,10 +105,6 @@ class HeadNet(CapsuleNet):
     def class_votes(self, x: Tensor) -> Votes:
         self._require_classes()
         return self.head.class_votes(self.forward_features(x))
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> Set[str]:
-        return {name for name, _ in self.named_parameters() if name.split(".")[-1] in ("beta_v", "beta_a")}
 
     @torch.jit.ignore
     def prune_intermediate_layers(
@@ -163,7 +170,7 @@ class SelfRoutingResNet(_HeadResNet):
         caps_types, caps_dim: primary capsule types, and their pose dimension.
         layers: depth of the ResNet, 6n + 2.
         global_pool: ``"avg"``; ``""`` returns the feature map without classes.
-        drop_rate: dropout of the class layer's children.
+        drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
     """
 
     def __init__(
@@ -197,7 +204,7 @@ class RoutedResNet(_HeadResNet):
         routing_iters: routing iterations; None uses the routing's default (3; idpa 2).
         layers: depth of the ResNet, 6n + 2.
         global_pool: ``"avg"``; ``""`` returns the feature map without classes.
-        drop_rate: dropout of the class layer's children.
+        drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
     """
 
     def __init__(
@@ -281,9 +288,20 @@ class BackboneNet(HeadNet):
         )
         self._attach(features.chans, features.grid, routing, options)
 
+    def train(self, mode: bool = True) -> "BackboneNet":
+        """As in PyTorch, but frozen parts of the backbone stay in eval mode: their norms keep their statistics."""
+        super().train(mode)
+        freeze_batch_statistics(self.stages)
+        return self
+
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.stages.backbone.model.set_grad_checkpointing(enable)  # type: ignore[union-attr, operator]
+        """As in the backbone; one without this method is recomputed as a whole."""
+        model: Any = self.stages.backbone.model  # type: ignore[union-attr]
+        if hasattr(model, "set_grad_checkpointing"):
+            model.set_grad_checkpointing(enable)
+        else:
+            super().set_grad_checkpointing(enable)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -296,7 +314,7 @@ class BackboneNet(HeadNet):
         """The backbone's order of depth; the head last."""
         model: Any = self.stages.backbone.model  # type: ignore[union-attr]
         matcher = getattr(model, "group_matcher", None)
-        order = group_parameters(model, matcher(coarse=coarse)) if matcher else {}
+        order = group_parameters(model, matcher(coarse=coarse), reverse=True) if matcher else {}
 
         def depth_of(name: str) -> Tuple[float, ...]:
             if not name.startswith("stages."):
@@ -307,8 +325,13 @@ class BackboneNet(HeadNet):
 
     @torch.jit.ignore
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As in the backbone (timm's signature); the final features as a map ``[b, c, h, w]``."""
+        """As in the backbone (timm's signature); the final features as a map ``[b, c, h, w]``.
+
+        A backbone without this method has one level, the final features.
+        """
         features: Any = self.stages.backbone
+        if not hasattr(features.model, "forward_intermediates"):
+            return super().forward_intermediates(x, *args, **kwargs)
         found = features.model.forward_intermediates(x, *args, **kwargs)
         if isinstance(found, tuple):
             return features.to_map(found[0]), found[1]
@@ -319,6 +342,8 @@ class BackboneNet(HeadNet):
         self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> List[int]:
         features: Any = self.stages.backbone
+        if not hasattr(features.model, "prune_intermediate_layers"):
+            return super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if prune_head:
             self.reset_classifier(0, "")
             self.head = nn.Identity()
@@ -358,7 +383,8 @@ def attach_head(
         img_size: of the images, one number or (rows, columns) in pixels; None uses the backbone's.
         in_chans: channels of the images; None uses the backbone's.
         pretrained: load the backbone's weights; nothing is downloaded otherwise.
-        freeze: freeze the backbone in training: its parameters need no gradient.
+        freeze: freeze the backbone: its parameters need no gradient, and it stays in eval mode in training, so that the
+            statistics of its norms do not change.
         **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), and those specific to the routing, such as
             ``caps_types``, ``num_iters`` or ``depth``.
 
@@ -396,6 +422,7 @@ def attach_head(
     net: BackboneNet = caps_head(**options)
     if freeze:
         net.stages.requires_grad_(False)
+        net.train(net.training)
     return net
 
 

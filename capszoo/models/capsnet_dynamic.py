@@ -19,7 +19,7 @@ text are the default, because they give the stated size.
 import math
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Dict, List, Set, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -34,8 +34,8 @@ from capszoo.layers import (
     Squash,
     capsule_lengths,
     capsules_from_map,
-    dynamic_routing,
 )
+from capszoo.layers._windows import out_size
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
@@ -50,17 +50,13 @@ def _normalised(share: Tensor) -> Tensor:
 
 
 class DynamicCapsNetBase(CapsuleNet):
-    """Shared by both networks: class capsules by dynamic routing, whose learned first logits do not decay."""
+    """Shared by both networks: class capsules by dynamic routing."""
 
     score_kind = "lengths"
     map_quantity = "coupling × vote length"
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
         class_caps: Any
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> Set[str]:
-        return {name for name, _ in self.named_parameters() if name.split(".")[-1] == "start"}
 
 
 class DynamicCapsNet(DynamicCapsNetBase):
@@ -83,7 +79,7 @@ class DynamicCapsNet(DynamicCapsNetBase):
         routing_init: first logits of the class layer: ``"zero"``, ``"random"`` or ``"learned"``.
         decoder: build the reconstruction decoder.
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
-        drop_rate: dropout of the class layer's children.
+        drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
     """
 
     def __init__(
@@ -129,8 +125,7 @@ class DynamicCapsNet(DynamicCapsNetBase):
             nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
             stages["conv1"] = nn.Sequential(OrderedDict(conv=conv, act=nn.ReLU(inplace=True)))
-            reach = 2 * stem_padding - stem_kernel
-            h, w = (h + reach) // stem_stride + 1, (w + reach) // stem_stride + 1
+            h, w = (out_size(size, stem_kernel, stem_stride, stem_padding) for size in (h, w))
             levels.append(("conv1", stem_chans, h))
         elif backbone == "resnet":
             stages = idpa_backbone_stages(in_chans, stem_chans)
@@ -183,14 +178,6 @@ class DynamicCapsNet(DynamicCapsNetBase):
         """``[b, types * d, h, w]`` to ``[b, h * w * types, d]``."""
         return self.head_drop(capsules_from_map(x, self.caps_dim))
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Capsule map ``[b, types * d, h, w]`` to lengths ``[b, n]``; ``pre_logits``: its mean, ``[b, types * d]``."""
-        if self.num_classes == 0 and self.global_pool == "":
-            return x
-        if pre_logits or self.num_classes == 0:
-            return x.mean(dim=(2, 3))
-        return self._class_capsules(x)[0]
-
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.class_caps(self._children(x))
         return capsule_lengths(poses), poses
@@ -217,9 +204,9 @@ class DynamicCapsNet(DynamicCapsNetBase):
         types. The grid is that of the layer below the class capsules.
         """
         self._require_classes()
-        votes = self.class_caps.votes(self._children(self.forward_features(x)))  # [b, n, i, e]
-        _, couplings = dynamic_routing(votes, self.routing_iters, self.softmax_over, self.class_caps.start)
-        share = couplings * capsule_lengths(votes)  # [b, n, i]; lengths are at least 1e-6
+        children = self._children(self.forward_features(x))
+        couplings = self.class_caps.route(children)[1]  # [b, n, i]
+        share = couplings * capsule_lengths(self.class_caps.votes(children))  # lengths are at least 1e-6
         return _normalised(share.unflatten(2, (self.grid[0], self.grid[1], -1)).sum(dim=4))
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
@@ -251,7 +238,7 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         routing_init: first logits of both layers: ``"zero"``, ``"random"`` or ``"learned"`` (Table 5).
         decoder: build the reconstruction decoder.
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
-        drop_rate: dropout of the class layer's children.
+        drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
     """
 
     map_quantity = "coupling × capsule length"
@@ -332,13 +319,9 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         """Mid capsules ``[b, g * p, e]``, type by type, to ``[b, g, e, p]``."""
         return poses.unflatten(1, [self.caps_types, self.mid_positions]).transpose(2, 3)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """``[b, g * d, h, w]`` to lengths ``[b, n]``; ``pre_logits``: the mid capsules' mean, ``[b, g * e]``."""
-        if self.num_classes == 0 and self.global_pool == "":
-            return x
-        if pre_logits or self.num_classes == 0:
-            return self._mid(x).mean(dim=3).flatten(1)
-        return self._class_capsules(x)[0]
+    def _pooled(self, x: Tensor) -> Tensor:
+        """``[b, g * d, h, w]`` to the mid capsules' mean, ``[b, g * e]``."""
+        return self._mid(x).mean(dim=3).flatten(1)
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.class_caps(self.head_drop(self._mid(x)))

@@ -25,7 +25,7 @@ and can be used directly in cross-entropy. ``scores="activations"`` returns the 
 import math
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Dict, List, Set, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -33,6 +33,7 @@ from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM
+from capszoo.layers._windows import out_size
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
@@ -102,9 +103,18 @@ class EMNetBase(CapsuleNet):
             raise ValueError(f"scores must be 'logits' or 'activations', not {scores!r}")
         self.score_kind = scores
 
-    @torch.jit.ignore
-    def no_weight_decay(self) -> Set[str]:
-        return {name for name, _ in self.named_parameters() if name.split(".")[-1] in ("beta_v", "beta_a")}
+    def reconstruct(self, poses: Tensor, target: Optional[Tensor] = None) -> Tensor:
+        """As in :class:`CapsuleNet`, but the class must be given: a class is present by its activation, not its length.
+
+        Raises:
+            ValueError: ``target`` is None.
+            RuntimeError: the model was created without ``decoder=True``.
+        """
+        if target is None and self.decoder is not None:
+            raise ValueError(
+                "an EM capsule's length does not say whether its class is present: give target=scores.argmax(1)"
+            )
+        return super().reconstruct(poses, target)
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self.score_kind == "activations":
@@ -120,7 +130,8 @@ class EMCapsNet(EMNetBase):
 
     Args:
         num_classes: classes; 0 omits the class capsules.
-        in_chans, img_size: of the images. No weight depends on the size.
+        in_chans, img_size: of the images. No weight depends on the size, but ``img_size`` sets the class layer's λ:
+            the same weights give an image other scores in a network that was created for another size.
         backbone: ``"conv"``, one convolution, BatchNorm and ReLU, or ``"resnet"``, that of the IDPA paper.
         stem_chans, stem_kernel, stem_stride, stem_padding: of the convolution; the ResNet uses only the channels.
         caps: capsule types of the primary layer and of each 3x3 EM layer, the first of which has stride 2.
@@ -177,8 +188,7 @@ class EMCapsNet(EMNetBase):
             stages["stem"] = ConvBnAct(
                 in_chans, stem_chans, stem_kernel, stem_stride, stem_padding, bias=True
             )
-            reach = 2 * stem_padding - stem_kernel
-            h, w = (h + reach) // stem_stride + 1, (w + reach) // stem_stride + 1
+            h, w = (out_size(size, stem_kernel, stem_stride, stem_padding) for size in (h, w))
             levels.append(("stem", stem_chans, h))
         elif backbone == "resnet":
             stages = idpa_backbone_stages(in_chans, stem_chans)
@@ -232,14 +242,6 @@ class EMCapsNet(EMNetBase):
             return x
         split = self.num_features - self.num_features // (self.class_dim + 1)
         return torch.cat([x[:, :split], self.head_drop(x[:, split:])], dim=1)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Capsule map ``[b, c, h, w]`` to scores ``[b, n]``; ``pre_logits``: its mean over positions, ``[b, c]``."""
-        if self.num_classes == 0 and self.global_pool == "":
-            return x
-        if pre_logits or self.num_classes == 0:
-            return x.mean(dim=(2, 3))
-        return self._class_capsules(x)[0]
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses, logits = self.class_caps(self._children(x))
@@ -371,17 +373,10 @@ class SixLayerEMCapsNet(EMNetBase):
         poses = poses.unflatten(1, [self.caps_types, -1]).transpose(2, 3)
         return poses, torch.sigmoid(logits).unflatten(1, [self.caps_types, -1])
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Map ``[b, g * (d + 1), h, w]`` to scores ``[b, n]``.
-
-        ``pre_logits``: the mid capsules' mean over their positions, poses and then activations, ``[b, g * (e + 1)]``.
-        """
-        if self.num_classes == 0 and self.global_pool == "":
-            return x
-        if pre_logits or self.num_classes == 0:
-            poses, activations = self._mid(x)
-            return torch.cat([poses.mean(dim=3).flatten(1), activations.mean(dim=2)], dim=1)
-        return self._class_capsules(x)[0]
+    def _pooled(self, x: Tensor) -> Tensor:
+        """Map to the mid capsules' mean over their positions, poses and then activations: ``[b, g * (e + 1)]``."""
+        poses, activations = self._mid(x)
+        return torch.cat([poses.mean(dim=3).flatten(1), activations.mean(dim=2)], dim=1)
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses, activations = self._mid(x)

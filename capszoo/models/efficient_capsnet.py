@@ -80,7 +80,7 @@ class EfficientCapsNet(CapsuleNet):
         primary_kernel, primary_stride: of the depthwise convolution; None covers the whole map.
         decoder: build the reconstruction decoder.
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
-        drop_rate: dropout of the class layer's children.
+        drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
 
     Raises:
         ValueError: an invalid argument; the message names it.
@@ -153,14 +153,6 @@ class EfficientCapsNet(CapsuleNet):
     def _children(self, x: Tensor) -> Tensor:
         """``[b, types * d, h, w]`` to ``[b, h * w * types, d]``."""
         return self.head_drop(capsules_from_map(x, self.caps_dim))
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Capsule map ``[b, types * d, h, w]`` to lengths ``[b, n]``; ``pre_logits``: its mean, ``[b, types * d]``."""
-        if self.num_classes == 0 and self.global_pool == "":
-            return x
-        if pre_logits or self.num_classes == 0:
-            return x.mean(dim=(2, 3))
-        return self._class_capsules(x)[0]
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.class_caps(self._children(x))

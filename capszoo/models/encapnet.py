@@ -193,14 +193,6 @@ class EncapNet(CapsuleNet):
             return nn.Identity()
         return CapFC(self.num_classes, self.class_dim, self.groups, self.grid)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Grid capsules ``[b, g*d, h, w]`` to lengths ``[b, n]``; ``pre_logits``: their mean, ``[b, g*d]``."""
-        if self.num_classes == 0 and self.global_pool == "":
-            return x
-        if pre_logits or self.num_classes == 0:
-            return x.mean(dim=[2, 3])
-        return self._class_capsules(x)[0]
-
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.head(F.dropout(x, self.drop_rate, self.training))
         return capsule_lengths(poses), poses

@@ -223,21 +223,13 @@ class IdpaNet(CapsuleNet):
             poses = poses * activation.unsqueeze(-1)
         return self.score(poses).squeeze(-1)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Primary capsules ``[b, i*d, h, w]`` to logits ``[b, n]``.
-
-        ``pre_logits`` (or no classes): the capsules below the class layer, averaged over their grid if they have one,
-        ``[b, head_hidden_size]``.
-        """
-        if self.num_classes == 0 and self.global_pool == "":
-            return x
-        if pre_logits or self.num_classes == 0:
-            poses, activation = self._primary_capsules(x)
-            hidden, _ = self.capsules.run(poses, activation, self.hidden)
-            if self.hidden_on_grid:
-                hidden = hidden.mean(dim=[1, 2])
-            return hidden.flatten(1)
-        return self._class_capsules(x)[0]
+    def _pooled(self, x: Tensor) -> Tensor:
+        """The capsules below the class layer, averaged over their grid if they have one."""
+        poses, activation = self._primary_capsules(x)
+        hidden, _ = self.capsules.run(poses, activation, self.hidden)
+        if self.hidden_on_grid:
+            hidden = hidden.mean(dim=[1, 2])
+        return hidden.flatten(1)
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses, activation = self._primary_capsules(x)

@@ -21,8 +21,8 @@ from torch import Tensor
 from capszoo.layers import upcast_half
 from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
 
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
-from ._blocks import check_caps_dim, cifar_resnet_stages, init_conv_weights
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, NoCapsules, Votes, feature_levels
+from ._blocks import check_caps_dim, cifar_resnet_stages, init_conv_weights, score_parts
 from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["RoutingCapsResNet", "RoutingPoolCNN", "RoutingPoolNet", "RoutingPoolResNet"]
@@ -145,32 +145,32 @@ class RoutingPoolNet(CapsuleNet):
             return x
         return self.fc(x)
 
-    def _couplings(self, x: Tensor) -> Tensor:
-        """Weight of each position in the pooled capsules: ``[b, C, h, w] -> [b, groups, h, w]``; sums to 1."""
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Feature map ``[b, C, h, w]`` to the classifier's input ``[b, C]``, and the weights of the positions.
+
+        The weights ``[b, groups, h, w]`` of a pooled capsule sum to 1 over the positions.
+        """
+        self._require_classes()
         h, w = x.shape[2], x.shape[3]
         if self.global_pool == "routing":
             assert isinstance(self.pool, RoutingPool2d)
-            return self.pool.couplings(x)
-        if self.global_pool == "max":  # each channel selects one position; share per position in a group
+            pooled, weights = self.pool.route(x)
+        elif self.global_pool == "max":  # each channel selects one position; share per position in a group
+            pooled = self.pool(x)
             taken = torch.zeros_like(x, dtype=torch.float32).flatten(2)
             taken = taken.scatter(2, x.flatten(2).argmax(2, keepdim=True), 1.0)
-            return taken.unflatten(1, (-1, self.caps_dim)).mean(2).unflatten(2, (h, w))
-        return torch.full((x.shape[0], x.shape[1] // self.caps_dim, h, w), 1.0 / (h * w), device=x.device)
-
-    def _parts(self, x: Tensor) -> Tensor:
-        """Contribution of each pooled capsule to each class score: ``[b, C, h, w] -> [b, n, groups]``."""
-        self._require_classes()
-        pooled = self.pool(x)  # [b, C]
-        parts = pooled[:, None] * self.fc.weight  # [b, n, C]
-        return parts.unflatten(2, (-1, self.caps_dim)).sum(-1)
+            weights = taken.unflatten(1, (-1, self.caps_dim)).mean(2).unflatten(2, (h, w))
+        else:
+            pooled, shape = self.pool(x), (x.shape[0], x.shape[1] // self.caps_dim, h, w)
+            weights = torch.full(shape, 1.0 / (h * w), device=x.device)
+        return self.head_drop(pooled), weights
 
     @torch.jit.ignore
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        x = self.forward_features(x)
-        parts = self._parts(x)
-        scores = self.forward_head(x)
-        couplings = (self._couplings(x),) if self.global_pool == "routing" else ()
-        return CapsuleOutput(scores, parts, scores, couplings)
+        pooled, weights = self._route(self.forward_features(x))
+        scores = self.fc(pooled)
+        parts = score_parts(pooled, self.fc.weight, self.caps_dim)
+        return CapsuleOutput(scores, parts, scores, (weights,) if self.global_pool == "routing" else ())
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
@@ -179,9 +179,10 @@ class RoutingPoolNet(CapsuleNet):
         ``[b, in_chans, h, w] -> [b, n, h', w']``. If no group contributes to a class, all have the same weight.
         """
         x = self.forward_features(x)
-        share = self._parts(x).float().clamp_min(1e-6)  # [b, n, groups]
+        pooled, weights = self._route(x)
+        share = score_parts(pooled, self.fc.weight, self.caps_dim).float().clamp_min(1e-6)  # [b, n, groups]
         share = share / share.sum(-1, keepdim=True)
-        return torch.bmm(share, self._couplings(x).float().flatten(2)).unflatten(2, x.shape[2:])
+        return torch.bmm(share, weights.float().flatten(2)).unflatten(2, x.shape[2:])
 
     @torch.jit.ignore
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
@@ -191,10 +192,10 @@ class RoutingPoolNet(CapsuleNet):
     def class_votes(self, x: Tensor) -> Votes:
         """The untransformed children of each group as votes; their parents are the pooled groups."""
         if self.global_pool != "routing":
-            raise NotImplementedError
+            raise NoCapsules("average and maximum pooling route nothing, so there are no votes")
         x = self.forward_features(x)
-        votes = x.flatten(2).unflatten(1, (-1, self.caps_dim)).transpose(2, 3)  # [b, g, h*w, e]
-        return Votes(votes, self.pool(x).unflatten(1, (-1, self.caps_dim)), False)
+        pool: Any = self.pool
+        return Votes(pool.capsules(x), pool(x).unflatten(1, (-1, self.caps_dim)), False)
 
 
 class RoutingPoolCNN(RoutingPoolNet):
@@ -285,7 +286,7 @@ class RoutingCapsResNet(CapsuleNet):
         routing_iters: routing iterations.
         global_pool: ``"avg"``, or ``""`` to return the feature map without class capsules.
         decoder: add the decoder (see :meth:`reconstruct`).
-        drop_rate: dropout of the class layer's children.
+        drop_rate: dropout of single entries of the feature map that is routed, not of whole capsules.
     """
 
     if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
@@ -326,12 +327,6 @@ class RoutingCapsResNet(CapsuleNet):
         return RoutingCaps(
             types, self.caps_dim, self.num_classes, self.class_dim, self.lam, self.routing_iters
         )
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """``[b, 64, h, w]`` to capsule lengths ``[b, n]``; without class capsules to ``[b, 64]``, the grid mean."""
-        if pre_logits or self.num_classes == 0:
-            return x if self.global_pool == "" and self.num_classes == 0 else x.mean(dim=(2, 3))
-        return self._class_capsules(x)[0]
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.class_caps(self.head_drop(x))  # [b, n, e]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -63,6 +64,21 @@ def test_one_dimension_is_changed_at_a_time(model: ToyCaps, tmp_path: Path) -> N
         perturb(model, picture, dims=[3])
     predicted = perturb(model, picture)
     assert predicted.label == explain(model, picture).labels[explain(model, picture).predicted]
+
+
+def test_perturb_takes_what_explain_takes(model: ToyCaps, tmp_path: Path) -> None:
+    """A path, a picture, an array or a tensor; the model is in eval mode meanwhile."""
+    picture = Image.effect_noise((10, 10), 90)
+    picture.save(tmp_path / "a.png")
+    expected = perturb(model, picture, "b", (0.0,), [0]).images
+    modes: list[bool] = []
+    model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
+    model.decoder.register_forward_pre_hook(lambda module, args: modes.append(module.training))
+    for image in (str(tmp_path / "a.png"), np.asarray(picture), model_transform(model)(picture)):
+        torch.testing.assert_close(perturb(model.train(), image, "b", (0.0,), [0]).images, expected)
+    assert modes and not any(modes) and model.training
+    with pytest.raises(UsageError, match=r"the image is \(1, 9, 10\)"):
+        perturb(model, torch.zeros(1, 9, 10))
 
 
 def test_right_and_wrong_answers(model: ToyCaps, tmp_path: Path) -> None:

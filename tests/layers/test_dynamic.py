@@ -18,6 +18,7 @@ from capszoo.layers import (
     squash,
 )
 from capszoo.layers.dynamic.blocked import route_votes
+from capszoo.layers.dynamic.routing import shared_dynamic_routing
 from capszoo.layers.engine import choose
 from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
@@ -394,6 +395,21 @@ def test_shared_layer_routes_half_types_in_float32() -> None:
     with record_engines() as more:
         layer(x.bfloat16())
     assert [choice.engine.name for choice in choices + more] == ["float32", "float32", "reference"]
+
+
+@pytest.mark.parametrize("need_couplings", [False, True])
+def test_shared_routing_in_float16_over_more_children_than_its_largest_number(need_couplings: bool) -> None:
+    """Couplings before their division are near 1 each, and float16 ends at 65504."""
+    layer, x = SharedDynamicRouting(2, 2, 3, 4), torch.rand(1, 2, 2, 40_000)
+    with torch.no_grad():
+        expected = layer(x)
+        half = [t.half() for t in (x, layer.weight, layer.bias)]
+        poses, couplings = shared_dynamic_routing(
+            half[0], half[1], half[2], 3, "children", None, need_couplings
+        )
+    torch.testing.assert_close(poses.float(), expected, atol=0.01, rtol=0)
+    if couplings is not None:
+        torch.testing.assert_close(couplings.float().sum(2), torch.ones(1, 3), atol=0.01, rtol=0)
 
 
 def test_shared_layer_takes_any_grid() -> None:

@@ -493,6 +493,20 @@ def test_compiles(case: Case, engine: type[Engine]) -> None:
     assert deviation(gradients(found, inputs), gradients(expected, inputs)) < 1e-9
 
 
+ONCE = ("idpa fc: blocked", "idpa fc: native", "dynamic: blocked", "dynamic: native", "em conv: blocked")
+ONCE += ("em conv: native", "self-routing: vote_free")
+
+
+@pytest.mark.parametrize(("case", "engine"), [p for p in PAIRS if p.id in ONCE])
+def test_a_second_gradient_names_the_remedy(case: Case, engine: type[Engine]) -> None:
+    module, x = case.module(), case.inputs(2)
+    with tuned(**case.tuning), use_engines(engine.name):
+        total = torch.stack([t.square().sum() for t in flat(module(*x))]).sum()
+    (grad,) = torch.autograd.grad(total, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"use_engines\('reference'\)"):
+        grad.sum().backward()
+
+
 # -- choice -------------------------------------------------------------------------------------------------------
 
 

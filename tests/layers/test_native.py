@@ -14,7 +14,7 @@ import torch
 from torch import library
 
 from capszoo.layers import FCIDPA, ConvEM, engine_report, use_engines
-from capszoo.layers._native import build
+from capszoo.layers._native import build, call
 from capszoo.layers._native.dynamic_ops import dynamic_in_lanes
 from capszoo.layers._native.ops import grouped, in_lanes, routing_pass, ungrouped, weight_in_lanes
 from capszoo.layers.dynamic.routing import dynamic_routing
@@ -154,6 +154,16 @@ def test_threads_change_nothing(operator: Any, make: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True))
         for grad, expected in zip(grads, results[0][1], strict=True):
             torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_threads_are_those_of_torch_however_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    call._threads.cache_clear()
+    done: list[tuple[int, int]] = []
+    for count in (2, 3, 7):
+        call.in_threads(lambda _, first, last: done.append((first, last)), count)
+    assert call._threads.cache_info().currsize == 1
+    assert sorted(done) == [(0, 1), (0, 1), (0, 2), (1, 2), (1, 2), (2, 3), (2, 4), (4, 7)]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor types are those of x86-64")

@@ -287,3 +287,13 @@ def test_channels_that_cannot_be_cut() -> None:
         RoutingPool2d(5)(torch.randn(1, 12, 2, 2))
     with pytest.raises(AssertionError, match="multiple of caps_dim=5"):
         RoutingPool2d(5, lam=0.0)(torch.randn(1, 12, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lam": 0.0}, {"output_size": 2}, {"flatten": True}, {"lam": 0.0, "flatten": True}]
+)
+def test_route_is_forward_and_couplings(options: dict) -> None:
+    pool, x = RoutingPool2d(caps_dim=2, **options), torch.randn(3, 6, 4, 2)
+    pooled, couplings = pool.route(x)
+    assert torch.equal(pooled, pool(x))
+    assert couplings.shape == (3, 3, 4, 2) and torch.equal(couplings, pool.couplings(x))

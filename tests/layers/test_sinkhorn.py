@@ -70,6 +70,14 @@ def test_plan_survives_costs_that_underflow() -> None:
     assert torch.isfinite(far.grad).all()
 
 
+def test_plan_keeps_the_mass_of_a_column_that_is_far_from_every_row() -> None:
+    cost = torch.cdist(torch.tensor([[0.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.0, 0.0], [0.0, 1000.0]]))
+    plan = sinkhorn_plan(cost, 50)
+    for axis in (0, 1):
+        torch.testing.assert_close(plan.sum(axis), torch.full((2,), 0.5))
+    torch.testing.assert_close(plan, sinkhorn_plan(cost.double(), 50).float())
+
+
 def test_divergence_of_a_sample_with_itself_in_any_order_is_zero() -> None:
     x = torch.randn(6, 4, dtype=torch.float64)
     assert abs(float(sinkhorn_divergence(x, x[torch.randperm(6)], 200, 0.5))) < 1e-9

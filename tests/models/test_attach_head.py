@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.models._manipulate import group_parameters
 from torch import nn
 
 import capszoo
@@ -155,6 +156,16 @@ def test_a_module_is_taken_as_it_is() -> None:
     assert net.stages.backbone.model is backbone and net.stages.backbone.grid == (4, 6)
     check(net.eval(), "dynamic")
     assert net.head.classes.num_iters == 2
+    # without the methods of timm's models, it has one level and is recomputed as a whole
+    x = images(net, 2)
+    with torch.no_grad():
+        expected, (final, levels) = net.forward_features(x), net.forward_intermediates(x)
+    assert torch.equal(final, expected) and [level.shape for level in levels] == [(2, 7, 4, 6)]
+    scores = net(x)
+    net.set_grad_checkpointing()
+    assert torch.equal(net(x), scores)
+    net.prune_intermediate_layers(1)
+    assert torch.equal(net(x), expected)
 
 
 def test_what_the_head_adds_does_not_depend_on_the_backbone_s_width() -> None:
@@ -340,3 +351,39 @@ def test_coupling_map_has_the_grid_of_the_images() -> None:
     x = torch.randn(2, 3, 96, 64)
     with torch.no_grad():
         assert net.coupling_map(x).shape[2:] == net.forward_features(x).shape[2:] == (3, 2)
+
+
+def test_layer_decay_has_a_group_for_each_layer_of_the_backbone() -> None:
+    net = attached("resnet18", "avg", 32)
+    backbone = net.stages.backbone.model
+    theirs = group_parameters(backbone, backbone.group_matcher(), reverse=True)
+    groups = group_parameters(net, net.group_matcher(), reverse=True)
+    assert len(set(theirs.values())) > 5
+    assert len(set(groups.values())) == len(set(theirs.values())) + 1, "and one for the head"
+    for name, group in theirs.items():
+        assert groups[f"stages.backbone.model.{name}"] == group
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_frozen_norms_keep_their_statistics(freeze: bool) -> None:
+    net = capszoo.attach_head("resnet18", "avg", num_classes=2, img_size=32, freeze=freeze)
+    assert net.training and net.head.training
+    for start in (lambda: None, net.eval, net.train):
+        start()
+    assert all(m.training != freeze for m in net.stages.modules() if isinstance(m, nn.BatchNorm2d))
+    before = copy.deepcopy(net.stages.state_dict())
+    net(images(net, 4))
+    moved = [key for key, value in net.stages.state_dict().items() if not torch.equal(value, before[key])]
+    assert bool(moved) != freeze
+    net.stages.requires_grad_(True)
+    assert all(module.training for module in net.train().modules())
+
+
+def test_a_pruned_head() -> None:
+    net = attached("resnet18", "idpa", 32)
+    net.prune_intermediate_layers(1)
+    net.reset_classifier(0, "")
+    assert isinstance(net.get_classifier(), nn.Identity) and net(images(net)).shape[1] == 512
+    for arguments in ((3,), (0, "avg")):
+        with pytest.raises(RuntimeError, match="the head was pruned"):
+            net.reset_classifier(*arguments)

@@ -151,6 +151,17 @@ def test_coupling_map(name: str, kwargs: dict[str, Any]) -> None:
     torch.testing.assert_close(maps.sum(dim=(2, 3)), torch.ones(2, 4))
 
 
+def test_coupling_map_has_the_class_layer_s_couplings() -> None:
+    """Of its own iterations, not of the number that the network was created with."""
+    model = timm.create_model("capsnet_dynamic", num_classes=4, routing_iters=3).eval()
+    model.class_caps.num_iters = 1
+    x = torch.randn(2, 1, 28, 28)
+    with torch.no_grad():
+        votes, _, _ = model.class_votes(x)
+        share = votes.norm(dim=-1).unflatten(2, (6, 6, -1)).sum(4)  # one iteration couples evenly
+        torch.testing.assert_close(model.coupling_map(x), share / share.sum((2, 3), keepdim=True))
+
+
 def test_coupling_map_finds_where_a_class_was_routed_from() -> None:
     """Silence all capsules but those of one position: that position has all of the map."""
     model = timm.create_model("capsnet_dynamic").eval()
@@ -179,7 +190,7 @@ def test_decoder_follows_the_classes() -> None:
     model = timm.create_model("capsnet_dynamic", decoder=True)
     x = torch.randn(2, 1, 28, 28)
     assert model.reconstruct(model.forward_capsules(x).poses).shape == (2, 1, 28, 28)
-    with pytest.raises(ValueError, match="give 0 or more"):
+    with pytest.raises(ValueError, match="num_classes must be 0 or more, not -1"):
         model.reset_classifier(-1)
     assert model.num_classes > 0
     model.reset_classifier(4)

@@ -212,6 +212,19 @@ def test_betas_are_not_decayed() -> None:
     }
 
 
+def test_the_longest_capsule_is_not_reconstructed() -> None:
+    model = capszoo.create_model("capsnet_em_norb_small", decoder=True).eval()
+    with torch.no_grad():
+        out = model.forward_capsules(torch.zeros(1, model.in_chans, *model.img_size))
+        with pytest.raises(ValueError, match=r"give target=scores.argmax\(1\)"):
+            model.reconstruct(out.poses)
+        assert model.reconstruct(out.poses, out.scores.argmax(1)).shape == (
+            1,
+            model.in_chans,
+            *model.img_size,
+        )
+
+
 def test_any_number_of_layers() -> None:
     model = _tiny(caps=(2, 3, 2, 4, 2), img_size=40)
     assert [type(m) for m in model.stages][2:] == [ConvEM] * 4

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import capszoo  # noqa: F401  (registers the models)
+from capszoo.layers import engine_report
 from capszoo.layers.sinkhorn import SinkhornUnit
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 
@@ -181,6 +182,16 @@ def test_features_are_used_once_and_dropped() -> None:
     assert not feedback._features
     with pytest.raises(RuntimeError, match="training mode"):
         feedback()
+
+
+def test_a_report_of_the_engines_does_not_replace_the_features() -> None:
+    model = tiny()
+    feedback = encapnet_feedback(model, groups=4)
+    model(images(model))
+    kept = dict(feedback._features)
+    engine_report(model, training=True, input_size=(model.in_chans, *model.img_size))
+    assert feedback._features.keys() == kept.keys()
+    assert all(feedback._features[name] is kept[name] for name in kept)
 
 
 def test_gradient_checkpointing_gives_the_same_loss_and_leaves_nothing() -> None:

@@ -345,3 +345,10 @@ def test_training_memory_holds_no_votes_of_convolutions() -> None:
         model.forward_head(features)
     head = sum(saved.values()) - body - sum(p.nbytes for p in model.capsules.parameters())
     assert head / len(x) < 8 * 2**20
+
+
+def test_learned_parents_and_costs_are_not_decayed() -> None:
+    net = capszoo.create_model("idpa_cnn", device="meta", parent_init="learned", activations=True)
+    own = {name.split(".")[-1] for name in net.no_weight_decay()}
+    assert own == {"start", "beta_v", "beta_a"}
+    assert not capszoo.create_model("idpa_cnn", device="meta").no_weight_decay()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import capszoo
 from capszoo.layers import RoutingCaps, RoutingPool2d
+from capszoo.models._base import NoCapsules
 from tests.models.zoo_cases import slow_unless
 from tests.reference import routing_pool as reference
 
@@ -202,3 +203,23 @@ def test_trains_in_bfloat16_and_channels_last(name: str) -> None:
 def test_wrong_arguments(name: str, args: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         capszoo.create_model(name, device="meta", **args)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_parts_and_bias_are_the_scores_in_training_too(head: bool) -> None:
+    """Parts and scores are those of the same pooled capsules, after dropout."""
+    if head:
+        model = capszoo.attach_head("test_resnet", "routing_pool", num_classes=3, img_size=64, drop_rate=0.5)
+        bias = model.head.classes.bias
+    else:
+        model = capszoo.create_model("resnet20_routingpool", num_classes=3, drop_rate=0.5)
+        bias = model.fc.bias
+    out = model.train().forward_capsules(torch.randn(2, 3, *model.img_size))
+    torch.testing.assert_close(out.poses.sum(-1) + bias, out.scores)
+
+
+@pytest.mark.parametrize("pool", ["avg", "max"])
+def test_pooling_without_routing_has_no_votes(pool: str) -> None:
+    model = capszoo.create_model("cnn_routingpool", pool=pool, img_size=8).eval()
+    with pytest.raises(NoCapsules, match="there are no votes"):
+        model.class_votes(torch.zeros(1, 3, 8, 8))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import timm
@@ -26,6 +27,8 @@ from torch import nn
 import capszoo
 from capszoo import CapsuleNet, CapsuleOutput
 from capszoo.inference import NoWeights, label_names, load_model
+from capszoo.models._base import NoCapsules, to_2tuple
+from capszoo.models._heads import CapsuleHead
 from tests.models.zoo_cases import (
     REPRESENTATIVES,
     calibrate,
@@ -531,7 +534,9 @@ def test_decoder(name: str) -> None:
     assert own and set(model.state_dict()) - own == set(plain.state_dict())
     model.eval()
     out = model.forward_capsules(images(model, 2))
-    for target in (None, torch.tensor([0, model.num_classes - 1])):
+    given = torch.tensor([0, model.num_classes - 1])
+    longest = () if model.score_kind != "lengths" else (None,)
+    for target in (*longest, given, given.int()):
         picture = model.reconstruct(out.poses, target)
         assert picture.shape == (2, model.in_chans, *model.img_size)
         assert 0 <= picture.min() and picture.max() <= 1
@@ -754,3 +759,31 @@ def test_new_classes_do_not_keep_the_names_of_the_old() -> None:
     assert label_names(net) == [str(k) for k in range(10)]
     other = capszoo.create_model("cnn_routingpool.fashion_mnist", pretrained=True)
     assert label_names(other)[0] == "T-shirt/top", "each model has its own"
+
+
+@pytest.mark.parametrize(
+    "size", [True, 28.5, 28.0, None, "28", 0, (28,), (28, 28, 1), (28, 28.0), (28, -1), (28, True)]
+)
+def test_an_image_size_is_one_whole_number_or_two(size: Any) -> None:
+    with pytest.raises(ValueError, match="img_size must be a positive integer or a pair"):
+        to_2tuple(size)
+
+
+def test_image_sizes_of_any_integer_type() -> None:
+    assert to_2tuple(np.int64(28)) == to_2tuple([28, np.int32(28)]) == (28, 28)  # type: ignore[arg-type]
+
+
+def test_weights_of_another_network_are_named() -> None:
+    net = capszoo.create_model("cnn_routingpool", img_size=8)
+    weights = {**net.state_dict(), "no.such": torch.zeros(1)}
+    with pytest.raises(ValueError, match="RoutingPoolCNN has no no.such: give weights of this network"):
+        net.fit_to_size(weights, 8)
+
+
+def test_networks_without_votes_say_so() -> None:
+    for name in ("cnn_baseline", "resnet18_encap"):
+        with pytest.raises(NotImplementedError, match="forms no votes"):
+            capszoo.create_model(name, device="meta").class_votes(torch.zeros(1))
+    for routing, error in (("avg", NoCapsules), ("self_routing", NotImplementedError)):
+        with pytest.raises(error, match=f"the .*{routing} head"):
+            CapsuleHead(8, (4, 4), 3, routing).class_votes(torch.zeros(1))

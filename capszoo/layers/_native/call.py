@@ -41,7 +41,7 @@ def in_threads(compute: Callable[[int, int, int], object], count: int) -> None:
     if parts == 1:
         compute(0, 0, count)
     else:
-        list(_threads(parts).map(compute, range(parts), bounds[:-1], bounds[1:]))
+        list(_threads(torch.get_num_threads()).map(compute, range(parts), bounds[:-1], bounds[1:]))
 
 
 @functools.cache

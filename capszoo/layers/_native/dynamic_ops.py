@@ -11,6 +11,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from torch import Tensor, library
 
+from .._autograd import refuse_second_gradient
 from ..squash import squared_lengths, squash, squash_gradient
 from .build import load
 from .call import arguments, in_threads
@@ -175,3 +176,4 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
 
 
 dynamic_in_lanes.register_autograd(_backward, setup_context=_keep)
+refuse_second_gradient(_dynamic_in_lanes_backward)

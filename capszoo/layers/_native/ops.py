@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
+from .._autograd import refuse_second_gradient
 from .build import load
 from .call import arguments, in_threads, parts_of
 
@@ -218,3 +219,4 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
 
 
 routing_pass.register_autograd(_backward, setup_context=_keep)
+refuse_second_gradient(_routing_pass_backward)

@@ -31,8 +31,8 @@ def _layer_norm(
 def _squash(sums):
     """Squared lengths, the same clamped, and the squash factors, in the shape of poses."""
     square = over_pose(sums * sums)
-    held = tl.clamp(square, 1e-12, 1e38, propagate_nan=tl.PropagateNan.ALL)
-    return spread(square), spread(held), spread(tl.sqrt(held) / (1.0 + held))
+    clamped = tl.clamp(square, 1e-12, 1e38, propagate_nan=tl.PropagateNan.ALL)
+    return spread(square), spread(clamped), spread(tl.sqrt(clamped) / (1.0 + clamped))
 
 
 @triton.jit
@@ -112,8 +112,8 @@ def grad_norm_kernel(
         grads = factor * (grads - mean - x * along)
     elif NORM == "squash":
         # with unit vectors u = s / |s|, which cannot overflow; a clamped length is a constant
-        square, held, factor = _squash(sums)
-        u = sums / tl.sqrt(held)
-        turn = tl.where(square == held, (1.0 - held) / (1.0 + held), 0.0)
+        square, clamped, factor = _squash(sums)
+        u = sums / tl.sqrt(clamped)
+        turn = tl.where(square == clamped, (1.0 - clamped) / (1.0 + clamped), 0.0)
         grads = factor * (grads + u * (spread(over_pose(grads * u)) * turn))
     tl.store(gs_ptr + offsets, (grads * scale).to(gs_ptr.dtype.element_ty), mask=mask)

@@ -8,6 +8,8 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
+from .._autograd import refuse_second_gradient
+
 __all__ = ["fused_norm", "fused_pass"]
 
 
@@ -186,6 +188,7 @@ def _pass_backward(
 
 
 fused_pass.register_autograd(_pass_backward, setup_context=_save_pass)
+refuse_second_gradient(fused_pass_backward)
 
 
 def _save_norm(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
@@ -200,3 +203,4 @@ def _norm_backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
 
 
 fused_norm.register_autograd(_norm_backward, setup_context=_save_norm)
+refuse_second_gradient(fused_norm_backward)

@@ -19,6 +19,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
+from .._autograd import refuse_second_gradient
 from .._precision import upcast_half, wide_type
 from ..squash import squared_lengths, squash, squash_gradient
 from ..tuning import TUNING
@@ -214,6 +215,7 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
 
 
 route_votes.register_autograd(_backward, setup_context=_keep)
+refuse_second_gradient(_route_votes_backward)
 
 
 def _results(

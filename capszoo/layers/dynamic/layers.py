@@ -13,7 +13,7 @@ from .._windows import windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from ..squash import squash
 from .engines import Blocked, Float32, Fused, Native, SharedFloat32
-from .routing import dynamic_routing, shared_dynamic_routing
+from .routing import check_arguments, dynamic_routing, shared_dynamic_routing
 
 __all__ = ["ConvDynamicRouting", "DynamicRouting", "SharedDynamicRouting"]
 
@@ -21,10 +21,7 @@ torch.fx.wrap("upcast_half")
 
 
 def _check(num_iters: int, softmax_over: str, init: str) -> None:
-    if num_iters < 1:
-        raise ValueError(f"num_iters must be at least 1, not {num_iters}")
-    if softmax_over not in ("parents", "children"):
-        raise ValueError(f"softmax_over must be 'parents' or 'children', not {softmax_over!r}")
+    check_arguments(num_iters, softmax_over)
     if init not in ("zero", "random", "learned"):
         raise ValueError(f"init must be 'zero', 'random' or 'learned', not {init!r}")
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from .._precision import upcast_half
 from ..squash import squash
 
-__all__ = ["dynamic_routing", "shared_dynamic_routing"]
+__all__ = ["check_arguments", "dynamic_routing", "shared_dynamic_routing"]
 
 torch.fx.wrap("upcast_half")
+torch.fx.wrap("_divided_in_float16")
 
 
-def _check_arguments(num_iters: int, softmax_over: str) -> None:
+def check_arguments(num_iters: int, softmax_over: str) -> None:
     if num_iters < 1:
         raise ValueError(f"num_iters must be at least 1, not {num_iters}")
     if softmax_over != "parents" and softmax_over != "children":
@@ -54,7 +55,7 @@ def dynamic_routing(
     Raises:
         ValueError: ``num_iters`` is below 1 or ``softmax_over`` is neither word.
     """
-    _check_arguments(num_iters, softmax_over)
+    check_arguments(num_iters, softmax_over)
     axis = 1 if softmax_over == "parents" else 2
     # line 4 with b = 0: uniform, over the parents or over the children
     couplings = votes.new_ones((1, 1, 1)) / votes.shape[axis]  # [1, 1, 1]
@@ -112,7 +113,7 @@ def shared_dynamic_routing(
     Raises:
         ValueError: ``num_iters`` is below 1 or ``softmax_over`` is neither word.
     """
-    _check_arguments(num_iters, softmax_over)
+    check_arguments(num_iters, softmax_over)
     b, g, d, p = x.shape[0], x.shape[1], x.shape[2], x.shape[3]
     j, e = weight.shape[0], weight.shape[1]
     over_children = softmax_over == "children"
@@ -160,6 +161,8 @@ def _shared_share(
 ) -> Tensor:
     """Couplings ``[b, g*p, j]``; for ``over_children`` not yet divided by their sum over the children.
 
+    In float16 they are divided, because sums over many children overflow.
+
     Args:
         children: ``[b, g, d+1, p]``.
         transforms: ``[j, e, g*(d+1)]``.
@@ -170,12 +173,23 @@ def _shared_share(
     g, size, p, j = children.shape[1], children.shape[2], children.shape[3], transforms.shape[0]
     keys = torch.bmm(pose_sum.transpose(0, 1), transforms)  # [Wᵀ v, <B, v>]: [j, b, g*(d+1)]
     keys = keys.reshape(j, -1, g, size).permute(1, 2, 3, 0)  # [b, g, d+1, j]
-    logits = upcast_half(torch.matmul(children.transpose(2, 3), keys).reshape(-1, g * p, j))
+    agreement = torch.matmul(children.transpose(2, 3), keys).reshape(-1, g * p, j)
+    logits = upcast_half(agreement)
     if start is not None:
         logits = logits + start.t()
     if over_children:
         # in place; the division is left to the sums, whose row of ones has the denominator
         # (maximum in two steps: ONNX Runtime is slow at long reductions over a middle axis)
         peak = logits.detach().reshape(-1, g, p, j).amax(dim=2).amax(dim=1)
-        return logits.sub_(peak.unsqueeze(1)).exp_()
+        return _divided_in_float16(logits.sub_(peak.unsqueeze(1)).exp_(), agreement)
     return torch.softmax(logits, dim=2)
+
+
+def _divided_in_float16(share: Tensor, product: Tensor) -> Tensor:
+    """``share``, ``[b, i, j]``; if ``product`` is float16, divided by its sum over the children.
+
+    A leaf for FX, whose tracer cannot branch on a dtype. ``product`` is a matrix product: it has the dtype of autocast.
+    """
+    if product.dtype == torch.float16:
+        return share / share.sum(dim=1, keepdim=True)
+    return share

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
+from .._autograd import refuse_second_gradient
 from ..tuning import TUNING
 from .routing import route_moments
 from .steps import Settings, first_weights
@@ -218,6 +219,7 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
 
 
 em_windows.register_autograd(_backward, setup_context=_keep)
+refuse_second_gradient(_em_windows_backward)
 
 
 def _gradients(

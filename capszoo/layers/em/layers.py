@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
-from .._windows import windows
+from .._windows import out_size, windows
 from ..engine import Engine, Reference, Routed
 from .base import EMLayer, MatrixEM
 from .engines import Blocked, Chunked, Frozen, Native, SharedBlocked
@@ -74,8 +74,8 @@ class ConvEM(MatrixEM):
 
     def grid_size(self, height: int, width: int) -> Tuple[int, int]:
         """Output rows and columns for an input of this size."""
-        k, s = self.kernel_size, self.stride
-        return (height - k) // s + 1, (width - k) // s + 1
+        window = (self.kernel_size, self.stride)
+        return out_size(height, *window), out_size(width, *window)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[b, in_caps * (p*p + 1), h, w]`` to ``[b, out_caps * (p*p + 1), h', w']``, activations in 0..1."""
@@ -259,8 +259,8 @@ class SharedEM(SharedSteps, EMLayer):
         num_iters: iterations.
         lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
         init_beta_v: first ``beta_v``. Well below minus the log of sigma, the parents that take more votes start as the
-            more active ones; above it, as the less active ones, and such a net hardly learns. Not meant for costs
-            without normalisation, which it would push into the sigmoid's saturation.
+            more active ones; above it, as the less active ones: such a network hardly learns. Use the default only with
+            ``normalize_cost``; otherwise the sigmoid saturates.
 
     ``weight`` is ``[j, g, d, e]``, normal of standard deviation 1 (our choice: a parent is the mean of many votes, and
     smaller ones would put the next layer's variances near their floor); ``bias`` is ``[j, g, e]``, initially 0;

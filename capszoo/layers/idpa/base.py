@@ -147,7 +147,7 @@ class IDPALayer(RoutingLayer):
         raise NotImplementedError
 
     def _child_weight(self) -> Tensor:
-        """``[i, q, j, r]``"""
+        """Transforms of each routing's children, ``[i, q, j, r]``."""
         raise NotImplementedError
 
     def _child_grid(self, children: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
+from .._autograd import refuse_second_gradient
 from .._precision import upcast_half
 from ..tuning import TUNING
 
@@ -168,3 +169,4 @@ def _backward(ctx: Any, grad_sums: Optional[Tensor], grad_couplings: Optional[Te
 
 
 idpa_pass.register_autograd(_backward, setup_context=_save_for_backward)
+refuse_second_gradient(_idpa_pass_backward)

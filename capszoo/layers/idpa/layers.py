@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._windows import windows
+from .._windows import out_size, windows
 from ..engine import Reference
 from .base import IDPALayer
 from .engines import Blocked, Chunked, Fused, Masked, Native
@@ -80,7 +80,7 @@ class ConvIDPA(IDPALayer):
 
     def out_size(self, size: int) -> int:
         """Number of parents along an axis of ``size`` children."""
-        return (size + 2 * self.padding - self.kernel_size) // self.stride + 1
+        return out_size(size, self.kernel_size, self.stride, self.padding)
 
     def forward(self, x: Tensor) -> Tensor:
         """Child map ``[b, i*d, h, w]`` to parent map ``[b, j*e, h', w']``, after ``num_iters`` iterations.

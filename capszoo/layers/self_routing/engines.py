@@ -14,6 +14,7 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor, library
 
+from .._autograd import refuse_second_gradient
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
 from .routing import EPS, choose_parents
@@ -91,6 +92,7 @@ def _backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 weighted_sum_of_votes.register_autograd(_backward, setup_context=_keep)
+refuse_second_gradient(weighted_sum_of_votes_backward)
 
 
 class VoteFree(Engine):

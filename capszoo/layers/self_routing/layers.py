@@ -5,7 +5,7 @@ from typing import ClassVar, List, Optional, Tuple, Type
 import torch
 from torch import Tensor, nn
 
-from .._windows import windows
+from .._windows import out_size, windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import VoteFree
 from .routing import self_routing
@@ -115,8 +115,8 @@ class ConvSelfRouting(nn.Module):
 
     def grid_size(self, height: int, width: int) -> Tuple[int, int]:
         """Output rows and columns for an input of this size."""
-        reach = 2 * self.padding - self.kernel_size
-        return (height + reach) // self.stride + 1, (width + reach) // self.stride + 1
+        window = (self.kernel_size, self.stride, self.padding)
+        return out_size(height, *window), out_size(width, *window)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, in_caps * (d + 1), h, w]`` to ``[b, out_caps * (e + 1), h', w']``."""

@@ -92,7 +92,7 @@ class CapsuleHead(nn.Module):
         proj_chans: channels of a 1x1 convolution (BatchNorm, ReLU) before the head, which makes the head's cost
             independent of the width of the map; 0 omits it.
         max_grid: a map with more rows or columns is first average-pooled to at most this many; 0 disables this.
-        drop_rate: dropout of the class layer's input.
+        drop_rate: dropout of the class layer's input: single entries, not whole capsules.
 
     Raises:
         ValueError: an unknown routing or argument, or sizes that do not fit; one line.
@@ -146,7 +146,7 @@ class CapsuleHead(nn.Module):
         return self._class_layer(num_classes) if num_classes else nn.Identity()
 
     def _class_layer(self, num_classes: int) -> nn.Module:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no _class_layer")
 
     @property
     def hidden_size(self) -> int:
@@ -184,7 +184,9 @@ class CapsuleHead(nn.Module):
     @torch.jit.ignore
     def class_votes(self, x: Tensor) -> Votes:
         """Feature map to the votes for the class capsules."""
-        raise NotImplementedError
+        if not self.has_capsules:
+            raise NoCapsules(f"the {self.routing} head has no capsules")
+        raise NotImplementedError(f"the class layer of the {self.routing} head forms no votes")
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:

@@ -127,8 +127,8 @@ class CapsuleLayersHead(CapsuleHead):
         down = couplings / couplings.sum(dim=4, keepdim=True).clamp_min(1e-7)
         share = share.unflatten(2, (h * w, j)).transpose(1, 2)  # [b, h'w', n, j]
         share = torch.matmul(share, down.reshape(b, h * w, j, window))  # [b, h'w', n, 9*types]
-        n = share.shape[2]
-        # [b, n*types*9, h'w']
-        share = share.unflatten(3, (9, -1)).permute(0, 2, 4, 3, 1).reshape(b, -1, h * w)
+        n, types = share.shape[2], self.caps_types
+        # [b, n*types*9, h'w']; explicit sizes, because -1 is ambiguous for an empty batch
+        share = share.unflatten(3, (9, types)).permute(0, 2, 4, 3, 1).reshape(b, n * types * 9, h * w)
         share = F.fold(share, self.grid, 3, padding=1, stride=2)  # [b, n*types, h, w]
-        return share.reshape(b, n, self.caps_types, -1).transpose(2, 3).flatten(2)
+        return share.unflatten(1, (n, types)).flatten(3).transpose(2, 3).flatten(2)

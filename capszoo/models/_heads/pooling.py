@@ -9,7 +9,7 @@ from torch import Tensor
 from capszoo.layers import RoutingPool2d
 
 from .._base import CouplingLayout, Votes
-from .._blocks import check_caps_dim
+from .._blocks import check_caps_dim, score_parts
 from .base import CapsuleHead, ConvNorm, HeadOutput, register_head
 
 __all__ = ["AverageHead", "ConvHead", "MaxHead", "RoutingPoolHead"]
@@ -140,11 +140,9 @@ class RoutingPoolHead(AverageHead):
     @torch.jit.ignore
     def route(self, x: Tensor) -> HeadOutput:
         """Returns couplings ``[b, groups, h, w]``, which sum to 1 over the positions."""
-        x = self._map(x)
-        pooled = self.pool(x)
-        parts = (pooled[:, None] * self.classes.weight).unflatten(2, (-1, self.pool.caps_dim)).sum(-1)
-        couplings = self.pool.couplings(x)
-        scores = self.classes(self.head_drop(pooled))
+        pooled, couplings = self.pool.route(self._map(x))
+        pooled = self.head_drop(pooled)
+        scores, parts = self.classes(pooled), score_parts(pooled, self.classes.weight, self.pool.caps_dim)
         share = torch.bmm(parts.float().clamp_min(1e-6), couplings.float().flatten(2))  # [b, n, h*w]
         return HeadOutput(scores, parts, scores, (couplings,), share)
 
@@ -155,6 +153,4 @@ class RoutingPoolHead(AverageHead):
     @torch.jit.ignore
     def class_votes(self, x: Tensor) -> Votes:
         x = self._map(x)
-        dim = self.pool.caps_dim
-        votes = x.flatten(2).unflatten(1, (-1, dim)).transpose(2, 3)  # [b, g, h*w, e]
-        return Votes(votes, self.pool(x).unflatten(1, (-1, dim)), False)
+        return Votes(self.pool.capsules(x), self.pool(x).unflatten(1, (-1, self.pool.caps_dim)), False)
