@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -25,14 +27,15 @@ def workplace(target: Path, folder: bool) -> Iterator[Path]:
     It is locked while it is in use. The system releases the lock when the process ends for any reason, so that
     :func:`remove_stale`, which is called first, can distinguish remains from work in progress.
     """
+    made = [parent for parent in target.parents if not parent.exists()]  # the nearest first
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(target)
-    place = target.with_name(f".{target.name}.{_MARK}.{os.getpid()}.tmp")
-    _remove(place)
+    # random, because a process in another container may have the same number
+    place = target.with_name(f".{_short(target)}.{_MARK}.{secrets.token_hex(8)}.tmp")
     if folder:
         place.mkdir()
     else:
-        place.touch()
+        place.touch(exist_ok=False)
     handle = os.open(place, os.O_RDONLY)
     try:
         _lock(handle)
@@ -40,6 +43,15 @@ def workplace(target: Path, folder: bool) -> Iterator[Path]:
     finally:
         os.close(handle)
         _remove(place)
+        with suppress(OSError):  # not empty
+            for parent in made:
+                parent.rmdir()
+
+
+def _short(target: Path) -> str:
+    """The target's name; for a long one its hash, so that the hidden name is no longer than the system allows."""
+    name = target.name
+    return name if len(name.encode()) <= 200 else hashlib.sha256(name.encode()).hexdigest()
 
 
 def old_name(work: Path) -> Path:
@@ -54,7 +66,7 @@ def remove_stale(target: Path) -> list[Path]:
     such a name when its export was killed gets its name back, if that is free.
     """
     # without locks (no fcntl: Windows) remains cannot be detected
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.{_MARK}\.\d+\.(tmp|old)")
+    pattern = re.compile(rf"\.{re.escape(_short(target))}\.{_MARK}\.[0-9a-f]+\.(tmp|old)")
     with suppress(OSError):
         found = sorted(p for p in target.parent.iterdir() if pattern.fullmatch(p.name))
         stale = [p for p in found if not _in_use(p.with_suffix(".tmp")) and not _in_use(p)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,15 @@ def export_to_cache(
     from capszoo.inference import load_model
 
     from .bundle import export_bundle
+    from .bundle.manifest import read_manifest
 
     given: dict[str, Any] = {"img_size": img_size, "routing_iters": routing_iters}
     net = load_model(model, device="cpu", **{key: value for key, value in given.items() if value is not None})
     place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        read_manifest(place)
+    except CapszooError:  # damaged: the folder is the cache's own, which no user has to name
+        shutil.rmtree(place, ignore_errors=True)
     export_bundle(net, place, source=model, name=Path(model).name)
     return place
 

@@ -26,6 +26,7 @@ __all__ = [
     "RUNNERS",
     "Runner",
     "Timing",
+    "as_arrays",
     "compare_on_probes",
     "compare_outputs",
     "compare_probes",
@@ -45,6 +46,12 @@ SETTLE = 0.05
 
 # Minimum scale of an output in comparisons: near zero a relative difference is meaningless.
 _SCALE_FLOOR = 1e-3
+
+
+def as_arrays(outputs: torch.Tensor | Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """The outputs of a module, one tensor or several, as float32 arrays."""
+    flat = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    return [output.detach().float().cpu().numpy() for output in flat]
 
 
 class Runner(Protocol):
@@ -76,8 +83,7 @@ class EagerRunner:
         x = torch.from_numpy(images).to(self.device)
         with torch.inference_mode(), use_engines(target=self.target):
             outputs = self.model(x.to(self.dtype) if x.is_floating_point() else x)
-        flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        return [output.detach().float().cpu().numpy() for output in flat]
+        return as_arrays(outputs)
 
 
 class OnnxRunner:
@@ -87,10 +93,10 @@ class OnnxRunner:
         model: path of the file, or the serialised model.
         threads: threads within an operator; None uses PyTorch's number.
         optimize: let ONNX Runtime rewrite the graph.
-        provider: execution provider, such as ``CUDAExecutionProvider``.
+        provider: execution provider, such as ``CUDAExecutionProvider``, which computes float32 without TF32 here.
 
     Raises:
-        CapszooError: ONNX Runtime has no such provider.
+        CapszooError: ONNX Runtime has no such provider, or cannot start it.
     """
 
     name = "onnxruntime"
@@ -117,7 +123,10 @@ class OnnxRunner:
         options.inter_op_num_threads = 1
         if not optimize:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        self.session = onnxruntime.InferenceSession(model, options, providers=[provider])
+        settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
+        self.session = onnxruntime.InferenceSession(model, options, providers=[(provider, settings)])
+        if provider not in self.session.get_providers():  # ONNX Runtime only warns and takes the CPU
+            raise CapszooError(f"ONNX Runtime cannot start {provider}", "check the driver, CUDA and cuDNN")
         self.input_name = self.session.get_inputs()[0].name
 
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
@@ -135,8 +144,8 @@ class Difference:
         relative: the largest difference of an output divided by that output's largest reference value (at least
             1e-3), worst over the outputs.
         finite: whether every value of both is finite.
-        top1_agreement: share of the images whose first output has the same argmax; 0.0 if a value is not
-            finite, 1.0 if the first output is not ``[b, n]``.
+        top1_agreement: share of the images whose scores have the same argmax; 0.0 if a value is not finite, None
+            without scores ``[b, n]``.
         reference, candidate: names of the runners.
     """
 
@@ -146,7 +155,7 @@ class Difference:
     mean_abs: float
     relative: float
     finite: bool
-    top1_agreement: float
+    top1_agreement: float | None
     reference: str = ""
     candidate: str = ""
 
@@ -184,8 +193,15 @@ def compare_outputs(
     candidate: Sequence[np.ndarray],
     probe: str = "",
     names: tuple[str, str] = ("", ""),
+    scores: int | None = 0,
 ) -> Difference:
     """Compare two lists of outputs of the same input.
+
+    Args:
+        reference, candidate: the outputs.
+        probe: name of the input.
+        names: names of the two runners.
+        scores: position of the scores among the outputs, for the top-1; None if they are not among them.
 
     Raises:
         ValueError: different numbers or shapes of outputs.
@@ -207,15 +223,15 @@ def compare_outputs(
         max_abs = max(max_abs, worst)
         relative = max(relative, worst / max(float(np.abs(r64).max(initial=0.0)), _SCALE_FLOOR))
         total, count = total + float(delta.sum()), count + delta.size
-    scores, agreement = reference[0], 1.0
+    agreement: float | None = None
     if not finite:
         max_abs = relative = total = float("nan")
         agreement = 0.0
-    elif scores.ndim == 2:
-        agreement = float((scores.argmax(1) == candidate[0].argmax(1)).mean())
+    elif scores is not None and reference[scores].ndim == 2:
+        agreement = float((reference[scores].argmax(1) == candidate[scores].argmax(1)).mean())
     return Difference(
         probe=probe,
-        batch=int(scores.shape[0]),
+        batch=int(reference[0].shape[0]),
         max_abs=max_abs,
         mean_abs=total / max(count, 1),
         relative=relative,
@@ -226,10 +242,12 @@ def compare_outputs(
     )
 
 
-def compare_runners(reference: Runner, candidate: Runner, images: np.ndarray, probe: str = "") -> Difference:
-    """Run both on the same images and compare their outputs."""
+def compare_runners(
+    reference: Runner, candidate: Runner, images: np.ndarray, probe: str = "", scores: int | None = 0
+) -> Difference:
+    """Run both on the same images and compare their outputs; ``scores`` as for :func:`compare_outputs`."""
     names = (reference.name, candidate.name)
-    return compare_outputs(reference(images), candidate(images), probe, names)
+    return compare_outputs(reference(images), candidate(images), probe, names, scores)
 
 
 def compare_probes(
@@ -239,22 +257,27 @@ def compare_probes(
     size: Sequence[int],
     dtype: str = "float32",
     probes: Sequence[str] = PROBES,
+    scores: int | None = 0,
 ) -> list[Difference]:
     """One comparison per probe, at a batch of ``count`` images of ``size`` (channels, height, width).
+
+    ``scores`` as for :func:`compare_outputs`.
 
     If the batch has room for all probes, it is run once, with alternating probes: the output for an image must not
     depend on its neighbours, and a large batch of a large network takes long.
     """
     inputs = {probe: probe_input(probe, (count, *size), count, dtype) for probe in probes}
     if count < len(probes):
-        return [compare_runners(reference, candidate, images, probe) for probe, images in inputs.items()]
+        return [
+            compare_runners(reference, candidate, images, probe, scores) for probe, images in inputs.items()
+        ]
     mixed = np.stack([inputs[probes[i % len(probes)]][i] for i in range(count)])
     outputs = reference(mixed), candidate(mixed)
     names, found = (reference.name, candidate.name), []
-    compare_outputs(*outputs, names=names)  # checks shapes, before they are cut
+    compare_outputs(*outputs, names=names, scores=scores)  # checks shapes, before they are cut
     for i, probe in enumerate(probes):
         own = [[output[i :: len(probes)] for output in side] for side in outputs]
-        found.append(replace(compare_outputs(own[0], own[1], probe, names), batch=count))
+        found.append(replace(compare_outputs(own[0], own[1], probe, names, scores), batch=count))
     return found
 
 
@@ -264,12 +287,16 @@ def compare_on_probes(
     batch: tuple[int, int, int],
     size: tuple[int, int, int],
     dtype: str = "float32",
+    scores: int | None = 0,
 ) -> list[Difference]:
-    """Every probe at the smallest, usual and largest batch; ``size`` is channels, height and width."""
+    """Every probe at the smallest, usual and largest batch; ``size`` is channels, height and width.
+
+    ``scores`` as for :func:`compare_outputs`.
+    """
     return [
         difference
         for count in sorted(set(batch))
-        for difference in compare_probes(reference, candidate, count, size, dtype)
+        for difference in compare_probes(reference, candidate, count, size, dtype, scores=scores)
     ]
 
 

@@ -16,6 +16,7 @@ from capszoo._suggest import unknown_name
 from capszoo.errors import UsageError
 
 from .passes.int8 import MIN_CALIBRATION
+from .verify.graph_rules import MAX_TENSORRT_OPSET
 from .verify.images import RealImages
 
 __all__ = [
@@ -81,7 +82,7 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.workspace_mib < 1:
-            raise UsageError(f"a workspace of {self.workspace_mib} MiB makes no sense", "give 1 or more")
+            raise UsageError(f"invalid workspace of {self.workspace_mib} MiB", "give 1 or more")
         if not 0 <= self.optimization_level <= 5:
             raise UsageError(f"there is no optimisation level {self.optimization_level}", "give 0 to 5")
 
@@ -108,7 +109,7 @@ class ExportOptions:
         optimize: let the exporter fold constants and simplify.
         check: run the gate; otherwise the report states that nothing was checked.
         gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
-            batch 1 and an odd one).
+            two batch sizes).
         runtime: target of the ONNX file. ``cpu``: EM layers of windows a few positions at a time and, in
             fp32, some convolutions as matrix products (:mod:`capszoo.export.passes.conv_to_matmul`), which are faster
             in ONNX Runtime's CPU provider; ``gpu``: whole maps, in few nodes, all convolutions. None: ``gpu``
@@ -154,7 +155,11 @@ class ExportOptions:
         values = self._batch()
         if len(values) != 3 or not 1 <= values[0] <= values[1] <= values[2]:
             raise UsageError(
-                f"batch {self.batch} makes no sense", "give smallest, usual and largest, such as 1,8,32"
+                f"invalid batch {self.batch}", "give smallest, usual and largest, such as 1,8,32"
+            )
+        if self.tolerance is not None and not 0 < self.tolerance <= 1:  # NaN too
+            raise UsageError(
+                f"invalid tolerance {self.tolerance}", "give a share of the largest output, 0 to 1"
             )
 
     def _batch(self) -> tuple[int, ...]:
@@ -180,6 +185,12 @@ class ExportOptions:
             raise UsageError(
                 "int8 needs real images that measure what it costs",
                 "--verify-data names a folder, or a data set",
+            )
+        ranges, real = self.ranges, self.real_images
+        if ranges and real and torch.equal(ranges.images, real.images):
+            raise UsageError(
+                "the calibration images are the images that measure what int8 costs",
+                "give others for one of them",
             )
 
     @property
@@ -239,13 +250,24 @@ class BundleOptions(ExportOptions):
         if "scores" not in self.outputs:
             raise UsageError("a bundle needs the output scores", "add it to the outputs")
         if not self.check:
-            raise UsageError("a bundle is not written without its gate", "leave check as it is")
+            raise UsageError("a bundle requires the gate", "remove check=False")
         if self.input_size is not None:
             raise UsageError(
                 "a bundle's images have the size of its model", "create the model with another img_size"
             )
         if self.precision == "int8" and "aoti" in self.formats:
             raise UsageError("AOTInductor takes no int8", "leave the format aoti out")
+        if "tensorrt" in self.formats and self.onnx_opset > MAX_TENSORRT_OPSET:
+            raise UsageError(
+                f"TensorRT's parser is not known to support opset {self.onnx_opset}",
+                f"ask for {MAX_TENSORRT_OPSET} or less",
+            )
+        smallest, _, largest = self.profile
+        if self.triton and 1 < smallest < largest:
+            raise UsageError(
+                f"Triton may send fewer than {smallest} images",
+                "give 1 as the smallest batch, or fix the batch",
+            )
 
     @property
     def target(self) -> str:
@@ -259,9 +281,11 @@ def collect(kind: type[Options], options: Options | None, changes: Mapping[str, 
     """Options of a kind: the given ones, or the defaults, with changes by keyword.
 
     Raises:
-        TypeError: an unknown keyword; the message suggests the nearest one.
+        TypeError: options of another class, or an unknown keyword; the message suggests the nearest one.
         UsageError: an invalid value.
     """
+    if options is not None and not isinstance(options, kind):
+        raise TypeError(f"options must be {kind.__name__}, not {type(options).__name__}")
     known = [option.name for option in fields(kind)]
     for name in changes:
         if name not in known:

@@ -43,7 +43,6 @@ class PreparedModel:
         tolerance: allowed difference as a share of the largest output.
         routing_iters: distinct iteration counts.
         options: settings of the preparation and of the export.
-        samples: some of the real images given to the gate.
         engines: the engine of each routing layer in the last trace, by the layer's name.
     """
 
@@ -57,7 +56,6 @@ class PreparedModel:
     tolerance: float
     routing_iters: list[int]
     options: ExportOptions
-    samples: np.ndarray | None = None
     engines: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -65,6 +63,16 @@ class PreparedModel:
         """``float32`` or ``uint8``."""
         dtype = getattr(self.served, "input_dtype", torch.float32)
         return str(dtype).removeprefix("torch.")
+
+    @property
+    def scores_at(self) -> int | None:
+        """Position of the scores among the outputs; None if they are not among them."""
+        return self.output_names.index("scores") if "scores" in self.output_names else None
+
+    def samples(self, count: int) -> np.ndarray | None:
+        """The first of the real images that the options name; None without images."""
+        real = self.options.real_images
+        return None if real is None else real.images[:count].cpu().numpy()
 
     def example(self, count: int) -> torch.Tensor:
         """A batch of zeros."""
@@ -140,7 +148,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
     _check_outputs(model, outputs)
     with evaluating(model):
         # the reference must have the graph's number of iterations, but stay as unprepared as the user's model
-        original = copy.deepcopy(model)
+        original = copy.deepcopy(model).cpu()  # on a GPU, cuDNN's TF32 would round the reference
         if options.routing_iters is not None:
             unroll.set_routing_iterations(original, options.routing_iters)
         served = unroll.prepare_for_export(model, options.routing_iters).cpu()

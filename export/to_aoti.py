@@ -7,8 +7,10 @@ A package (``.pt2``) only runs on the kind of device it was compiled on; :func:`
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from capszoo._npz import read_npz
 from capszoo.errors import CapszooError
 
+from .atomic import workplace
+from .compare import as_arrays, compare_outputs
 from .prepare import PreparedModel, quiet
 from .report import ExportError, first_line
 from .verify.gate import verify_against_eager
@@ -25,6 +30,9 @@ from .verify.gate import verify_against_eager
 __all__ = ["AotiRunner", "compile_program", "recompile_command", "write"]
 
 PROGRAM = "program.pt2"
+
+#: The package that :func:`recompile_command` writes into a bundle.
+RECOMPILED = "model.pt2"
 
 
 class AotiRunner:
@@ -49,8 +57,7 @@ class AotiRunner:
         without_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
         with torch.inference_mode(), without_tf32:
             outputs = self.model(torch.from_numpy(images).to(self.device))
-        flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        return [output.float().cpu().numpy() for output in flat]
+        return as_arrays(outputs)
 
 
 def compile_program(
@@ -66,6 +73,7 @@ def compile_program(
         device: ``cpu`` or ``cuda``; None selects CUDA if available.
 
     Raises:
+        CapszooError: the program cannot be read.
         ExportError: no C++ compiler, or the compiler failed.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,7 +81,11 @@ def compile_program(
     if shutil.which(compiler) is None:
         raise ExportError(f"AOTInductor needs a C++ compiler, and there is no {compiler}", "install g++")
     if not isinstance(program, torch.export.ExportedProgram):
-        program = torch.export.load(str(program))
+        try:
+            with quiet():
+                program = torch.export.load(str(program))
+        except Exception as e:  # zip's, torch's and the system's own kinds
+            raise CapszooError(f"{program}: no program of torch.export can be read ({first_line(e)})") from e
     if device != "cpu":
         from torch.export.passes import move_to_device_pass
 
@@ -86,7 +98,7 @@ def compile_program(
     return Path(made)
 
 
-def recompile_command(package: str = "model.pt2") -> str:
+def recompile_command(package: str = RECOMPILED) -> str:
     """The command that compiles the portable program on another machine."""
     return f"python -m capszoo.export.to_aoti {PROGRAM} {package}"
 
@@ -126,15 +138,50 @@ def write(
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Compile a portable program for a device of this machine."""
+def _against_reference(package: Path, program: Path, device: str) -> str:
+    """Compare a package with the answers stored in the bundle of its program; the result in words.
+
+    Raises:
+        ExportError: the results differ.
+    """
+    stored, manifest = program.with_name("reference.npz"), program.with_name("manifest.json")
+    if not stored.is_file() or not manifest.is_file():
+        return "not compared: there is no reference.npz beside the program"
+    described = json.loads(manifest.read_text(encoding="utf-8"))
+    index = [output["name"] for output in described["outputs"]].index("scores")
+    arrays = read_npz(stored, ("images", "scores"), max_bytes=2**30)
+    found = compare_outputs([arrays["scores"]], [AotiRunner(package, device)(arrays["images"])[index]])
+    limit = float(described["tolerance"])
+    if not found.passed(limit):
+        raise ExportError(
+            f"{package.name} differs from the stored answers by {found.relative:.1e} of the largest output; "
+            f"the limit is {limit:.0e}"
+        )
+    return f"{found.relative:.1e} of the largest output on {found.batch} inputs, the limit is {limit:.0e}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile a portable program for a device of this machine; compare it with the answers in its bundle."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("program", help="the .pt2 file that torch.export.save wrote")
     parser.add_argument("out", help="package to write (.pt2)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     options = parser.parse_args(arguments)
-    print(compile_program(options.program, options.out, options.device))
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    program, out = Path(options.program), Path(options.out)
+    try:
+        if not program.is_file():
+            raise CapszooError(f"there is no file {program}")
+        with workplace(out.with_suffix(".pt2"), folder=True) as work:
+            made = compile_program(program, work / "model.pt2", device)
+            said = _against_reference(made, program, device)
+            os.replace(made, out)
+    except (CapszooError, OSError, ValueError, KeyError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{out}: {said}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

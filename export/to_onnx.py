@@ -13,9 +13,10 @@ in ONNX Runtime, agreement of the optimised graph with the unoptimised one. A st
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from capszoo.errors import UsageError
+from capszoo.errors import CapszooError, UsageError
 
 from .atomic import workplace
 from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
@@ -31,6 +32,8 @@ from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
 from .prepare import PreparedModel, check_dtype, prepare, quiet
 from .report import ExportError, ExportReport, GateStep, first_line
+from .to_tensorrt import rtx_step
+from .unroll import Served
 from .verify.gate import MIN_AGREEMENT, Gate
 from .verify.graph_rules import (
     FORBIDDEN_OPS,
@@ -66,6 +69,12 @@ __all__ = [
     "write",
 ]
 
+
+#: Limit of protobuf for the size of a file. External data, which has none, would be a second file to keep beside it.
+MAX_BYTES = 2**31 - 2**20
+
+#: Options that :func:`write` applies; the others are applied by the preparation.
+WRITE_OPTIONS = ("opset", "optimize", "check", "gate", "runtime", "images", "calibration", "progress")
 
 #: Number of nodes from which the quadratic part of the exporter's optimisation is disabled.
 MANY_NODES = 2000
@@ -106,22 +115,34 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
     Args:
         prepared: the model.
         path: file to write.
-        **changes: options that do not affect the model, if they differ from those of its preparation.
+        **changes: options that differ from those of its preparation, of :data:`WRITE_OPTIONS`.
+
+    Raises:
+        ExportError: the model cannot be exported or failed the gate; nothing was written.
+        UsageError: an option that the preparation has applied already.
     """
-    options = collect(type(prepared.options), prepared.options, changes)
+    fixed = [name for name in changes if name not in WRITE_OPTIONS]
+    if fixed:
+        raise UsageError(f"{fixed[0]} is an option of prepare()", f"write() takes {', '.join(WRITE_OPTIONS)}")
+    options = prepared.options = collect(type(prepared.options), prepared.options, changes)
     options.check_images()
     real, ranges, say = options.real_images, options.ranges, options.say
     opset, full = options.onnx_opset, options.gate == "full"
     require_libraries(options.check or prepared.precision == "int8")
     target, name = Path(path), prepared.name
-    prepared.samples = None if real is None else real.images[:32].cpu().numpy()
+    bits = sum(t.numel() * t.element_size() for t in prepared.served.state_dict().values())
+    if bits >= MAX_BYTES:
+        raise ExportError(
+            f"{name}: {bits / 2**30:.1f} GiB of weights do not fit in one ONNX file, whose limit is 2 GiB",
+            "use precision fp16, or the format aoti",
+        )
     say("tracing")
     program = _to_onnx_program(prepared, opset, options.target == "cpu")
     proto = stripped(program.model_proto)  # unoptimised: before the exporter's optimisation
     plain = proto
     if options.optimize:
         say("optimising")
-        with linear_rewriting(len(plain.graph.node)):
+        with quiet(), linear_rewriting(len(plain.graph.node)):
             program.optimize()
         proto = stripped(program.model_proto)
     report = _describe(proto, target, prepared)
@@ -136,6 +157,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
         proto, report = _quantised(
             prepared, proto, plain if options.check else None, target, full, real, ranges, say
         )
+    _describe_in_file(proto, prepared, report)
     with workplace(target, folder=False) as temporary:
         data = proto.SerializeToString()
         temporary.write_bytes(data)
@@ -152,6 +174,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
                 session.half_in_pytorch(real)
                 session.real_images(real)
                 session.both_graphs(plain, run=full and options.optimize)
+            report.gate.append(rtx_step(temporary, report))
         else:
             report.gate.append(GateStep("gate", None, "not run: check=False"))
         os.replace(temporary, target)
@@ -191,7 +214,14 @@ def _quantised(
     report = _describe(stripped(quantised), target, prepared)
     report.float_comparisons = proved.comparisons
     report.gate = [replace(step, name=f"before quantisation: {step.name}") for step in proved.gate]
-    detail = f"{len(calibration)} images, {calibration.source}"
+    layers = [
+        node.input[1] for node in proto.graph.node if node.name in set(int8.quantisable(proto, weights))
+    ]
+    left = sorted(weights - set(layers))
+    detail = f"{len(calibration)} images, {calibration.source}; {len(weights) - len(left)} of {len(weights)} layers"
+    detail += " in int8" + (
+        f", not {', '.join(name.removesuffix('.weight') for name in left)}" if left else ""
+    )
     report.gate.append(GateStep("calibration", True, detail))
     return quantised, report
 
@@ -245,6 +275,42 @@ def linear_rewriting(nodes: int) -> Iterator[None]:
         yield
     finally:
         rewriter._DEFAULT_REWRITE_RULES = before
+
+
+def _describe_in_file(proto: onnx.ModelProto, prepared: PreparedModel, report: ExportReport) -> None:
+    """Describe the model in the file's metadata, as the files of a bundle do: it may be the only file."""
+    import onnx
+
+    import capszoo
+    from capszoo.inference import label_names
+    from capszoo.preprocess import model_transform
+
+    from .bundle.manifest import describe_model, preprocessing  # which import this module
+
+    original = prepared.original
+    model = original.model if isinstance(original, Served) else original
+    spec: dict[str, Any] = {}
+    with suppress(CapszooError):  # no single image is its input, or it does not state its size
+        spec = {**preprocessing(model, model_transform(model), report), "size": list(prepared.size[1:])}
+    about = describe_model(model, prepared, "")
+    described = {
+        "capszoo_version": capszoo.__version__,
+        "model": prepared.name,
+        "architecture": about["architecture"],
+        "weights": about["weights"].get("id", ""),
+        "weights_sha256": about["weights"].get("sha256", ""),
+        "precision": report.precision,
+        "routing_iters": report.routing_iters,
+        "preprocess": spec,
+        "labels": label_names(model),
+    }
+    onnx.helper.set_model_props(
+        proto,
+        {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in described.items()
+        },
+    )
 
 
 def _describe(proto: onnx.ModelProto, path: Path, prepared: PreparedModel) -> ExportReport:

@@ -30,6 +30,7 @@ from .atomic import workplace
 from .options import BuildOptions
 from .prepare import PreparedModel
 from .report import ExportError, ExportReport, GateStep, first_line
+from .to_aoti import RECOMPILED
 from .verify.gate import verify_against_eager
 
 __all__ = [
@@ -89,7 +90,7 @@ def rtx_step(onnx: Path, report: ExportReport, rtx: Any = None) -> GateStep:
     """Gate, step 4: NVIDIA's parser and builder accept the graph, if TensorRT-RTX is installed.
 
     Raises:
-        ExportError: they refuse it.
+        ExportError: they refuse it; the report has the failed step.
     """
     name = "TensorRT-RTX parses and builds the graph"
     rtx = rtx or find_rtx()
@@ -99,14 +100,19 @@ def rtx_step(onnx: Path, report: ExportReport, rtx: Any = None) -> GateStep:
     with tempfile.TemporaryDirectory() as folder:
         # for a GPU that this machine may lack, with its memory: EM's votes of 32 images take more than a GiB
         options = BuildOptions(compute_capability="SM89", detailed=False, workspace_mib=16384)
-        built = build_engine(onnx, Path(folder) / "rtx.plan", report, options, rtx)
+        try:
+            built = build_engine(onnx, Path(folder) / "rtx.plan", report, options, rtx)
+        except ExportError as error:
+            report.gate.append(GateStep(name, False, error.message, time.perf_counter() - start))
+            error.report = report
+            raise
     detail = f"{built.api} for SM89, {built.layers} layers; built, not run, and not TensorRT itself"
     return GateStep(name, True, detail, time.perf_counter() - start)
 
 
 def built_later(folder: Path, name: str) -> set[str]:
-    """The files that a user of a bundle makes in it: the engine, its copy for Triton, and the timing cache."""
-    files = {*BUILT, f"triton-tensorrt/{name}/1/model.plan"}
+    """Files that a user of a bundle makes in it: engine, its copy for Triton, timing cache, AOTInductor's package."""
+    files = {*BUILT, RECOMPILED, f"triton-tensorrt/{name}/1/model.plan"}
     try:
         cache = json.loads((folder / _FOLDER / "profile.json").read_text("utf-8"))["options"]["timing_cache"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -174,7 +180,7 @@ def build_engine(
         builder = trt.Builder(log)
     except TypeError as error:  # of pybind11: the factory returned a null pointer
         raise ExportError(
-            f"{api} makes no builder: {log.last or first_line(error)}", "it needs an NVIDIA GPU"
+            f"{api} cannot create a builder: {log.last or first_line(error)}", "it needs an NVIDIA GPU"
         ) from error
     # TensorRT 11 has only strongly typed networks, 10 needs the flag
     typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
@@ -182,7 +188,7 @@ def build_engine(
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(onnx)):
         errors = [_parser_error(parser.get_error(i)) for i in range(parser.num_errors)]
-        raise ExportError(f"{api} does not take the graph: {'; '.join(errors) or log.last}")
+        raise ExportError(f"{api} cannot parse the graph: {'; '.join(errors) or log.last}")
     config = builder.create_builder_config()
     cache = _configure(trt, config, options, api)
     if report.precision == "fp32" and (tf32 := getattr(trt.BuilderFlag, "TF32", None)) is not None:
@@ -195,7 +201,7 @@ def build_engine(
             if "OutOfMemory" in log.last
             else ""
         )
-        raise ExportError(f"{api} builds no engine: {log.last or 'no reason given'}", remedy)
+        raise ExportError(f"{api} failed to build the engine: {log.last or 'no reason given'}", remedy)
     data = bytes(plan)
     Path(engine).write_bytes(data)
     if options.timing_cache and cache is not None:
@@ -241,7 +247,7 @@ def _add_profile(builder: Any, network: Any, config: Any, report: ExportReport) 
         name = network.get_input(i).name
         profile.set_shape(name, wanted["min"], wanted["opt"], wanted["max"])
     if config.add_optimization_profile(profile) < 0:
-        raise ExportError(f"TensorRT takes no profile {wanted}")
+        raise ExportError(f"TensorRT rejected the optimisation profile {wanted}")
 
 
 def _inspect(trt: Any, log: Any, data: bytes, options: BuildOptions) -> str:
@@ -392,9 +398,8 @@ class TensorRTRunner:
         except Exception as e:  # the bindings raise their own kinds of errors
             raise CapszooError(f"{path}: {first_line(e)}") from e
         if self.engine is None:
-            raise CapszooError(
-                f"{path} was built for another GPU or TensorRT", "build it again on this machine"
-            )
+            why = self.log.last or "it was built for another GPU or TensorRT"
+            raise CapszooError(f"{path} cannot be loaded: {why}", "build it again on this machine")
         self.context = self.engine.create_execution_context()
         names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         is_input = {n: self.engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT for n in names}
@@ -404,7 +409,9 @@ class TensorRTRunner:
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
         x = torch.from_numpy(np.ascontiguousarray(images)).to(self.device)
         if not self.context.set_input_shape(self.input, tuple(x.shape)):
-            raise CapszooError(f"the engine takes no batch of {len(images)}", "build it with a wider profile")
+            raise CapszooError(
+                f"batch {len(images)} is outside the engine's profile", "build it with a wider profile"
+            )
         self.context.set_tensor_address(self.input, x.data_ptr())
         results = []
         for name in self.outputs:  # float32, as in the graph

@@ -21,6 +21,7 @@ import torch.nn as nn
 
 from capszoo.errors import UsageError
 
+from .compare import as_arrays
 from .options import BuildOptions, ExportOptions, collect
 from .prepare import PreparedModel, prepare
 from .report import ExportError, first_line
@@ -86,7 +87,8 @@ def compile_module(
         compiled: nn.Module = trt.dynamo.compile(program, inputs=[_input(trt, prepared)], **arguments)
     except Exception as e:  # the library raises many kinds, without a common base
         raise ExportError(f"{prepared.name}: Torch-TensorRT cannot compile it: {first_line(e)}") from e
-    verify_against_eager(prepared, _Runner(compiled, device))
+    if export_options.check:
+        verify_against_eager(prepared, _Runner(compiled, device))
     return compiled
 
 
@@ -134,5 +136,4 @@ class _Runner:
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
         with torch.inference_mode():
             outputs = self.module(torch.from_numpy(images).to(self.device))
-        flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        return [output.float().cpu().numpy() for output in flat]
+        return as_arrays(outputs)

@@ -477,7 +477,7 @@ def test_export_errors(trained: Path, tmp_path: Path) -> None:
     assert "give a name such as model.onnx" in fails(2, "export", MODEL, "--out", tmp_path / "model.pt")
     for batch in ("4,2,1", "0", "1,2", "many"):
         line = fails(2, "export", trained, "--out", tmp_path / "m.onnx", "--batch", batch)
-        assert "makes no sense" in line
+        assert "invalid" in line
     without = next(name for name in capszoo.list_models() if not capszoo.list_pretrained(f"{name}.*"))
     assert "--no-pretrained" in fails(1, "export", without, "--out", tmp_path / "m.onnx")
     assert "Missing option" in fails(2, "export", MODEL)

@@ -143,7 +143,7 @@ def test_check(bundle: Path, tmp_path: Path) -> None:
     assert "sha256 of the files" in text and "failed" not in text
     assert json.loads(succeeds("check", bundle, "--json"))["passed"] is True
     old = run("export", bundle, "--check")
-    assert old.exit_code == 0 and "note: `capszoo check DIR` is the new spelling" in old.stderr
+    assert old.exit_code == 0 and "note: use `capszoo check DIR`" in old.stderr
     assert "no bundle" in fails(1, "check", tmp_path)
 
 

@@ -130,33 +130,42 @@ def export_command(
         Path | None,
         typer.Option(
             "--timing-cache",
-            help="TensorRT: file of measured tactics.",
+            help="File of measured tactics.",
             metavar="PATH",
             rich_help_panel="TensorRT",
         ),
     ] = None,
     workspace: Annotated[
         int,
-        typer.Option(
-            "--workspace", min=1, help="TensorRT: workspace, MiB.", metavar="N", rich_help_panel="TensorRT"
-        ),
+        typer.Option("--workspace", min=1, help="Workspace, MiB.", metavar="N", rich_help_panel="TensorRT"),
     ] = 4096,
+    optimization_level: Annotated[
+        int,
+        typer.Option(
+            "--optimization-level",
+            min=0,
+            max=5,
+            help="0 builds quickly, 5 measures all tactics.",
+            metavar="N",
+            rich_help_panel="TensorRT",
+        ),
+    ] = 3,
     version_compatible: Annotated[
         bool,
         typer.Option(
-            "--version-compatible", help="TensorRT: run on later versions.", rich_help_panel="TensorRT"
+            "--version-compatible", help="Run on later TensorRT versions.", rich_help_panel="TensorRT"
         ),
     ] = False,
     hardware_compatible: Annotated[
         bool,
         typer.Option(
             "--hardware-compatible",
-            help="TensorRT: run on other GPUs from Ampere on.",
+            help="Run on other GPUs from Ampere on.",
             rich_help_panel="TensorRT",
         ),
     ] = False,
     refit: Annotated[
-        bool, typer.Option("--refit", help="TensorRT: allow new weights later.", rich_help_panel="TensorRT")
+        bool, typer.Option("--refit", help="Allow new weights later.", rich_help_panel="TensorRT")
     ] = False,
     pretrained: Annotated[
         bool, typer.Option("--pretrained/--no-pretrained", help="Load weights, or export untrained ones.")
@@ -188,6 +197,15 @@ def export_command(
             rich_help_panel="Verification",
         ),
     ] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Allowed difference as a share of the largest output (default: by precision).",
+            show_default=False,
+            metavar="SHARE",
+            rich_help_panel="Verification",
+        ),
+    ] = None,
     quick: Annotated[
         bool,
         typer.Option(
@@ -200,7 +218,7 @@ def export_command(
     """Write a model as ONNX, TensorRT or AOTInductor and verify it against the original; routing is unrolled."""
     if check:
         check_bundle_folder(model, as_json)
-        stderr().print("note: `capszoo check DIR` is the new spelling; --check goes with version 0.2")
+        stderr().print("note: use `capszoo check DIR`; --check will be removed in version 0.2")
         return
     check_model_argument(model)
     if out is None:
@@ -213,8 +231,10 @@ def export_command(
     if alone and (kinds != ["onnx"] or triton):
         raise UsageError(f"--out {out} is one file", "give a folder for other formats and for --triton")
     if "tensorrt" not in kinds:
-        unused = ("timing_cache", "workspace", "version_compatible", "hardware_compatible", "refit")
-        refuse_unused(context, unused, "without TensorRT", "add --format tensorrt")
+        engine_options = (
+            "timing_cache workspace optimization_level version_compatible hardware_compatible refit"
+        )
+        refuse_unused(context, engine_options.split(), "without TensorRT", "add --format tensorrt")
     if images is None and calibrate is None:
         refuse_unused(context, ["data", "skip_bad"], "without images", "add --verify-data")
     from ..export.options import BuildOptions, BundleOptions, ExportOptions
@@ -231,9 +251,11 @@ def export_command(
         uint8_input=uint8_input,
         gate="quick" if quick else "full",
         runtime=runtime,
+        tolerance=tolerance,
     )
     engine = BuildOptions(
         workspace_mib=workspace,
+        optimization_level=optimization_level,
         timing_cache=None if timing_cache is None else str(timing_cache),
         version_compatible=version_compatible,
         hardware_compatible=hardware_compatible,
@@ -359,7 +381,7 @@ def _print_report(report: ExportReport) -> None:
             str(difference.batch),
             f"{difference.max_abs:.1e}",
             f"{difference.relative:.1e}",
-            f"{difference.top1_agreement:.0%}",
+            "" if difference.top1_agreement is None else f"{difference.top1_agreement:.0%}",
         )
     out.print(parity)
     out.print()
@@ -410,7 +432,7 @@ def _batch(text: str) -> tuple[int, int, int] | int:
     parts = text.split(",")
     if len(parts) not in (1, 3) or not all(part.strip().isdecimal() for part in parts):
         raise UsageError(
-            f"--batch {text} makes no sense",
+            f"invalid --batch {text}",
             "give one number, or smallest, usual and largest, such as 1,8,32",
         )
     numbers = [int(part) for part in parts]

@@ -217,7 +217,13 @@ class Classifier:
             key in self.spec for key in ("channels", "size", "crop_pct", "interpolation", "dtype", "batch")
         ):
             raise ValueError("preprocess.json lacks a key")
-        self.session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=[provider])
+        # float32 means float32 on a GPU too
+        settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
+        self.session = onnxruntime.InferenceSession(
+            str(folder / "model.onnx"), providers=[(provider, settings)]
+        )
+        if provider not in self.session.get_providers():  # ONNX Runtime only warns and takes the CPU
+            raise ValueError(f"ONNX Runtime cannot start {provider}: it has {self.session.get_providers()}")
         classes = self.session.get_outputs()[0].shape[-1]
         if isinstance(classes, int) and self.spec["scores"] == self.session.get_outputs()[0].name:
             if len(self.labels) != classes:

@@ -157,12 +157,13 @@ def figures(report: ExportReport) -> dict[str, Any]:
     def summary(differences: list[compare.Difference]) -> dict[str, Any]:
         real = [d for d in differences if d.probe == "images"]
         count = sum(d.batch for d in real)
+        compared = [(d.top1_agreement, d.batch) for d in real if d.top1_agreement is not None]
         return {
             "max_difference": max((d.max_abs for d in differences), default=None),
             "share_of_largest_output": max((d.relative for d in differences), default=None),
             "inputs": len(differences),
             "images": count,
-            "top1_agreement": sum(d.top1_agreement * d.batch for d in real) / count if count else None,
+            "top1_agreement": sum(share * n for share, n in compared) / count if compared else None,
         }
 
     found: dict[str, Any] = {"onnxruntime against eager": summary(report.comparisons)}

@@ -52,7 +52,7 @@ def _triton_config(name: str, backend: str, file: str, report: ExportReport) -> 
         )
     dims = ", ".join(str(s) for s in (report.input_shape if fixed else report.input_shape[1:]))
     lines.append(
-        f'model_warmup [\n  {{\n    name: "zero"\n    batch_size: {0 if fixed else usual}\n    inputs {{\n'
+        f'model_warmup [\n  {{\n    name: "zero"\n    batch_size: {1 if fixed else usual}\n    inputs {{\n'
         f'      key: "{report.input_name}"\n      value {{ data_type: {dtype} dims: [ {dims} ] zero_data: true }}\n'
         "    }\n  }\n]"
     )

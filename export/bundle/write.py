@@ -74,7 +74,6 @@ def export_bundle(
     safe = re.sub(r"[^\w.-]+", "_", prepared.name)
     with workplace(target, folder=True) as work:
         report = to_onnx.write(prepared, work / "model.onnx")
-        report.gate.append(to_tensorrt.rtx_step(work / "model.onnx", report))
         engines, notes = _write_engines(prepared, report, work, options)
         report.path = "model.onnx"
         spec = preprocessing(model, transform, report)
@@ -205,13 +204,15 @@ def _write_reference(prepared: PreparedModel, path: Path) -> None:
     """
     shape, dtype = (1, *prepared.size), prepared.input_dtype
     inputs = [compare.probe_input(probe, shape, 0, dtype) for probe in compare.PROBES]
-    if prepared.samples is not None:
-        inputs = [prepared.samples[:8]] if prepared.precision == "int8" else [*inputs, prepared.samples[:4]]
+    int8 = prepared.precision == "int8"
+    real = prepared.samples(8 if int8 else 4)
+    if real is not None:
+        inputs = [real] if int8 else [*inputs, real]
     stacked = np.concatenate(inputs)
     smallest, _, largest = prepared.batch
     # a fixed or large batch uses as many as it must, a small one no more than it can
     stacked = stacked[np.arange(max(smallest, min(len(stacked), largest))) % len(stacked)]
-    scores = compare.EagerRunner(prepared.original)(stacked)[prepared.output_names.index("scores")]
+    scores = compare.EagerRunner(prepared.original)(stacked)[prepared.scores_at or 0]
     np.savez_compressed(path, images=stacked, scores=scores)
 
 

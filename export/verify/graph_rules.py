@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,9 @@ __all__ = [
     "FORBIDDEN_OPS",
     "HEAVY_OPS",
     "MAX_RANK",
+    "MAX_TENSORRT_OPSET",
     "SUPPORTED_OPS",
+    "half_squares",
     "inspect_graph",
     "node_types",
     "precision_map",
@@ -36,6 +39,9 @@ MAX_RANK = 6
 FORBIDDEN_OPS = frozenset(
     ("Loop", "If", "Scan", "Einsum", "NonZero", "ReduceLogSumExp", "GatherND", "ScatterND", "SequenceMap")
 )
+
+#: Last opset of the table below.
+MAX_TENSORRT_OPSET = 24
 
 #: Operators of the default ONNX domain that NVIDIA's ONNX parser supports according to its table for TensorRT 10.15,
 #: opsets 9 to 24 (github.com/onnx/onnx-tensorrt, docs/operators.md), without the forbidden ones, those introduced in
@@ -61,7 +67,7 @@ HEAVY_OPS = ("Conv", "Gemm", "MatMul")
 
 #: Operators of norms, softmax and variances, which stay float32: float16 overflows at a norm of 256.
 FLOAT32_OPS = frozenset(
-    "Exp Log LogSoftmax Pow Reciprocal ReduceL2 ReduceSumSquare Softmax Softplus Sqrt".split()
+    "Exp Log LogSoftmax Pow Reciprocal ReduceL1 ReduceL2 ReduceSumSquare Softmax Softplus Sqrt".split()
 )
 
 
@@ -176,10 +182,7 @@ def precision_map(proto: onnx.ModelProto) -> dict[str, dict[str, Any]]:
     """Dtypes of computation and storage: operator → dtype of its results → count; dtype → elements stored."""
     import onnx
 
-    types = {
-        value.name: value.type.tensor_type.elem_type
-        for value in [*proto.graph.value_info, *proto.graph.output]
-    }
+    types = _result_types(proto)
     operators: dict[str, Counter[str]] = {}
     dequantised = {o for node in proto.graph.node if node.op_type == "DequantizeLinear" for o in node.output}
     for node in proto.graph.node:
@@ -196,6 +199,40 @@ def precision_map(proto: onnx.ModelProto) -> dict[str, dict[str, Any]]:
         "operators": {name: dict(kinds) for name, kinds in sorted(operators.items())},
         "weights": dict(stored),
     }
+
+
+def _result_types(proto: onnx.ModelProto) -> dict[str, int]:
+    """Dtype of each result, inferred if the graph does not state all of them, as after quantisation."""
+    import onnx
+
+    results = {name for node in proto.graph.node for name in node.output if name}
+    stated = [*proto.graph.value_info, *proto.graph.output]
+    if not results.issubset(value.name for value in stated):
+        with suppress(onnx.shape_inference.InferenceError):  # the structure step reports it
+            inferred = _infer_shapes(proto, 1).graph
+            stated = [*inferred.value_info, *inferred.output]
+    return {value.name: value.type.tensor_type.elem_type for value in stated}
+
+
+def half_squares(proto: onnx.ModelProto) -> list[str]:
+    """Sums of squares in half precision that are written as products, such as ``(x * x).sum()``."""
+    import onnx
+
+    half = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    types = _result_types(proto)
+    squares: set[str] = set()
+    for node in proto.graph.node:  # in the order of computation
+        square = (
+            node.op_type == "Mul" and node.input[0] == node.input[1] and types.get(node.output[0]) in half
+        )
+        # the exporter casts before it sums, when the square has overflowed already
+        if square or (node.op_type == "Cast" and node.input[0] in squares):
+            squares.add(node.output[0])
+    return [
+        f"{node.op_type} of squares"
+        for node in proto.graph.node
+        if node.op_type == "ReduceSum" and node.input[0] in squares
+    ]
 
 
 def widened(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -94,3 +94,25 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / ".digits.capszoo-export.7.tmp").symlink_to(mine)
     remove_stale(tmp_path / "digits")
     assert (mine / "photo.png").exists()
+
+
+def test_folders_that_a_failure_leaves_empty_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ValueError, match="no"), workplace(tmp_path / "mine" / "a" / "b" / "x", folder=False):
+        raise ValueError("no")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    with workplace(tmp_path / "mine" / "a" / "b" / "x", folder=False) as place:
+        os.replace(place, tmp_path / "mine" / "a" / "b" / "x")
+    assert (tmp_path / "mine" / "a" / "b" / "x").is_file()
+
+
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    target = tmp_path / ("x" * 255)
+    with workplace(target, folder=False) as place:
+        os.replace(place, target)
+    assert target.is_file()
+
+
+def test_two_exports_to_one_target_do_not_meet(tmp_path: Path) -> None:
+    with workplace(tmp_path / "x", folder=True) as one, workplace(tmp_path / "x", folder=True) as two:
+        assert one != two and one.is_dir() and two.is_dir()

@@ -144,6 +144,9 @@ def test_other_weights_metadata_or_bytes_are_not_answered_for(
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert find_cached(MODEL) is None
+    (file.parent / "manifest.json").write_text("{")
+    assert find_cached(MODEL) is None
+    assert export_to_cache(MODEL) == find_cached(MODEL) == file.parent  # replaced, though it is no bundle now
 
 
 def test_wrong_runtimes_are_refused(cache: Path, images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

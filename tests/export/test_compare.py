@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from capszoo.errors import CapszooError
 from capszoo.export.compare import (
     PROBES,
     EagerRunner,
+    OnnxRunner,
     compare_outputs,
     compare_runners,
     probe_input,
@@ -84,3 +86,20 @@ def test_runners() -> None:
     images = np.ones((2, 1, 2, 2), np.float32)
     difference = compare_runners(eager, Double(), images, "ones")
     assert difference.max_abs == 1.0 and (difference.reference, difference.candidate) == ("eager", "double")
+
+
+def test_a_provider_that_onnx_runtime_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime itself only warns, and computes on the CPU."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime has CUDA")
+    helper = pytest.importorskip("onnx").helper
+    value = [helper.make_tensor_value_info(name, 1, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    with pytest.raises(CapszooError, match="has no CUDAExecutionProvider"):
+        OnnxRunner(model.SerializeToString(), provider="CUDAExecutionProvider")
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    with pytest.raises(CapszooError, match="cannot start CUDAExecutionProvider"):
+        OnnxRunner(model.SerializeToString(), provider="CUDAExecutionProvider")

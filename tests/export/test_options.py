@@ -18,7 +18,7 @@ from capszoo.export.options import (
     ExportOptions,
     collect,
 )
-from capszoo.export.to_onnx import export, prepare
+from capszoo.export.to_onnx import export, prepare, write
 from capszoo.export.to_torch_tensorrt import compile_module
 from tests.export.toys import ToyCaps
 
@@ -30,9 +30,12 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"batch": (4, 2, 8)}, "batch .* makes no sense"),
-    ({"batch": (1, 2)}, "batch .* makes no sense"),
-    ({"batch": 0}, "batch 0 makes no sense"),
+    ({"batch": (4, 2, 8)}, "invalid batch"),
+    ({"batch": (1, 2)}, "invalid batch"),
+    ({"batch": 0}, "invalid batch 0"),
+    ({"tolerance": 2.0}, "invalid tolerance 2.0"),
+    ({"tolerance": 0.0}, "invalid tolerance"),
+    ({"tolerance": float("nan")}, "invalid tolerance nan"),
     ({"gate": "none"}, "unknown gate 'none'.*full or quick"),
     ({"runtime": "tpu"}, "unknown runtime 'tpu'.*cpu or gpu"),
     ({"precision": "int4"}, "unknown precision 'int4'"),
@@ -63,9 +66,11 @@ def test_an_unknown_option_names_the_nearest(way: str, tmp_path: Path) -> None:
     [
         ({"formats": ("onyx",)}, "unknown format 'onyx'"),
         ({"outputs": ("poses",)}, "needs the output scores"),
-        ({"check": False}, "not written without its gate"),
+        ({"check": False}, "requires the gate"),
         ({"input_size": (1, 28, 28)}, "another img_size"),
         ({"precision": "int8", "formats": ("aoti",)}, "AOTInductor takes no int8"),
+        ({"opset": 25, "formats": ("tensorrt",)}, "support opset 25: ask for 24 or less"),
+        ({"triton": True, "batch": (4, 8, 8)}, "Triton may send fewer than 4 images"),
     ],
 )
 def test_what_a_bundle_refuses_besides(options: dict[str, Any], message: str) -> None:
@@ -80,11 +85,24 @@ def test_int8_needs_its_images_before_anything_is_done() -> None:
         ({"precision": "int8", "calibration": images[:3]}, "there are 3"),
         ({"precision": "int8", "calibration": images}, "measure what it costs"),
         ({"precision": "fp16", "calibration": images}, "fp16 is not calibrated"),
+        (
+            {"precision": "int8", "calibration": images, "images": images.clone()},
+            "give others for one of them",
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             ExportOptions(**options).check_images()
     ExportOptions(precision="int8", calibration=images, check=False).check_images()
-    ExportOptions(precision="int8", calibration=images, images=images).check_images()
+    ExportOptions(precision="int8", calibration=images, images=images + 1).check_images()
+
+
+def test_the_preparation_has_applied_the_other_options(tmp_path: Path) -> None:
+    job = prepare(ToyCaps(1))
+    with pytest.raises(UsageError, match=r"tolerance is an option of prepare\(\): write\(\) takes opset, "):
+        write(job, tmp_path / "x.onnx", tolerance=1e-2)
+    with pytest.raises(TypeError, match="options must be BundleOptions, not ExportOptions"):
+        export_bundle(ToyCaps(1), tmp_path / "b", ExportOptions())  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_defaults_follow_from_other_options() -> None:

@@ -89,3 +89,47 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_package_for_another_device(tmp_path: Path) -> None:
     with pytest.raises(CapszooError, match="compiled for CUDA"):
         to_aoti.AotiRunner(tmp_path / "x.pt2", "cuda")
+
+
+def test_the_command_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert to_aoti.main([str(tmp_path / "missing.pt2"), str(tmp_path / "out.pt2")]) == 1
+    (tmp_path / "bad.pt2").write_text("no program")
+    assert to_aoti.main([str(tmp_path / "bad.pt2"), str(tmp_path / "out.pt2"), "--device", "cpu"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("error: there is no file")
+    assert "no program of torch.export can be read" in lines[1]
+    assert [file.name for file in tmp_path.iterdir()] == ["bad.pt2"]
+
+
+def test_a_package_that_is_compiled_again_is_compared_with_the_stored_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ToyCaps(1).eval()
+    out = tmp_path / "toy"
+    export_bundle(model, out, gate="quick", batch=(1, 2, 4), outputs=("poses", "scores"))
+    torch.export.save(to_onnx.prepare(model).trace(), str(out / "program.pt2"))
+    factor = [1.0]
+
+    class Package:
+        name = "aoti"
+
+        def __init__(self, path: Path, device: str) -> None:
+            pass
+
+        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+            job = to_onnx.prepare(model, outputs=("poses", "scores"))
+            return [output * factor[0] for output in EagerRunner(job.original)(images)]
+
+    def compiled(program: Path, path: Path, device: str) -> Path:
+        path.write_text("package")
+        return path
+
+    monkeypatch.setattr(to_aoti, "compile_program", compiled)
+    monkeypatch.setattr(to_aoti, "AotiRunner", Package)
+    command = [str(out / "program.pt2"), str(out / "model.pt2"), "--device", "cpu"]
+    assert to_aoti.main(command) == 0 and "of the largest output on 4 inputs" in capsys.readouterr().out
+    assert (out / "model.pt2").read_text() == "package"
+    (out / "model.pt2").unlink()
+    factor[0] = 1.01
+    assert to_aoti.main(command) == 1 and not (out / "model.pt2").exists()
+    assert "differs from the stored answers by 1.0e-02" in capsys.readouterr().err

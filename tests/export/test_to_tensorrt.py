@@ -262,12 +262,12 @@ def test_a_fixed_batch_needs_no_profile(tmp_path: Path) -> None:
         ({"version": "8.6.1"}, "too old"),
         (
             {"parse": ["no importer", "bad\nshape"]},
-            "does not take the graph: Einsum: no importer; Einsum: bad shape",
+            "cannot parse the graph: Einsum: no importer; Einsum: bad shape",
         ),
-        ({"build": "out of\nluck"}, "builds no engine: out of luck$"),
+        ({"build": "out of\nluck"}, "failed to build the engine: out of luck$"),
         ({"build": "Error 2: OutOfMemory"}, "OutOfMemory: allow more memory .--workspace MIB."),
-        ({"no_builder": True}, "makes no builder: CUDA initialization failure 35"),
-        ({"no_profile": True}, "takes no profile"),
+        ({"no_builder": True}, "cannot create a builder: CUDA initialization failure 35"),
+        ({"no_profile": True}, "rejected the optimisation profile"),
     ],
 )
 def test_refusals_are_one_line_and_write_nothing(
@@ -373,9 +373,9 @@ def test_runner(tmp_path: Path) -> None:
     (scores,) = runner(np.zeros((2, 1, 10, 10), np.float32))
     assert scores.shape == (2, 5) and scores.dtype == np.float32
     assert ("address", "input", True) in trt.calls and ("address", "scores", True) in trt.calls
-    with pytest.raises(CapszooError, match="takes no batch of 9"):
+    with pytest.raises(CapszooError, match="batch 9 is outside the engine's profile"):
         runner(np.zeros((9, 1, 10, 10), np.float32))
-    with pytest.raises(CapszooError, match="another GPU"):
+    with pytest.raises(CapszooError, match="cannot be loaded: it was built for another GPU"):
         TensorRTRunner(tmp_path / "x.plan", fake_tensorrt(foreign=True), device="cpu")
     stuck = TensorRTRunner(tmp_path / "x.plan", fake_tensorrt(run=True), device="cpu")
     with pytest.raises(CapszooError, match="does not run"):
@@ -386,8 +386,11 @@ def test_the_stand_in_is_a_step_of_the_gate(toy: Toy, monkeypatch: pytest.Monkey
     onnx, _, report = toy
     monkeypatch.setattr(to_tensorrt, "find_rtx", lambda: None)
     assert to_tensorrt.rtx_step(onnx, report).passed is None
-    with pytest.raises(ExportError, match="does not take the graph"):
+    before = list(report.gate)
+    with pytest.raises(ExportError, match="cannot parse the graph") as caught:
         to_tensorrt.rtx_step(onnx, report, fake_tensorrt("1.7.1", name="tensorrt_rtx", parse=["no importer"]))
+    assert caught.value.report is report and report.gate[-1].passed is False
+    report.gate[:] = before
 
 
 # -- NVIDIA's own -------------------------------------------------------------------------------------------------
@@ -419,7 +422,7 @@ def test_tensorrt_rtx_takes_uint8_and_refuses_nonsense(tmp_path: Path) -> None:
     report = to_onnx.write(job, tmp_path / "model.onnx", check=False)
     assert to_tensorrt.rtx_step(tmp_path / "model.onnx", report).passed
     (tmp_path / "bad.onnx").write_bytes(b"no model")
-    with pytest.raises(ExportError, match="does not take the graph"):
+    with pytest.raises(ExportError, match="cannot parse the graph"):
         to_tensorrt.rtx_step(tmp_path / "bad.onnx", report)
 
 

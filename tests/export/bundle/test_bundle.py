@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 import capszoo
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError
-from capszoo.export import bundle, compare, to_onnx
+from capszoo.export import bundle, compare, to_onnx, to_tensorrt
 from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, read_manifest, write
-from capszoo.export.bundle.check import open_runner
+from capszoo.export.bundle.check import _verified, open_runner
 from capszoo.export.bundle.manifest import label_lines
 from capszoo.export.verify.images import load_images
 from capszoo.inference import load_model, predict
@@ -295,6 +295,7 @@ def test_triton_configuration_parses(served: tuple[Path, dict[str, Any]], fixed:
     assert (engine.platform, engine.default_model_filename) == ("tensorrt_plan", "model.plan")
     whole = parsed(fixed / "triton" / "ToyCaps" / "config.pbtxt")  # the batch is part of the shape
     assert whole.max_batch_size == 0 and list(whole.input[0].dims) == [3, 1, 10, 10]
+    assert whole.model_warmup[0].batch_size == 1 and config.model_warmup[0].batch_size == 4
     kinds = {value.name: value.number for value in triton_schema().DataType.DESCRIPTOR.values}
     assert whole.input[0].data_type == kinds["TYPE_UINT8"]
     assert [o.name for o in whole.output] == ["couplings", "scores"]
@@ -305,10 +306,43 @@ def test_triton_configuration_parses(served: tuple[Path, dict[str, Any]], fixed:
 
 def test_check(served: tuple[Path, dict[str, Any]], fixed: Path) -> None:
     found = check_bundle(served[0])
-    assert found.passed and [step.passed for step in found.steps] == [True] * 5
+    assert found.passed and [step.passed for step in found.steps] == [True] * 5 + [None]
+    assert "no engine for tensorrt" in found.steps[5].detail
     other = check_bundle(fixed)
     assert other.passed and [step.passed for step in other.steps] == [True, True, True, True, None]
     assert "cannot be created here" in other.steps[4].detail
+
+
+def test_check_compares_each_input_with_its_own_scores() -> None:
+    """The scores of an input are not hidden by the larger ones of another."""
+    expected = np.array([[1.0, 0.9], [100.0, 90.0]], np.float32)
+    got = expected.copy()
+    got[0, 0] *= 1.005
+    manifest = {"tolerance": 1e-4, "precision": {"model": "fp32"}}
+    step = _verified("parity", expected, got, manifest)
+    assert step.passed is False and step.detail.startswith("5.0e-03")
+    assert _verified("parity", expected, expected, manifest).passed
+    assert _verified("parity", expected, got, {**manifest, "precision": {"model": "int8"}}).passed
+
+
+def test_an_engine_that_was_built_again_is_compared_and_not_refused(
+    served: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(served[0], tmp_path)
+    plan = folder / "tensorrt" / "model.plan"
+    plan.write_text("first")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["engines"]["tensorrt"]["file"] = "tensorrt/model.plan"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    resigned(folder, "tensorrt/model.plan")
+    plan.write_text("second")
+    monkeypatch.setattr(to_tensorrt, "TensorRTRunner", lambda path: open_runner("onnxruntime", folder))
+    found = check_bundle(folder)
+    assert found.passed and "tensorrt/model.plan is not the one that was written" in found.steps[0].detail
+    assert found.steps[-1].name.startswith("TensorRT engine") and found.steps[-1].passed is True
+    wrong = compare.EagerRunner(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)))
+    monkeypatch.setattr(to_tensorrt, "TensorRTRunner", lambda path: wrong)
+    assert not check_bundle(folder).passed
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -651,8 +685,6 @@ def test_only_a_bundle_is_replaced(
 def test_an_engine_that_was_built_later_is_found(
     served: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capszoo.export import to_tensorrt
-
     manifest = {**served[1], "engines": {"tensorrt": {"file": None, "note": "no engine was built"}}}
     with pytest.raises(CapszooError, match="no engine was built"):
         open_runner("tensorrt", tmp_path, manifest)
@@ -683,7 +715,9 @@ def test_command_line(tmp_path: Path) -> None:
         (["--out", "x.onnx", "--triton"], "is one file"),
         (["--out", "x", "--precision", "int4"], "unknown precision 'int4'"),
         (["--out", "x", "--format", "coreml"], "unknown format 'coreml'"),
-        (["--out", "x", "--batch", "4,2,1"], "makes no sense"),
+        (["--out", "x", "--batch", "4,2,1"], "invalid batch (4, 2, 1)"),
+        (["--out", "x", "--tolerance", "2"], "invalid tolerance 2.0"),
+        (["--out", "x", "--optimization-level", "1"], "without TensorRT"),
         (["--out", "x", "--outputs", "logits,scores"], "unknown output 'logits'"),
         ([], "Missing option '--out'"),
     ],

@@ -20,6 +20,7 @@ from capszoo.export import to_onnx
 from capszoo.export.bundle import check_bundle, export_bundle
 from capszoo.export.passes import int8
 from capszoo.export.to_onnx import ExportError
+from capszoo.export.verify.gate import _int8_accuracy
 from capszoo.export.verify.images import RealImages, open_images, transformed
 from tests.export.toys import ToyCaps
 from tests.support import packed
@@ -118,6 +119,9 @@ def test_a_bundle_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert manifest["precision"]["operators"]["Conv"] == {"int8": 2}
     names = [step["name"] for step in manifest["gates"]]
     assert "before quantisation: parity with eager" in names and "accuracy on real images" in names
+    assert not any("unknown" in kinds for kinds in manifest["precision"]["operators"].values())
+    calibration = next(step["detail"] for step in manifest["gates"] if step["name"] == "calibration")
+    assert calibration == "64 images, noise; 2 of 2 layers in int8"
     assert check_bundle(out).passed
 
 
@@ -133,6 +137,44 @@ def test_what_is_lost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             to_onnx.export(model, tmp_path / "x.onnx", images=images, **options)  # type: ignore[arg-type]
         assert caught.value.report is not None and caught.value.report.gate[-1].passed is False
     assert list(tmp_path.iterdir()) == []
+
+
+def test_labels_that_do_not_fit_hide_no_loss() -> None:
+    """All answers wrong before and after: nothing is lost, but every prediction has changed."""
+
+    class Says:
+        def __init__(self, name: str, answer: int) -> None:
+            self.name, self.answer = name, answer
+
+        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+            return [np.eye(5, dtype=np.float32)[[self.answer] * len(images)]]
+
+    job = to_onnx.prepare(ToyCaps(1), tolerance=1.0)
+    real = RealImages(torch.rand(40, 1, 10, 10), torch.zeros(40, dtype=torch.long), "given")
+    figures: dict[str, float] = {}
+    with pytest.raises(ExportError, match="int8 loses 100.00 points .* float32 is no better than chance"):
+        _int8_accuracy(job, Says("eager", 1), Says("int8", 2), real, [], figures)
+    assert figures["lost"] == 0 and figures["turned"] == 100
+    assert "100.00% in int8" in _int8_accuracy(job, Says("a", 0), Says("b", 0), real, [], figures)
+
+
+def test_a_large_layer_that_stays_float32_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wide(ToyCaps):
+        """A linear layer on three dimensions, whose weight the exporter transposes."""
+
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.wide = torch.nn.Linear(10, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + self.wide(x.flatten(1, 2)).unflatten(1, (1, 10)))
+
+    monkeypatch.setattr(int8, "MIN_WEIGHTS", 100)
+    monkeypatch.setattr(int8, "MAX_LOSS", 100.0)
+    options = dict(precision="int8", gate="quick", calibration=toy_images(32), images=toy_images(16))
+    report = to_onnx.export(Wide(), tmp_path / "x.onnx", tolerance=1.0, **options)  # type: ignore[arg-type]
+    step = next(step for step in report.gate if step.name == "calibration")
+    assert step.detail.endswith("2 of 3 layers in int8, not wide")
 
 
 def test_bad_ranges_are_refused(tmp_path: Path) -> None:
