@@ -141,7 +141,8 @@ class DataConfig(_Section):
     """Images carved out of the training set for validation; nothing is selected on the test set."""
     val_seed: Seed = 0
     limit: Positive | None = None
-    """Train on the first N images only (after the validation split): for trials."""
+    """Train on N images only (after the validation split), for trials: the first ones of a named data set, random ones
+    of a folder."""
     augment: AugmentConfig = AugmentConfig()
     validation: Literal["carved", "stratified", "own"] = "carved"
     """Where validation images come from: val_size of the training set; of each class its share of those; or the data

@@ -43,7 +43,7 @@ from .release.model_card import (
 )
 from .train import train
 from .training.checkpoints import write_atomically
-from .training.setup import RunData, check_classes, load_data, read_split
+from .training.setup import DATA_ARGS, RunData, check_classes, load_data, read_split
 from .weights import amend_metadata
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
@@ -104,7 +104,7 @@ def find_source(model: str, weights: bool = True) -> Source:
     # for an architecture that starts from random weights, its existing weights are irrelevant
     bare = found.kind == "name" and "." not in found.argument
     stated = Metadata() if bare and not weights else found.metadata()
-    args = {key: value for key, value in stated.model_args.items() if key not in _DECIDED}
+    args = {key: value for key, value in stated.model_args.items() if key not in DATA_ARGS}
     trained = stated.trained.loss
     loss = trained.model_dump(mode="json") if trained else _usual_loss(architecture)
     if not args.get("decoder"):
@@ -143,10 +143,6 @@ def backbone_source(backbone: str, head: str) -> Source:
         {"name": "cross_entropy"},
         (),
     )
-
-
-#: Arguments that are determined by the data.
-_DECIDED = ("num_classes", "in_chans", "img_size", "pretrained")
 
 
 def _usual_loss(architecture: str) -> dict[str, Any]:

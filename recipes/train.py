@@ -107,11 +107,18 @@ def train(
     one raises it, the others exit.
     """
     recipe = load_recipe(recipe, overrides, profile)
+    if threads is not None and threads < 1:
+        raise UsageError(f"--threads {threads}: training needs at least one CPU thread")
     run = Path(out) if out else Path("runs") / recipe.name
-    with accelerator_for(recipe, cpu) as accelerator, closing_lock(run) as lock:
-        return _train(
-            _prepare(recipe, run, data, resume, stop_after, accelerator, threads, lock, accept_data)
-        )
+    threads_before = torch.get_num_threads()
+    try:
+        with accelerator_for(recipe, cpu) as accelerator, closing_lock(run) as lock:
+            return _train(
+                _prepare(recipe, run, data, resume, stop_after, accelerator, threads, lock, accept_data)
+            )
+    finally:
+        if torch.get_num_threads() != threads_before:
+            torch.set_num_threads(threads_before)
 
 
 def _prepare(
@@ -141,9 +148,9 @@ def _prepare(
     commit = source_commit()
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            check_run(recipe, out, resume)
             if out.is_dir():  # else it is created and locked after recipe and data are checked
                 lock.acquire()
+            check_run(recipe, out, resume)
         found = data if isinstance(data, RunData) else load_data(recipe, data)
         steps = len(found.training) // recipe.batch_size
         if accelerator.is_main_process:
@@ -153,13 +160,19 @@ def _prepare(
     return run
 
 
-def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest) -> int:
-    """Check on all processes that the new losses are finite; return the number of a received signal, else 0."""
+def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, saving: bool) -> int:
+    """Check on all processes that the new losses are finite; return the number of a received signal, else 0.
+
+    `saving`: check the weights, too: a checkpoint follows, from which a run with other values could not go on.
+    """
     bad, mean = 0, torch.zeros((), device=run.device)
     if state.losses:
         values = torch.stack(state.losses)
         finite, mean = values.isfinite().tolist(), values.mean()
         bad = 0 if all(finite) else state.step - len(finite) + finite.index(False) + 1
+    if saving and not bad and not run.sharded:
+        weights_finite = all(bool(weight.isfinite().all()) for weight in state.net.parameters())
+        bad = 0 if weights_finite else state.step
     pace = (time.monotonic() - state.epoch_began) / max(state.step - state.epoch_first, 1)
     news = torch.tensor([-bad or -math.inf, stop.number, pace], dtype=torch.float64, device=run.device)
     if run.world > 1:
@@ -194,12 +207,14 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
         restore(run, state, checkpoint)
         state.step_module.net = state.net  # hooks do not run inside a compiled net
         place = _replay(run, state, bad)
-    place = next((text for text in gather_object([place]) if text), "which did not happen again there")
+    place = next((text for text in gather_object([place]) if text), "")
+    place = f", {place}" if place else "; repeating those updates did not reproduce it"
     sync_error(
         run.accelerator,
         TrainingError(
-            f"the loss is not finite at update {bad} (epoch {(bad - 1) // run.steps + 1}), {place}; "
-            f"the state of update {state.saved_step} is kept: lower optimizer.lr or set clip_grad"
+            f"the loss is not finite at update {bad} (epoch {(bad - 1) // run.steps + 1}){place}; "
+            f"the state of update {state.saved_step} is kept: start again in another --out with a lower "
+            "optimizer.lr or with clip_grad"
         ),
     )
 
@@ -248,7 +263,7 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
         number = 0
         due = last or at_limit or periodic or state.step >= state.next_sync
         if due or (run.world == 1 and stop.number):
-            number = _sync_and_log(run, state, log, stop)
+            number = _sync_and_log(run, state, log, stop, last or at_limit or periodic or bool(stop.number))
         if last:
             continue
         if at_limit or periodic or number:
@@ -317,7 +332,12 @@ def _over(run: Run, state: TrainState) -> bool:
 
 
 def _train(run: Run) -> dict[str, Any]:
-    if run.world == 1 and (done := result_of_finished(run)):
+    done = None
+    with raise_on_all_ranks(run.accelerator):
+        if run.main:
+            done = result_of_finished(run)
+    done = gather_object([done])[0]
+    if done is not None:
         return done
     state, log = begin_run(run)
     clock = _Clock(state)

@@ -162,15 +162,16 @@ def golden_file(info: WeightsInfo) -> Path:
 
 
 def finished_run(run: str | Path) -> Path:
-    """The weights that a finished run wrote to its folder, whose metadata states metrics.
+    """The weights that a finished run wrote to its folder.
 
-    Raises `WeightsError` if there are none, also for a run that ended during the evaluation on its test
+    The metadata of an unfinished run state `evaluated: false`, or neither this key nor metrics. Raises `WeightsError`
+    if there are no weights of a finished run, also for a run that ended during the evaluation on its test
     images. `checked_pair` verifies that weights and metadata belong together.
     """
     try:
         weights = run_weights(Path(run))
         info = WeightsInfo.from_json(weights.with_suffix(".json"))
-        finished = bool(info.metadata.metrics) and info.raw.get("evaluated", True)
+        finished = bool(info.raw.get("evaluated", info.metadata.metrics))
     except CapszooError:
         finished = False
     if not finished:
@@ -286,7 +287,8 @@ def _write_golden(weights: Path, pixels: Tensor, mean: tuple[float, ...], std: t
 def store_half(run: str | Path, data: str | Path | None = None) -> Path:
     """Write a finished run's weights in half precision, with the test accuracy and golden outputs of that file.
 
-    The three files are in the run's folder `half/`, from which `bundle` copies them.
+    Other metrics, which are those of the run's own file, are left out; a summary over seeds, which is one of runs, is
+    kept. The three files are in the run's folder `half/`, from which `bundle` copies them.
 
     Args:
         run: folder of the run.
@@ -301,15 +303,14 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
     weights.parent.mkdir(exist_ok=True)
     tensors, storage = _as_stored(net.state_dict(), limit=0)
     write_safetensors(weights, tensors)
-    path = weights.with_suffix(".json")
-    write_atomically(
-        path, _metadata_text(info.raw | {"sha256": sha256_of(weights), "storage": storage, "metrics": {}})
-    )
+    kept = {key: value for key, value in info.raw.items() if key not in ("evaluated", "per_class")}
+    kept |= {"sha256": sha256_of(weights), "storage": storage, "metrics": {}}
+    write_atomically(weights.with_suffix(".json"), _metadata_text(kept))
     pixels = read_npz(source.with_suffix(".golden.npz"), ("pixels",))["pixels"]
     _write_golden(weights, torch.from_numpy(pixels), info.mean, info.std)
     figures = evaluate(weights, data=data)
     test = {key: figures[key] for key in ("top1", "errors", "n")}
-    amend_metadata(weights, metrics=info.raw["metrics"] | {"test": test})
+    amend_metadata(weights, metrics={"test": test})
     return weights
 
 
@@ -349,7 +350,8 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
             if images in DATASETS and loss:  # nor did they write how to read images
                 metadata = reading_keys(DATASETS[images], loss["name"]) | metadata
             if not folder:
-                metadata["canonical"] = canonical_keys(dict(bundled_tags()) | {info.name: info})[info.name]
+                # the zoo's entry of this name takes precedence: the run does not know that it is canonical
+                metadata["canonical"] = canonical_keys({info.name: info} | dict(bundled_tags()))[info.name]
             write_atomically(into / file.name, _metadata_text(metadata))
         else:
             write_atomically(into / file.name, file.read_bytes())
@@ -391,14 +393,17 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
         others: metadata of the other runs, by a name for messages.
 
     Raises:
-        WeightsError: a run of another recipe, with other settings, with the seed of another one, or without metrics.
+        WeightsError: a run of another recipe, with other settings or images, with the seed of another one, or with
+            accuracies on other splits.
     """
-    from .training.run_folder import MACHINE_KEYS, first_difference
+    from .training.run_folder import MACHINE_KEYS, NEUTRAL_KEYS, first_difference
 
     def settings(known: Mapping[str, Any]) -> dict[str, Any]:
         # metadata of earlier versions lack newer keys
         whole = Recipe.model_validate(known["recipe"]).model_dump(mode="json")
-        return {key: value for key, value in whole.items() if key not in MACHINE_KEYS | {"seed"}}
+        return {
+            key: value for key, value in whole.items() if key not in MACHINE_KEYS | NEUTRAL_KEYS | {"seed"}
+        }
 
     name = f"{metadata['architecture']}.{metadata['tag']}"
     runs = {int(metadata["seed"]): dict(metadata)}
@@ -406,12 +411,16 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
         key, was, wanted = first_difference(settings(known), settings(metadata))
         if key:
             raise WeightsError(
-                f"{where} was trained with {key}={was}, {name} with {wanted}: no runs of one recipe"
+                f"{where} was trained with {key}={was}, {name} with {wanted}: "
+                "these are not runs of the same recipe"
             )
+        images, ours = (one.get("dataset", {}).get("sha256") for one in (known, metadata))
+        if images and ours and images != ours:
+            raise WeightsError(f"{where} was trained on other images than {name}")
         if int(known["seed"]) in runs:
             raise WeightsError(f"{where} has seed {known['seed']}, as another of the runs has")
-        if known["metrics"].keys() != metadata["metrics"].keys():
-            raise WeightsError(f"{where} has no accuracy on the splits of {name}")
+        if not metadata["metrics"].keys() <= known["metrics"].keys():
+            raise WeightsError(f"{where} does not state accuracies for the same splits as {name}")
         runs[int(known["seed"])] = dict(known)
     return seeds_summary(name, runs, int(metadata["recipe"]["epochs"]))
 
@@ -419,6 +428,8 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
 def _with_seeds(weights: Path, others: list[str]) -> None:
     """Add the summary over a run and `others` to the metadata beside its weights."""
     found: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
+    if "test" not in found["metrics"]:
+        raise WeightsError(f"{weights.stem} has no accuracy on a test set, of which to state the mean")
     metadata: dict[str, dict[str, Any]] = {}
     for other in others:
         known = finished_metadata(Path(other))
@@ -441,19 +452,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--half", action="store_true", help="store in half precision and evaluate that file")
     parser.add_argument("--data", help="folder of the data set, for --half; default: CAPSZOO_DATA")
     args = parser.parse_args(argv)
+    in_zoo = args.run in bundled_tags() and not Path(args.run).is_dir()
+    if in_zoo and args.seeds and (args.half or args.to or args.data):
+        parser.error("--half, --to and --data are for the folder of a run, not for a checkpoint's name")
+    if args.data and not args.half:
+        parser.error("--data is for --half")
     try:
-        in_zoo = args.run in bundled_tags() and not Path(args.run).is_dir()
         if in_zoo and not args.seeds:
             raise WeightsError(f"{args.run} is in the zoo: name the folder of a run, or --seeds")
         if in_zoo:
             _with_seeds(weights_folders()[0] / f"{args.run}.safetensors", args.seeds)
             return 0
-        run = store_half(args.run, args.data).parent if args.half else args.run
         if args.seeds:
-            _with_seeds(finished_run(run), args.seeds)
+            _with_seeds(finished_run(args.run), args.seeds)
+        run = store_half(args.run, args.data).parent if args.half else args.run
         for path in bundle(run, args.to):
             print(f"{path} ({path.stat().st_size:,} bytes)")
-    except (WeightsError, OSError, ValueError) as error:
+    except (CapszooError, WeightsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -20,6 +21,17 @@ class YamlError(ValueError):
     """Not YAML of plain values; the message is one line, and states the line number if it is known."""
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML reads YAML 1.1, in which `1e-8` is a string; in YAML 1.2 it is a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
 def read_yaml(text: str) -> Any:
     """Read YAML into mappings, lists and plain values.
 
@@ -30,7 +42,7 @@ def read_yaml(text: str) -> Any:
         raise YamlError(f"larger than {MAX_TEXT // 2**20} MiB")
     try:
         _check_depth(text)  # before building a tree, whose time is quadratic in its depth
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         try:
             node = loader.get_single_node()
             if node is None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .._catalogue import HEAD_ROUTINGS, check_model_argument
-from .common import DeviceOption, refuse_unused
+from .common import refuse_unused
 from .training import (
     AcceptDataOption,
     BatchOption,
@@ -16,6 +16,7 @@ from .training import (
     RateOption,
     SeedOption,
     SetOption,
+    TrainingDeviceOption,
     check_training,
     print_run,
     settings,
@@ -123,7 +124,7 @@ def finetune_command(
         ),
     ] = None,
     overrides: SetOption = None,
-    device: DeviceOption = None,
+    device: TrainingDeviceOption = None,
     cpu: CpuOption = False,
     accept_data: AcceptDataOption = False,
 ) -> None:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import UsageError
-from .common import DeviceOption, refuse_unused, stderr, stdout
+from .common import refuse_unused, stderr, stdout
 from .training import (
     AcceptDataOption,
     BatchOption,
@@ -20,6 +20,7 @@ from .training import (
     RateOption,
     SeedOption,
     SetOption,
+    TrainingDeviceOption,
     check_recipe_argument,
     check_training,
     complete_recipe,
@@ -58,7 +59,8 @@ def train_command(
         typer.Option(
             "--out",
             "-o",
-            help="Folder of the run (default: runs/<recipe>); with --together the folder of all (runs).",
+            help="Folder of the run (default: runs/<recipe>); with --together, --seeds or --queue the folder "
+            "that holds all runs (default: runs).",
             show_default=False,
             metavar="PATH",
         ),
@@ -67,7 +69,7 @@ def train_command(
     lr: RateOption = None,
     batch_size: BatchOption = None,
     seed: SeedOption = None,
-    device: DeviceOption = None,
+    device: TrainingDeviceOption = None,
     cpu: CpuOption = False,
     accept_data: AcceptDataOption = False,
     together: Annotated[
@@ -154,7 +156,8 @@ def train_command(
     if not recipes:
         raise UsageError("no recipe was given", "`capszoo train RECIPE`, or --queue for the next ones")
     if dry_run:
-        _dry_run(recipes, overrides, profile, cpu)
+        refuse_unused(context, ("seeds", "parallel"), "with --dry-run", "leave it out")
+        _dry_run(recipes, overrides, profile, cpu, threads)
         return
     if seeds is not None:
         _train_seeds(recipes, seeds, overrides, out, data, cpu, profile, parallel)
@@ -207,7 +210,9 @@ def resolved_yaml(recipe: Any) -> str:
     return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)).rstrip()
 
 
-def _dry_run(recipes: list[str], overrides: list[str], profile: str | None, cpu: bool) -> None:
+def _dry_run(
+    recipes: list[str], overrides: list[str], profile: str | None, cpu: bool, threads: int | None
+) -> None:
     """Print each resolved recipe, and the estimated training time on this machine."""
     from ..data import DataError
     from ..recipes.config import load_recipe
@@ -217,7 +222,7 @@ def _dry_run(recipes: list[str], overrides: list[str], profile: str | None, cpu:
         recipe = load_recipe(name, overrides, profile)
         typer.echo(resolved_yaml(recipe))
         try:
-            found = estimate(recipe, cpu)
+            found = estimate(recipe, cpu, threads)
         except DataError as error:
             stderr().print(escape(f"note: no estimate: {error}"), soft_wrap=True)
             continue
@@ -273,13 +278,13 @@ def _train_queue(
     state: Path | None,
     dry_run: bool,
 ) -> None:
-    from ..recipes.training.queue import queue_state, read_queue, train_queue
+    from ..recipes.training.queue import choose_items, queue_state, read_queue, train_queue
 
+    items = choose_items(read_queue(), recipes)
     if not dry_run:
         train_queue(out, data, cpu, parallel, minutes, recipes, overrides, state=state)
-    items = [item for item in read_queue() if not recipes or item.tag in recipes]
     table = Table("run", "epochs", "test, %", "aim, %", "in the zoo, %", "paper, %", box=None, pad_edge=False)
-    for run in queue_state(items, out):
+    for run in queue_state(items, out, overrides):
 
         def shown(value: float | None) -> str:
             return "–" if value is None else f"{value:.2f}"
@@ -287,7 +292,7 @@ def _train_queue(
         name = run.item.tag if run.item.seeds == (0,) else f"{run.item.tag}, seed {run.seed}"
         table.add_row(
             name,
-            f"{run.epoch}/{run.epochs}",
+            "left out" if run.in_zoo and not run.finished and not recipes else f"{run.epoch}/{run.epochs}",
             shown(run.top1),
             shown(run.item.at_least),
             shown(run.bundled),

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from .._devices import check_device
 from .._suggest import unknown_name
 from ..errors import UsageError, require
 from .common import stdout
@@ -22,6 +23,7 @@ __all__ = [
     "RecipeArgument",
     "SeedOption",
     "SetOption",
+    "TrainingDeviceOption",
     "check_recipe_argument",
     "check_training",
     "complete_recipe",
@@ -114,6 +116,15 @@ SetOption = Annotated[
         metavar="KEY=VALUE",
         help="Change a setting, such as optimizer.lr=0.001; repeatable.",
         rich_help_panel="Settings",
+    ),
+]
+TrainingDeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="auto|cpu|cuda",
+        callback=check_device,
+        help="Where to train (auto: CUDA if there is one, else CPU).",
     ),
 ]
 CpuOption = Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")]

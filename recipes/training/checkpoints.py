@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from torch import Tensor
 
 __all__ = [
     "Checkpoint",
+    "check_position",
     "clear_leftovers",
     "latest_checkpoint",
     "room_missing",
@@ -126,14 +128,28 @@ def save_checkpoint(
     return target
 
 
+def check_position(state: Any) -> None:
+    """Raise `ValueError` if the position in a run lacks a value to resume from: its step, seconds or sums."""
+    if not isinstance(state, dict):
+        raise ValueError("the position of the run is no object")
+    step: Any = state.get("step")
+    seconds: Any = state.get("seconds")
+    sums: Any = state.get("sums")
+    right = {  # by type: `true` is an int
+        "step": type(step) is int and step >= 0,
+        "seconds": type(seconds) in (int, float) and 0 <= seconds < math.inf,
+        "sums": isinstance(sums, list) and [type(value) in (int, float) for value in sums] == [True] * 3,
+    }
+    for key, valid in right.items():
+        if not valid:
+            raise ValueError(f"the position of the run states the {key} {str(state.get(key))[:60]}")
+
+
 def _read(folder: Path) -> Checkpoint:
     """Read a checkpoint and verify its checksums; raises many kinds of errors for a damaged one."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    if not isinstance(state, dict):
-        raise ValueError("state.json holds no object")
-    step, files = state.get("step"), state.get("files")
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"state.json states the step {str(step)[:60]}")
+    check_position(state)
+    files = state.get("files")
     if not isinstance(files, dict) or not {"model.safetensors", "optimizer.pt"} <= files.keys():
         raise ValueError("state.json does not name the files of a checkpoint")
     for name, digest in files.items():
@@ -174,7 +190,10 @@ def clear_leftovers(run: Path) -> None:
     for leftover in (run / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in run.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def room_missing(run: Path, checkpoint_bytes: int) -> int:

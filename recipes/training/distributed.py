@@ -88,7 +88,7 @@ def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
     try:
         accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
         if precision == "fp16" and accelerator.device.type == "cpu":
-            raise TrainingError(f"{unfit}, a CPU: take bf16 or fp32")
+            raise TrainingError("precision fp16 does not work on a CPU: use bf16 or fp32")
         if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             raise TrainingError(
                 f"Accelerate is set to {accelerator.distributed_type.value}, which recipes do not use: "
@@ -98,7 +98,7 @@ def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
         yield accelerator
     except ValueError as error:
         if "mixed precision" in str(error):
-            raise TrainingError(f"{unfit} ({error}): take bf16 or fp32") from error
+            raise TrainingError(f"{unfit} ({error}): use bf16 or fp32") from error
         raise
     finally:
         AcceleratorState._reset_state()

@@ -45,18 +45,29 @@ class Estimate:
         return None if self.updates is None else self.updates * self.seconds_per_update
 
 
-def estimate(recipe: Recipe, cpu: bool = False) -> Estimate:
+def estimate(recipe: Recipe, cpu: bool = False, threads: int | None = None) -> Estimate:
     """Time a few updates of a recipe.
 
     Args:
         recipe: a recipe for a data set whose specification is known by its name.
         cpu: do not use an accelerator.
+        threads: CPU threads; None: PyTorch's number.
 
     Raises:
         DataError: a data set that is known only after reading its files (a folder of images).
         RecipeError: a model or loss that cannot be created.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+    threads_before = torch.get_num_threads()
+    try:
+        if threads:
+            torch.set_num_threads(threads)
+        return _estimate(recipe, torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu"))
+    finally:
+        if threads:
+            torch.set_num_threads(threads_before)
+
+
+def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
     if device.type == "cpu":
         keep_freed_memory()
     spec = dataset_spec(recipe.data.name)
@@ -65,7 +76,8 @@ def estimate(recipe: Recipe, cpu: bool = False) -> Estimate:
     if recipe.data.size:
         spec = replace(spec, input_size=(spec.input_size[0], recipe.data.size, recipe.data.size))
     torch.manual_seed(recipe.seed)
-    net = create_net(recipe, spec).to(device)
+    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    net = create_net(recipe, spec).to(device).to(memory_format=layout)  # type: ignore[call-overload]
     feedback = create_feedback(recipe, net)
     plain = recipe.model_copy(update={"compile": False})
     step = TrainStep(net, plain, feedback).train()
@@ -76,7 +88,8 @@ def estimate(recipe: Recipe, cpu: bool = False) -> Estimate:
     for number in range(1 + TIMED):
         start = time.perf_counter()
         for _ in range(recipe.accumulate):
-            batch = _random_batch(spec, part, device)
+            images, *others = _random_batch(spec, part, device)
+            batch = (images.contiguous(memory_format=layout), *others)
             with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
                 loss, _ = step(*batch)
             loss.backward()

@@ -12,7 +12,7 @@ from capszoo.models._pretrained import sha256_of
 from ..evaluate import evaluate
 from ..weights import finished_metadata, hardware, write_weights
 from .checkpoints import latest_checkpoint
-from .distributed import raise_on_all_ranks
+from .distributed import TrainingError, raise_on_all_ranks
 from .log import RunLog, accuracy_line, weights_line
 from .run_folder import read_sessions, versions
 from .state import Run, TrainState, kept_net
@@ -86,7 +86,8 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
             if run.data.test is not None:
                 figures = evaluate(result["weights"], run.data.test, device=run.device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
-            write()
+            # without validation and test images there are no metrics, which otherwise mark a finished run
+            write(**({} if details["metrics"] else {"evaluated": True}))
             if run.data.test is not None:
                 log.result(accuracy_line("test", spec.accuracy, figures))
             elif "validation" in details["metrics"]:
@@ -123,19 +124,24 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         # predict crops in the same way as evaluation
         details["crop_pct"] = spec.input_size[1] / data.training.size[0]
     if state.held_out:
-        top1 = state.best.top1 if state.best else log.records()[-1]["val_top1"]
+        top1 = state.best.top1 if state.best else (log.records() or [{}])[-1].get("val_top1")
+        if top1 is None:
+            raise TrainingError(
+                f"{log.metrics} has no validation accuracy of the last epoch: put the file back, "
+                "or choose another --out"
+            )
         details["metrics"]["validation"] = {"top1": top1, "n": len(data.validation)}
     return details | _machines(run.out)
 
 
 def _machines(out: Path) -> dict[str, Any]:
-    """The metadata of a run that moved to another processor or precision: each of its parts, and all the hardware."""
+    """The metadata of a run whose processor, precision or software changed: each of its parts, and all the hardware."""
     keys = ("from_update", "commit", "hardware", "precision", "compile")
     parts: list[dict[str, Any]] = []
     for session in read_sessions(out):
-        part = {key: session.get(key) for key in keys}
-        if parts and all(part[key] == parts[-1][key] for key in keys[2:]):
-            continue  # a resume on the same machine
+        part = {key: session.get(key) for key in keys} | {"torch": session.get("versions", {}).get("torch")}
+        if parts and part | {"from_update": None} == parts[-1] | {"from_update": None}:
+            continue  # a resume on the same machine with the same software
         if parts and part["from_update"] == parts[-1]["from_update"]:
             parts.pop()  # the session before made no update
         parts.append(part)

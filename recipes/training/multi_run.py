@@ -129,7 +129,9 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
                 late = deadline is not None and time.monotonic() > deadline
                 if (stop.number or late) and not stopping:
                     stopping, waiting = True, []
-                    console.print("stopping: each run makes its update to the end and saves", markup=False)
+                    console.print(
+                        "stopping: each run finishes its current update and saves a checkpoint", markup=False
+                    )
                     _signal(processes, signal.SIGTERM)
                 while waiting and sum(one.running for one in processes) < parallel:
                     job = waiting.pop(0)
@@ -149,18 +151,21 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
             # a second Ctrl-C, or an error of ours: leave no process running
             _signal(processes, signal.SIGKILL)
     _tell(processes, console)
-    unfinished = [one.job.out.name for one in processes if one.process.returncode]
-    if stop.number:
-        raise Stopped(
-            f"stopped {len(unfinished)} of {len(processes)} runs; the same command resumes", stop.number
-        )
-    if unstarted:
-        raise TrainingError(unstarted[0])
     failed = [
         one.job.out.name
         for one in processes
         if one.process.returncode and not (stopping and one.process.returncode in STOPPED)
     ]
+    if stop.number:
+        count = sum(one.process.returncode in STOPPED for one in processes)
+        raise Stopped(
+            f"stopped {count} of {len(processes)} runs"
+            + (f", {len(failed)} failed: {', '.join(failed)}" if failed else "")
+            + "; the same command resumes",
+            stop.number,
+        )
+    if unstarted:
+        raise TrainingError(unstarted[0])
     if failed:
         raise TrainingError(
             f"{len(failed)} of {len(processes)} runs failed: {', '.join(failed)}; their logs say why"

@@ -1,7 +1,8 @@
 """The queue: the next recipes to train, their target accuracies, and the progress of each.
 
-`recipes/queue.yaml` lists them, highest value first. `capszoo train --queue` trains them in that order, some side by
-side, resumes unfinished runs and skips finished ones. A folder of states (`state_folder`) transfers the runs to
+`recipes/queue.yaml` lists them, highest value first. `capszoo train --queue` trains them in that order, but started
+runs first, some side by side. It skips finished runs, and seeds whose result is in the zoo if the zoo's checkpoint has
+the target accuracy; naming a recipe trains these, too. A folder of states (`state_folder`) transfers the runs to
 another machine and back.
 """
 
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from rich.console import Console
 
+from capszoo._verbosity import is_quiet
 from capszoo.models._pretrained import bundled_tags
 
 from ..config import CONFIGS, RecipeError, load_recipe
@@ -26,7 +29,7 @@ from .multi_run import Job, _arguments, run_jobs
 from .run_folder import check_run
 from .state_folder import load_states, save_states
 
-__all__ = ["QueueItem", "QueueState", "queue_state", "read_queue", "train_queue"]
+__all__ = ["QueueItem", "QueueState", "choose_items", "queue_state", "read_queue", "train_queue"]
 
 QUEUE = CONFIGS.parent / "queue.yaml"
 
@@ -73,6 +76,7 @@ class QueueState:
         epoch, epochs: epochs trained, and in all.
         top1: accuracy on the test set of the finished run, in per cent.
         bundled: accuracy of the checkpoint in the zoo.
+        in_zoo: the zoo has the result of this seed, and its checkpoint reaches the target accuracy.
     """
 
     item: QueueItem
@@ -82,6 +86,7 @@ class QueueState:
     epochs: int
     top1: float | None
     bundled: float | None
+    in_zoo: bool = False
 
     @property
     def finished(self) -> bool:
@@ -117,21 +122,38 @@ def _folder(parent: Path, item: QueueItem, seed: int) -> Path:
     return parent / (_name(item) if item.seeds == (0,) else f"{_name(item)}.seed{seed}")
 
 
-def queue_state(items: Sequence[QueueItem], out: str | Path | None = None) -> list[QueueState]:
-    """Progress of each run of the queue in a folder of runs (None: `runs`)."""
+def choose_items(items: Sequence[QueueItem], only: Sequence[str]) -> list[QueueItem]:
+    """The items with these names; all of them for no names.
+
+    Raises:
+        RecipeError: the queue has no item of that name.
+    """
+    unknown = [name for name in only if name not in {item.tag for item in items}]
+    if unknown:
+        raise RecipeError(f"the queue has no {unknown[0]}: it has {', '.join(item.tag for item in items)}")
+    return [item for item in items if not only or item.tag in only]
+
+
+def queue_state(
+    items: Sequence[QueueItem], out: str | Path | None = None, overrides: Sequence[str] = ()
+) -> list[QueueState]:
+    """Progress of each run of the queue in a folder of runs (None: `runs`), with these `key=value` settings."""
     parent = Path(out) if out else Path("runs")
     states = []
     for item in items:
-        epochs = load_recipe(item.tag, list(item.set), item.profile).epochs
+        epochs = load_recipe(item.tag, [*item.set, *overrides], item.profile).epochs
         shipped = bundled_tags().get(_name(item))
-        known = shipped.raw.get("metrics", {}).get("test", {}).get("top1") if shipped else None
+        raw = shipped.raw if shipped else {}
+        known = raw.get("metrics", {}).get("test", {}).get("top1")
+        reached = known is not None and item.at_least is not None and known >= item.at_least
+        seeds = {raw.get("seed"), *raw.get("seeds", {}).get("seeds", [])} if reached else set()
         for seed in item.seeds:
             folder = _folder(parent, item, seed)
             records = read_records(folder / "metrics.jsonl")
             metadata = finished_metadata(folder) or {}
             top1 = metadata.get("metrics", {}).get("test", {}).get("top1")
             epoch = records[-1]["epoch"] if records else 0
-            states.append(QueueState(item, seed, folder, epoch, epochs, top1, known))
+            states.append(QueueState(item, seed, folder, epoch, epochs, top1, known, seed in seeds))
     return states
 
 
@@ -154,11 +176,11 @@ def train_queue(
         parallel: number of simultaneous runs, on one GPU or on the CPU's cores; None: at most 2 on a CPU and 4 on a
             GPU, never more than there are cores.
         minutes: time after which all runs stop with checkpoints.
-        only: names of recipes; empty: all.
+        only: names of recipes, which are trained even if the zoo has their result; empty: all.
         overrides: settings for all of them, such as `precision=bf16` or `compile=true`.
         path: the queue's file.
         state: folder of files of at most 16 MB; runs that are in it but not in `out` are imported first, and
-            at the end each run's state is written to it, however the call ends.
+            each run's state is written to it at the end, also after an error or a signal that this process catches.
 
     Returns:
         True if the whole queue is finished.
@@ -172,16 +194,12 @@ def train_queue(
         raise RecipeError(
             "the queue states the seeds of its items: leave --seed out, or train the recipe alone"
         )
-    items = read_queue(path)
-    unknown = [name for name in only if name not in {item.tag for item in items}]
-    if unknown:
-        raise RecipeError(f"the queue has no {unknown[0]}: it has {', '.join(item.tag for item in items)}")
-    items = [item for item in items if not only or item.tag in only]
+    items = choose_items(read_queue(path), only)
     folders = [one.out for one in queue_state(items, out)]
     if state:
         load_states(folders, Path(state))
     try:
-        return _train_unfinished(items, out, data, cpu, parallel, minutes, overrides)
+        return _train_unfinished(items, out, data, cpu, parallel, minutes, overrides, bool(only))
     finally:
         if state:
             save_states(folders, Path(state))
@@ -199,13 +217,26 @@ def _train_unfinished(
     parallel: int | None,
     minutes: float | None,
     overrides: Sequence[str],
+    named: bool,
 ) -> bool:
-    """Train the unfinished ones of these items; arguments and result as for `train_queue`."""
+    """Train the unfinished ones of these items; arguments and result as for `train_queue`.
+
+    `named`: the user named the items, so that those in the zoo are trained, too.
+    """
     every = queue_state(items, out)
     for one in every:  # a run with other settings, such as another profile, is not this item's
         settings = [*one.item.set, *overrides, f"seed={one.seed}"]
         check_run(load_recipe(one.item.tag, settings, one.item.profile), one.out, resume=True)
     states = [one for one in every if not one.finished]
+    console = Console(quiet=is_quiet(), highlight=False, emoji=False)
+    for one in [] if named else [one for one in states if one.in_zoo]:
+        states.remove(one)
+        console.print(
+            f"{one.item.tag}, seed {one.seed}: left out: the zoo has it, {one.bundled:.2f}% on the test images; "
+            f"--queue {one.item.tag} trains it",
+            soft_wrap=True,
+            markup=False,
+        )
     if not states:
         return True
     states.sort(key=lambda one: one.epoch == 0)  # stable: started runs first, else the queue's order

@@ -32,6 +32,7 @@ from .distributed import TrainingError
 __all__ = [
     "LOCK",
     "MACHINE_KEYS",
+    "NEUTRAL_KEYS",
     "RunLock",
     "check_data",
     "check_room",
@@ -75,7 +76,7 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
     with suppress(ValueError):  # a run of an earlier version lacks newer keys
         old = Recipe.model_validate(old).model_dump(mode="json")
     wanted_recipe = recipe.model_dump(mode="json")
-    for key in MACHINE_KEYS & old.keys():
+    for key in (MACHINE_KEYS | NEUTRAL_KEYS) & old.keys():
         old[key] = wanted_recipe[key]
     key, was, wanted = first_difference(old, wanted_recipe)
     if key:
@@ -89,6 +90,9 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
 #: to rounding. `sessions.json` states them.
 MACHINE_KEYS = frozenset({"compile", "precision"})
 
+#: Keys of a recipe that change no update: they may differ between a run's sessions, and between runs of one recipe.
+NEUTRAL_KEYS = frozenset({"description", "checkpoint_every", "routing_images"})
+
 #: Files of a run besides its recipe.
 _TRACES = ("checkpoints", "metrics.jsonl", "sessions.json")
 
@@ -101,10 +105,13 @@ class RunLock:
 
     Args:
         out: the folder.
+
+    `acquired` is True after the first `acquire`, also on a file system without locks.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = out
+        self.acquired = False
         self._file: IO[str] | None = None
 
     def acquire(self) -> None:
@@ -114,6 +121,7 @@ class RunLock:
             TrainingError: another process holds it; the message names its number and machine.
         """
         if self._file is not None or fcntl is None:
+            self.acquired = True
             return
         try:
             file = open(self.out / LOCK, "a+", encoding="utf-8")
@@ -126,6 +134,7 @@ class RunLock:
             holder = _printable(file.read(300)) or "another process"
             file.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
+                self.acquired = True
                 return  # a file system without locks
             raise TrainingError(
                 f"{self.out} is in use by {holder}: wait for it, stop it, or choose another --out"
@@ -133,7 +142,7 @@ class RunLock:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
-        self._file = file
+        self._file, self.acquired = file, True
 
     def release(self) -> None:
         """Release the lock, if it is held."""
@@ -184,7 +193,9 @@ def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
     """Create the run's folder and lock it; this is the first write of a run."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        if not lock.acquired:
+            lock.acquire()
+            check_run(recipe, out, resume=False)  # another process may have begun a run since the first check
         text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(out / "recipe.yaml", f"# The recipe of this run, every key resolved.\n{text}")
         clear_leftovers(out)

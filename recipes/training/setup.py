@@ -17,16 +17,25 @@ from torch import nn
 
 import capszoo
 from capszoo._suggest import unknown_name
-from capszoo.data import DataError, DatasetSpec, ImageSet, StreamedSet, load_dataset, split_validation
+from capszoo.checkpoint import resolve
+from capszoo.data import (
+    DATASETS,
+    DataError,
+    DatasetSpec,
+    ImageSet,
+    StreamedSet,
+    load_dataset,
+    split_validation,
+)
 from capszoo.errors import CapszooError
-from capszoo.inference import load_model
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 from capszoo.models._pretrained import WeightsError
 
-from ..config import BACKBONE, Recipe, RecipeError
+from ..config import BACKBONE, DataConfig, Recipe, RecipeError
 from ..evaluation.target import create_for
 
 __all__ = [
+    "DATA_ARGS",
     "RunData",
     "check_classes",
     "create_feedback",
@@ -37,6 +46,9 @@ __all__ = [
     "load_data",
     "read_split",
 ]
+
+DATA_ARGS = ("num_classes", "in_chans", "img_size", "pretrained")
+"""Arguments of a model that are determined by the data, not by `model_args`."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +123,21 @@ def load_data(
     own = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
     check_classes({split: part for split, part in own.items() if part is not None})
     if settings.limit:
-        training = training.subset(torch.arange(min(settings.limit, len(training))))
+        training = training.subset(_limited(len(training), settings))
     fingerprints = {split: part.fingerprint() for split, part in own.items() if part is not None}
     return RunData(training, validation, test, fingerprints, tuple(skipped))
+
+
+def _limited(count: int, settings: DataConfig) -> torch.Tensor:
+    """Indices of the images that `data.limit` keeps: the first ones of a named data set, whose order is mixed.
+
+    Other sets may be in the order of their classes, as folders are: a random choice, which depends on `val_seed` alone.
+    """
+    limit = min(settings.limit or count, count)
+    if settings.name in DATASETS:
+        return torch.arange(limit)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(settings.val_seed))
+    return order[:limit].sort().values
 
 
 def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
@@ -141,18 +165,25 @@ def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
             )
 
 
-def create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
-    """The recipe's net for a data set: with random weights, or those of `recipe.init`, adapted and frozen by it."""
+def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Module:
+    """The recipe's net for a data set: with random weights, or those of `recipe.init`, adapted and frozen by it.
+
+    `initial=False` does not load the weights of `recipe.init`: a resumed run does not need them.
+    """
     init = recipe.init
     try:
-        if init is None:
-            return create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args)
+        if init is None or not initial:
+            net = create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args)
+            if init is not None:
+                _freeze(recipe, net, init.freeze)
+            return net
         if init.weights.startswith(BACKBONE):
             args = {"backbone": init.weights.removeprefix(BACKBONE), "backbone_pretrained": True}
             net = create_for(recipe.arch, spec.num_classes, spec.input_size, {**recipe.model_args, **args})
             _freeze(recipe, net, init.freeze)
             return net.train()
-        load = partial(load_model, init.weights, device="cpu")
+        source = resolve(init.weights)
+        load = partial(source.create, device="cpu")
         net = create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args, create=load)
     except (CapszooError, WeightsError):
         raise
@@ -161,6 +192,12 @@ def create_net(recipe: Recipe, spec: DatasetSpec) -> nn.Module:
     found: Any = getattr(net, "pretrained_cfg", None) or {}
     if found.get("architecture") != recipe.arch:
         raise RecipeError(f"{recipe.name}: {init.weights} are weights of {found.get('architecture')}")
+    for key, value in source.metadata().model_args.items():
+        # The net has it, but the metadata of the trained weights would not: they would be read as another net's.
+        if key not in DATA_ARGS and key not in recipe.model_args:
+            raise RecipeError(
+                f"{recipe.name}: {init.weights} was trained with {key}={value}: set model_args.{key}"
+            )
     if init.new_classes:
         net.reset_classifier(spec.num_classes)  # type: ignore[operator]
     _freeze(recipe, net, init.freeze)

@@ -86,10 +86,11 @@ def staged_data(recipe: Recipe, data: RunData, stage: Stage) -> tuple[Any, Any]:
         return data.training, data.validation
 
     def resized(images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:
-        if isinstance(images, StreamedSet) or images.composer or recipe.data.augment.resize:
+        cropped = recipe.data.augment.resize or images.size != tuple(images.spec.input_size[1:])
+        if isinstance(images, StreamedSet) or images.composer or cropped:
             raise RecipeError(
-                f"{recipe.name}: stages resize images that are held in memory, so they go neither with streamed "
-                "or composed data sets nor with data.augment.resize: leave stages out"
+                f"{recipe.name}: stages resize whole images that are held in memory, so they do not work with "
+                "streamed, composed or cropped images (data.augment.resize, smallNORB): leave stages out"
             )
         assert stage.size is not None
         return replace(images.resized(stage.size), spec=stage_spec(images.spec, stage))

@@ -41,6 +41,13 @@ def _step(run: Path) -> int:
     return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
 
+def _recover(target: Path) -> None:
+    """Undo a replacement by `save_states` that was killed between its two renames."""
+    replaced = target.with_name(f".{target.name}.old")
+    if not target.exists() and replaced.exists():
+        replaced.rename(target)
+
+
 def _export_finished(run: Path, weights: Path, target: Path, part_bytes: int) -> None:
     """Write a finished run's files, cut if they are too large, and the manifest."""
     target.mkdir(parents=True)
@@ -111,9 +118,14 @@ def load_states(runs: Sequence[Path], folder: Path) -> list[Path]:
     """
     made = []
     for run in runs:
-        finished, state = folder / f"{run.name}.finished", folder / f"{run.name}.state"
         if _weights(run):
             continue
+        finished, state = folder / f"{run.name}.finished", folder / f"{run.name}.state"
+        try:
+            for target in (finished, state):
+                _recover(target)
+        except OSError as error:
+            raise TrainingError(f"cannot write to {folder}: {error.strerror or error}") from error
         if finished.is_dir():
             _import_finished(finished, run)
             made.append(run)
@@ -151,9 +163,10 @@ def save_states(runs: Sequence[Path], folder: Path, part_bytes: int = PART_BYTES
             continue
         target = folder / f"{run.name}.{'finished' if weights else 'state'}"
         temporary, replaced = (folder / f".{target.name}.{suffix}" for suffix in ("tmp", "old"))
-        for old in (temporary, replaced):
-            shutil.rmtree(old, ignore_errors=True)
         try:
+            _recover(target)
+            for old in (temporary, replaced):
+                shutil.rmtree(old, ignore_errors=True)
             if weights:
                 _export_finished(run, weights, temporary, part_bytes)
             else:

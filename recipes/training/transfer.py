@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from .checkpoints import Checkpoint, latest_checkpoint, save_checkpoint, write_atomically
+from .checkpoints import Checkpoint, check_position, latest_checkpoint, save_checkpoint, write_atomically
 from .distributed import TrainingError
 
 __all__ = ["PART_BYTES", "export_state", "import_state"]
@@ -73,13 +73,15 @@ def _parts(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]
 
 @contextmanager
 def _writing(target: Path) -> Iterator[Path]:
-    """A temporary folder whose contents move into the target at the end. After an error nothing is left."""
+    """A temporary folder that becomes the target, or moves into it if it exists. After an error nothing is left."""
     place = target.resolve()
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        place.mkdir(exist_ok=True)
+        if not place.exists():
+            temporary.rename(place)  # a kill leaves all or nothing
+            return
         for entry in sorted(temporary.iterdir()):
             entry.replace(place / entry.name)
     except OSError as error:
@@ -171,6 +173,7 @@ def _read(source: Path) -> Checkpoint:
     }
     if manifest["scaler"] is not None:
         optimizer["scaler"] = manifest["scaler"]
+    check_position(manifest["state"])
     return Checkpoint(weights, optimizer, manifest["state"])
 
 

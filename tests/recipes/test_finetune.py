@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 import capszoo
 from capszoo.cli import app
-from capszoo.data import ImageSet
+from capszoo.data import DATASETS, ImageSet
 from capszoo.data.errors import DataError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
@@ -35,6 +36,7 @@ from tests.recipes.training import test_distributed
 from tests.support import packed
 
 MODEL = "resnet20_routingcaps.mnist"
+WEIGHTS = Path(capszoo.__file__).parent / "weights"
 NAMES = ("eight", "one", "three")  # the folders' order, which is not that of the digits
 QUICK = ("capsnet_em", "encapnet_v1", "idpa_cnn", "resnet20_routingcaps", "resnet20_routingpool")
 
@@ -325,6 +327,34 @@ def test_resume_is_bit_exact(photos: Path, tmp_path: Path) -> None:
     assert all(torch.equal(expected[key], found[key]) for key in expected)
     again = finetune(MODEL, photos, tmp_path / "parts", **options)
     assert again["step"] == parts["step"] and weights_of(again).keys() == expected.keys(), "it stays finished"
+
+
+def test_a_run_goes_on_without_its_initial_weights(photos: Path, tmp_path: Path) -> None:
+    """A checkpoint has all weights; what is frozen stays frozen."""
+    source = tmp_path / "source" / f"{MODEL}.safetensors"
+    source.parent.mkdir()
+    shutil.copy(capszoo.checkpoint.resolve(MODEL).weights(), source)
+    shutil.copy(WEIGHTS / f"{MODEL}.json", source.parent)
+    options: dict[str, Any] = {"epochs": 2, "freeze": ["stages.stem"]}
+    whole = finetune(str(source), photos, tmp_path / "whole", **options)
+    parts = finetune(str(source), photos, tmp_path / "parts", stop_after=1, **options)
+    assert not parts["finished"]
+    shutil.rmtree(source.parent)
+    parts = train_module.train(tmp_path / "parts" / "recipe.yaml", out=tmp_path / "parts")
+    expected, found = weights_of(whole), weights_of(parts)
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_initial_weights_of_another_network_are_refused(photos: Path) -> None:
+    """The metadata of the trained weights would not have the argument, and describe another network."""
+    recipe = finetune_recipe(f"{MODEL}_uniform", photos)
+    assert recipe.model_args == {"lam": 0.0}
+    spec = DATASETS["mnist"]
+    setup.create_net(recipe, spec)
+    with pytest.raises(
+        RecipeError, match=r"resnet20_routingcaps.mnist_uniform was trained with lam=0.0: set model_args.lam"
+    ):
+        setup.create_net(recipe.model_copy(update={"model_args": {}}), spec)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 import capszoo
 from capszoo.checkpoint import model_from_file
 from capszoo.data import Batches, DataError, load_dataset, split_validation
+from capszoo.errors import UsageError
 from capszoo.models import WeightsError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
@@ -27,6 +29,7 @@ from capszoo.recipes.train import TrainingError, main, train
 from capszoo.recipes.training import begin, checkpoints, finish, step
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.training.distributed import StopRequest
+from capszoo.recipes.training.log import RunLog
 from capszoo.recipes.weights import bundle
 
 
@@ -175,6 +178,25 @@ def test_a_finished_run_is_not_evaluated_again(
     assert mended["test"] == first["test"] and "resumed at update" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("damage", ["gone", "damaged"])
+def test_a_run_whose_checkpoints_are_lost_does_not_start_again(
+    tiny_mnist: Path, tmp_path: Path, damage: str
+) -> None:
+    out = tmp_path / "run"
+    train(tiny_recipe(), out=out, data=tiny_mnist, stop_after=4)
+    records = (out / "metrics.jsonl").read_bytes()
+    if damage == "gone":
+        shutil.rmtree(out / "checkpoints")
+    else:
+        for file in out.glob("checkpoints/*/optimizer.pt"):
+            file.write_bytes(b"")
+    with pytest.raises(
+        TrainingError, match="no checkpoint of the run in .* can be read: put checkpoints/ back"
+    ):
+        train(tiny_recipe(), out=out, data=tiny_mnist)
+    assert (out / "metrics.jsonl").read_bytes() == records
+
+
 def test_a_user_s_weights_assert_no_licence(tiny_mnist: Path, tmp_path: Path) -> None:
     own = train(tiny_recipe(tag="mine", epochs=1), out=tmp_path / "own", data=tiny_mnist)["weights"]
     assert json.loads(own.with_suffix(".json").read_text())["license"] == "unknown"
@@ -206,7 +228,8 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"model": {"w": torch.arange(4.0)}}
-    save_checkpoint(tmp_path, 1, weights, {"optimizer": {}}, {"seconds": 1.0})
+    position = {"seconds": 1.0, "sums": [0.0, 0.0, 0.0]}
+    save_checkpoint(tmp_path, 1, weights, {"optimizer": {}}, position)
 
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -214,12 +237,12 @@ def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "_sync", full_disk)
         with pytest.raises(OSError, match="No space"):
-            save_checkpoint(tmp_path, 2, weights, {"optimizer": {}}, {"seconds": 2.0})
+            save_checkpoint(tmp_path, 2, weights, {"optimizer": {}}, position)
     assert files_under(tmp_path) == {
         f"checkpoints/step-00000001/{file}" for file in ("model.safetensors", "optimizer.pt", "state.json")
     }
     for number in (2, 3, 4):
-        save_checkpoint(tmp_path, number, weights, {"optimizer": {}}, {"seconds": 3.0})
+        save_checkpoint(tmp_path, number, weights, {"optimizer": {}}, position)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000003", "step-00000004"]
     (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text("{")
     checkpoint, skipped = latest_checkpoint(tmp_path)
@@ -267,11 +290,16 @@ def test_a_non_finite_layer_is_named_and_the_last_state_kept(
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
     assert "\n" not in str(caught.value) and str(caught.value).startswith(
         f"the loss is not finite at update {before + 3} (epoch {before // 3 + 1}), "
-        f"first in the output of stages.layer2.0.conv1 (Conv2d); the state of update {before} is kept"
+        f"first in the output of stages.layer2.0.conv1 (Conv2d); the state of update {before} is kept: "
+        "start again in another --out with a lower optimizer.lr or with clip_grad"
     )
     if before:
         assert contents(folder) == kept
-    assert [path.name for path in folder.iterdir()][-1:] == [f"step-{before:08d}"] or before
+    # a failure at the start keeps the state before the first update
+    assert (
+        sorted(path.name for path in folder.iterdir())
+        == ["step-00000000", "step-00000003"][: 1 + before // 3]
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_named(
@@ -289,6 +317,65 @@ def test_a_gradient_that_is_not_finite_is_named(
         match=r"not finite at update 2 .*, first in the gradient of \S+ at update 1; .* update 0",
     ):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
+    # the weights of update 1 are not finite: no checkpoint has them
+    with pytest.raises(
+        TrainingError, match=r"at update 1 .*, first in the gradient of \S+; .* update 0 is kept"
+    ):
+        train(tiny_recipe(checkpoint_every=1), out=tmp_path / "often", data=tiny_mnist)
+    assert os.listdir(tmp_path / "often" / "checkpoints") == ["step-00000000"]
+
+
+def test_a_loss_that_is_not_finite_once_is_told_from_one_that_is_again(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = train_module.train_step, []
+
+    def once(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        return original(*args) * (float("nan") if len(calls) == 2 else 1.0)
+
+    monkeypatch.setattr(train_module, "train_step", once)
+    with pytest.raises(
+        TrainingError, match="; repeating those updates did not reproduce it; the state of update 0"
+    ):
+        train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
+
+
+def test_a_run_without_images_to_measure_on_finishes(
+    tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    recipe = tiny_recipe(data={"name": "mnist", "val_size": 0, "test": False}, epochs=1)
+    first = train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    capsys.readouterr()
+    assert train(recipe, out=tmp_path / "run", data=tiny_mnist) == first
+    assert "already finished" in capsys.readouterr().err
+
+
+def test_records_that_are_missing_at_the_end_are_one_line(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunLog, "records", lambda *_: [])
+    with pytest.raises(
+        TrainingError, match="metrics.jsonl has no validation accuracy of the last epoch: put"
+    ):
+        train(tiny_recipe(epochs=1), out=tmp_path / "run", data=tiny_mnist)
+
+
+def test_threads_are_those_of_the_call(tiny_mnist: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--threads 0: training needs at least one CPU thread"):
+        train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, threads=0)
+    assert not (tmp_path / "run").exists()
+    assert main(["resnet20_routingcaps.mnist", "--threads", "-1"]) == 2
+
+
+def test_a_warm_up_that_takes_the_whole_run_is_noted(
+    tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for epochs in (2, 3):
+        recipe = tiny_recipe(epochs=epochs, schedule={"warmup_epochs": 2})
+        train(recipe, out=tmp_path / str(epochs), data=tiny_mnist, stop_after=1)
+        noted = "the warm-up takes the whole run (schedule.warmup_epochs 2)" in capsys.readouterr().out
+        assert noted == (epochs == 2)
 
 
 @pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])

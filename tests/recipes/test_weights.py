@@ -38,7 +38,7 @@ from .test_publish import HISTORY
 NAME = "resnet20_routingcaps.mnist"
 
 
-def run_of(folder: Path, net: nn.Module | None = None) -> Path:
+def run_of(folder: Path, net: nn.Module | None = None, tag: str = "mnist") -> Path:
     """A run's folder with a net of the zoo that was trained for nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text(
@@ -50,7 +50,7 @@ def run_of(folder: Path, net: nn.Module | None = None) -> Path:
         folder,
         net or create_for("resnet20_routingcaps", 10, spec.input_size, args),
         architecture="resnet20_routingcaps",
-        tag="mnist",
+        tag=tag,
         model_args=args,
         spec=spec,
         golden_pixels=torch.randint(0, 256, (4, *spec.input_size), dtype=torch.uint8),
@@ -137,6 +137,13 @@ def test_a_finished_run_is_stored_in_half_precision_on_request(
     tmp_path: Path, tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(tmp_path / "run")
+    summary = {"seeds": [0, 1], "test": {"mean": 10.0, "values": [10.0, 10.0]}}
+    stated = json.loads((run / f"{NAME}.json").read_text())["metrics"] | {
+        "validation": {"top1": 20.0, "n": 5}
+    }
+    module.amend_metadata(
+        run / f"{NAME}.safetensors", metrics=stated, per_class={"split": "test"}, seeds=summary
+    )
     full = (run / f"{NAME}.safetensors").read_bytes()
     assert module.main([str(run), "--half", "--data", str(tiny_mnist), "--to", str(tmp_path / "zoo")]) == 0
     weights = tmp_path / "zoo" / f"{NAME}.safetensors"
@@ -149,6 +156,11 @@ def test_a_finished_run_is_stored_in_half_precision_on_request(
     figures = evaluate(weights, data=tiny_mnist)
     assert info.raw["metrics"] == {"test": {key: figures[key] for key in ("top1", "errors", "n")}}
     assert figures["n"] == 40 and figures["top1"] != 10.0, "measured anew, not carried over"
+    assert "per_class" not in info.raw and info.raw["seeds"] == summary
+    assert module.main([str(run), "--half", "--data", str(tmp_path / "none")]) == 1
+    assert "error: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        module.main([str(run), "--data", str(tiny_mnist)])
     assert figures["stated"] == figures["top1"]
     scores = {}
     for folder in (run, tmp_path / "zoo"):
@@ -171,20 +183,35 @@ def test_the_mean_over_seeds_is_that_of_one_recipe(
 
     first = known(0, 99.5)
     del first["recipe"]["stages"]  # a key that is newer than the run
-    others = {"b": known(1, 99.6, "compile=true"), "c": known(2, 99.7)}
+    reworded = ("description=in other words", "checkpoint_every=5", "routing_images=9")
+    others = {"b": known(1, 99.6, "compile=true"), "c": known(2, 99.7, *reworded)}
     summary = module.same_but_seed(first, others)
     assert (summary["seeds"], summary["epochs"]) == ([0, 1, 2], 10)
     assert summary["test"] == {"values": [99.5, 99.6, 99.7], "mean": 99.6, "n": 10000, "sd": 0.1}
     for other, message in (
         (
             known(1, 99.0, "epochs=3"),
-            "b was trained with epochs=3, cnn6.mnist with 10: no runs of one recipe",
+            "b was trained with epochs=3, cnn6.mnist with 10: these are not runs of the same recipe",
+        ),
+        (
+            {**known(1, 99.0), "dataset": {"sha256": {"train": "b"}}},
+            "b was trained on other images than cnn6.mnist",
         ),
         (known(0, 99.0), "b has seed 0, as another of the runs has"),
-        ({**known(1, 99.0), "metrics": {}}, "b has no accuracy on the splits of cnn6.mnist"),
+        (
+            {**known(1, 99.0), "metrics": {}},
+            "b does not state accuracies for the same splits as cnn6.mnist",
+        ),
     ):
         with pytest.raises(WeightsError, match=message):
-            module.same_but_seed(first, {"b": other})
+            module.same_but_seed({**first, "dataset": {"sha256": {"train": "a"}}}, {"b": other})
+
+    # a file stored in half precision states the test accuracy alone
+    validated = known(1, 99.6)
+    validated["metrics"]["validation"] = {"top1": 99.0, "n": 5000}
+    assert "validation" not in module.same_but_seed(first, {"b": validated})
+    with pytest.raises(WeightsError, match="does not state accuracies for the same splits"):
+        module.same_but_seed(validated, {"b": first})
 
     # in the zoo: the metadata alone changes
     zoo = tmp_path / "zoo"
@@ -197,9 +224,38 @@ def test_the_mean_over_seeds_is_that_of_one_recipe(
     assert module.main(["cnn6.mnist"]) == 1 and "is in the zoo" in capsys.readouterr().err
     assert module.main(["cnn6.mnist", "--seeds", "gone"]) == 1
     assert "gone is not a finished run" in capsys.readouterr().err
+    for ignored in (["--half"], ["--to", "x"], ["--data", "x"]):
+        with pytest.raises(SystemExit):
+            module.main(["cnn6.mnist", "--seeds", "b", *ignored])
+        assert "are for the folder of a run" in capsys.readouterr().err
+    (zoo / "cnn6.mnist.json").write_text(json.dumps({**first, "metrics": {"validation": {}}}))
+    assert module.main(["cnn6.mnist", "--seeds", "b"]) == 1
+    assert "cnn6.mnist has no accuracy on a test set" in capsys.readouterr().err
+    (zoo / "cnn6.mnist.json").write_text(json.dumps(first))
     assert module.main(["cnn6.mnist", "--seeds", "b", "c"]) == 0
     assert capsys.readouterr().out == "cnn6.mnist: test 99.60 ± 0.10, n = 3\n"
     assert json.loads((zoo / "cnn6.mnist.json").read_text())["seeds"] == summary
+
+
+def test_a_canonical_checkpoint_stays_canonical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a bare name would otherwise refer to another tag, one of the data set's name alone."""
+    zoo = tmp_path / "zoo"
+    monkeypatch.setattr(module, "weights_folders", lambda: (zoo, tmp_path / "large"))
+    monkeypatch.setattr(_pretrained, "weights_folders", lambda: (zoo, tmp_path / "large"))
+    run = run_of(tmp_path / "run", tag="mnist_other")
+    bundled_tags.cache_clear()
+    try:
+        for again in (False, True):
+            bundle(run)
+            metadata = json.loads((zoo / "resnet20_routingcaps.mnist_other.json").read_text())
+            assert metadata["canonical"], f"bundled again: {again}"
+            if not again:
+                bundled_tags.cache_clear()
+                bundle(run_of(tmp_path / "mnist"))
+                assert not json.loads((zoo / f"{NAME}.json").read_text())["canonical"]
+                bundled_tags.cache_clear()
+    finally:
+        bundled_tags.cache_clear()
 
 
 def test_large_weights_lie_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,11 @@ def test_plain_trees() -> None:
         **{"a": {"b": 1}, "c": {"b": 1}},
         "d": [1, 2.5, True, None, "text"],
     }
+    # numbers with an exponent are those of YAML 1.2; without one nothing changes
+    for value in (1e-8, 2e3, -1.5e-4, 0.5e2, 1e6):
+        assert read_yaml(f"a: {value:e}")["a"] == value
+    assert read_yaml("[1e-8, 1E+3, -2e4, 1.e2]") == [1e-8, 1e3, -2e4, 1e2]
+    assert read_yaml("[08, 1_0, 1e, e5, 1e5x, 1.2.3]") == ["08", 10, "1e", "e5", "1e5x", "1.2.3"]
     assert read_yaml("") is None and read_yaml("5") == 5
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from capszoo.recipes.config import RecipeError
 from capszoo.recipes.train import train
 from capszoo.recipes.training import multi_run
-from capszoo.recipes.training.distributed import TrainingError
+from capszoo.recipes.training.distributed import Stopped, TrainingError
 from capszoo.recipes.training.multi_run import train_together
 
 from .test_distributed import TINY, environment, newest
@@ -69,6 +69,19 @@ def test_at_the_time_limit_a_failed_run_is_told_from_a_stopped_one(
         multi_run.run_jobs(jobs, minutes=0.02)
     printed = capsys.readouterr().out
     assert "good: stopped: " in printed and "bad: failed (1): " in printed
+    assert "stopping: each run finishes its current update and saves a checkpoint" in printed
+
+    tell, sent = multi_run._tell, list[bool]()
+
+    def stop_after_failure(processes: list[multi_run._Process], console: Any) -> None:
+        tell(processes, console)
+        if not processes[0].running and not sent:
+            sent.append(True)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(multi_run, "_tell", stop_after_failure)
+    with pytest.raises(Stopped, match="^stopped 1 of 2 runs, 1 failed: bad; the same command resumes"):
+        multi_run.run_jobs(jobs)
 
 
 def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -> None:
@@ -115,7 +128,7 @@ def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: P
         last = (runs / f"idpa_cnn.{tag}.log").read_text().splitlines()[-1]
         step = int(newest(runs / f"idpa_cnn.{tag}").name.split("-")[1])
         assert last == f"error: stopped at update {step} of 25000; the same command resumes there"
-        assert f"idpa_cnn.{tag}: failed (143)" in out
+        assert f"idpa_cnn.{tag}: stopped" in out
 
 
 def test_several_recipes_need_the_option(root: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from capszoo.models._pretrained import WeightsInfo
 from capszoo.recipes.config import RecipeError
+from capszoo.recipes.training import queue as module
 from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.multi_run import train_seeds
 from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
@@ -75,6 +77,37 @@ def test_seeds_and_queue_train_what_is_not_finished(tmp_path: Path, data: Path) 
     other = write_queue(tmp_path, [{"tag": recipe, "set": ["tag=other", "optimizer.lr=0.5"]}])
     with pytest.raises(TrainingError, match="idpa_cnn.other holds a run with optimizer.lr="):
         train_queue(runs, cpu=True, path=other)
+
+
+def test_what_the_zoo_has_is_left_out_unless_it_is_named(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "idx")
+    raw = {"seed": 0, "metrics": {"test": {"top1": 60.0}}, "seeds": {"seeds": [0, 1]}}
+    info = WeightsInfo("idpa_cnn", "idx", "", 10, (1, 28, 28), (), (), raw=raw)
+    monkeypatch.setattr(module, "bundled_tags", lambda: {"idpa_cnn.idx": info})
+    started: list[str] = []
+    monkeypatch.setattr(
+        module, "run_jobs", lambda jobs, *_: started.extend(job.out.name for job in jobs) or True
+    )
+
+    def train(at_least: float | None, *only: str) -> list[str]:
+        started.clear()
+        item = {"tag": recipe, "seeds": [0, 1, 2], "at_least": at_least}
+        assert train_queue(tmp_path / "runs", path=write_queue(tmp_path, [item]), only=only)
+        return [name.removeprefix("idpa_cnn.idx.seed") for name in started]
+
+    assert train(60.0) == ["2"]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "idx.yaml, seed 0: left out: the zoo has it, 60.00%" in said[0]
+    assert train(60.0, recipe) == train(60.1) == train(None) == ["0", "1", "2"]
+    assert not capsys.readouterr().out
+
+
+def test_progress_counts_the_epochs_of_the_given_settings(tmp_path: Path, data: Path) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "idx")
+    items = read_queue(write_queue(tmp_path, [{"tag": recipe}]))
+    assert queue_state(items, tmp_path, ["epochs=7"])[0].epochs == 7
 
 
 def test_mean_and_standard_deviation_by_hand() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,11 +17,16 @@ import pytest
 import torch
 
 from capszoo.data.readers import read_idx_pair
+from capszoo.models._pretrained import sha256_of
 from capszoo.recipes.train import TrainingError, train
-from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
+from capszoo.recipes.training import begin
+from capszoo.recipes.training.checkpoints import clear_leftovers, latest_checkpoint, save_checkpoint
+from capszoo.recipes.training.finish import _machines
 from capszoo.recipes.training.run_folder import LOCK, RunLock, check_data, check_run, read_sessions
 from tests.data.formats import write_idx
 from tests.recipes.test_train import tiny_recipe
+
+POSITION = {"seconds": 1.0, "sums": [0.0, 0.0, 0.0]}
 
 
 def _holder(root: Path, out: Path) -> subprocess.Popen[str]:
@@ -52,6 +58,8 @@ def test_a_second_run_in_the_same_folder_is_refused_in_one_line(
             text = str(e.value)
             assert f"is in use by process {holder.pid} on {socket.gethostname()}" in text and "\n" not in text
             assert "choose another --out" in text
+            with pytest.raises(TrainingError, match="is in use"):  # before its recipe is compared
+                train(tiny_recipe(epochs=3), out=out, data=tiny_mnist)
         assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name != LOCK}
     finally:
         holder.kill()
@@ -75,6 +83,34 @@ def test_a_lock_is_held_once_and_says_nothing_odd(tmp_path: Path) -> None:
     second.release()
     with pytest.raises(TrainingError, match="cannot write to"):
         RunLock(tmp_path / "absent").acquire()
+
+
+def test_a_run_that_another_process_has_begun_since_is_refused(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found no folder; the other one has created it, and has ended, while this one built its network."""
+    out, create = tmp_path / "run", begin.create_net
+    train(tiny_recipe(), out=tmp_path / "other", data=tiny_mnist, stop_after=1)
+
+    def slow(*args: Any) -> Any:
+        shutil.copytree(tmp_path / "other", out)
+        return create(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(begin, "create_net", slow)
+        with pytest.raises(TrainingError, match="already holds a run"):
+            train(tiny_recipe(), out=out, data=tiny_mnist)
+    assert train(tiny_recipe(), out=out, data=tiny_mnist)["finished"]
+
+
+def test_keys_that_change_no_update_may_differ(tiny_mnist: Path, tmp_path: Path) -> None:
+    train(tiny_recipe(), out=tmp_path, data=tiny_mnist, stop_after=1)
+    changes: dict[str, Any] = {"description": "in other words", "checkpoint_every": 2, "routing_images": 20}
+    check_run(tiny_recipe(**changes), tmp_path, resume=True)
+    done = train(tiny_recipe(**changes), out=tmp_path, data=tiny_mnist)
+    whole = train(tiny_recipe(), out=tmp_path / "whole", data=tiny_mnist)
+    assert done["finished"] and done["test"] == whole["test"]
+    assert sha256_of(done["weights"]) == sha256_of(whole["weights"])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +168,28 @@ def test_a_run_on_one_machine_states_no_sessions(tiny_mnist: Path, tmp_path: Pat
     assert "sessions" not in json.loads(Path(done["weights"]).with_suffix(".json").read_text())
 
 
+@pytest.mark.parametrize("key", ["commit", "torch"])
+def test_a_run_with_two_versions_of_the_software_states_both(tmp_path: Path, key: str) -> None:
+    sessions = [
+        {"from_update": 0, "commit": "a", "hardware": "x", "versions": {"torch": "2.0"}},
+        {"from_update": 3, "commit": "a", "hardware": "x", "versions": {"torch": "2.0"}},
+        {"from_update": 5, "commit": "a", "hardware": "x", "versions": {"torch": "2.0"}},
+    ]
+    (tmp_path / "sessions.json").write_text(json.dumps(sessions))
+    assert _machines(tmp_path) == {}
+    if key == "commit":
+        sessions[2]["commit"] = "b"
+    else:
+        sessions[2]["versions"] = {"torch": "2.1"}
+    (tmp_path / "sessions.json").write_text(json.dumps(sessions))
+    stated = _machines(tmp_path)
+    assert [(part["from_update"], part[key]) for part in stated["sessions"]] == [
+        (0, "a" if key == "commit" else "2.0"),
+        (5, "b" if key == "commit" else "2.1"),
+    ]
+    assert stated["hardware"] == "x"
+
+
 def test_other_images_under_the_same_path_are_named(tiny_mnist: Path, tmp_path: Path) -> None:
     out, folder = tmp_path / "run", tiny_mnist / "mnist"
     train(tiny_recipe(epochs=1), out=out, data=tiny_mnist, stop_after=1)
@@ -160,7 +218,7 @@ def test_accepted_images_must_make_as_many_updates(tiny_mnist: Path, tmp_path: P
 
 
 def test_new_checkpoints_outlive_damaged_ones_of_later_updates(tmp_path: Path) -> None:
-    empty: Any = ({"model": {"weight": torch.zeros(2)}}, {"optimizer": {}}, {})
+    empty: Any = ({"model": {"weight": torch.zeros(2)}}, {"optimizer": {}}, POSITION)
     for step in (10, 12):
         (save_checkpoint(tmp_path, step, *empty) / "optimizer.pt").write_bytes(b"damaged")
     assert latest_checkpoint(tmp_path)[0] is None
@@ -180,18 +238,27 @@ def test_sessions_that_cannot_be_read_hold_nothing_up(tmp_path: Path, sessions: 
     check_data(tmp_path, {"train": "a"})
 
 
+def _state(**changes: str) -> str:
+    """The text of a state.json in which one value is another."""
+    values = {"step": "6", "seconds": "1.0", "sums": "[0.0, 0.0, 0.0]", "files": "%s"} | changes
+    return "{" + ", ".join(f'"{key}": {value}' for key, value in values.items()) + "}"
+
+
 def _two(run: Path) -> Path:
     """Two checkpoints; the folder of the newer one."""
     for step in (3, 6):
         weights = {"model": {"w": torch.full((4,), float(step))}}
-        folder = save_checkpoint(run, step, weights, {"lr": torch.ones(2)}, {"threads": 1})
+        folder = save_checkpoint(run, step, weights, {"lr": torch.ones(2)}, {"threads": 1, **POSITION})
     return folder
 
 
 @pytest.mark.parametrize(
     "state",
-    ["[]", "null", "5", '""', "{}", '{"files": []}', '{"files": null}', '{"files": {}}', "[" * 100_000]
-    + [f'{{"step": {step}, "files": %s}}' for step in ('"x"', "null", "true", "-1", "[]")],
+    ["[]", "null", "5", '""', "{}", "[" * 100_000]
+    + [_state(files=files) for files in ("[]", "null", "{}")]
+    + [_state(step=step) for step in ('"x"', "null", "true", "-1", "1.5", "[]")]
+    + [_state(seconds=seconds) for seconds in ('"x"', "null", "true", "-1", "Infinity", "NaN")]
+    + [_state(sums=sums) for sums in ('"abc"', "null", "[]", "[0, 0]", '[0, 0, "1"]')],
 )
 def test_a_newest_state_of_another_shape_is_passed_over(tmp_path: Path, state: str) -> None:
     newest = _two(tmp_path)
@@ -202,6 +269,16 @@ def test_a_newest_state_of_another_shape_is_passed_over(tmp_path: Path, state: s
     assert checkpoint.weights["model"]["w"].tolist() == [3.0] * 4
     (line,) = skipped
     assert "skipped the damaged checkpoint step-00000006" in line and "\n" not in line
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    _two(tmp_path)
+    (tmp_path / "checkpoints" / ".step-00000009.1.tmp").mkdir()
+    (tmp_path / ".metrics.jsonl.1.tmp").write_text("")
+    (tmp_path / ".run.1.tmp" / "checkpoints").mkdir(parents=True)
+    clear_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors"])

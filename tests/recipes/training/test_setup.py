@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from capszoo.recipes.config import RecipeError, load_recipe
-from capszoo.recipes.training.setup import create_optimizer, create_scheduler
+from capszoo.recipes.config import DataConfig, RecipeError, load_recipe
+from capszoo.recipes.training.setup import _limited, create_optimizer, create_scheduler
 
 
 def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
@@ -22,6 +26,39 @@ def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
         schedule.step_update(10 * epoch)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([1e-5, 5e-4 * 0.97**2, 5e-4 * 0.97**3, 5e-4 * 0.97**50, 5e-5, 5e-5])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share"),
+    [
+        ({"name": "cosine"}, lambda x: 0.5 * (1 + math.cos(math.pi * x))),
+        ({"name": "poly", "decay_rate": 1.0}, lambda x: 1 - x),
+        ({"name": "poly", "decay_rate": 0.5}, lambda x: (1 - x) ** 0.5),
+    ],
+)
+def test_rates_by_hand(schedule: dict[str, Any], share: Callable[[float], float]) -> None:
+    """A warm-up in 2 of 10 epochs from 0.1 to 1, then a decay to 0.01 as if it had begun at the first update."""
+    settings = {"warmup_epochs": 2, "warmup_lr": 0.1, "min_lr": 0.01, **schedule}
+    recipe = load_recipe(
+        {"arch": "a", "tag": "b", "data": {"name": "mnist"}, "epochs": 10, "schedule": settings}
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = create_scheduler(recipe, optimizer, 10)
+    assert scheduler is not None
+    rates = []
+    for update in (0, 10, 60, 99):
+        scheduler.step_update(update)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.55, 0.01 + 0.99 * share(0.6), 0.01 + 0.99 * share(0.99)])
+
+
+@pytest.mark.parametrize(("name", "expected"), [("mnist", list(range(10))), ("idx:mnist", None)])
+def test_a_limit_takes_a_mixture_of_a_folder_s_images(name: str, expected: list[int] | None) -> None:
+    settings = DataConfig(name=name, limit=10)
+    chosen = _limited(100, settings).tolist()
+    assert len(set(chosen)) == 10 and chosen == sorted(chosen) == _limited(100, settings).tolist()
+    assert chosen == expected if expected else max(chosen) >= 50
+    assert _limited(5, settings).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_an_unknown_optimiser_names_the_nearest() -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from capszoo.recipes.train import train
-from capszoo.recipes.training import finish
+from capszoo.recipes.training import finish, state_folder
 from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
 from capszoo.recipes.training.state_folder import load_states, save_states
@@ -86,6 +86,27 @@ def test_a_run_killed_while_its_test_images_are_evaluated_is_not_finished(
     assert result["finished"] and "test" in result
     metadata = finished_metadata(copy)
     assert metadata is not None and "evaluated" not in metadata and "test" in metadata["metrics"]
+
+
+def test_a_state_that_was_being_replaced_is_not_lost(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two renames of a replacement, the former state is used, and is not deleted."""
+    (recipe,) = write_recipes(tmp_path, data, "one")
+    run, state = tmp_path / NAMES[0], tmp_path / "state"
+    train(recipe, out=run, cpu=True, stop_after=1)
+    (saved,) = save_states([run], state)
+    replaced = saved.with_name(f".{saved.name}.old")
+    saved.rename(replaced)
+    copy = tmp_path / "copy" / NAMES[0]
+    assert load_states([copy], state) == [copy] and saved.is_dir() and not replaced.exists()
+
+    saved.rename(replaced)
+    with monkeypatch.context() as patch:
+        patch.setattr(state_folder, "export_state", Mock(side_effect=TrainingError("damaged")))
+        with pytest.raises(TrainingError, match="damaged"):
+            save_states([run], state)
+    assert saved.is_dir()
 
 
 def test_a_signal_lets_the_evaluation_end(

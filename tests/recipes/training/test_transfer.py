@@ -74,6 +74,38 @@ def test_what_cannot_be_imported_is_one_line(tiny_mnist: Path, tmp_path: Path) -
     refused("outside", "is not a file name")
 
 
+@pytest.mark.parametrize(("key", "value"), [("step", -1), ("seconds", None), ("sums", [0.0]), ("step", True)])
+def test_a_position_that_cannot_be_resumed_is_refused(
+    tiny_mnist: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    train(staged_recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
+    manifest = export_state(tmp_path / "run", tmp_path / "state")
+    tree = json.loads(manifest.read_text())
+    tree["state"][key] = value
+    manifest.write_text(json.dumps(tree))
+    with pytest.raises(TrainingError, match=f"the position of the run states the {key}"):
+        import_state(tmp_path / "state", tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+def test_an_import_that_is_killed_leaves_all_or_nothing(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(staged_recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
+    export_state(tmp_path / "run", tmp_path / "state")
+    replace, moves = Path.replace, []
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.parent.name.startswith(".there."):
+            moves.append(self.name)
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    import_state(tmp_path / "state", tmp_path / "there")
+    assert not moves and (tmp_path / "there" / "recipe.yaml").is_file()
+
+
 def test_a_failed_transfer_leaves_nothing(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
