@@ -355,6 +355,10 @@ def test_initial_weights_of_another_network_are_refused(photos: Path) -> None:
         RecipeError, match=r"resnet20_routingcaps.mnist_uniform was trained with lam=0.0: set model_args.lam"
     ):
         setup.create_net(recipe.model_copy(update={"model_args": {}}), spec)
+    init = recipe.init.model_copy(update={"weights": "backbone:resnet18"})  # type: ignore[union-attr]
+    bare = recipe.model_copy(update={"arch": "caps_head", "init": init, "model_args": {}})
+    with pytest.raises(RecipeError, match="set model_args.backbone: the architecture of backbone:resnet18"):
+        setup.create_net(bare, spec)
 
 
 @pytest.mark.slow
