@@ -27,6 +27,7 @@ __all__ = [
     "Runner",
     "Timing",
     "as_arrays",
+    "compare_by_input",
     "compare_on_probes",
     "compare_outputs",
     "compare_probes",
@@ -240,6 +241,21 @@ def compare_outputs(
         reference=names[0],
         candidate=names[1],
     )
+
+
+def compare_by_input(reference: np.ndarray, candidate: np.ndarray) -> Difference:
+    """Compare an output of several inputs ``[b, …]``, each with its own largest value; the worst of them.
+
+    For inputs whose outputs have very different sizes: the largest would hide differences of the others.
+
+    Raises:
+        ValueError: different shapes.
+    """
+    whole = compare_outputs([reference], [candidate])
+    if not whole.finite:
+        return whole
+    single = [compare_outputs([r[None]], [c[None]]) for r, c in zip(reference, candidate, strict=True)]
+    return replace(whole, relative=max(found.relative for found in single))
 
 
 def compare_runners(

@@ -22,7 +22,7 @@ from capszoo._npz import read_npz
 from capszoo.errors import CapszooError
 
 from .atomic import workplace
-from .compare import as_arrays, compare_outputs
+from .compare import as_arrays, compare_by_input
 from .prepare import PreparedModel, quiet
 from .report import ExportError, first_line
 from .verify.gate import verify_against_eager
@@ -150,7 +150,7 @@ def _against_reference(package: Path, program: Path, device: str) -> str:
     described = json.loads(manifest.read_text(encoding="utf-8"))
     index = [output["name"] for output in described["outputs"]].index("scores")
     arrays = read_npz(stored, ("images", "scores"), max_bytes=2**30)
-    found = compare_outputs([arrays["scores"]], [AotiRunner(package, device)(arrays["images"])[index]])
+    found = compare_by_input(arrays["scores"], AotiRunner(package, device)(arrays["images"])[index])
     limit = float(described["tolerance"])
     if not found.passed(limit):
         raise ExportError(

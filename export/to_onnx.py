@@ -130,10 +130,10 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
     opset, full = options.onnx_opset, options.gate == "full"
     require_libraries(options.check or prepared.precision == "int8")
     target, name = Path(path), prepared.name
-    bits = sum(t.numel() * t.element_size() for t in prepared.served.state_dict().values())
-    if bits >= MAX_BYTES:
+    stored = sum(t.numel() * t.element_size() for t in prepared.served.state_dict().values())
+    if stored >= MAX_BYTES:
         raise ExportError(
-            f"{name}: {bits / 2**30:.1f} GiB of weights do not fit in one ONNX file, whose limit is 2 GiB",
+            f"{name}: {stored / 2**30:.1f} GiB of weights do not fit in one ONNX file, whose limit is 2 GiB",
             "use precision fp16, or the format aoti",
         )
     say("tracing")

@@ -178,8 +178,12 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
                 _freeze(recipe, net, init.freeze)
             return net
         if init.weights.startswith(BACKBONE):
-            if "backbone" not in recipe.model_args:  # the trained weights would be read as the default backbone's
-                raise RecipeError(f"{recipe.name}: set model_args.backbone: the architecture of {init.weights}")
+            if (
+                "backbone" not in recipe.model_args
+            ):  # the trained weights would be read as the default backbone's
+                raise RecipeError(
+                    f"{recipe.name}: set model_args.backbone: the architecture of {init.weights}"
+                )
             args = {"backbone": init.weights.removeprefix(BACKBONE), "backbone_pretrained": True}
             net = create_for(recipe.arch, spec.num_classes, spec.input_size, {**recipe.model_args, **args})
             _freeze(recipe, net, init.freeze)
