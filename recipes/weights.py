@@ -388,6 +388,8 @@ def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> di
 def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The summary over finished runs of one recipe with different seeds (:func:`seeds_summary`).
 
+    Seeds of an earlier summary in `metadata` are kept, so that runs can be added one at a time.
+
     Args:
         metadata: of the run that is bundled.
         others: metadata of the other runs, by a name for messages.
@@ -422,7 +424,21 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
         if not metadata["metrics"].keys() <= known["metrics"].keys():
             raise WeightsError(f"{where} does not state accuracies for the same splits as {name}")
         runs[int(known["seed"])] = dict(known)
-    return seeds_summary(name, runs, int(metadata["recipe"]["epochs"]))
+    runs = _stated_runs(metadata.get("seeds", {})) | runs
+    return seeds_summary(name, dict(sorted(runs.items())), int(metadata["recipe"]["epochs"]))
+
+
+def _stated_runs(summary: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The metrics of each seed in a summary of `seeds_summary`, as in the metadata of its run."""
+    splits = [split for split in ("test", "validation") if split in summary]
+    return {
+        seed: {
+            "metrics": {
+                split: {"top1": summary[split]["values"][i], "n": summary[split]["n"]} for split in splits
+            }
+        }
+        for i, seed in enumerate(summary.get("seeds", []))
+    }
 
 
 def _with_seeds(weights: Path, others: list[str]) -> None:

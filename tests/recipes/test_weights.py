@@ -235,6 +235,9 @@ def test_the_mean_over_seeds_is_that_of_one_recipe(
     assert module.main(["cnn6.mnist", "--seeds", "b", "c"]) == 0
     assert capsys.readouterr().out == "cnn6.mnist: test 99.60 ± 0.10, n = 3\n"
     assert json.loads((zoo / "cnn6.mnist.json").read_text())["seeds"] == summary
+    (zoo / "cnn6.mnist.json").write_text(json.dumps(first))  # one at a time, in any order
+    assert module.main(["cnn6.mnist", "--seeds", "c"]) == module.main(["cnn6.mnist", "--seeds", "b"]) == 0
+    assert json.loads((zoo / "cnn6.mnist.json").read_text())["seeds"] == summary
 
 
 def test_a_canonical_checkpoint_stays_canonical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
