@@ -203,7 +203,8 @@ def _quantised(
     say("quantising")
     check_dtype(calibration.images, prepared)
     weights = int8.plain_layers(prepared.served)
-    if not int8.quantisable(proto, weights):
+    nodes = set(int8.quantisable(proto, weights))
+    if not nodes:
         raise ExportError(
             f"{prepared.name}: no convolution or large linear layer to compute in int8", "use fp16"
         )
@@ -214,10 +215,7 @@ def _quantised(
     report = _describe(stripped(quantised), target, prepared)
     report.float_comparisons = proved.comparisons
     report.gate = [replace(step, name=f"before quantisation: {step.name}") for step in proved.gate]
-    layers = [
-        node.input[1] for node in proto.graph.node if node.name in set(int8.quantisable(proto, weights))
-    ]
-    left = sorted(weights - set(layers))
+    left = sorted(weights.difference(node.input[1] for node in proto.graph.node if node.name in nodes))
     detail = f"{len(calibration)} images, {calibration.source}; {len(weights) - len(left)} of {len(weights)} layers"
     detail += " in int8" + (
         f", not {', '.join(name.removesuffix('.weight') for name in left)}" if left else ""
@@ -285,20 +283,20 @@ def _describe_in_file(proto: onnx.ModelProto, prepared: PreparedModel, report: E
     from capszoo.inference import label_names
     from capszoo.preprocess import model_transform
 
-    from .bundle.manifest import describe_model, preprocessing  # which import this module
+    from .bundle.manifest import preprocessing, weights_of  # which import this module
 
     original = prepared.original
     model = original.model if isinstance(original, Served) else original
     spec: dict[str, Any] = {}
     with suppress(CapszooError):  # no single image is its input, or it does not state its size
         spec = {**preprocessing(model, model_transform(model), report), "size": list(prepared.size[1:])}
-    about = describe_model(model, prepared, "")
+    cfg, info = getattr(model, "pretrained_cfg", None) or {}, weights_of(model)
     described = {
         "capszoo_version": capszoo.__version__,
         "model": prepared.name,
-        "architecture": about["architecture"],
-        "weights": about["weights"].get("id", ""),
-        "weights_sha256": about["weights"].get("sha256", ""),
+        "architecture": cfg.get("architecture") or type(model).__name__,
+        "weights": info.name if info else "",
+        "weights_sha256": info.sha256 if info else "",
         "precision": report.precision,
         "routing_iters": report.routing_iters,
         "preprocess": spec,

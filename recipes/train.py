@@ -29,6 +29,7 @@ import torch
 
 from capszoo._memory import keep_freed_memory
 from capszoo.errors import CapszooError, UsageError
+from capszoo.models._blocks import freeze_batch_statistics
 from capszoo.models._pretrained import WeightsError
 
 from .config import Recipe, RecipeError, load_recipe
@@ -56,7 +57,7 @@ from .training.run_folder import (
     check_run,
     closing_lock,
 )
-from .training.setup import RunData, freeze_batch_statistics, load_data
+from .training.setup import RunData, load_data
 from .training.sharding import gathered
 from .training.state import Run, TrainState, check_stages, restore, save_state
 from .training.step import learning_rate, train_step

@@ -37,6 +37,7 @@ __all__ = [
     "preprocessing",
     "read_manifest",
     "state_digest",
+    "weights_of",
 ]
 
 _MEANING = {
@@ -97,7 +98,7 @@ def describe_model(model: nn.Module, prepared: PreparedModel, source: str) -> di
     """Source of the model, its weights, and its routing."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     weights: dict[str, Any] = {}
-    info = _weights_of(model)
+    info = weights_of(model)
     if info is not None:
         weights = {
             "id": info.name,
@@ -127,7 +128,7 @@ def describe_model(model: nn.Module, prepared: PreparedModel, source: str) -> di
     }
 
 
-def _weights_of(model: nn.Module) -> WeightsInfo | None:
+def weights_of(model: nn.Module) -> WeightsInfo | None:
     """The checkpoint whose weights a model has unchanged, if any."""
     try:
         found = checkpoint_of(model)

@@ -42,7 +42,6 @@ __all__ = [
     "create_net",
     "create_optimizer",
     "create_scheduler",
-    "freeze_batch_statistics",
     "load_data",
     "read_split",
 ]
@@ -223,14 +222,6 @@ def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
     net.get_classifier().requires_grad_(True)
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise RecipeError(f"{recipe.name}: init.freeze leaves nothing to train")
-
-
-def freeze_batch_statistics(net: nn.Module) -> None:
-    """Set frozen modules to eval mode, so that the statistics of their norms do not change."""
-    for module in net.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            module.eval()
 
 
 class _Trained(nn.Module):
