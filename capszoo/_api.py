@@ -203,7 +203,9 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """
     _check_name(name)
     architecture, tag = split_model_name_tag(name)
-    trained = bundled_tags()[name].model_args if tag else {}  # arguments that a checkpoint was built with
+    trained = (
+        bundled_tags()[name].model_args if name in bundled_tags() else {}
+    )  # what a checkpoint was built with
     model = create_model(name, device="meta", **{**trained, **kwargs})
     cfg = get_pretrained_cfg(name)
     weights = tuple(

@@ -40,6 +40,8 @@ IMAGE_SUFFIXES = frozenset(
 #: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller sets another limit.
 MAX_PIXELS = 64_000_000
 
+_SMALLER = "scale it down, or allow more with CAPSZOO_MAX_PIXELS"
+
 # The limit here raises an error, and is lower than the size at which Pillow only warns.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
@@ -61,12 +63,12 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     """Return files unchanged, and for folders the images under them (:func:`is_visible_image`, sorted).
 
     Raises:
-        CapszooError: a path that does not exist, or a folder without images.
+        CapszooError: a path that does not exist, a folder without images, or one that cannot be read.
     """
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            below = (p for p in path.rglob("*") if is_visible_image(str(p.relative_to(path))))
+            below = (p for p in _files_below(path) if is_visible_image(str(p.relative_to(path))))
             inside = sorted(p for p in below if p.is_file())
             if not inside:
                 raise CapszooError(
@@ -78,6 +80,24 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
         else:
             raise CapszooError(f"{path}: no such file", "check the path")
     return found
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All files under a folder, also in linked folders; a folder that is reached twice is read once."""
+
+    def fail(error: OSError) -> None:
+        raise CapszooError(
+            f"{error.filename}: this folder cannot be read ({error.strerror})", "check its permissions"
+        ) from None
+
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link to a folder above, for example
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(place, file) for file in files)
 
 
 def pixel_limit() -> int:
@@ -120,12 +140,12 @@ def open_image(
     limit = max_pixels or pixel_limit()
     if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = limit  # Pillow's limit would refuse images that the caller allows
-    with _one_line_errors(name, limit):
+    smaller = "scale it down" if max_pixels else _SMALLER  # the variable does not change a caller's limit
+    with _one_line_errors(name, limit, smaller):
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if image.width * image.height > limit:
                 raise CapszooError(
-                    f"{name}: {image.width}x{image.height} are more than {limit:,} pixels",
-                    "scale it down, or allow more with CAPSZOO_MAX_PIXELS",
+                    f"{name}: {image.width}x{image.height} are more than {limit:,} pixels", smaller
                 )
             if side is not None:
                 image.draft({1: "L", 3: "RGB"}.get(channels or 0), (side, side))
@@ -140,7 +160,7 @@ def upright_picture(image: Image.Image) -> Image.Image:
         CapszooError: its file is damaged or closed, it has no pixels, or it is in LAB colours.
     """
     name = getattr(image, "filename", "") or "the picture"
-    with _one_line_errors(name, pixel_limit()):
+    with _one_line_errors(name, pixel_limit(), _SMALLER):
         return _upright(image, name)
 
 
@@ -154,8 +174,11 @@ def _upright(image: Image.Image, name: str | Path) -> Image.Image:
 
 
 @contextmanager
-def _one_line_errors(name: str | Path, limit: int) -> Iterator[None]:
-    """Turn what Pillow raises for an image into a CapszooError; `limit` is the number of pixels that is allowed."""
+def _one_line_errors(name: str | Path, limit: int, smaller: str) -> Iterator[None]:
+    """Turn what Pillow raises for an image into a CapszooError.
+
+    `limit` is the number of pixels that is allowed, `smaller` the remedy for an image that has more.
+    """
     try:
         yield
     except CapszooError:
@@ -167,11 +190,11 @@ def _one_line_errors(name: str | Path, limit: int) -> Iterator[None]:
     except UnidentifiedImageError:
         raise CapszooError(f"{name}: not an image", "give a PNG, JPEG or another common image file") from None
     except Image.DecompressionBombError:
-        raise CapszooError(
-            f"{name}: more than {limit:,} pixels", "scale it down, or allow more with CAPSZOO_MAX_PIXELS"
-        ) from None
+        raise CapszooError(f"{name}: more than {limit:,} pixels", smaller) from None
     except MemoryError:
         raise CapszooError(f"{name}: too large for the memory of this machine", "scale it down") from None
+    except PermissionError:
+        raise CapszooError(f"{name}: cannot be read", "check its permissions") from None
     except Exception as e:  # Pillow's decoders raise many kinds of errors for broken files
         reason = " ".join(str(e).split())[:200] or type(e).__name__
         raise CapszooError(

@@ -117,10 +117,11 @@ class ImageTransform:
         crop_pct: share of the resized image that the crop keeps.
         background: ``black`` or ``white``: background for transparent pixels.
         object_size: height and width of objects in training on a larger canvas (affNIST, MultiMNIST): an image is
-            resized and cropped to it, then padded to ``size``. One that already has ``size`` is a whole canvas. None:
-            images fill the frame.
+            resized and cropped to it, then padded to ``size`` with ``canvas``. One that already has ``size`` is a whole
+            canvas. None: images fill the frame.
         invert: swap dark and bright.
         fit: centre and scale a drawing like the makers of MNIST (:func:`capszoo.reading.fit_drawing`).
+        canvas: ``black`` or ``white``: the padding around an object of ``object_size``, as in training.
     """
 
     channels: int
@@ -133,6 +134,7 @@ class ImageTransform:
     object_size: tuple[int, int] | None = None
     invert: bool = False
     fit: bool = False
+    canvas: str = "black"
 
     def view(self, image: Image.Image) -> Image.Image:
         """The part of the image that the model sees, at the model's size, in grey or RGB."""
@@ -151,7 +153,7 @@ class ImageTransform:
         else:
             image = resize_and_crop(image, size, self.crop_pct, resampling)
         bright = "" if self.invert else looks_inverted(image, self.mean)
-        image = image if size == self.size else pad_to(image, self.size, self.background)
+        image = image if size == self.size else pad_to(image, self.size, self.canvas)
         return image, tuple(said for said in (note, bright) if said)
 
     def __call__(self, image: Image.Image) -> Tensor:
@@ -213,6 +215,7 @@ def model_transform(
     own: dict[str, Any] = cfg.get("capszoo") or {}
     trained_on = tuple((cfg.get("input_size") or (0, 0, 0))[-2:])
     objects = tuple(own.get("object_size") or ()) if trained_on == (height, width) else ()
+    trained_background = own.get("background") or default_background(channels)
     return ImageTransform(
         channels=channels,
         size=(height, width),
@@ -220,10 +223,11 @@ def model_transform(
         std=per_channel(cfg.get("std") or (1.0,), channels),
         interpolation=str(cfg.get("interpolation") or "bilinear"),
         crop_pct=float(cfg.get("crop_pct") or 1.0),
-        background=background or own.get("background") or default_background(channels),
+        background=background or trained_background,
         object_size=objects if objects and objects != (height, width) else None,
         invert=invert,
         fit=fit,
+        canvas=trained_background,
     )
 
 

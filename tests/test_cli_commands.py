@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,11 @@ from PIL import Image
 from typer.main import get_command
 
 from capszoo.cli import app
+from capszoo.cli.doctor import EXTRAS
 from capszoo.cli.examples import EXAMPLES
 from capszoo.cli.help import HelpCommand
 from capszoo.data import DATASETS
+from capszoo.errors import CapszooError
 from scripts.help_page import every_context
 from tests.recipes.conftest import COUNTS, write_digits
 from tests.support import packed
@@ -279,6 +284,68 @@ def test_recipes(tmp_path: Path) -> None:
 
 
 @needs_training
+def test_a_recipe_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    own = tmp_path / "my.yaml"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert "cannot be written (No space left" in fails(1, "recipes", "copy", "idpa_cnn.mnist", own)
+    succeeds("recipes", "copy", "idpa_cnn.mnist", own)
+
+
+@needs_training
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path, bundle: Path, pictures: Path) -> None:  # noqa: F811
+    for option, line in (("--epochs", "epochs=9"), ("--img-size", "data.size=9"), ("--tag", "tag=x")):
+        found = fails(2, "finetune", MODEL, "--data", pictures, option, 3, "--set", line)
+        assert f"--set {line} and {option} exclude each other" in found
+    assert "--data has no effect on a bundle" in fails(2, "compare", bundle, "--data", pictures)
+    files = tmp_path, tmp_path / "out", "--accuracies", tmp_path / "nosuch.json"
+    assert "--device has no effect with" in fails(2, "data", "h-imagenet", *files, "--device", "cuda")
+    assert "unknown device 'gpu'" in fails(2, "data", "h-imagenet", *files, "--device", "gpu")
+    assert "nosuch.json: No such file or directory: check the path" in fails(1, "data", "h-imagenet", *files)
+    for levels in (("-q", "-v"), ("-qv",), ("--quiet", "--verbose")):
+        assert "--quiet and --verbose exclude each other" in fails(2, "list", *levels)
+
+
+def test_a_cluster_is_not_started_for_a_wrong_option(tmp_path: Path, pictures: Path) -> None:  # noqa: F811
+    job = ("predict", MODEL, pictures, "--ray", "local", "--out", tmp_path / "found.parquet")
+    assert "unknown runtime 'onx': did you mean 'onnx'" in fails(2, *job, "--runtime", "onx")
+    assert "no background 'red': use black or white" in fails(2, *job, "--background", "red")
+
+
+def test_a_mistyped_sub_command_of_explain(pictures: Path) -> None:  # noqa: F811
+    line = fails(2, "explain", "perturbe", MODEL, pictures / "a.png")
+    assert "unknown sub-command 'perturbe': did you mean 'perturb'" in line
+
+
+def test_a_space_can_be_published_again_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CapszooError("the Hub did not take me/space", "give the command again")
+
+    call = ("publish", MODEL, "me/space", "--space", "--out", tmp_path / "space")
+    with monkeypatch.context() as patch:
+        patch.setattr("capszoo.app.space.upload_space", refuse)
+        for _ in range(2):
+            assert "give the command again" in fails(1, *call)
+            assert not list(tmp_path.iterdir())
+    succeeds(*call, "--dry-run")
+    assert (tmp_path / "space" / "app.py").is_file()
+    assert "space exists already" in fails(2, *call, "--dry-run")
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-"])
+def test_a_closed_stream_is_no_failure(pictures: Path, tmp_path: Path, closed: str) -> None:  # noqa: F811
+    command = f"exec {shlex.quote(sys.executable)} -m capszoo list --pretrained {closed}"
+    assert subprocess.run(command, shell=True, timeout=120).returncode == 0
+
+
+@needs_training
 def test_a_dry_run_prints_settings_and_time() -> None:
     settings = ("--set", "batch_size=8", "--epochs", 2, "--set", "data.limit=80", "--cpu", "--dry-run")
     found = run("train", "capsnet_em_norb_small.mnist", *settings)
@@ -310,6 +377,19 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such folder" in text and "threads" in text
 
 
+def test_doctor_knows_what_the_commands_require(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[str]] = {}
+
+    def require(what: str, modules: Any, extra: str) -> None:
+        asked[extra] = set(modules)
+        raise CapszooError("stop here")
+
+    monkeypatch.setattr(sys.modules["capszoo.cli.app"], "require", require)
+    for command in (("app",), ("serve", MODEL)):
+        fails(1, *command)
+    assert asked == {extra: set(EXTRAS[extra][0]) for extra in ("app", "serve")}
+
+
 def test_messages_hold_names_as_they_are(tmp_path: Path) -> None:
     """Rich would print `:cat:` as a picture of a cat."""
     folder = tmp_path / "a:cat:b"
@@ -324,4 +404,5 @@ def test_files_that_are_no_models_get_the_way_on(tmp_path: Path) -> None:
     other.write_bytes(b"")
     line = fails(1, "predict", bundle, tmp_path)
     assert "digits is an exported bundle, not a model: run `python" in line and "infer.py IMAGE`" in line
+    assert "digits is an exported bundle, not a model" in fails(1, "serve", bundle)
     assert "of weights, only .safetensors files are loaded" in fails(1, "predict", other, tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 import struct
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,6 +165,42 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
     huge = _png(tmp_path / "huge.png", 80_000_000, 1)
     with pytest.raises(CapszooError, match="more than 64,000,000 pixels"):
         open_image(huge)
+
+
+def test_folders_are_read_whole_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("photos/a.png", "photos/private/b.png", "elsewhere/c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        _png(tmp_path / name, 4, 4)
+    photos = tmp_path / "photos"
+    (photos / "linked").symlink_to(tmp_path / "elsewhere")
+    (photos / "private" / "above").symlink_to(photos)  # a loop
+    found = [path.relative_to(photos).as_posix() for path in images.find_images([photos])]
+    assert found == ["a.png", "linked/c.png", "private/b.png"]
+    listed = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("private"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(CapszooError, match="private: this folder cannot be read .*: check its permissions"):
+        images.find_images([photos])
+
+
+def test_a_remedy_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _png(tmp_path / "small.png", 40, 30)
+    with pytest.raises(
+        CapszooError, match="pixels: scale it down$"
+    ):  # the variable would not change this limit
+        open_image(path, max_pixels=1000)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Image, "open", refuse)
+    with pytest.raises(CapszooError, match="small.png: cannot be read: check its permissions"):
+        open_image(path)
 
 
 def test_the_limit_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import capszoo
 from capszoo import _memory
 from capszoo.cli import app
-from capszoo.cli.group import MAX_MESSAGE, _one_line, _printable
+from capszoo.cli.common import MAX_MESSAGE, printable
+from capszoo.cli.group import _one_line
 from capszoo.recipes.config import RecipeError, load_recipe
 
 
@@ -32,7 +33,7 @@ from capszoo.recipes.config import RecipeError, load_recipe
 def test_a_recipe_that_could_not_be_finished_is_refused_at_once(setting: str, key: str) -> None:
     with pytest.raises(RecipeError) as e:
         load_recipe("idpa_cnn.mnist", [setting])
-    assert key in str(e.value) and "\n" not in str(e.value) and _printable(str(e.value)) is not None
+    assert key in str(e.value) and "\n" not in str(e.value) and printable(str(e.value)) is not None
 
 
 @pytest.mark.parametrize(
@@ -54,16 +55,23 @@ def test_iterations_are_a_whole_number(architecture: str) -> None:
 
 
 def test_messages_are_short_and_printable(tmp_path: Path) -> None:
-    line = _printable("\x1b]0;title\x07" + "x" * 5000 + " do this")
+    line = printable("\x1b]0;title\x07" + "x" * 5000 + " do this", MAX_MESSAGE)
     assert line.isprintable() and len(line) <= MAX_MESSAGE and line.endswith("do this")
     done = CliRunner().invoke(app, ["predict", "idpa_cnn.mnist", str(tmp_path / "\x1b[31mred.png")])
     assert done.exit_code != 0 and "\x1b[31mred" not in done.output + done.stderr
 
 
 def test_a_full_disk_and_a_long_name_are_sentences() -> None:
-    for number in (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG):
+    remedies = {
+        errno.ENOSPC: "make room or choose another place",
+        errno.EROFS: "choose another place",
+        errno.ENAMETOOLONG: "choose another place",
+        errno.ENOENT: "check the path",
+        errno.EACCES: "check its permissions",
+    }
+    for number, remedy in remedies.items():
         line, code = _one_line(OSError(number, "as the system says", "/some/where"))
-        assert line.startswith("/some/where: as the system says: make room") and code == 1
+        assert line.startswith(f"/some/where: as the system says: {remedy}") and code == 1
 
 
 def test_memory_is_not_kept_where_libc_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

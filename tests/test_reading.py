@@ -175,6 +175,8 @@ def test_the_canvas_of_the_weights() -> None:
     digit = Image.fromarray(np.full((28, 28), 255, np.uint8))
     view = np.asarray(transform.view(digit))
     assert view.shape == (40, 40) and view[6:34, 6:34].min() == 255 and view.sum() == 255 * 28 * 28
+    # the option is about transparent pixels: the padding stays that of training
+    assert np.array_equal(np.asarray(model_transform(net, background="white").view(digit)), view)
     whole = Image.effect_noise((40, 40), 80)
     assert np.array_equal(np.asarray(transform.view(whole)), np.asarray(whole))  # a canvas already
     # another size than the weights were trained for is no canvas of theirs

@@ -48,6 +48,7 @@ class Answer:
     """A model's answer for an image.
 
     Attributes:
+        model: name of the model.
         labels: names of the classes.
         probabilities: of the classes ``[n]``, as `capszoo.scores` defines them.
         scores: of the classes ``[n]``, from the exported file.
@@ -60,6 +61,7 @@ class Answer:
         milliseconds: from the picture to this answer.
     """
 
+    model: str
     labels: tuple[str, ...]
     probabilities: np.ndarray
     scores: np.ndarray
@@ -178,6 +180,7 @@ class AppModel:
         shares = probabilities(torch.from_numpy(scores), score_kind(self.net)).numpy()
         predicted = int(scores.argmax())
         return Answer(
+            model=self.name,
             labels=self.labels,
             probabilities=shares,
             scores=scores,

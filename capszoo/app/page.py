@@ -9,6 +9,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,38 @@ class Models:
     def __init__(self, folder: str | Path) -> None:
         self._folder, self._lock = Path(folder), threading.Lock()
         self._models: dict[str, AppModel] = {}
+        self._failed: dict[str, str] = {}
+        self._loading = ""
 
-    def get(self, name: str) -> AppModel:
-        """The model of a name; raises `CapszooError` if it cannot be used."""
+    def get(self, name: str, wait: bool = True) -> AppModel:
+        """The model of a name.
+
+        Args:
+            name: of a model; it is loaded and exported if it has not been, one model at a time.
+            wait: wait for a model that is being loaded, and try one again that could not be.
+
+        Raises:
+            CapszooError: the model cannot be used, or, without `wait`, is being loaded.
+        """
+        if name in self._models:  # without the lock: a model that is being loaded must not delay the others
+            return self._models[name]
+        if not wait and name == self._loading:
+            raise CapszooError(f"{name} is being loaded")
+        if not wait and name in self._failed:
+            raise CapszooError(self._failed[name])
         with self._lock:
             if name not in self._models:
+                self._loading = name
                 try:
                     self._models[name] = AppModel(name, self._folder)
-                except WeightsError as error:  # damaged or missing weights: a message on the page, too
+                except (
+                    CapszooError,
+                    WeightsError,
+                ) as error:  # damaged weights are a message on the page, too
+                    self._failed[name] = str(error)
                     raise CapszooError(str(error)) from error
+                finally:
+                    self._loading = ""
             return self._models[name]
 
 
@@ -118,7 +142,7 @@ def _score(models: Models, name: str, image: Any, drawn: bool) -> list[Any]:
     if name == NO_MODEL or image is None:
         return ["" if name == NO_MODEL else NOTHING, None, None]
     try:
-        model = models.get(name)
+        model = models.get(name, wait=False)
         answer = model.answer(image, drawn, explained=False)
     except CapszooError as error:
         return [str(error), None, None]
@@ -135,7 +159,7 @@ def _explain(
     if name == NO_MODEL or image is None:
         return [None] * 5
     try:
-        model = models.get(name)
+        model = models.get(name, wait=False)
         answer = model.answer(image, drawn)
     except CapszooError:  # reported by `_score`
         return [None] * 5
@@ -149,7 +173,7 @@ def _explain(
 
 
 def _settled(model: AppModel, answer: Answer, iterations: int) -> str | None:
-    found = model.settle(answer, int(iterations)) if model.iterations else None
+    found = model.settle(answer, int(iterations or model.iterations)) if model.iterations else None
     return None if found is None else data_url(overlay_picture(found, answer.view))
 
 
@@ -317,7 +341,7 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
     def export_seen(*values: Any) -> tuple[Any, str]:
         seen = []
         for name, answer, iterations, *offsets in _split(values, len(columns)):
-            if answer is not None and name != NO_MODEL:
+            if answer is not None and answer.model == name:  # else that model has not answered yet
                 seen.append((models.get(name), answer, offsets, int(iterations or 1)))
         if not seen:
             return gr.update(visible=False), "**Nothing is shown yet: draw a digit, or drop an image.**"
@@ -343,32 +367,32 @@ def _split(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:
 def _wire_column(gr: Any, models: Models, column: _Column, picture: Any) -> None:
     """Connect the inputs of a column with its outputs."""
 
-    def choose(name: str, picture: tuple[Any, bool]) -> list[Any]:
+    def choose(name: str) -> list[Any]:
         dims = own = 0
-        said = None
         if name != NO_MODEL:
-            try:
+            with suppress(CapszooError):  # reported by `show`
                 model = models.get(name)
                 dims, own = model.dims, model.iterations
-            except CapszooError as error:
-                said = str(error)
-        shown = [said, *[None] * 7]
-        if said is None:
-            shown = [*_score(models, name, *picture), *_explain(models, name, *picture, own, ())]
         controls = [gr.update(visible=bool(own), value=own or 1)]
         controls += [gr.update(visible=i < dims, value=0) for i in range(MAX_DIMS)]
-        return [gr.update(visible=name != NO_MODEL), *shown, *controls]
+        return [gr.update(visible=name != NO_MODEL), *controls]
+
+    def show(name: str, picture: tuple[Any, bool]) -> list[Any]:
+        return [*_score(models, name, *picture), *_explain(models, name, *picture, 0, ())]
 
     def reconstruct(name: str, answer: Answer | None, *offsets: float) -> str | None:
-        if answer is None or answer.poses is None:
+        if answer is None or answer.poses is None or answer.model != name:
             return None
         return data_url(models.get(name).reconstruct(answer, offsets))
 
     def settle(name: str, answer: Answer | None, iterations: int) -> str | None:
-        return None if answer is None else _settled(models.get(name), answer, iterations)
+        if answer is None or answer.model != name:
+            return None
+        return _settled(models.get(name), answer, iterations)
 
-    filled = [column.body, *column.scored, *column.explained, *column.controls]
-    column.model.change(choose, [column.model, picture], filled)
+    chosen = column.model.change(choose, column.model, [column.body, *column.controls])
+    # a second event: it takes the picture as it is once the model has been loaded
+    chosen.then(show, [column.model, picture], [*column.scored, *column.explained])
     for slider in column.sliders:
         inputs = [column.model, column.answer, *column.sliders]
         slider.input(reconstruct, inputs, column.reconstruction, trigger_mode="always_last", **QUICK)

@@ -4,10 +4,11 @@
 - ``GET /health``: 200 once the model is ready.
 - ``GET /metrics``: counts and times in Prometheus' text format.
 
-One process, one request at a time; further requests wait in a bounded queue, and are refused with 503 if it is full.
+One process, one image at a time; further requests wait in a bounded queue, and are refused with 503 if it is full.
 """
 
 # No `from __future__ import annotations` here: FastAPI resolves annotations in the module, which lacks its classes.
+import asyncio
 import tempfile
 import threading
 import time
@@ -22,6 +23,10 @@ __all__ = ["Metrics", "create_app", "serve"]
 
 #: Upper ends of the histogram's buckets, in seconds.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+#: Seconds within which the body of a request must arrive: a client that stops sending keeps a place in the queue.
+BODY_SECONDS = 30.0
 
 
 class Metrics:
@@ -96,8 +101,8 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
     waiting = 0
 
     def classify(data: bytes, topk: int) -> dict[str, Any]:
-        image = open_image(data, name="the body", max_pixels=MAX_PIXELS)
-        with turn:
+        with turn:  # decoding too: a small file may decode to many pixels
+            image = open_image(data, name="the body", max_pixels=MAX_PIXELS)
             answer = model.answer(image, explained=False)
         top = answer.scores.argsort()[::-1][:topk].tolist()
         return {
@@ -123,7 +128,10 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
                 raise HTTPException(503, "too many requests wait: try again", {"Retry-After": "1"})
             waiting += 1
             try:
-                found = await run_in_threadpool(classify, await body_of(request), topk)
+                body = await asyncio.wait_for(body_of(request), BODY_SECONDS)
+                found = await run_in_threadpool(classify, body, topk)
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
             finally:
                 waiting -= 1
             status = 200
@@ -167,4 +175,11 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64)
 
     with tempfile.TemporaryDirectory(prefix="capszoo-serve-") as folder:
         model = AppModel(name, folder)
-    uvicorn.run(create_app(model, queue), host=host, port=port, workers=1, log_level="warning")
+    uvicorn.run(
+        create_app(model, queue),
+        host=host,
+        port=port,
+        workers=1,
+        log_level="warning",
+        timeout_graceful_shutdown=5,  # a client that stops sending must not delay Ctrl-C
+    )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .._catalogue import check_model_argument
 from ..errors import require
 from .common import ModelArgument, complete_model, stderr
 
@@ -58,6 +59,7 @@ def serve_command(
     ] = 64,
 ) -> None:
     """Serve a model's exported file over HTTP, to try it out. For load, use Triton: `capszoo export --triton`."""
+    check_model_argument(model)
     require("serving", ["fastapi", "uvicorn", "onnx", "onnxscript", "onnxruntime"], "serve")
     from ..app.server import serve
 

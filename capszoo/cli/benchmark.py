@@ -220,6 +220,8 @@ def compare_command(
     """Compare two models: accuracy, size, latency, and how often they agree."""
     sizes, others = _sizes(batch), list(other or ())
     if _is_bundle(model):
+        unused = ("dataset", "data", "limit", "seed", "device")
+        refuse_unused(context, unused, "on a bundle", "leave it out")
         images = [Path(one) for one in others]
         compare_runtimes(Path(model), images, runners, original, sizes, repeats, as_json)
         stderr().print(

@@ -48,6 +48,7 @@ __all__ = [
     "picture",
     "print_error",
     "print_json",
+    "printable",
     "progress_bar",
     "refuse_unused",
     "stderr",
@@ -57,6 +58,9 @@ __all__ = [
 
 #: Picture formats, and styles (`capszoo.explain.plotting.STYLES`, which needs torch).
 PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
+
+#: Length of the longest error message in characters.
+MAX_MESSAGE = 500
 
 #: Seconds after which progress is shown.
 PROGRESS_AFTER = 2.0
@@ -185,7 +189,16 @@ def stderr() -> Console:
 def print_error(line: str) -> None:
     """Print an error, in one line, to stderr; also with ``--quiet``."""
     console = Console(width=_width(sys.stderr), highlight=False, emoji=False, stderr=True)
-    console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+    console.print(f"[bold red]error:[/] {escape(printable(line, MAX_MESSAGE))}", soft_wrap=True)
+
+
+def printable(text: str, longest: int = sys.maxsize) -> str:
+    """Replace control characters, which names of files, keys and tensors may contain, and shorten the middle."""
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    if len(text) <= longest:
+        return text
+    half = (longest - 3) // 2  # a message begins with the problem and ends with the remedy
+    return f"{text[:half]} … {text[-half:]}"
 
 
 def check_picture_options(format: str | None, style: str) -> None:

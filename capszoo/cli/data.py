@@ -9,8 +9,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from .._devices import check_device
 from ..errors import UsageError
-from .common import JsonOption, print_json, stdout
+from .common import JsonOption, print_json, refuse_unused, stdout
 from .help import HelpCommand, HelpGroup
 
 __all__ = ["data_app"]
@@ -65,6 +66,7 @@ def check_set_command(
 
 
 def h_imagenet_command(
+    context: typer.Context,
     ilsvrc: Annotated[
         Path,
         typer.Argument(
@@ -87,7 +89,10 @@ def h_imagenet_command(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="cpu|cuda|mps", help="Where to measure them.")
+        str,
+        typer.Option(
+            "--device", metavar="cpu|cuda|mps", callback=check_device, help="Where to measure them."
+        ),
     ] = "cpu",
 ) -> None:
     """Build h-ImageNet from a copy of ILSVRC 2012."""
@@ -95,6 +100,8 @@ def h_imagenet_command(
         raise UsageError(
             "h-ImageNet needs accuracies by class", "give --accuracies or --weights, one of them"
         )
+    if accuracies is not None:
+        refuse_unused(context, ["device"], "with --accuracies", "leave it out")
     from ..data.commands import build_h_imagenet
 
     for line in build_h_imagenet(ilsvrc, out, accuracies, weights, device):

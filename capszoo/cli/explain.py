@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from .._catalogue import check_model_argument
 from .._suggest import unknown_name
-from ..errors import UsageError
+from ..errors import CapszooError, UnknownModel, UsageError
 from .common import (
     BackgroundOption,
     DeviceOption,
@@ -38,11 +38,24 @@ __all__ = ["explain_app"]
 KINDS = ("heat", "perturb", "reconstruct", "multi")
 
 
+def _may_be_model(word: str) -> bool:
+    try:
+        check_model_argument(word)
+    except UnknownModel:
+        return False
+    except CapszooError:  # a path: its own message says what is wrong with it
+        return True
+    return True
+
+
 class ExplainGroup(HelpGroup):
     """Sub-commands; `explain MODEL IMAGE`, the spelling of version 0.1, still works and prints a note."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
+            known = sorted(name for name, command in self.commands.items() if not command.hidden)
+            if not _may_be_model(args[0]):
+                raise UsageError(unknown_name("sub-command", args[0], known))
             return "heatmap", self.commands["old"], args
         return super().resolve_command(ctx, args)
 

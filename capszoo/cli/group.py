@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
+import re
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from .._verbosity import Verbosity, is_quiet, is_verbose, set_verbosity
-from ..errors import CapszooError, UnknownArgument, UnknownModel, WeightsError
+from ..errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
 from .common import print_error, stderr
 from .examples import EXAMPLES
 from .help import HelpGroup
@@ -41,16 +44,22 @@ class OneLineErrors(HelpGroup):
         end = given.index("--") if "--" in given else len(given)
         # accepted anywhere on the line, because users put them last
         debug = "--debug" in given[:end]
-        set_verbosity(min((_LEVELS[arg] for arg in given[:end] if arg in _LEVELS), default=Verbosity.NORMAL))
+        levels = {_LEVELS[arg] for arg in given[:end] if arg in _LEVELS}
+        set_verbosity(min(levels, default=Verbosity.NORMAL))
         given = [arg for i, arg in enumerate(given) if arg not in _FLAGS or i > end]
         logging.disable(logging.WARNING if is_quiet() else logging.NOTSET)
         if is_verbose():
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by the caller (`2>&-`)
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # a name that the terminal's encoding lacks must not lose the results
             sys.stdout.reconfigure(errors="backslashreplace")
         began = time.monotonic()
         try:
+            if len(levels) > 1 or any(re.fullmatch("-[qv]{2,}", arg) for arg in given[:end]):
+                raise UsageError("--quiet and --verbose exclude each other", "give one of them, once")
             code = super().main(args=given, standalone_mode=False, **extra)
             if is_verbose():
                 stderr().print(f"done in {time.monotonic() - began:.1f} s")
@@ -59,23 +68,24 @@ class OneLineErrors(HelpGroup):
                 raise
             line, code = _one_line(error)
             if line:
-                print_error(_printable(line))
+                print_error(line)
         except KeyboardInterrupt:
             code = 130
         sys.exit(code if isinstance(code, int) else 0)
 
 
-#: Maximum length of a message in characters.
-MAX_MESSAGE = 500
+_OTHER_PLACE = "choose another place, then give the same command again"
 
-
-def _printable(line: str) -> str:
-    """Remove control characters from a message; names of files, keys and tensors may contain them."""
-    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
-    if len(line) <= MAX_MESSAGE:
-        return line
-    half = (MAX_MESSAGE - 3) // 2  # a message begins with the problem and ends with the remedy
-    return f"{line[:half]} … {line[-half:]}"
+#: What to do about an error of the system, by its number.
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "name a file in this folder",
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.ENOSPC: f"make room or {_OTHER_PLACE}",
+    errno.EDQUOT: f"make room or {_OTHER_PLACE}",
+}
 
 
 def _one_line(error: Exception) -> tuple[str, int]:
@@ -94,10 +104,7 @@ def _one_line(error: Exception) -> tuple[str, int]:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, (UnknownModel, UnknownArgument, WeightsError)):
         return message, error.exit_code
-    if isinstance(error, OSError) and error.strerror:  # a full or read-only disk, a name that is too long
+    if isinstance(error, OSError) and error.strerror:
         named = f"{error.filename}: " if error.filename else ""
-        return (
-            f"{named}{error.strerror}: make room or choose another place, then give the same command again",
-            1,
-        )
+        return f"{named}{error.strerror}: {_REMEDIES.get(error.errno or 0, _OTHER_PLACE)}", 1
     return f"{type(error).__name__}: {message} (--debug shows the traceback)", 1

@@ -30,6 +30,7 @@ from .common import (
     parse_size,
     print_error,
     print_json,
+    printable,
     progress_bar,
     refuse_unused,
     stderr,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ..predictions import ImagePrediction
 
 RUNTIMES = ("auto", "torch", "onnx")
+BACKGROUNDS = ("black", "white")  # those of `capszoo.reading`, which imports Pillow
 
 
 RayOption = Annotated[
@@ -117,6 +119,10 @@ def predict_command(
     """Classify images."""
     if ray is None:
         refuse_unused(context, ["workers", "shard_size"], "without --ray", "add --ray local")
+    if runtime not in RUNTIMES:
+        raise UsageError(unknown_name("runtime", runtime, RUNTIMES))
+    if background is not None and background not in BACKGROUNDS:
+        raise UsageError(f"no background '{background}'", f"use {' or '.join(BACKGROUNDS)}")
     _check_out(out, ray, as_json, runtime)
     check_model_argument(model)
     check_paths(images)
@@ -219,8 +225,6 @@ def _sha256(found: Checkpoint) -> str:
 
 def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any]) -> Path | None:
     """The exported file used for prediction; None for PyTorch. With ``onnx`` it is exported if it does not exist."""
-    if runtime not in RUNTIMES:
-        raise UsageError(unknown_name("runtime", runtime, RUNTIMES))
     on_cpu = device in (None, "auto", "cpu")
     if runtime == "onnx" and not on_cpu:
         raise UsageError(f"--runtime onnx computes on the CPU, not on {device}", "leave one of them out")
@@ -288,7 +292,7 @@ def _print_table(results: Sequence[ImagePrediction], kind: str) -> None:
     for result in results:
         for rank, scored in enumerate(result.top):
             shown = f"{scored.probability:.4f}", f"{scored.score:.4f}"
-            table.add_row(escape(result.image) if rank == 0 else "", escape(scored.label), *shown)
+            table.add_row(escape(printable(result.image)) if rank == 0 else "", escape(scored.label), *shown)
     if table.row_count:
         stdout().print(table)
 
@@ -312,7 +316,7 @@ def _print_notes(results: Sequence[ImagePrediction]) -> None:
             about.setdefault(said, []).append(result.image)
     for said, images in about.items():
         others = f" and {len(images) - 1} more" if len(images) > 1 else ""
-        stderr().print(f"note: {escape(images[0])}{others}: {escape(said)}", soft_wrap=True)
+        stderr().print(f"note: {escape(printable(images[0]))}{others}: {escape(said)}", soft_wrap=True)
 
 
 def _print_errors(results: Sequence[ImagePrediction]) -> None:

@@ -103,13 +103,20 @@ def _publish_space(
     import tempfile
 
     from ..app.space import upload_space, write_space
+    from ..export.atomic import workplace
 
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = out or Path(temporary) / "space"
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists already", "name another folder, or remove it")
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        workplace(out or Path(temporary) / "space", folder=True) as folder,
+    ):
         files = write_space(names, folder, repo_id.rpartition("/")[2])
         result: dict[str, Any] = {"repo_id": repo_id, "files": [file.as_posix() for file in files]}
         if not dry_run:
             result |= upload_space(folder, repo_id, private)
+        if out is not None:  # after the upload: the same command can be given again after a failure
+            folder.replace(out)
     if as_json:
         print_json(result)
         return

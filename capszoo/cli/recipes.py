@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from .._files import replacing
 from ..errors import CapszooError, require
 from .common import JsonOption, print_json, stdout
 from .help import HelpCommand, HelpGroup
@@ -92,8 +93,8 @@ def copy_command(
     if target.exists():
         raise CapszooError(f"{target} exists already", "name another file")
     text = source.read_text(encoding="utf-8")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    with replacing(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     stdout().print(
         escape(f"written: {target}\nchange arch or tag, then: capszoo train {target}"), soft_wrap=True
     )

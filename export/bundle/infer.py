@@ -102,7 +102,7 @@ def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tu
     bright = "" if options.get("invert") else looks_inverted(image, spec["mean"])
     notes = [said for said in (note, bright) if said]
     if size != frame:
-        value = BACKGROUNDS[background]
+        value = BACKGROUNDS[spec.get("background", "black")]  # as in training, whatever `background` says
         canvas = Image.new(image.mode, frame[::-1], value if image.mode == "L" else (value,) * 3)
         canvas.paste(image, ((frame[1] - image.width) // 2, (frame[0] - image.height) // 2))
         image = canvas

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,3 +173,37 @@ def test_damaged_weights_are_a_message_on_the_page(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(page, "AppModel", damaged)
     with pytest.raises(CapszooError, match="is damaged: download it again"):
         Models(tmp_path).get("me/pets")
+
+
+def test_a_model_that_is_loaded_does_not_wait_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, finish = threading.Event(), threading.Event()
+
+    def load(name: str, *_: object) -> Any:
+        if name == "slow":
+            begun.set()
+            assert finish.wait(20)
+        if name == "damaged":
+            made.append(name)
+            raise CapszooError("it is damaged")
+        return SimpleNamespace(name=name)
+
+    made: list[str] = []
+    monkeypatch.setattr(page, "AppModel", load)
+    models = Models(tmp_path)
+    first: Any = models.get("first")
+    waiting = threading.Thread(target=models.get, args=("slow",))
+    waiting.start()
+    try:
+        assert begun.wait(20) and models.get("first") is first
+        with pytest.raises(CapszooError, match="slow is being loaded"):
+            models.get("slow", wait=False)
+    finally:
+        finish.set()
+        waiting.join()
+    assert models.get("slow", wait=False).name == "slow"
+    for wait in (True, False, True):  # only who waits tries a second time
+        with pytest.raises(CapszooError, match="it is damaged"):
+            models.get("damaged", wait)
+    assert made == ["damaged", "damaged"]

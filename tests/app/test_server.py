@@ -51,7 +51,10 @@ def _drive(headers: list[tuple[bytes, bytes]], events: list[dict]) -> tuple[list
         waiting, sent = iter(events), []
 
         async def receive() -> dict:
-            return next(waiting)
+            for event in waiting:
+                return event
+            await asyncio.Event().wait()  # nothing more is sent
+            raise AssertionError
 
         async def send(message: dict) -> None:
             sent.append(message)
@@ -74,6 +77,13 @@ def test_a_client_that_leaves_is_no_failure_of_the_server() -> None:
 def test_a_form_is_refused_with_the_way_to_send_an_image() -> None:
     sent, metrics = _drive([(b"content-type", b"multipart/form-data; boundary=B")], [])
     assert sent[0]["status"] == 415 and b"--data-binary" in sent[1]["body"] and 'status="415"} 1' in metrics
+
+
+def test_a_client_that_stops_sending_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
+    monkeypatch.setattr("capszoo.app.server.BODY_SECONDS", 0.05)
+    sent, metrics = _drive([], [{"type": "http.request", "body": b"half an image", "more_body": True}])
+    assert sent[0]["status"] == 408 and b"within 0.05 s" in sent[1]["body"] and 'status="408"} 1' in metrics
 
 
 @pytest.fixture(scope="module")

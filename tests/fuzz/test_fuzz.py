@@ -26,7 +26,8 @@ from safetensors.torch import save
 
 import capszoo
 from capszoo._npz import read_npz
-from capszoo.cli.group import _one_line, _printable
+from capszoo.cli.common import MAX_MESSAGE, printable
+from capszoo.cli.group import _one_line
 from capszoo.data import load_dataset
 from capszoo.data.readers import decode_image, read_cifar_binary, read_idx, read_norb_matrix, read_svhn_mat
 from capszoo.errors import CapszooError
@@ -324,7 +325,7 @@ def _run(kind: str, cases: range, folder: Path, root: Path) -> None:
             refused += ours
             if not ours:
                 raw.append((case, line[:200]))
-            assert _printable(line).isprintable() and len(_printable(line)) <= 500
+            assert printable(line).isprintable() and len(printable(line, MAX_MESSAGE)) <= MAX_MESSAGE
     print(
         f"\n{kind}: {len(cases)} tried, {len(cases) - refused - len(raw)} taken, {refused} refused, {len(raw)} raw"
     )

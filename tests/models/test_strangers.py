@@ -150,6 +150,8 @@ def test_a_sound_pair_loads(tmp_path: Path) -> None:
         ("model_args", [1], "model_args must be an object"),
         ("model_args", {"checkpoint_path": "x"}, "model_args names 'checkpoint_path'"),
         ("model_args", {"fc_caps": [10**12]}, "model_args.fc_caps is 1000000000000, beyond 1000000"),
+        ("model_args", {"fc_caps": 10**400}, "beyond 1000000"),
+        ("model_args", {"fc_caps": float("nan")}, "model_args.fc_caps is nan, beyond 1000000"),
         ("model_args", {"fc_caps": "hf-hub:a/b"}, "no path and no source"),
         ("model_args", {"img_size": 10**5}, "model_args.img_size asks for images"),
         ("model_args", {"in_chans": 0}, "model_args.in_chans must be a whole number"),
