@@ -102,7 +102,7 @@ class WeightsInfo:
             label_names=checked_value(raw, "label_names", where, default=None),
             interpolation=checked_value(raw, "interpolation", where, default="bilinear"),
             crop_pct=checked_value(raw, "crop_pct", where, default=1.0),
-            license=checked_value(raw, "license", where, default="apache-2.0"),
+            license=checked_value(raw, "license", where, default="unknown"),
             description=checked_value(raw, "description", where, default=None),
             raw=raw,
         )

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models import parse_model_name
 
 from capszoo._api import default_device
 from capszoo.checkpoint import resolve
@@ -26,9 +25,10 @@ from capszoo.data.folders import find_splits
 from capszoo.data.specs import source_name
 from capszoo.errors import UsageError
 from capszoo.metadata import Metadata
-from capszoo.models._backbones import create_backbone_cfg
+from capszoo.models._backbones import backbone_args, create_backbone_cfg, described_backbone
 from capszoo.models._heads import HEADS, unknown_routing
 from capszoo.preprocess import per_channel
+from capszoo.scores import score_kind
 
 from .config import BACKBONE, Recipe, list_recipes, load_recipe
 from .evaluation.metrics import assess
@@ -39,8 +39,8 @@ from .release.model_card import (
     CURVES,
     LABELS,
     model_card,
-    public,
 )
+from .release.public import public
 from .train import train
 from .training.checkpoints import write_atomically
 from .training.setup import DATA_ARGS, RunData, check_classes, load_data, read_split
@@ -107,6 +107,10 @@ def find_source(model: str, weights: bool = True) -> Source:
     args = {key: value for key, value in stated.model_args.items() if key not in DATA_ARGS}
     trained = stated.trained.loss
     loss = trained.model_dump(mode="json") if trained else _usual_loss(architecture)
+    if (
+        not trained and score_kind(net) == "logits"
+    ):  # its recipes may give it other scores, by their model_args
+        loss = {"name": "cross_entropy"}
     if not args.get("decoder"):
         loss = {**loss, "reconstruction": 0.0}
     size = (int(getattr(net, "in_chans", cfg["input_size"][0])), *tuple(cfg["input_size"])[-2:])
@@ -128,15 +132,18 @@ def backbone_source(backbone: str, head: str) -> Source:
     if head not in HEADS:
         raise UsageError(str(unknown_routing(head)))
     try:
-        cfg = create_backbone_cfg(backbone)
+        cfg, config = create_backbone_cfg(backbone), described_backbone(backbone)
     except ValueError as error:
         raise UsageError(str(error)) from error
     # a finished run is rebuilt from its weights: it must not need the source of its initial ones
-    known = str(cfg.get("architecture") or backbone) if parse_model_name(backbone)[0] else backbone
+    args: dict[str, Any] = {"backbone": backbone, "routing": head}
+    if config is not None:
+        args["backbone"] = config.architecture
+        args |= {"backbone_args": given} if (given := backbone_args(config)) else {}
     channels, rows, columns = cfg.get("input_size") or (3, 224, 224)
     return Source(
         "caps_head",
-        {"backbone": known, "routing": head},
+        args,
         (int(channels), int(rows), int(columns)),
         tuple(cfg.get("mean") or (0.5,)),
         tuple(cfg.get("std") or (0.5,)),

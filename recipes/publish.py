@@ -47,8 +47,8 @@ from .release.model_card import (
     GOLDEN,
     LABELS,
     model_card,
-    public,
 )
+from .release.public import public
 from .training.checkpoints import write_atomically, write_safetensors
 from .training.history import history_of, read_records, records_of
 from .weights import finished_run, golden_file, golden_outputs

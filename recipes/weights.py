@@ -220,10 +220,12 @@ def write_weights(
     tensors, storage = _as_stored(net.state_dict())
     write_safetensors(weights, tensors)
     history = history_of(read_records(folder / "metrics.jsonl"))
+    # a name alone is not enough: images of a user may be in a folder `cifar10`
+    of_zoo = stem in list_recipes() and spec.name in DATASETS and not details.get("recipe", {}).get("init")
     metadata = {
         "architecture": architecture,
         "tag": tag,
-        "license": ZOO_LICENSE if stem in list_recipes() else USER_LICENSE,
+        "license": ZOO_LICENSE if of_zoo else USER_LICENSE,
         "sha256": sha256_of(weights),
         "storage": storage,
         "num_params": sum(p.numel() for p in net.parameters()),
@@ -287,8 +289,9 @@ def _write_golden(weights: Path, pixels: Tensor, mean: tuple[float, ...], std: t
 def store_half(run: str | Path, data: str | Path | None = None) -> Path:
     """Write a finished run's weights in half precision, with the test accuracy and golden outputs of that file.
 
-    Other metrics, which are those of the run's own file, are left out; a summary over seeds, which is one of runs, is
-    kept. The three files are in the run's folder `half/`, from which `bundle` copies them.
+    Other metrics, which are those of the run's own file, move to `run_metrics`, where a summary over seeds finds them;
+    an existing summary, which is one of runs, is kept. The three files are in the run's folder `half/`, from which
+    `bundle` copies them.
 
     Args:
         run: folder of the run.
@@ -304,7 +307,12 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
     tensors, storage = _as_stored(net.state_dict(), limit=0)
     write_safetensors(weights, tensors)
     kept = {key: value for key, value in info.raw.items() if key not in ("evaluated", "per_class")}
-    kept |= {"sha256": sha256_of(weights), "storage": storage, "metrics": {}}
+    kept |= {
+        "sha256": sha256_of(weights),
+        "storage": storage,
+        "metrics": {},
+        "run_metrics": run_metrics(info.raw),
+    }
     write_atomically(weights.with_suffix(".json"), _metadata_text(kept))
     pixels = read_npz(source.with_suffix(".golden.npz"), ("pixels",))["pixels"]
     _write_golden(weights, torch.from_numpy(pixels), info.mean, info.std)
@@ -312,6 +320,11 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
     test = {key: figures[key] for key in ("top1", "errors", "n")}
     amend_metadata(weights, metrics={"test": test})
     return weights
+
+
+def run_metrics(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The accuracies of a run's own file, also in the metadata of its copy in half precision (:func:`store_half`)."""
+    return dict(metadata.get("run_metrics") or metadata["metrics"])
 
 
 def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
@@ -408,7 +421,8 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
         }
 
     name = f"{metadata['architecture']}.{metadata['tag']}"
-    runs = {int(metadata["seed"]): dict(metadata)}
+    measured = run_metrics(metadata)
+    runs = {int(metadata["seed"]): {**metadata, "metrics": measured}}
     for where, known in others.items():
         key, was, wanted = first_difference(settings(known), settings(metadata))
         if key:
@@ -421,10 +435,10 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
             raise WeightsError(f"{where} was trained on other images than {name}")
         if int(known["seed"]) in runs:
             raise WeightsError(f"{where} has seed {known['seed']}, as another of the runs has")
-        if not metadata["metrics"].keys() <= known["metrics"].keys():
+        if not measured.keys() <= known["metrics"].keys():
             raise WeightsError(f"{where} does not state accuracies for the same splits as {name}")
         runs[int(known["seed"])] = dict(known)
-    runs = _stated_runs(metadata.get("seeds", {})) | runs
+    runs |= _stated_runs(metadata.get("seeds", {}))  # for the bundled seed, what its own run had
     return seeds_summary(name, dict(sorted(runs.items())), int(metadata["recipe"]["epochs"]))
 
 

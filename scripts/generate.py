@@ -40,11 +40,12 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     seeds_note,
     went_on,
 )
+from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy  # noqa: E402
 from capszoo.recipes.training.run_folder import MACHINE_KEYS  # noqa: E402
 from capszoo.summary import summarise  # noqa: E402
 from scripts.help_page import help_page  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
-from scripts.results import results_page, stale_curves, write_curves, write_times  # noqa: E402
+from scripts.results import results_page, stale_curves, stale_times, write_curves  # noqa: E402
 
 HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(REPOSITORY, "idpa_resnet", pretrained=True)``.
 
@@ -341,8 +342,10 @@ def main() -> int:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(content, encoding="utf-8")
-    if write_times(ROOT / "docs"):
-        print("written: docs/curves/time_to_accuracy.svg")
+    for path in stale_times(ROOT / "docs"):
+        stale.append(str(path.relative_to(ROOT)))
+        if not check:
+            draw_time_to_accuracy(path, list(bundled_tags().values()))
     for path in stale_curves(ROOT / "docs"):
         stale.append(str(path.relative_to(ROOT)))
         if not check:

@@ -26,7 +26,7 @@ from capszoo.recipes.release.paper_results import (
     shown,
     twin_groups,
 )
-from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy, time_table, times_source
+from capszoo.recipes.release.time_to_accuracy import time_table, times_source
 from capszoo.recipes.training.history import records_of
 from capszoo.recipes.training.queue import QueueItem, read_queue
 from scripts.pictures import caption, kinds_of, stale_files
@@ -67,13 +67,11 @@ def times_file(docs: Path) -> Path:
     return docs / "curves" / "time_to_accuracy.svg"
 
 
-def write_times(docs: Path) -> bool:
-    """Draw time to accuracy again if the picture is missing or has another source; return whether it was drawn."""
+def stale_times(docs: Path) -> list[Path]:
+    """The picture of time to accuracy, if it is missing or has another source."""
     infos, path = list(bundled_tags().values()), times_file(docs)
-    if path.is_file() and times_source(infos) in path.read_text(encoding="utf-8"):
-        return False
-    draw_time_to_accuracy(path, infos)
-    return True
+    drawn = path.is_file() and times_source(infos) in path.read_text(encoding="utf-8")
+    return [] if drawn else [path]
 
 
 def curve_file(docs: Path, name: str) -> Path:

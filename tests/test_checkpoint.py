@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from timm.models import save_for_hf
 
@@ -122,6 +123,18 @@ def test_ray_s_answers_belong_to_weights(tmp_path: Path) -> None:
         save_for_hf(net, str(tmp_path / "mine"), safe_serialization=True)
         found.append(_sha256(resolve(f"local-dir:{tmp_path / 'mine'}")))
     assert all(found) and found[0] != found[1]
+
+
+@pytest.mark.parametrize("name", ["resnet20_routingcaps.mnist_uniform", "efficient_capsnet.multimnist"])
+def test_a_saved_checkpoint_is_the_same_network(name: str, tmp_path: Path) -> None:
+    """Also the arguments that its tag implies: without them it would be another network."""
+    net = capszoo.create_model(name, pretrained=True).eval()
+    save_for_hf(net, str(tmp_path), safe_serialization=True)
+    x = torch.rand(2, *net.pretrained_cfg["input_size"])
+    for create in (capszoo.create_model, timm.create_model):
+        again = create(f"local-dir:{tmp_path}", pretrained=True).eval()
+        with torch.no_grad():
+            assert torch.equal(again(x), net(x))
 
 
 def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -> None:

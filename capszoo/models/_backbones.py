@@ -1,12 +1,13 @@
 """Use any timm model as a feature extractor: its last features as ``[b, c, h, w]``, whatever their layout."""
 
-from contextlib import nullcontext
+import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import timm
 import torch
 from timm.models import (
+    PretrainedCfg,
     get_pretrained_cfg,
     is_model,
     parse_model_name,
@@ -17,10 +18,18 @@ from torch import Tensor, nn
 from capszoo._modes import evaluating
 from capszoo._suggest import unknown_name
 
+from ._builder import stranger_cfg
 from ._metadata import ModelConfig, fitting
-from ._pretrained import WeightsError, download_weights, hub_config, load_safetensors
+from ._pretrained import (
+    HUB_FILENAME,
+    WeightsError,
+    download_weights,
+    hub_config,
+    load_safetensors,
+    local_weights,
+)
 
-__all__ = ["BackboneFeatures", "create_backbone", "first_convolution"]
+__all__ = ["BackboneFeatures", "backbone_args", "create_backbone", "described_backbone", "first_convolution"]
 
 
 class Unused(nn.Module):
@@ -164,6 +173,35 @@ def _registered_cfg(name: str) -> Any:
         raise ValueError(unknown_name("backbone", name, known or [architecture])) from error
 
 
+#: Arguments of a backbone that the network around it sets.
+_SET_BY_NETWORK = ("num_classes", "in_chans", "img_size", "global_pool")
+
+
+def described_backbone(name: str, cache_dir: Optional[str] = None) -> Optional[ModelConfig]:
+    """The ``config.json`` of a repository or a folder that is used as a backbone; None for a timm name.
+
+    Raises:
+        WeightsError: there is no such file, it is no model configuration, or it names an unknown model; one line.
+    """
+    source, target = parse_model_name(name)
+    if not source:
+        return None
+    if source == "hf-hub":
+        config = hub_config(target, cache_dir)
+    else:
+        config = ModelConfig.read(_saved_file(target, "config.json"))
+    if not is_model(config.architecture):
+        raise WeightsError(
+            f"{target}: config.json: {unknown_name('architecture', config.architecture, timm.list_models())}"
+        )
+    return config
+
+
+def backbone_args(config: ModelConfig) -> Dict[str, Any]:
+    """Arguments that make the backbone's network, without those that :func:`create_backbone` sets."""
+    return {key: value for key, value in config.model_args.items() if key not in _SET_BY_NETWORK}
+
+
 def _saved_file(folder: str, name: str) -> Path:
     path = Path(folder) / name
     if not path.is_file():
@@ -174,29 +212,13 @@ def _saved_file(folder: str, name: str) -> Path:
     return path
 
 
-def _described_cfg(source: str, target: str, cache_dir: Optional[str]) -> Any:
-    """timm's configuration of the architecture that the ``config.json`` of a repository or a folder names.
-
-    Raises:
-        WeightsError: there is no such file, or it is no model configuration; one line.
-    """
-    if source == "hf-hub":
-        architecture = hub_config(target, cache_dir).architecture
-    else:
-        architecture = ModelConfig.read(_saved_file(target, "config.json")).architecture
-    if not is_model(architecture):
-        raise WeightsError(
-            f"{target}: config.json: {unknown_name('architecture', architecture, timm.list_models())}"
-        )
-    return get_pretrained_cfg(architecture)
-
-
 def create_backbone(
     name: str,
     pretrained: bool = False,
     in_chans: int = 3,
     img_size: Optional[Tuple[int, int]] = None,
     cache_dir: Optional[str] = None,
+    extra: Optional[Dict[str, Any]] = None,
 ) -> nn.Module:
     """A timm model without its classifier.
 
@@ -206,51 +228,91 @@ def create_backbone(
         in_chans: input channels.
         img_size: (rows, columns), for models with a fixed input size; None keeps the model's default.
         cache_dir: folder for downloads.
+        extra: further arguments of the model, beside those in its ``config.json``.
 
     Raises:
         ValueError: an unknown name; the message suggests the nearest. Also a model that timm does not create without
             its classifier, or for this image size.
-        WeightsError: there are no weights, or no network; one line.
+        WeightsError: there are no weights, they do not fit, or there is no network; one line.
     """
     source, target = parse_model_name(name)
-    cfg = _described_cfg(source, target, cache_dir) if source else _registered_cfg(target)
-    arguments: Dict[str, Any] = dict(num_classes=0, global_pool="", in_chans=in_chans)
-    overlay: Dict[str, Any] = {}
-    if pretrained and not source:
+    config = described_backbone(name, cache_dir)
+    architecture = target if config is None else config.architecture
+    arguments: Dict[str, Any] = dict(extra or {}, num_classes=0, global_pool="", in_chans=in_chans)
+    if config is None:
+        cfg = _registered_cfg(target)
+    else:  # timm would read the file itself, with every source that it names and no check of the sha256
+        described = stranger_cfg(config.cfg, architecture, target)
+        cfg = PretrainedCfg(**described)
+        arguments = {**backbone_args(config), **arguments, "pretrained_cfg": described}
+    state: Dict[str, Tensor] = {}
+    if pretrained and config is None:
         if cfg is None or not cfg.hf_hub_id:
             raise WeightsError(
                 f"timm has no weights of {target} on the Hub: leave pretrained out, or use local-dir:"
             )
-        overlay = {"state_dict": load_safetensors(download_weights(str(cfg.hf_hub_id), cache_dir))}
-    elif pretrained:
-        path = (
-            download_weights(target, cache_dir)
-            if source == "hf-hub"
-            else _saved_file(target, "model.safetensors")
-        )
-        overlay = {"state_dict": load_safetensors(path)}
-    if overlay:
-        classifiers = getattr(cfg, "classifier", None) or ()
-        for name_of in (classifiers,) if isinstance(classifiers, str) else classifiers:
-            for kind in ("weight", "bias"):
-                overlay["state_dict"].pop(f"{name_of}.{kind}", None)
-        if getattr(cfg, "first_conv", None):  # timm uses it to adapt the weights to other channels
-            overlay["first_conv"] = cfg.first_conv
-        overlay.update(source=None, custom_load=False)
-        arguments.update(pretrained=True, pretrained_cfg_overlay=overlay)
+        state = load_safetensors(download_weights(str(cfg.hf_hub_id), cache_dir))
+    elif pretrained and config is not None:
+        if source == "hf-hub":
+            state = load_safetensors(download_weights(target, cache_dir, config.sha256 or ""))
+        else:
+            _saved_file(target, HUB_FILENAME)
+            state = load_safetensors(local_weights(target)[0])
     sized = {**arguments, "img_size": img_size} if img_size else arguments
     try:
-        with fitting(target) if overlay else nullcontext():
-            try:
-                return timm.create_model(name, **sized)
-            except TypeError as error:
-                if "img_size" not in str(error):
-                    raise
-                return timm.create_model(name, **arguments)  # a convolutional network takes any size
+        try:
+            return _create(architecture, cfg, state, target, sized)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            return _create(
+                architecture, cfg, state, target, arguments
+            )  # a convolutional network takes any size
     except AssertionError as error:
         raise ValueError(
             f"{target} cannot be a backbone: timm does not create it with {_stated(sized)}"
         ) from error
+
+
+def _create(
+    architecture: str, cfg: Any, state: Dict[str, Tensor], where: str, arguments: Dict[str, Any]
+) -> nn.Module:
+    """The model, with the tensors of ``state`` unless it is empty.
+
+    timm loads them non-strictly if it removes the classifier, so that missing layers would stay random. Here they are
+    loaded strictly first. A checkpoint may have more tensors than the backbone, and may lack norms that timm creates
+    only without a pooling.
+
+    Raises:
+        WeightsError: they do not fit.
+    """
+    if not state:
+        return timm.create_model(architecture, **arguments)
+    classifiers = getattr(cfg, "classifier", None) or ()
+    names = (classifiers,) if isinstance(classifiers, str) else classifiers
+    dropped = {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+    kept = {key: value for key, value in state.items() if key not in dropped}
+    overlay: Dict[str, Any] = dict(source=None, custom_load=False)
+    if getattr(cfg, "first_conv", None):  # timm uses it to adapt the weights to other channels
+        overlay["first_conv"] = cfg.first_conv
+
+    def load(**more: Any) -> nn.Module:
+        whole = {
+            **overlay,
+            **more,
+            "state_dict": dict(kept),
+        }  # a copy, because timm adapts the tensors in place
+        return timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=whole, **arguments)
+
+    with fitting(where):
+        try:
+            return load(num_classes=0)
+        except RuntimeError as error:
+            lines = [line for line in str(error).splitlines() if "Missing key(s)" in line]
+            missing = [key for line in lines for key in re.findall(r'"([^"]+)"', line)]
+            if any("norm" not in key for key in missing):
+                raise
+        return load()
 
 
 def _stated(arguments: Dict[str, Any]) -> str:
@@ -265,9 +327,9 @@ def create_backbone_cfg(name: str) -> Dict[str, Any]:
         ValueError: an unknown name; the message suggests the nearest.
     """
     source, target = parse_model_name(name)
-    if source:
-        model = create_backbone(name)
-        return dict(getattr(model, "pretrained_cfg", None) or {})
+    config = described_backbone(name)
+    if config is not None:
+        return stranger_cfg(config.cfg, config.architecture, target)
     cfg = _registered_cfg(target)
     return cfg.to_dict() if cfg is not None else {}
 

@@ -60,6 +60,9 @@ NO_SOURCE: dict[str, Any] = dict(
 #: Sources of a third-party configuration, as timm names them.
 _STRANGERS = ("hf-hub", "local-dir")
 
+#: Arguments that do not describe the network.
+_NOT_RECORDED = ("backbone_pretrained",)
+
 #: Arguments that are integers in every model, with their minimum.
 _COUNTS = {"num_classes": 0, "in_chans": 1, "routing_iters": 0}
 
@@ -295,6 +298,9 @@ def build_capsule_model(
         kwargs = {**info.model_args, **kwargs}
     if pretrained:
         cfg = _verified_source(cfg, variant, cache_dir)
+    recorded = {
+        name: value for name, value in kwargs.items() if name in own_args and name not in _NOT_RECORDED
+    }
     kwargs = {**(defaults or {}), **kwargs}
     kwargs.setdefault("img_size", tuple(cfg.input_size[-2:]))
     if stranger and pretrained:
@@ -328,4 +334,6 @@ def build_capsule_model(
     about.pop("state_dict", None)  # the weights are in the model now, not in its configuration
     if weights_id:
         about["hf_hub_id"] = weights_id
+    # for timm's save_for_hf, to which its factory adds only the caller's arguments
+    model._model_args = recorded  # type: ignore[assignment]
     return model

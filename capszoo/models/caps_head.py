@@ -21,8 +21,10 @@ from torch import Tensor
 
 from ._backbones import (
     BackboneFeatures,
+    backbone_args,
     create_backbone,
     create_backbone_cfg,
+    described_backbone,
     feature_levels_of,
     first_convolution,
 )
@@ -247,6 +249,7 @@ class BackboneNet(HeadNet):
         max_grid: a map with more rows or columns is first average-pooled to at most this many.
         head_args: further arguments of the head's class.
         backbone_pretrained: load the backbone's weights; nothing is downloaded otherwise.
+        backbone_args: further arguments of the backbone's network.
         global_pool: ``"avg"``; ``""`` returns the feature map without classes.
         drop_rate: dropout of the class layer's input.
 
@@ -268,6 +271,7 @@ class BackboneNet(HeadNet):
         backbone_pretrained: bool = False,
         global_pool: str = "avg",
         drop_rate: float = 0.0,
+        backbone_args: Optional[Dict[str, Any]] = None,
     ) -> None:
         options: Dict[str, Any] = dict(
             head_args or {}, proj_chans=proj_chans, max_grid=max_grid, drop_rate=drop_rate
@@ -279,7 +283,9 @@ class BackboneNet(HeadNet):
             options["num_iters"] = routing_iters
         super().__init__(num_classes, in_chans, img_size, global_pool, HEADS[routing].fixed_grid)
         if isinstance(backbone, str):
-            backbone = create_backbone(backbone, backbone_pretrained, in_chans, self.img_size)
+            backbone = create_backbone(
+                backbone, backbone_pretrained, in_chans, self.img_size, extra=backbone_args
+            )
         features = BackboneFeatures(backbone, in_chans, self.img_size)
         self.backbone_cfg: Any = dict(getattr(backbone, "pretrained_cfg", None) or {})
         self.stages = nn.Sequential(OrderedDict(backbone=features))
@@ -349,13 +355,14 @@ class BackboneNet(HeadNet):
             self.head = nn.Identity()
         return features.model.prune_intermediate_layers(indices, prune_norm, prune_head)
 
-    def describe(self, cfg: Dict[str, Any]) -> None:
-        """Copy the backbone's image settings into the network's configuration."""
-        for key in ("mean", "std", "interpolation", "crop_pct"):
-            if self.backbone_cfg.get(key) is not None:
-                cfg[key] = self.backbone_cfg[key]
-        if len(cfg["mean"]) != self.in_chans:
-            cfg["mean"], cfg["std"] = (0.5,) * self.in_chans, (0.5,) * self.in_chans
+    def describe(self, cfg: Dict[str, Any], images: bool = True) -> None:
+        """Complete the network's configuration; with ``images`` by the backbone's image settings, too."""
+        if images:
+            for key in ("mean", "std", "interpolation", "crop_pct"):
+                if self.backbone_cfg.get(key) is not None:
+                    cfg[key] = self.backbone_cfg[key]
+            if len(cfg["mean"]) != self.in_chans:
+                cfg["mean"], cfg["std"] = (0.5,) * self.in_chans, (0.5,) * self.in_chans
         first = first_convolution(self.stages.backbone.model)  # type: ignore[union-attr, arg-type]
         cfg["first_conv"] = f"stages.backbone.model.{first}" if first else None
         cfg["input_size"] = (self.in_chans, *self.img_size)
@@ -511,7 +518,17 @@ def resnet20_selfrouting(pretrained: bool = False, **kwargs: Any) -> SelfRouting
 def caps_head(pretrained: bool = False, **kwargs: Any) -> BackboneNet:
     """Any timm backbone with any routing as its head, by backbone=… and routing=…; ResNet-18 and IDPA by default."""
     args = dict(backbone="resnet18", routing="idpa")
+    # weights state the images that they were trained on, which need not be the backbone's
+    given = kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay") or {}
+    stated = pretrained or not isinstance(given[0], (str, type(None))) or "mean" in given[1]
+    backbone = kwargs.get("backbone")
+    config = described_backbone(backbone) if isinstance(backbone, str) else None
+    if config is not None:
+        kwargs["backbone_args"] = {**backbone_args(config), **(kwargs.get("backbone_args") or {})}
     net = _create_backbone_net("caps_head", pretrained, defaults=args, **kwargs)
-    if isinstance(net, BackboneNet):  # timm's feature wrapper has a separate configuration
-        net.describe(net.pretrained_cfg)
+    inner: Any = net if isinstance(net, BackboneNet) else getattr(net, "model", None)
+    if isinstance(inner, BackboneNet):  # or timm's wrapper of one, for features_only
+        inner.describe(net.pretrained_cfg, images=not stated)
+    if config is not None:  # a saved network names the architecture, not this machine's folder
+        net._model_args["backbone"] = config.architecture
     return net

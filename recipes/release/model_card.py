@@ -5,10 +5,8 @@ The YAML header (licence, tags, data set, model-index) is created and validated 
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
-from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import yaml
@@ -26,6 +24,7 @@ from .paper_results import (
     protocol_lines,
     went_on,
 )
+from .public import public
 
 __all__ = [
     "CURVES",
@@ -35,7 +34,6 @@ __all__ = [
     "model_card",
     "paper_ids",
     "paper_link",
-    "public",
 ]
 
 #: Names of further files of a repository, besides the weights, `config.json` and `README.md`.
@@ -70,27 +68,12 @@ def paper_link(paper_id: str) -> str:
     return f"[{paper_id}]({PAPER_LINKS[kind].format(identifier)})"
 
 
-def public(value: Any) -> Any:
-    """The same value with paths of this machine reduced to their last part (`imagefolder:/home/me/pets`)."""
-    if isinstance(value, dict):
-        return {key: public(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [public(item) for item in value]
-    found = (
-        re.fullmatch(r"((?:[\w-]{2,}:)*)(/.*|~.*|\.\.?[/\\].*|[A-Za-z]:[\\/].*)", value)
-        if isinstance(value, str)
-        else None
-    )
-    if not found:
-        return value
-    kind: type[PurePath] = PureWindowsPath if "\\" in found[2] else PurePosixPath
-    return f"{found[1] or ''}{kind(found[2]).name}"
-
-
 def paper_ids(info: WeightsInfo) -> list[str]:
     """Identifiers of the papers of an architecture of the zoo; none for timm's, which names its weights' papers."""
     cfg = get_pretrained_cfg(info.architecture) if info.architecture in PAPERS else None
     found = getattr(cfg, "paper_ids", None) or ()
+    if info.architecture == "caps_head" and info.model_args.get("routing", "idpa") != "idpa":
+        found = ()  # the configuration names the paper of its default routing
     ids = (found,) if isinstance(found, str) else tuple(found)
     return [paper_id for paper_id in ids if paper_id.partition(":")[0] in PAPER_LINKS]
 
@@ -173,7 +156,7 @@ def model_card(
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
     about = stated.description or f"{info.architecture} trained on {title}"
     start = began_with(info)
-    trained = f"Fine-tuned from `{start}` on" if start and not went_on(info) else "Trained on"
+    trained = f"Fine-tuned from `{public(start)}` on" if start and not went_on(info) else "Trained on"
     shown = ", ".join(labels[:20]) + (
         f" and {len(labels) - 20} more (`{LABELS}`)" if len(labels) > 20 else ""
     )

@@ -18,6 +18,7 @@ from capszoo.models._papers import PAPERS, PaperFigure
 from capszoo.models._pretrained import WeightsInfo
 
 from ..config import CONFIGS, list_recipes, load_recipe
+from .public import public
 
 __all__ = [
     "as_accuracy",
@@ -110,6 +111,11 @@ def went_on(info: WeightsInfo) -> bool:
     return start.parent.name == "unfinished" and start.stem == info.name
 
 
+def _own_validation(info: WeightsInfo) -> bool:
+    """True if the validation images are a split of the data set, not images held out of its training split."""
+    return (info.raw.get("recipe") or {}).get("data", {}).get("validation") == "own"
+
+
 def figures_table(info: WeightsInfo) -> list[str]:
     """Our and the papers' results as the lines of a markdown table."""
     lines = [f"| result | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
@@ -118,7 +124,8 @@ def figures_table(info: WeightsInfo) -> list[str]:
             continue
         top1, n = found.top1, found.n
         wrong = f", {found.errors:,} wrong" if found.errors is not None else ""
-        which = "held out of the training set" if split == "validation" else f"{split} set"
+        held_out = split == "validation" and not _own_validation(info)
+        which = "held out of the training set" if held_out else f"{split} set"
         lines.append(
             f"| {'**this file**' if split == 'test' else 'this run'} | {top1:.2f} ± {sampling_error(top1, n):.2f} "
             f"| {100 - top1:.2f} | {n:,} images ({which}){wrong} |"
@@ -197,7 +204,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
     start = began_with(info)
     if start:
         whose = ", of a run that was broken off," if went_on(info) else ","
-        lines.append(f"- It began with the weights of `{start}`{whose} whose epochs come on top.")
+        lines.append(f"- It began with the weights of `{public(start)}`{whose} whose epochs come on top.")
     if counted(info) == "exact set":
         lines.append("- An image is right where all of its labels are found, and no other.")
     if "test" in stated.metrics:
@@ -206,12 +213,15 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         looks = "at the end of both runs" if again else "once, at the end"
         lines.append(f"- The test set was evaluated {looks}. Nothing was selected by it.")
     validation = stated.metrics.get("validation")
-    if validation:
+    if validation and _own_validation(info):
+        lines.append(f"- The data set's validation split has {validation.n:,} images.")
+    elif validation:
         lines.append(f"- {validation.n:,} training images were held out for validation, and not trained on.")
     unlike = settings_unlike_the_recipe(info)
     if unlike:
         listed = "; ".join(
-            f"`{key}` {shown(ours)} (recipe: {shown(theirs)})" for key, (ours, theirs) in unlike.items()
+            f"`{key}` {shown(public(ours))} (recipe: {shown(theirs)})"
+            for key, (ours, theirs) in unlike.items()
         )
         lines.append(
             f"- Settings that differ from the recipe without a profile: {listed}. The recipe's header states what is "
@@ -224,7 +234,8 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         took = f" in {seconds:,} s" + (" (this part)" if went_on(info) else "") if seconds else ""
         lines.append(f"- Trained on {stated.hardware}{took}.")
     if stated.storage != "float32":
-        lines.append(f"- Stored in {stated.storage}; the accuracy is that of the stored file.")
+        which = "; the test accuracy is that of the stored file" if "test" in stated.metrics else ""
+        lines.append(f"- Stored in {stated.storage}{which}.")
     return lines
 
 

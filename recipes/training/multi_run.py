@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,9 +236,9 @@ def train_seeds(
 ) -> dict[str, Any]:
     """Train a recipe with several seeds, and summarise the runs.
 
-    The runs are in `<out>/<recipe>.seed<N>`. The summary is written to `<out>/<recipe>.seeds.json` and into the
-    metadata of every run, so that a bundled checkpoint states the mean besides its accuracy. The same command
-    resumes stopped runs, and does not change finished ones.
+    The runs are in `<out>/<recipe>.seed<N>`. The summary, which includes finished runs of other seeds there, is written
+    to `<out>/<recipe>.seeds.json` and into the metadata of every run, so that a bundled checkpoint states the mean
+    besides its accuracy. The same command resumes stopped runs, and does not change finished ones.
 
     Args:
         seeds: at least one, all different.
@@ -274,7 +275,17 @@ def train_seeds(
     if missing:
         raise TrainingError(f"{missing[0]} holds no finished run: the same command resumes it")
     found = {seed: info for seed, info in runs.items() if info is not None}
-    summary = seeds_summary(resolved.name, found, resolved.epochs)
+    for folder in parent.glob(f"{resolved.name}.seed*"):
+        number = folder.name.removeprefix(f"{resolved.name}.seed")
+        info = finished_metadata(folder) if number.isdecimal() and int(number) not in folders else None
+        if info is None:
+            continue
+        seed = int(number)
+        with suppress(TrainingError):  # other settings: no run of this recipe
+            wanted = load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile)
+            check_run(wanted, folder, resume=True)
+            found[seed], folders[seed] = info, folder
+    summary = seeds_summary(resolved.name, dict(sorted(found.items())), resolved.epochs)
     for folder in folders.values():
         amend_metadata(finished_run(folder), seeds=summary)
     write_atomically(parent / f"{resolved.name}.seeds.json", json.dumps(summary, indent=1) + "\n")

@@ -210,16 +210,25 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
 
 
 def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
-    """Freeze parts of a net: "body", "all", or modules by name. The class layer is always trained."""
+    """Freeze parts of a net: "body", "all", or modules by name.
+
+    The class layer is always trained, and parts with random weights are frozen only by name: the head of a backbone,
+    and a decoder for new classes.
+    """
     modules = dict(net.named_modules())
     body = getattr(net, "stages", None) if isinstance(net, capszoo.CapsuleNet) else net
-    modules |= {"body": body, "all": net}
+    on_backbone = recipe.init is not None and recipe.init.weights.startswith(BACKBONE)
+    modules |= {"body": body, "all": body if on_backbone else net}
     modules.pop("", None)  # the net itself
     for part in parts:
         if part not in modules:
             raise RecipeError(f"{recipe.name}: init.freeze: {unknown_name('module', part, modules)}")
         modules[part].requires_grad_(False)
     net.get_classifier().requires_grad_(True)
+    decoder = getattr(net, "decoder", None)
+    named = any(part.split(".")[0] == "decoder" for part in parts)
+    if isinstance(decoder, nn.Module) and recipe.init is not None and recipe.init.new_classes and not named:
+        decoder.requires_grad_(True)
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise RecipeError(f"{recipe.name}: init.freeze leaves nothing to train")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 from timm.models._manipulate import group_parameters
 from torch import nn
 
@@ -18,6 +20,8 @@ import capszoo
 from capszoo._catalogue import HEAD_ROUTINGS
 from capszoo.models._backbones import Unused, create_backbone
 from capszoo.models._heads import HEADS
+from capszoo.preprocess import model_transform
+from capszoo.recipes.finetune import backbone_source
 from tests.models.zoo_cases import calibrate, images
 
 #: backbone, a small size, and another that is not square
@@ -208,6 +212,76 @@ def test_pretrained_weights_from_a_local_folder(tmp_path: Path) -> None:
     fresh = capszoo.attach_head(name, "idpa", num_classes=3, img_size=64)
     assert torch.equal(net.stages.backbone.model.conv1.weight, source.conv1.weight)
     assert not torch.equal(fresh.stages.backbone.model.conv1.weight, source.conv1.weight)
+
+
+def saved(folder: Path, state: dict[str, torch.Tensor], **config: Any) -> str:
+    """A folder as timm's save_for_hf writes it."""
+    save_file(state, folder / "model.safetensors")
+    about = {"num_classes": 10, "classifier": "fc", "first_conv": "conv1"}
+    whole = {"architecture": "resnet18", "num_classes": 10, "pretrained_cfg": about, **config}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return f"local-dir:{folder}"
+
+
+def test_weights_of_a_backbone_are_whole_and_the_stated_ones(tmp_path: Path) -> None:
+    state = timm.create_model("resnet18", num_classes=10).state_dict()
+    name = saved(tmp_path, {key: value for key, value in state.items() if not key.startswith("layer1.")})
+    with pytest.raises(capszoo.WeightsError, match="do not fit.*Missing key"):
+        create_backbone(name, pretrained=True)
+    name = saved(tmp_path, {f"model.{key}": value for key, value in state.items()})
+    with pytest.raises(capszoo.WeightsError, match="do not fit.*Missing key"):
+        create_backbone(name, pretrained=True)
+    name = saved(tmp_path, state, sha256="0" * 64)
+    with pytest.raises(capszoo.WeightsError, match="sha256 differs from its config.json's"):
+        create_backbone(name, pretrained=True)
+    name = saved(tmp_path, {**state, "of.a.teacher": torch.zeros(1)})  # more than is needed
+    one = create_backbone(name, pretrained=True, in_chans=1)
+    assert torch.allclose(one.conv1.weight, state["conv1.weight"].sum(1, keepdim=True))
+
+
+def test_the_network_of_a_backbone_s_folder_is_kept(tmp_path: Path) -> None:
+    source = timm.create_model("resnet18", num_classes=10, act_layer="silu").eval()
+    name = saved(tmp_path, source.state_dict(), model_args={"act_layer": "silu", "num_classes": 10})
+    net = capszoo.attach_head(name, "avg", num_classes=3, img_size=64, pretrained=True).eval()
+    assert isinstance(net.stages.backbone.model.act1, nn.SiLU)
+    save_for_hf(net, str(tmp_path / "whole"), safe_serialization=True)
+    again = capszoo.create_model(f"local-dir:{tmp_path / 'whole'}", pretrained=True).eval()
+    x = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(again(x), net(x))
+    found = backbone_source(name, "avg")
+    assert found.model_args == {
+        "backbone": "resnet18",
+        "routing": "avg",
+        "backbone_args": {"act_layer": "silu"},
+    }
+
+
+@pytest.mark.parametrize(
+    "routing, options", [("idpa", {"num_iters": 1}), ("avg", {}), ("em", {"caps_types": 4})]
+)
+def test_a_saved_network_is_the_same_network(tmp_path: Path, routing: str, options: dict[str, Any]) -> None:
+    net = attached("resnet18", routing, **options)
+    save_for_hf(net, str(tmp_path), safe_serialization=True)
+    x = images(net)
+    for create in (capszoo.create_model, timm.create_model):
+        again = create(f"local-dir:{tmp_path}", pretrained=True).eval()
+        with torch.no_grad():
+            assert torch.equal(again(x), net(x))
+
+
+def test_images_are_normalised_as_the_weights_state(tmp_path: Path) -> None:
+    net = attached("efficientnet_b0", "avg")
+    assert net.pretrained_cfg["crop_pct"] == 0.875  # the backbone's
+    net.pretrained_cfg.update(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), crop_pct=1.0)
+    save_for_hf(net, str(tmp_path), safe_serialization=True)
+    for create in (capszoo.create_model, timm.create_model):
+        for pretrained in (True, False):
+            transform = model_transform(create(f"local-dir:{tmp_path}", pretrained=pretrained))
+            assert (transform.mean, transform.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+            assert transform.crop_pct == 1.0
+    levels = capszoo.create_model("caps_head", backbone="resnet18", features_only=True, img_size=64)
+    assert levels.pretrained_cfg["mean"] == timm.create_model("resnet18").pretrained_cfg["mean"]
 
 
 @pytest.mark.parametrize("pretrained", (True, False))

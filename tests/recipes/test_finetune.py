@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from typer.testing import CliRunner, Result
 
 import capszoo
 from capszoo.cli import app
-from capszoo.data import DATASETS, ImageSet
+from capszoo.data import DATASETS, ImageSet, dataset_spec
 from capszoo.data.errors import DataError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.finetune import batch_size, find_source, finetune, finetune_recipe
 from capszoo.recipes.training import setup
 from capszoo.recipes.training.early_stop import BestEpoch
-from capszoo.recipes.training.setup import create_optimizer
+from capszoo.recipes.training.setup import create_net, create_optimizer
 from tests.models.zoo_cases import names, small
 from tests.recipes.training import test_distributed
 from tests.support import packed
@@ -166,7 +167,8 @@ def test_defaults_follow_from_the_data(photos: Path) -> None:
     assert same.model_copy(update={"description": recipe.description}) == recipe, "the same budget"
     assert finetune_recipe(MODEL, photos, overrides=["optimizer.lr=0.5"]).optimizer.lr == 0.5
     assert find_source("resnet20_routingpool.cifar10").loss["name"] == "cross_entropy"
-    assert find_source("capsnet_em_norb", weights=False).loss["name"] == "spread"
+    # the EM recipes train activations with the spread loss; a bare network's scores are logits
+    assert find_source("capsnet_em_norb", weights=False).loss["name"] == "cross_entropy"
 
 
 def test_more_processes_than_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +223,28 @@ def test_what_is_frozen_stays_and_the_rest_learns(photos: Path, tmp_path: Path, 
     for key, value in weights_of(free).items():
         if key in parameters and before[key].shape == value.shape:
             assert not torch.equal(before[key], value), f"{key} did not learn"
+
+
+def test_parts_with_random_weights_are_frozen_only_by_name() -> None:
+    def trained(arch: str, weights: str, freeze: str, **changes: Any) -> set[str]:
+        recipe = Recipe(
+            arch=arch,
+            tag="x",
+            data={"name": "mnist"},  # type: ignore[arg-type]
+            epochs=1,
+            init={"weights": weights, "freeze": (freeze,), "new_classes": True},  # type: ignore[arg-type]
+            **changes,
+        )
+        spec = replace(dataset_spec("mnist"), label_names=("a", "b"))
+        net = create_net(recipe, spec, initial=False)
+        return {name.split(".")[0] for name, part in net.named_parameters() if part.requires_grad}
+
+    own = {"model_args": {"decoder": True}}
+    assert trained("capsnet_dynamic", "capsnet_dynamic.mnist", "all", **own) == {"class_caps", "decoder"}
+    assert trained("capsnet_dynamic", "capsnet_dynamic.mnist", "decoder", **own) >= {"class_caps", "stages"}
+    assert "decoder" not in trained("capsnet_dynamic", "capsnet_dynamic.mnist", "decoder", **own)
+    head = {"model_args": {"backbone": "resnet10t", "routing": "avg"}}
+    assert trained("caps_head", "backbone:resnet10t", "all", **head) == {"head"}
 
 
 def test_frozen_modules_by_name_and_mistakes(photos: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from capszoo.recipes import publish as module
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.publish import PublishError, publish
-from capszoo.recipes.release.model_card import public
+from capszoo.recipes.release.public import public
 from capszoo.recipes.weights import write_weights
 from tests.hub import Fault, Hub, Repo
 from tests.hub_client import Client, Done

@@ -157,6 +157,7 @@ def test_a_finished_run_is_stored_in_half_precision_on_request(
     assert info.raw["metrics"] == {"test": {key: figures[key] for key in ("top1", "errors", "n")}}
     assert figures["n"] == 40 and figures["top1"] != 10.0, "measured anew, not carried over"
     assert "per_class" not in info.raw and info.raw["seeds"] == summary
+    assert info.raw["run_metrics"] == stated
     assert module.main([str(run), "--half", "--data", str(tmp_path / "none")]) == 1
     assert "error: " in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -212,6 +213,12 @@ def test_the_mean_over_seeds_is_that_of_one_recipe(
     assert "validation" not in module.same_but_seed(first, {"b": validated})
     with pytest.raises(WeightsError, match="does not state accuracies for the same splits"):
         module.same_but_seed(validated, {"b": first})
+
+    # a mean over runs takes the run's own accuracy, not that of its copy in half precision
+    stored = {**first, "metrics": {"test": {"top1": 99.4, "n": 10000}}}
+    for kept in ({"run_metrics": first["metrics"]}, {"seeds": summary}):
+        added = known(3, 99.8) if "seeds" in kept else others["b"]
+        assert module.same_but_seed({**stored, **kept}, {"d": added})["test"]["values"][:2] == [99.5, 99.6]
 
     # in the zoo: the metadata alone changes
     zoo = tmp_path / "zoo"
