@@ -8,7 +8,7 @@
 Every figure of the page comes from the metadata of a run or from that benchmark; a head without runs is marked.
 Metadata are stored in benchmarks/results/comparison, one file per run, times and memory in comparison_cost.json.
 
-The heads of two layers take 4 to 5 times a training step of average pooling, so only one of the three is trained in
+The heads of two layers take about 4 times a training step of average pooling, so only one of the three is trained in
 full: the one with the best validation accuracy in a trial of four epochs, which has a schedule of its own length.
 """
 

@@ -86,7 +86,8 @@ def test_kinds() -> None:
     assert kind_for("spread") == "activations"
     assert score_kind(capszoo.create_model("capsnet_dynamic", device="meta")) == "lengths"
     assert score_kind(capszoo.create_model("idpa_resnet", device="meta")) == "logits"
-    assert score_kind(capszoo.create_model("capsnet_em", device="meta")) in ("logits", "activations")
+    activations = capszoo.create_model("capsnet_em", scores="activations", device="meta")
+    assert score_kind(activations) == "activations"
 
 
 SCORES = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])

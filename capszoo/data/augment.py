@@ -36,7 +36,10 @@ Draws = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Augment:
-    """Augmentation of training images, applied in this order; the defaults change nothing.
+    """Augmentation of training images; the defaults change nothing.
+
+    Order: resize, scale, shear and rotation, squeeze and tilt, shift within the margin, shift and flip, colours, erase,
+    cutout.
 
     Attributes:
         resize: side to which the images are resized once, when they are loaded; a patch of the model's input size
@@ -200,8 +203,6 @@ class Augment:
             result = crop(
                 result, draws["top"], draws["left"], size, self.shift, draws.get("mirrored"), self.pad_mode
             )
-        if "erased" in draws:
-            result = erase(result, draws["erased"], self.erase)
         colours = {
             name: draws[name] for name in ("brightness", "contrast", "saturation", "hue") if name in draws
         }
@@ -211,6 +212,8 @@ class Augment:
             result = jitter(planes / 255, **colours) * 255
         if result.dtype != torch.uint8:
             result = result.round_().clamp_(0, 255).to(torch.uint8)
+        if "erased" in draws:  # after the colours, which would change its black
+            result = erase(result, draws["erased"], self.erase)
         if "cut_row" in draws:
             result = cut_out(result, draws["cut_row"], draws["cut_col"], self.cutout, fill)
         return result

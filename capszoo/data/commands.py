@@ -10,7 +10,7 @@ from .download import fetch, remote_files
 from .errors import DataError
 from .folders import find_splits
 from .sources import load_dataset
-from .specs import DATASETS, dataset_spec
+from .specs import DATASETS, PREFIXES, dataset_spec
 
 __all__ = ["build_h_imagenet", "check_set", "fetch_set"]
 
@@ -56,6 +56,8 @@ def fetch_set(name: str, to: str | Path) -> str:
 
         folder = fetch_repository(name.removeprefix("hf:"), to)
         return f"{name} is in {folder}: train and evaluate with --data {to}"
+    if name.startswith(tuple(PREFIXES)):
+        raise DataError(f"{name} is on this machine: only named data sets and hf:OWNER/NAME are fetched")
     spec = dataset_spec(name)
     known = spec.base or ("smallnorb" if spec.name.startswith("smallnorb") else spec.name)
     for split in ("train", "test"):
@@ -80,7 +82,10 @@ def build_h_imagenet(
     from .imagenet import Ilsvrc, build, class_accuracies, load_judge
 
     if accuracies:
-        measured = json.loads(Path(accuracies).read_text(encoding="utf-8"))
+        try:
+            measured = json.loads(Path(accuracies).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{accuracies}: not readable as JSON ({error})") from error
     else:
         measured = class_accuracies(Ilsvrc(ilsvrc), load_judge(str(weights)), device)
     manifest = build(ilsvrc, out, measured)

@@ -238,7 +238,7 @@ class StreamedSet:
 
     def fingerprint(self) -> str:
         """sha256 over the files' names and sizes, the images' indices and labels."""
-        digest = hashlib.sha256(self.decoder.fingerprint().encode())
+        digest = hashlib.sha256(self.decoder.fingerprint().encode("utf-8", "surrogateescape"))
         digest.update(self.indices.numpy().tobytes())
         digest.update(self.labels.cpu().numpy().tobytes())
         return digest.hexdigest()

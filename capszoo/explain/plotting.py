@@ -115,18 +115,22 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
         UsageError: a suffix that is no image format.
     """
     import matplotlib
+    from matplotlib.text import Text
 
     chosen = _style.get()
     if chosen.scale != 1:
         _scale(figure, chosen.scale)
     path = Path(path)
     metadata = {"Description": about} if about else None
+    if path.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
+        raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg")
+    scales = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log"]
+    powers = {text for axis in scales for text in axis.findobj(Text)}  # their 10^2 is a formula
+    for text in set(figure.findobj(Text)) - powers:
+        text.set_parse_math(False)  # the name of a class such as $1_$5 is none
     # TrueType: journals refuse Type 3 fonts, matplotlib's default
     with replacing(path) as temporary, matplotlib.rc_context({"pdf.fonttype": 42}):
-        try:
-            figure.savefig(temporary, dpi=chosen.dpi, metadata=metadata)  # its suffix determines the format
-        except ValueError:
-            raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg") from None
+        figure.savefig(temporary, dpi=chosen.dpi, metadata=metadata)  # its suffix determines the format
     return path
 
 

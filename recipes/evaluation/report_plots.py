@@ -125,9 +125,11 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
     figure = new_figure(4 * columns, 2.8 * rows + 0.8)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     numbers: list[list[Any]] = []
+    colours = {name: f"C{i}" for i, name in enumerate(reports)}
+    shown: dict[str, Any] = {}  # a model may be missing in the first panel
     for axes, ((what, unit), lines) in zip(grid, panels.items(), strict=False):
         for order, (name, points) in enumerate(lines.items()):
-            n, colour = int(reports[name]["n"]), f"C{order}"
+            n, colour = int(reports[name]["n"]), colours[name]
             bounds = [interval(accuracy, n) for _, accuracy in points]
             spread = [
                 [max(0.0, a - low) for (_, a), (low, _) in zip(points, bounds, strict=True)],
@@ -149,12 +151,15 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
         axes.set(ylim=(-2, 102), xlabel=unit, ylabel="accuracy (%)")
         axes.set_title(what, fontsize=10)
         axes.grid(alpha=0.3)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    found = grid[0].get_legend_handles_labels()
-    figure.legend(*found, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    first = next(iter(reports.values()))
-    figure.suptitle(f"Robustness on {first['dataset']} ({first['split']}), 95% intervals", fontsize=11)
+    figure.legend(
+        list(shown.values()), list(shown), loc="outside lower center", ncols=2, fontsize=8, frameon=False
+    )
+    sets = ", ".join(dict.fromkeys(f"{one['dataset']} ({one['split']})" for one in reports.values()))
+    figure.suptitle(f"Robustness on {sets}, 95% intervals", fontsize=11)
     written = save(figure, path)
     header = ["model", "change", "unit", "amount", "accuracy %", "low %", "high %", "n"]
     write_numbers(written, header, numbers)

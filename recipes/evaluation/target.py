@@ -36,6 +36,7 @@ from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._pretrained import WeightsInfo
 from capszoo.preprocess import model_input_size, per_channel
+from capszoo.scores import score_kind
 
 from .crops import Crops, default_side
 
@@ -203,7 +204,9 @@ def prepare(
         whole=whole,
         mean=per_channel(mean, channels),
         std=per_channel(std, channels),
-        threshold=score_threshold(recipe.loss.name if recipe.loss else "margin"),
+        threshold=score_threshold(recipe.loss.name)
+        if recipe.loss
+        else (0.0 if "logits" in score_kind(net) else 0.5),
         info=info,
         crops=views,
     )
@@ -231,7 +234,7 @@ def _load(
     objects = None if known or multi else _object_size(net)
     augment = trained.augment
     _, *model_size = model_input_size(net)
-    folder = dataset.startswith(("imagefolder:", "hf:"))
+    folder = dataset.startswith(("imagefolder:", "hf:", "wds:"))
     composed = False
     if dataset.startswith(tuple(PREFIXES)):
         native, stored = None, None
@@ -256,7 +259,8 @@ def _load(
         resize = round(model_size[0] / float(cfg.get("crop_pct") or 1.0))
     side = resize
     seen = size or (native[0] if native else model_size[0])
-    shift = (augment.shift or 0) if side is None else 0
+    # training that shifted images of the input's own size padded them; `default_side` is for all other training
+    shift = (augment.shift or 0) if side is None or side <= seen else 0
     if multi and not shift and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
@@ -367,9 +371,11 @@ def _on_canvas(images: ImageSet | StreamedSet, size: Sequence[int]) -> ImageSet:
     """Images in the middle of a black canvas of ``size`` (height, width), padded like in `ImageTransform`."""
     if not isinstance(images, ImageSet):
         raise DataError(f"{images.spec.name} is too large to be padded in memory: evaluate a smaller set")
-    rows, cols = images.size
+    rows, cols = images.spec.input_size[1:]
+    above, before = (images.size[0] - rows) // 2, (images.size[1] - cols) // 2
+    middle = images.images[:, :, above : above + rows, before : before + cols]
     top, left = (size[0] - rows) // 2, (size[1] - cols) // 2
-    padded = F.pad(images.images, (left, size[1] - cols - left, top, size[0] - rows - top))
+    padded = F.pad(middle, (left, size[1] - cols - left, top, size[0] - rows - top))
     spec = replace(images.spec, input_size=(images.spec.input_size[0], size[0], size[1]))
     return replace(images, spec=spec, images=padded)
 

@@ -287,6 +287,9 @@ def test_erase_blackens_one_square_inside() -> None:
     assert torch.bincount(rows).tolist() == pytest.approx([2000 / 3] * 3, rel=0.15)
     assert torch.bincount(cols).tolist() == pytest.approx([1000, 1000], rel=0.15)
     assert not erase(images[:1], torch.rand(1, 2), 9).any(), "a square larger than the image takes all of it"
+    images = torch.full((50, 1, 6, 5), 200, dtype=torch.uint8)
+    black = augmented(images, Augment(erase=4, contrast=0.9, brightness=0.5)) == 0
+    assert bool((black.sum((2, 3)) >= 16).all()), "colours must not change the square"
 
 
 def test_colour_needs_three_channels() -> None:

@@ -90,7 +90,10 @@ def test_a_pattern_and_class_names(folder: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             load_dataset(f"wds:{folder}/{pattern}", "val", size=12)
-    (folder / "classes.txt").write_text("ant\nbee\n")
+    (folder / "classes.txt").write_text("ant\n\nbee\n")
+    with pytest.raises(DataError, match="classes.txt: line 2 is empty"):
+        opened(folder)
+    (folder / "classes.txt").write_text("ant\nbee\n\n")
     with pytest.raises(DataError, match="classes.txt has 2 lines, but the shards have the label 2"):
         opened(folder)
 

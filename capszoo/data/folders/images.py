@@ -150,9 +150,12 @@ def open_h_imagenet(
     folder = next((folder for folder in folders if (folder / "h_imagenet.json").is_file()), None)
     if folder is None:
         raise DataError(f"{spec.title} not found in any data folder: {spec.remedy}")
-    manifest = json.loads((folder / "h_imagenet.json").read_text(encoding="utf-8"))
+    try:
+        manifest = json.loads((folder / "h_imagenet.json").read_text(encoding="utf-8"))
+        expected = manifest["counts"]["train" if split == "train" else "val"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder / 'h_imagenet.json'} is damaged ({error}): build the set again") from error
     found = open_images(spec.name, folder, split, size, resize, spec)
-    expected = manifest["counts"]["train" if split == "train" else "val"]
     if len(found) != expected:
         raise DataError(
             f"{folder} holds {len(found)} images of {spec.title} ({split}), its manifest says {expected}"

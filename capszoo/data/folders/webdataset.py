@@ -79,10 +79,13 @@ def _shard_names(index: ShardIndex, training: ShardIndex) -> list[str]:
         if not file.is_file():
             continue
         try:
-            names = file.read_text(encoding="utf-8").splitlines()
+            names = file.read_text(encoding="utf-8").rstrip().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read {file}: {error}") from error
-        if not count <= len(names) <= MAX_LABEL or not all(name.strip() for name in names):
+        blank = next((i for i, name in enumerate(names, start=1) if not name.strip()), None)
+        if blank:
+            raise DataError(f"{file}: line {blank} is empty, and no name of a class")
+        if not count <= len(names) <= MAX_LABEL:
             raise DataError(f"{file} has {len(names)} lines, but the shards have the label {count - 1}")
         return [name.strip() for name in names]
     return [str(k) for k in range(count)]

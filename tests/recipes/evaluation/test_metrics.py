@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import tarfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import capszoo
-from capszoo.data import DataError, ImageSet, dataset_spec
+from capszoo.data import Batches, DataError, ImageSet, dataset_spec
 from capszoo.data.augment import resize
 from capszoo.errors import CapszooError, UsageError
 from capszoo.recipes.evaluation.crops import Crops, default_side
@@ -126,6 +130,38 @@ def test_several_crops_are_the_mean_of_crops_made_by_hand(
     monkeypatch.setitem(augment, "resize", 32)
     monkeypatch.setitem(augment, "flip", True)
     assert prepare(MODEL, data=tiny_mnist, crops="multi").crops == Crops(32, (28, 28), True)
+    # resized to the input's own size, as fine-tuning does, and shifted: padded as it was trained
+    monkeypatch.setitem(augment, "resize", 28)
+    monkeypatch.setitem(augment, "shift", 2)
+    assert prepare(MODEL, data=tiny_mnist, crops="multi").crops == Crops(32, (28, 28), True, 2)
+
+
+def test_the_threshold_of_several_labels_is_that_of_the_scores(tiny_mnist: Path) -> None:
+    assert prepare(MODEL, data=tiny_mnist, device="cpu").threshold == 0.5  # trained with the margin loss
+    for kind, threshold in (("label_logits", 0.0), ("label_lengths", 0.5), ("activations", 0.5)):
+        net: Any = Brightness()  # without a recipe, whose loss would tell
+        net.score_kind = kind
+        assert prepare(net, "mnist", data=tiny_mnist, device="cpu").threshold == threshold
+
+
+@pytest.mark.parametrize("name", [MODEL, "resnet20_routingcaps.affnist"])
+def test_shards_are_read_at_the_scale_of_folders(name: str, tmp_path: Path, root: Path) -> None:
+    digits = packed(root, "mnist").images[:10, 0].numpy()
+    with tarfile.open(tmp_path / "test-000000.tar", "w") as shard:
+        for i, digit in enumerate(digits):
+            (tmp_path / "folder" / "test" / f"{i % 10}").mkdir(parents=True, exist_ok=True)
+            file = tmp_path / "folder" / "test" / f"{i % 10}" / f"{i}.png"
+            Image.fromarray(digit).save(file)
+            shard.add(file, f"{i}.png")
+            (tmp_path / "label").write_text(str(i % 10))
+            shard.add(tmp_path / "label", f"{i}.cls")
+    shutil.copy(tmp_path / "test-000000.tar", tmp_path / "train-000000.tar")
+    shutil.copytree(tmp_path / "folder" / "test", tmp_path / "folder" / "train")
+    (tmp_path / "classes.txt").write_text("\n".join(map(str, range(10))) + "\n")
+    ways = (f"wds:{tmp_path}", f"imagefolder:{tmp_path / 'folder'}")
+    shards, folder = (prepare(name, way, device="cpu") for way in ways)
+    (one,), (two,) = (Batches(target.images, 10).epoch() for target in (shards, folder))
+    assert torch.equal(one.images, two.images) and torch.equal(one.labels, two.labels)
 
 
 def test_a_limit_draws_images_by_its_seed(tiny_mnist: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.explain.convergence import IterationChanges
 from capszoo.explain.routing_stats import AgreementCurve, LayerStats, RoutingStats
 from capszoo.recipes.evaluation import report_plots
@@ -66,6 +67,19 @@ def test_several_models_in_one_picture(tmp_path: Path, kept: list[Any]) -> None:
     assert rows[0] == ["model", "change", "unit", "amount", "accuracy %", "low %", "high %", "n"]
     assert rows[1][:5] == ["a", "rotation", "degrees", "-30.0", "90.0"] and len(rows) == 1 + 2 * 3
     assert float(rows[1][5]) == pytest.approx(82.56, abs=0.01)
+    # one model has no attack, and another number of steps is a panel of its own: colours stay those of the legend
+    other, third = _report("b", 50.0), {**_report("c", 60.0), "dataset": "cifar10"}
+    other["robustness"]["pgd"] = []
+    third["robustness"]["pgd"][0]["steps"] = 40
+    draw_robustness({"a": _report("a", 90.0), "b": other, "c": third}, tmp_path / "three.png")
+    for axes in kept[1].axes:
+        handles, labels = axes.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            if label != "unchanged images":
+                assert handle[0].get_color() == f"C{'abc'.index(label[0])}"
+    (legend,) = kept[1].legends
+    assert len(legend.get_texts()) == 4
+    assert "mnist (test), cifar10 (test)" in kept[1].get_suptitle()
     with pytest.raises(CapszooError, match="c holds no robustness"):
         draw_robustness({"c": {**_report("c", 1.0), "robustness": None}}, tmp_path / "x.png")
 
@@ -105,6 +119,10 @@ def test_confusion(tmp_path: Path, kept: list[Any]) -> None:
     assert _rows(path.with_suffix(".csv"))[1:] == [["cat", "9", "1"], ["dog", "4", "6"]]
     draw_confusion(result, "a model", tmp_path / "p.png", percent=True)
     assert {text.get_text() for text in kept[1].axes[0].texts} == {"90%", "10%", "40%", "60%"}
+    dollars = tuple(ClassFigures(label, 10, 50.0, 50.0, 50.0) for label in ("$1_$5", "$5_{$20"))
+    draw_confusion(replace(result, per_class=dollars), "prices", tmp_path / "d.png")  # no formulas
+    with pytest.raises(UsageError, match="d.txt: cannot write this kind of file"):
+        draw_confusion(result, "a model", tmp_path / "d.txt")
 
 
 def test_routing_has_titles_labels_and_axes_from_zero(tmp_path: Path, kept: list[Any]) -> None:

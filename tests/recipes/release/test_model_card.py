@@ -90,6 +90,10 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
     text = model_card(info, "me/pets", pictures=["confusion.png"]).text
     assert "Fine-tuned from `idpa_cnn.mnist` on pets" in text and "![Confusion matrix](confusion.png)" in text
     assert "10 images (held out of the training set)" in text and "held out for validation" in text
+    assert "seed 1; epoch 3 of 9 epochs. It was chosen by the validation images" in text
+    head = replace(info, architecture="caps_head", model_args={"routing": "avg"})
+    assert "Paper:" not in model_card(head, "me/pets").text
+    assert "2002.04764" in model_card(replace(head, model_args={"routing": "idpa"}), "me/pets").text
     info.raw["recipe"] = {
         "init": {"weights": "/home/me/secret/run.safetensors"},
         "data": {"validation": "own"},
@@ -98,10 +102,6 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
     assert "Fine-tuned from `run.safetensors` on pets" in text and "/home" not in text
     assert "the weights of `run.safetensors`" in text
     assert "held out" not in text and "The data set's validation split has 10 images" in text
-    assert "seed 1; epoch 3 of 9 epochs. It was chosen by the validation images" in text
-    head = replace(info, architecture="caps_head", model_args={"routing": "avg"})
-    assert "Paper:" not in model_card(head, "me/pets").text
-    assert "2002.04764" in model_card(replace(head, model_args={"routing": "idpa"}), "me/pets").text
     foreign = replace(info, architecture="resnet18")  # timm's own: no paper of ours
     assert "Paper:" not in model_card(foreign, "me/pets").text
 
