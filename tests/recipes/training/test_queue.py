@@ -54,6 +54,7 @@ def test_seeds_and_queue_train_what_is_not_finished(tmp_path: Path, data: Path) 
     logs = [path.stat().st_size for path in sorted(runs.glob("*.log"))]
     again = train_seeds(recipe, [0, 1], out=runs, cpu=True)
     assert again == summary and [path.stat().st_size for path in sorted(runs.glob("*.log"))] == logs
+    assert train_seeds(recipe, [1], out=runs, cpu=True) == summary, "the run of the other seed counts"
 
     queue = write_queue(
         tmp_path, [{"tag": recipe, "seeds": [0, 1]}, {"tag": recipe, "set": ["tag=other"], "at_least": 50.0}]
