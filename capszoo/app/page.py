@@ -367,6 +367,9 @@ def _split(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:
 def _wire_column(gr: Any, models: Models, column: _Column, picture: Any) -> None:
     """Connect the inputs of a column with its outputs."""
 
+    def clear(name: str) -> list[Any]:
+        return ["" if name == NO_MODEL else f"{name} is being loaded", *[None] * 7]
+
     def choose(name: str) -> list[Any]:
         dims = own = 0
         if name != NO_MODEL:
@@ -390,9 +393,11 @@ def _wire_column(gr: Any, models: Models, column: _Column, picture: Any) -> None
             return None
         return _settled(models.get(name), answer, iterations)
 
-    chosen = column.model.change(choose, column.model, [column.body, *column.controls])
-    # a second event: it takes the picture as it is once the model has been loaded
-    chosen.then(show, [column.model, picture], [*column.scored, *column.explained])
+    shown = [*column.scored, *column.explained]
+    # three events: at once, the answer of the model before goes; `show` takes the picture as it is after the loading
+    cleared = column.model.change(clear, column.model, shown, **QUICK)
+    chosen = cleared.then(choose, column.model, [column.body, *column.controls])
+    chosen.then(show, [column.model, picture], shown)
     for slider in column.sliders:
         inputs = [column.model, column.answer, *column.sliders]
         slider.input(reconstruct, inputs, column.reconstruction, trigger_mode="always_last", **QUICK)

@@ -118,7 +118,10 @@ def test_two_models_side_by_side_and_their_export(page: Any, app: tuple[str, Pat
     _answered(page, "1")
     page.click("#model-2 input")
     page.click(f"[role=option]:has-text('{OTHER}')")
-    _answered(page, "1", column=2)
+    page.click("#sketch button")  # another digit while that model is being loaded and exported
+    draw(page, "#sketch canvas", "7")
+    _answered(page, "7", column=2)
+    _answered(page, "7")
     assert not page.is_visible("#dim-2-0"), "a model without a decoder has no sliders"
     _picture(page, "overlay-2")
     page.click("#export")
@@ -129,7 +132,7 @@ def test_two_models_side_by_side_and_their_export(page: Any, app: tuple[str, Pat
         names = set(archive.namelist())
         answer = json.loads(archive.read(f"{OTHER}/answer.json"))
     assert {f"{MODEL}/reconstruction.png", f"{MODEL}/overlay.png", f"{OTHER}/couplings.png"} <= names
-    assert answer["predicted"] == "1" and len(answer["share_relative_to_even"]) == 7
+    assert answer["predicted"] == "7" and len(answer["share_relative_to_even"]) == 7
 
 
 def test_a_dropped_image_is_read_and_not_kept(page: Any, root: Path, app: tuple[str, Path]) -> None:
