@@ -172,7 +172,12 @@ def create_model(
     kwargs.update({k: v for k, v in given.items() if v is not None})
     if source:
         return _create_described(source, target, pretrained, kwargs)
-    return timm.create_model(name, pretrained=pretrained, **kwargs)
+    model = timm.create_model(name, pretrained=pretrained, **kwargs)
+    own = (model.pretrained_cfg.get("capszoo") or {}).get("model_args", {})  # type: ignore[union-attr, operator]
+    if "backbone" in own:  # timm recorded the caller's, which may name a folder and weights
+        args = {key: value for key, value in model._model_args.items() if key != "backbone_pretrained"}  # type: ignore[union-attr, operator]
+        model._model_args = {**args, **own}  # type: ignore[assignment]
+    return model
 
 
 @dataclass(frozen=True)

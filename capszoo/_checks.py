@@ -401,6 +401,15 @@ def own_keys(value: Any, where: str, prefix: str = "capszoo.") -> dict[str, Any]
     return {key: _OWN_CHECKS[key](found, where, f"{prefix}{key}") for key, found in stated.items()}
 
 
+def _stated_args(raw: Mapping[str, Any], stated: Mapping[str, Any]) -> Any:
+    """The arguments of the model: timm's, over those that the model itself records (timm before 1.0.31 has none)."""
+    own, given = stated.get("capszoo"), raw.get("model_args")
+    recorded = own.get("model_args") if isinstance(own, dict) else None
+    if not isinstance(recorded, dict):
+        return given
+    return {**recorded, **given} if isinstance(given, dict) else given or recorded
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A ``config.json`` in the format of timm and the Hub, reduced to the keys accepted from a stranger.
@@ -434,7 +443,7 @@ class ModelConfig:
         stated = {**stated, **({"label_names": stated["labels"]} if "labels" in stated else {})}
         over = ("num_classes", "label_names", "label_descriptions")
         cfg = described({**stated, **{key: raw[key] for key in over if raw.get(key) is not None}}, where)
-        args = check_model_args(raw.get("model_args"), where)
+        args = check_model_args(_stated_args(raw, stated), where)
         size = cfg.get("input_size", (3, 224, 224))
         if args.get("in_chans") is not None:
             cfg["input_size"] = size = (int(args["in_chans"]), *size[1:])

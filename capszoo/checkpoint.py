@@ -274,7 +274,7 @@ def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: d
             model = create(pretrained=pretrained, pretrained_cfg_overlay=overlay, **arguments)
     cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     cfg.pop("state_dict", None)
-    cfg["capszoo"] = info.own_keys
+    cfg["capszoo"] = {**(cfg.get("capszoo") or {}), **info.own_keys}
     cfg["file"] = str(weights)  # the source; set only now, because timm would read it
     return model
 

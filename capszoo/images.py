@@ -97,6 +97,11 @@ def _files_below(folder: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(real)
+        # hidden folders hold no images; of a folder that is reached twice, the path without a link counts
+        folders[:] = sorted(
+            (f for f in folders if not f.startswith(".")),
+            key=lambda f: (os.path.islink(os.path.join(place, f)), f),
+        )
         yield from (Path(place, file) for file in files)
 
 

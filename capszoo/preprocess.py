@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ._backgrounds import check_background
 from .errors import CapszooError, UsageError
 from .images import (
     IMAGE_SUFFIXES,
@@ -26,7 +27,7 @@ from .images import (
     to_mode,
     upright_picture,
 )
-from .reading import BACKGROUNDS, default_background, fit_drawing, flatten, invert, looks_inverted, pad_to
+from .reading import default_background, fit_drawing, flatten, invert, looks_inverted, pad_to
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -210,8 +211,7 @@ def model_transform(
             f"the model takes {channels} channels, which is no single image",
             "call it from Python with a tensor, or create it with in_chans=1 or 3",
         )
-    if background is not None and background not in BACKGROUNDS:
-        raise UsageError(f"no background '{background}'", f"use {' or '.join(BACKGROUNDS)}")
+    check_background(background)
     own: dict[str, Any] = cfg.get("capszoo") or {}
     trained_on = tuple((cfg.get("input_size") or (0, 0, 0))[-2:])
     objects = tuple(own.get("object_size") or ()) if trained_on == (height, width) else ()

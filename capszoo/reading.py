@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageChops
 
+from ._backgrounds import BACKGROUNDS
+
 __all__ = [
-    "BACKGROUNDS",
     "default_background",
     "fit_drawing",
     "flatten",
@@ -22,9 +23,6 @@ __all__ = [
     "looks_inverted",
     "pad_to",
 ]
-
-#: Backgrounds for transparent pixels, and their values.
-BACKGROUNDS = {"black": 0, "white": 255}
 
 #: Mean difference from the background, out of 255, below which opaque pixels count as invisible.
 VANISHES_BELOW = 32

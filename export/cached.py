@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import capszoo
+from capszoo._backgrounds import check_background
 from capszoo._catalogue import architectures, checkpoints
 from capszoo._files import cache_folder
 from capszoo._metadata import default_weights, run_weights, stored_file
@@ -166,11 +167,7 @@ class CachedModel:
             advance: called with the number of images done after each batch.
             **reading: ``background``, ``invert``, ``fit``, as for `capszoo.preprocess.model_transform`.
         """
-        from capszoo.reading import BACKGROUNDS
-
-        background = reading.get("background")
-        if background is not None and background not in BACKGROUNDS:
-            raise UsageError(f"no background '{background}'", f"use {' or '.join(BACKGROUNDS)}")
+        check_background(reading.get("background"))
         results: list[ImagePrediction] = []
         step = min(batch_size or self._classifier.largest, self._classifier.largest)
         for start in range(0, len(files), step):

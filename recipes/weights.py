@@ -221,7 +221,9 @@ def write_weights(
     write_safetensors(weights, tensors)
     history = history_of(read_records(folder / "metrics.jsonl"))
     # a name alone is not enough: images of a user may be in a folder `cifar10`
-    of_zoo = stem in list_recipes() and spec.name in DATASETS and not details.get("recipe", {}).get("init")
+    start = Path((details.get("recipe", {}).get("init") or {}).get("weights", ""))
+    went_on = start == Path() or (start.parent.name == "unfinished" and start.stem == stem)
+    of_zoo = stem in list_recipes() and spec.name in DATASETS and went_on
     metadata = {
         "architecture": architecture,
         "tag": tag,
@@ -421,8 +423,10 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
         }
 
     name = f"{metadata['architecture']}.{metadata['tag']}"
-    measured = run_metrics(metadata)
-    runs = {int(metadata["seed"]): {**metadata, "metrics": measured}}
+    measured, own = run_metrics(metadata), int(metadata["seed"])
+    runs = _stated_runs(metadata.get("seeds", {}))
+    runs.setdefault(own, {**metadata, "metrics": measured})
+    taken = {own}
     for where, known in others.items():
         key, was, wanted = first_difference(settings(known), settings(metadata))
         if key:
@@ -433,12 +437,12 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
         images, ours = (one.get("dataset", {}).get("sha256") for one in (known, metadata))
         if images and ours and images != ours:
             raise WeightsError(f"{where} was trained on other images than {name}")
-        if int(known["seed"]) in runs:
+        if int(known["seed"]) in taken:
             raise WeightsError(f"{where} has seed {known['seed']}, as another of the runs has")
         if not measured.keys() <= known["metrics"].keys():
             raise WeightsError(f"{where} does not state accuracies for the same splits as {name}")
+        taken.add(int(known["seed"]))
         runs[int(known["seed"])] = dict(known)
-    runs |= _stated_runs(metadata.get("seeds", {}))  # for the bundled seed, what its own run had
     return seeds_summary(name, dict(sorted(runs.items())), int(metadata["recipe"]["epochs"]))
 
 

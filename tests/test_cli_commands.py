@@ -18,7 +18,6 @@ from PIL import Image
 from typer.main import get_command
 
 from capszoo.cli import app
-from capszoo.cli.doctor import EXTRAS
 from capszoo.cli.examples import EXAMPLES
 from capszoo.cli.help import HelpCommand
 from capszoo.data import DATASETS
@@ -309,6 +308,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, bundle: 
     assert "nosuch.json: No such file or directory: check the path" in fails(1, "data", "h-imagenet", *files)
     for levels in (("-q", "-v"), ("-qv",), ("--quiet", "--verbose")):
         assert "--quiet and --verbose exclude each other" in fails(2, "list", *levels)
+    assert "-vv has no more effect than -v: give -v" in fails(2, "list", "-vv")
 
 
 def test_a_cluster_is_not_started_for_a_wrong_option(tmp_path: Path, pictures: Path) -> None:  # noqa: F811
@@ -320,6 +320,8 @@ def test_a_cluster_is_not_started_for_a_wrong_option(tmp_path: Path, pictures: P
 def test_a_mistyped_sub_command_of_explain(pictures: Path) -> None:  # noqa: F811
     line = fails(2, "explain", "perturbe", MODEL, pictures / "a.png")
     assert "unknown sub-command 'perturbe': did you mean 'perturb'" in line
+    line = fails(2, "explain", "capsnet_dynamic.mnits", pictures / "a.png")
+    assert "did you mean 'capsnet_dynamic.mnist'" in line
 
 
 def test_a_space_can_be_published_again_after_a_failure(
@@ -375,19 +377,6 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert about["libraries"]["torch"] and about["extras"]["explain"] == []
     text = succeeds("doctor")
     assert "no such folder" in text and "threads" in text
-
-
-def test_doctor_knows_what_the_commands_require(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, set[str]] = {}
-
-    def require(what: str, modules: Any, extra: str) -> None:
-        asked[extra] = set(modules)
-        raise CapszooError("stop here")
-
-    monkeypatch.setattr(sys.modules["capszoo.cli.app"], "require", require)
-    for command in (("app",), ("serve", MODEL)):
-        fails(1, *command)
-    assert asked == {extra: set(EXTRAS[extra][0]) for extra in ("app", "serve")}
 
 
 def test_messages_hold_names_as_they_are(tmp_path: Path) -> None:

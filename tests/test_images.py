@@ -167,6 +167,25 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
         open_image(huge)
 
 
+class Listing:
+    """What `os.scandir` returns, in a chosen order."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Any:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def test_folders_are_read_whole_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("photos/a.png", "photos/private/b.png", "elsewhere/c.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -174,9 +193,21 @@ def test_folders_are_read_whole_or_refused(tmp_path: Path, monkeypatch: pytest.M
     photos = tmp_path / "photos"
     (photos / "linked").symlink_to(tmp_path / "elsewhere")
     (photos / "private" / "above").symlink_to(photos)  # a loop
-    found = [path.relative_to(photos).as_posix() for path in images.find_images([photos])]
-    assert found == ["a.png", "linked/c.png", "private/b.png"]
+    _png(tmp_path / "hidden.png", 4, 4)
+    (photos / ".store").mkdir()
+    (tmp_path / "hidden.png").rename(photos / ".store" / "d.png")
+    (photos / "set").symlink_to(photos / ".store")
+    (photos / "again").symlink_to(photos / "private")
     listed = os.scandir
+    for backwards in (False, True):
+
+        def ordered(path: str, backwards: bool = backwards) -> Any:
+            return Listing(sorted(listed(path), key=lambda entry: entry.name, reverse=backwards))
+
+        monkeypatch.setattr(os, "scandir", ordered)
+        found = [path.relative_to(photos).as_posix() for path in images.find_images([photos])]
+        assert found == ["a.png", "linked/c.png", "private/b.png", "set/d.png"]
+    monkeypatch.setattr(os, "scandir", listed)
 
     def scandir(path: str) -> Any:
         if str(path).endswith("private"):

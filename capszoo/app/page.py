@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .._catalogue import check_model_argument, checkpoints
+from .._extras import EXTRAS
 from ..errors import CapszooError, WeightsError, require
 from .model import MAX_FILE_MB, MAX_ITERATIONS, Answer, AppModel, read_drawing, read_upload
 from .pictures import (
@@ -70,38 +71,35 @@ class Models:
         self._folder, self._lock = Path(folder), threading.Lock()
         self._models: dict[str, AppModel] = {}
         self._failed: dict[str, str] = {}
-        self._loading = ""
+        self._asked: set[str] = set()
 
     def get(self, name: str, wait: bool = True) -> AppModel:
         """The model of a name.
 
         Args:
             name: of a model; it is loaded and exported if it has not been, one model at a time.
-            wait: wait for a model that is being loaded, and try one again that could not be.
+            wait: load the model, also one that could not be loaded before; without, it must have been loaded.
 
         Raises:
-            CapszooError: the model cannot be used, or, without `wait`, is being loaded.
+            CapszooError: the model cannot be used, or, without `wait`, has not been loaded yet.
         """
         if name in self._models:  # without the lock: a model that is being loaded must not delay the others
             return self._models[name]
-        if not wait and name == self._loading:
-            raise CapszooError(f"{name} is being loaded")
-        if not wait and name in self._failed:
-            raise CapszooError(self._failed[name])
-        with self._lock:
-            if name not in self._models:
-                self._loading = name
-                try:
+        if not wait:
+            state = f"{name} is being loaded" if name in self._asked else f"{name}: choose it again"
+            raise CapszooError(self._failed.get(name, state))
+        self._failed.pop(name, None)
+        self._asked.add(name)
+        try:
+            with self._lock:
+                if name not in self._models:
                     self._models[name] = AppModel(name, self._folder)
-                except (
-                    CapszooError,
-                    WeightsError,
-                ) as error:  # damaged weights are a message on the page, too
-                    self._failed[name] = str(error)
-                    raise CapszooError(str(error)) from error
-                finally:
-                    self._loading = ""
-            return self._models[name]
+                return self._models[name]
+        except (CapszooError, WeightsError) as error:
+            self._failed[name] = str(error)
+            raise CapszooError(str(error)) from error
+        finally:
+            self._asked.discard(name)
 
 
 @dataclass
@@ -419,7 +417,7 @@ def run(
     Raises:
         CapszooError: an extra is missing, a model cannot be used, or the port is taken.
     """
-    require("the app", ["gradio", "onnxruntime", "matplotlib"], "app")
+    require("the app", EXTRAS["app"][0], "app")
     for name in names:
         check_model_argument(name)
     offered = list(names) or [DEFAULT_MODEL, *(n for n in sorted(checkpoints()) if n != DEFAULT_MODEL)]

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from .._extras import EXTRAS
 from ..errors import CapszooError, require
 from ..images import open_image
 from .model import MAX_FILE_MB, MAX_PIXELS, AppModel
@@ -170,7 +171,7 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64)
     Raises:
         CapszooError: an extra is missing, or the model cannot be used.
     """
-    require("serving", ["fastapi", "uvicorn"], "serve")
+    require("serving", EXTRAS["serve"][0], "serve")
     import uvicorn
 
     with tempfile.TemporaryDirectory(prefix="capszoo-serve-") as folder:

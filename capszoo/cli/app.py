@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .._catalogue import check_model_argument
+from .._extras import EXTRAS
 from ..errors import require
 from .common import ModelArgument, complete_model, stderr
 
@@ -39,7 +40,7 @@ def app_command(
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page to draw digits and see couplings, capsules and reconstructions."""
-    require("the app", ["gradio", "onnx", "onnxscript", "onnxruntime", "matplotlib"], "app")
+    require("the app", EXTRAS["app"][0], "app")
     from ..app.page import run
 
     if host not in ("127.0.0.1", "localhost", "::1"):
@@ -60,7 +61,7 @@ def serve_command(
 ) -> None:
     """Serve a model's exported file over HTTP, to try it out. For load, use Triton: `capszoo export --triton`."""
     check_model_argument(model)
-    require("serving", ["fastapi", "uvicorn", "onnx", "onnxscript", "onnxruntime"], "serve")
+    require("serving", EXTRAS["serve"][0], "serve")
     from ..app.server import serve
 
     stderr().print("note: one process, to try a model out; for load use Triton (`capszoo export --triton`)")

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .._backgrounds import check_background
 from .._catalogue import architectures, checkpoints
 from .._devices import DEVICES, check_device
 from .._suggest import unknown_name
@@ -119,6 +120,7 @@ BackgroundOption = Annotated[
     typer.Option(
         "--background",
         metavar="black|white",
+        callback=check_background,
         help="Background of transparent pixels (default: as the weights' metadata say).",
         show_default=False,
     ),

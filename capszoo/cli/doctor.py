@@ -14,25 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
+from .._extras import EXTRAS
 from ..errors import CapszooError
 from .common import JsonOption, print_json, stdout
 
 LIBRARIES = ("torch", "torchvision", "timm", "huggingface-hub", "safetensors", "numpy", "pillow", "pydantic")
-
-#: Extra of the package -> modules that it installs, and the commands that need it.
-EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "explain": (("matplotlib",), "explain, curves, eval --out"),
-    "train": (
-        ("accelerate", "datasets", "yaml", "pyarrow", "scipy", "matplotlib", "tensorboard"),
-        "train, finetune, eval, recipes, curves, publish, state",
-    ),
-    "export": (("onnx", "onnxscript", "onnxruntime"), "export, check, benchmark, predict --runtime onnx"),
-    "app": (("gradio", "onnx", "onnxscript", "onnxruntime", "matplotlib"), "app, publish --space"),
-    "serve": (("fastapi", "uvicorn", "onnx", "onnxscript", "onnxruntime"), "serve"),
-    "ray": (("ray", "pyarrow"), "predict --ray"),
-    "tensorrt": (("tensorrt",), "export --format tensorrt"),
-    "torch-tensorrt": (("torch_tensorrt",), "capszoo.export.to_torch_tensorrt"),
-}
 
 
 def doctor_command(as_json: JsonOption = False) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from .._catalogue import check_model_argument
+from .._catalogue import architectures, check_model_argument, checkpoints
 from .._suggest import unknown_name
 from ..errors import CapszooError, UnknownModel, UsageError
 from .common import (
@@ -55,7 +55,8 @@ class ExplainGroup(HelpGroup):
         if args and args[0] not in self.commands:
             known = sorted(name for name, command in self.commands.items() if not command.hidden)
             if not _may_be_model(args[0]):
-                raise UsageError(unknown_name("sub-command", args[0], known))
+                models = [*architectures(), *checkpoints()]
+                raise UsageError(unknown_name("sub-command", args[0], [*known, *models]))
             return "heatmap", self.commands["old"], args
         return super().resolve_command(ctx, args)
 

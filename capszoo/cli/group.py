@@ -58,8 +58,11 @@ class OneLineErrors(HelpGroup):
             sys.stdout.reconfigure(errors="backslashreplace")
         began = time.monotonic()
         try:
-            if len(levels) > 1 or any(re.fullmatch("-[qv]{2,}", arg) for arg in given[:end]):
-                raise UsageError("--quiet and --verbose exclude each other", "give one of them, once")
+            together = next((arg for arg in given[:end] if re.fullmatch("-[qv]{2,}", arg)), "")
+            if together and len(set(together)) == 2:
+                raise UsageError(f"{together} has no more effect than {together[:2]}", f"give {together[:2]}")
+            if len(levels) > 1 or together:
+                raise UsageError("--quiet and --verbose exclude each other", "give one of them")
             code = super().main(args=given, standalone_mode=False, **extra)
             if is_verbose():
                 stderr().print(f"done in {time.monotonic() - began:.1f} s")

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ..predictions import ImagePrediction
 
 RUNTIMES = ("auto", "torch", "onnx")
-BACKGROUNDS = ("black", "white")  # those of `capszoo.reading`, which imports Pillow
 
 
 RayOption = Annotated[
@@ -121,8 +120,6 @@ def predict_command(
         refuse_unused(context, ["workers", "shard_size"], "without --ray", "add --ray local")
     if runtime not in RUNTIMES:
         raise UsageError(unknown_name("runtime", runtime, RUNTIMES))
-    if background is not None and background not in BACKGROUNDS:
-        raise UsageError(f"no background '{background}'", f"use {' or '.join(BACKGROUNDS)}")
     _check_out(out, ray, as_json, runtime)
     check_model_argument(model)
     check_paths(images)

@@ -107,6 +107,7 @@ def _publish_space(
 
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already", "name another folder, or remove it")
+    out = out and out.absolute()  # a temporary folder is made beside it, and it may be "."
     with (
         tempfile.TemporaryDirectory() as temporary,
         workplace(out or Path(temporary) / "space", folder=True) as folder,
@@ -116,7 +117,9 @@ def _publish_space(
         if not dry_run:
             result |= upload_space(folder, repo_id, private)
         if out is not None:  # after the upload: the same command can be given again after a failure
-            folder.replace(out)
+            out.mkdir(exist_ok=True)
+            for child in folder.iterdir():
+                child.rename(out / child.name)
     if as_json:
         print_json(result)
         return

@@ -306,13 +306,13 @@ def _create(
 
     with fitting(where):
         try:
-            return load(num_classes=0)
+            return load(num_classes=0, label_offset=0)
         except RuntimeError as error:
             lines = [line for line in str(error).splitlines() if "Missing key(s)" in line]
             missing = [key for line in lines for key in re.findall(r'"([^"]+)"', line)]
             if any("norm" not in key for key in missing):
                 raise
-        return load()
+        return load(num_classes=1)  # another number than the backbone's: timm loads non-strictly
 
 
 def _stated(arguments: Dict[str, Any]) -> str:
@@ -321,7 +321,7 @@ def _stated(arguments: Dict[str, Any]) -> str:
 
 
 def create_backbone_cfg(name: str) -> Dict[str, Any]:
-    """Configuration of a backbone before it is created: timm's, or empty for an unregistered name.
+    """Configuration of a backbone before it is created: timm's, with the description of a repository or a folder.
 
     Raises:
         ValueError: an unknown name; the message suggests the nearest.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -62,6 +63,9 @@ _STRANGERS = ("hf-hub", "local-dir")
 
 #: Arguments that do not describe the network.
 _NOT_RECORDED = ("backbone_pretrained",)
+
+#: Arguments that a saved configuration states by other keys, and that may change after the model has been created.
+_FOUND_IN_CFG = ("num_classes", "in_chans", "global_pool")
 
 #: Arguments that are integers in every model, with their minimum.
 _COUNTS = {"num_classes": 0, "in_chans": 1, "routing_iters": 0}
@@ -150,11 +154,25 @@ def _without_own_keys(
 
 def _own_keys(cfg: PretrainedCfg, info: WeightsInfo | None, cache_dir: str | Path | None) -> dict[str, Any]:
     """Facts about the weights for which timm's configuration has no field (see `WeightsInfo.own_keys`)."""
+    config = _stranger_config(cfg, cache_dir)
+    return config.own_keys if config else info.own_keys if info else {}
+
+
+def _stranger_config(cfg: PretrainedCfg, cache_dir: str | Path | None) -> ModelConfig | None:
+    """The `config.json` from which timm read a configuration; None for one of the zoo or the caller."""
     if cfg.source == "hf-hub":
-        return hub_config(str(cfg.hf_hub_id), cache_dir).own_keys
+        return hub_config(str(cfg.hf_hub_id), cache_dir)
     if cfg.source == "local-dir":
-        return ModelConfig.read(Path(str(cfg.file)) / "config.json").own_keys
-    return info.own_keys if info else {}
+        return ModelConfig.read(Path(str(cfg.file)) / "config.json")
+    return None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):  # a module given as the backbone
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -293,6 +311,8 @@ def build_capsule_model(
     weights_id = cfg.hf_hub_id
     info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
     own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
+    if stranger and (config := _stranger_config(cfg, cache_dir)):
+        kwargs = {**{k: v for k, v in config.model_args.items() if k in own_args}, **kwargs}
     # a name with a tag is one network, with its weights or without
     if info and (pretrained or isinstance(given, str)):
         kwargs = {**info.model_args, **kwargs}
@@ -329,11 +349,13 @@ def build_capsule_model(
     )
     about: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     about["first_conv"] = cfg.first_conv
-    if own_keys:
-        about["capszoo"] = own_keys
+    # for timm's save_for_hf: its factory records the caller's arguments alone, before 1.0.31 none
+    described = {name: value for name, value in recorded.items() if name not in _FOUND_IN_CFG}
+    kept = {"model_args": described} if described and _is_json(described) else {}
+    if own_keys or kept:
+        about["capszoo"] = {**own_keys, **kept}
     about.pop("state_dict", None)  # the weights are in the model now, not in its configuration
     if weights_id:
         about["hf_hub_id"] = weights_id
-    # for timm's save_for_hf, to which its factory adds only the caller's arguments
     model._model_args = recorded  # type: ignore[assignment]
     return model

@@ -531,4 +531,5 @@ def caps_head(pretrained: bool = False, **kwargs: Any) -> BackboneNet:
         inner.describe(net.pretrained_cfg, images=not stated)
     if config is not None:  # a saved network names the architecture, not this machine's folder
         net._model_args["backbone"] = config.architecture
+        net.pretrained_cfg["capszoo"]["model_args"]["backbone"] = config.architecture
     return net

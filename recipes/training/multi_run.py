@@ -281,6 +281,10 @@ def train_seeds(
         if info is None:
             continue
         seed = int(number)
+        if info.get("dataset", {}).get("sha256") != next(iter(found.values())).get("dataset", {}).get(
+            "sha256"
+        ):
+            continue  # trained on other images
         with suppress(TrainingError):  # other settings: no run of this recipe
             wanted = load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile)
             check_run(wanted, folder, resume=True)

@@ -206,6 +206,13 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
     if init.new_classes:
         net.reset_classifier(spec.num_classes)  # type: ignore[operator]
     _freeze(recipe, net, init.freeze)
+    parameters = dict(net.named_parameters())
+    for name in getattr(net, "untrained", ()):
+        if name in parameters and not parameters[name].requires_grad:
+            raise RecipeError(
+                f"{recipe.name}: init.freeze keeps {name}, which starts with random weights at this image size: "
+                "leave --img-size out, or freeze other parts"
+            )
     return net.train()
 
 

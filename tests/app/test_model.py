@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,8 +198,15 @@ def test_a_model_that_is_loaded_does_not_wait_for_another(
     waiting.start()
     try:
         assert begun.wait(20) and models.get("first") is first
-        with pytest.raises(CapszooError, match="slow is being loaded"):
-            models.get("slow", wait=False)
+        for name in ("slow", "next"):
+            other = threading.Thread(target=models.get, args=(name,), daemon=True)
+            other.start()
+            while name not in models._asked:
+                time.sleep(0.01)
+            with pytest.raises(CapszooError, match=f"{name} is being loaded"):
+                models.get(name, wait=False)
+        with pytest.raises(CapszooError, match="never: choose it again"):
+            models.get("never", wait=False)
     finally:
         finish.set()
         waiting.join()

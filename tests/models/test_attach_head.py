@@ -234,6 +234,8 @@ def test_weights_of_a_backbone_are_whole_and_the_stated_ones(tmp_path: Path) -> 
     name = saved(tmp_path, state, sha256="0" * 64)
     with pytest.raises(capszoo.WeightsError, match="sha256 differs from its config.json's"):
         create_backbone(name, pretrained=True)
+    about = {"num_classes": 9, "classifier": "fc", "first_conv": "conv1", "label_offset": 1}
+    create_backbone(saved(tmp_path, state, pretrained_cfg=about), pretrained=True)
     name = saved(tmp_path, {**state, "of.a.teacher": torch.zeros(1)})  # more than is needed
     one = create_backbone(name, pretrained=True, in_chans=1)
     assert torch.allclose(one.conv1.weight, state["conv1.weight"].sum(1, keepdim=True))
@@ -249,6 +251,14 @@ def test_the_network_of_a_backbone_s_folder_is_kept(tmp_path: Path) -> None:
     x = torch.rand(2, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(again(x), net(x))
+    # timm's factory records the caller's arguments afterwards
+    net = capszoo.create_model(
+        "caps_head", backbone=name, backbone_pretrained=True, routing="avg", num_classes=3, img_size=64
+    )
+    save_for_hf(net, str(tmp_path / "other"), safe_serialization=True)
+    assert str(tmp_path) not in (tmp_path / "other" / "config.json").read_text()
+    again = capszoo.create_model(f"local-dir:{tmp_path / 'other'}", pretrained=True)
+    assert isinstance(again.stages.backbone.model.act1, nn.SiLU)
     found = backbone_source(name, "avg")
     assert found.model_args == {
         "backbone": "resnet18",

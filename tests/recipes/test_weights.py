@@ -219,6 +219,8 @@ def test_the_mean_over_seeds_is_that_of_one_recipe(
     for kept in ({"run_metrics": first["metrics"]}, {"seeds": summary}):
         added = known(3, 99.8) if "seeds" in kept else others["b"]
         assert module.same_but_seed({**stored, **kept}, {"d": added})["test"]["values"][:2] == [99.5, 99.6]
+    again = module.same_but_seed({**stored, "seeds": summary}, {"b": known(1, 99.9)})
+    assert again["test"]["values"] == [99.5, 99.9, 99.7], "a run that was trained again counts"
 
     # in the zoo: the metadata alone changes
     zoo = tmp_path / "zoo"
