@@ -122,7 +122,7 @@ def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[s
     about: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     about.pop("state_dict", None)
     if config.own_keys:
-        about.setdefault("capszoo", config.own_keys)
+        about["capszoo"] = {**(about.get("capszoo") or {}), **config.own_keys}
     if source == "hf-hub":
         about["hf_hub_id"] = target
     return model

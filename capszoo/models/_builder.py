@@ -352,8 +352,11 @@ def build_capsule_model(
     # for timm's save_for_hf: its factory records the caller's arguments alone, before 1.0.31 none
     described = {name: value for name, value in recorded.items() if name not in _FOUND_IN_CFG}
     kept = {"model_args": described} if described and _is_json(described) else {}
-    if own_keys or kept:
-        about["capszoo"] = {**own_keys, **kept}
+    stated = {
+        key: value for key, value in own_keys.items() if key != "model_args"
+    }  # of this network, not another
+    if stated or kept:
+        about["capszoo"] = {**stated, **kept}
     about.pop("state_dict", None)  # the weights are in the model now, not in its configuration
     if weights_id:
         about["hf_hub_id"] = weights_id
