@@ -195,8 +195,13 @@ def print_error(line: str) -> None:
 
 
 def printable(text: str, longest: int = sys.maxsize) -> str:
-    """Replace control characters, which names of files, keys and tensors may contain, and shorten the middle."""
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Replace control characters, which names of files, keys and tensors may contain, and shorten the middle.
+
+    Surrogates stay. They stand for bytes of a file's name that are no text, and the output streams escape them.
+    """
+    text = "".join(
+        c if c.isprintable() or "\ud800" <= c <= "\udfff" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
     if len(text) <= longest:
         return text
     half = (longest - 3) // 2  # a message begins with the problem and ends with the remedy

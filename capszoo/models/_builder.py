@@ -215,6 +215,13 @@ def stranger_cfg(cfg: Mapping[str, Any], variant: str, where: str, zoo: bool = T
     return {**own, **taken, "architecture": variant}
 
 
+def _without_foreign_sources(cfg: PretrainedCfg, variant: str) -> PretrainedCfg:
+    """A configuration that timm read from a repository or a folder, with that as its only source."""
+    where: dict[str, Any] = dict(source=cfg.source, file=cfg.file, hf_hub_id=cfg.hf_hub_id)
+    taken = stranger_cfg(cfg.to_dict(), variant, str(cfg.file or cfg.hf_hub_id))
+    return replace(PretrainedCfg(**taken), **where)
+
+
 def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | None) -> PretrainedCfg:
     """The same configuration with its weights as a state dict, read from a verified safetensors file.
 
@@ -304,10 +311,7 @@ def build_capsule_model(
     cache_dir = kwargs.pop("cache_dir", None)
     # timm read it from a repository or a folder; capszoo.create_model accepts less from there, and passes a state dict
     stranger = cfg.source in _STRANGERS
-    if stranger:
-        where: dict[str, Any] = dict(source=cfg.source, file=cfg.file, hf_hub_id=cfg.hf_hub_id)
-        taken = stranger_cfg(cfg.to_dict(), variant, str(cfg.file or cfg.hf_hub_id))
-        cfg = replace(PretrainedCfg(**taken), **where)
+    cfg = _without_foreign_sources(cfg, variant) if stranger else cfg
     weights_id = cfg.hf_hub_id
     info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
     own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
@@ -318,9 +322,7 @@ def build_capsule_model(
         kwargs = {**info.model_args, **kwargs}
     if pretrained:
         cfg = _verified_source(cfg, variant, cache_dir)
-    recorded = {
-        name: value for name, value in kwargs.items() if name in own_args and name not in _NOT_RECORDED
-    }
+    recorded = {k: v for k, v in kwargs.items() if k in own_args and k not in _NOT_RECORDED}
     kwargs = {**(defaults or {}), **kwargs}
     kwargs.setdefault("img_size", tuple(cfg.input_size[-2:]))
     if stranger and pretrained:
@@ -334,7 +336,6 @@ def build_capsule_model(
         with _placement(device, dtype):
             return model_cls(**args)
 
-    feature_cfg: dict[str, Any] = {"feature_cls": "getter"}
     if kwargs.get("features_only"):
         kwargs.setdefault("out_indices", None)
     model = build_model_with_cfg(
@@ -343,22 +344,29 @@ def build_capsule_model(
         pretrained,
         # without first_conv: older timm would adapt it as well, and only from three channels
         pretrained_cfg=dict(cfg.to_dict(), first_conv=None),
-        feature_cfg=feature_cfg,
+        feature_cfg={"feature_cls": "getter"},
         pretrained_filter_fn=partial(adapt_state_dict, first_conv=cfg.first_conv),
         **kwargs,
     )
     about: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     about["first_conv"] = cfg.first_conv
-    # for timm's save_for_hf: its factory records the caller's arguments alone, before 1.0.31 none
-    described = {name: value for name, value in recorded.items() if name not in _FOUND_IN_CFG}
-    kept = {"model_args": described} if described and _is_json(described) else {}
-    stated = {
-        key: value for key, value in own_keys.items() if key != "model_args"
-    }  # of this network, not another
-    if stated or kept:
-        about["capszoo"] = {**stated, **kept}
     about.pop("state_dict", None)  # the weights are in the model now, not in its configuration
     if weights_id:
         about["hf_hub_id"] = weights_id
-    model._model_args = recorded  # type: ignore[assignment]
+    _record(model, recorded, own_keys)
     return model
+
+
+def _record(model: Any, args: dict[str, Any], own_keys: Mapping[str, Any]) -> None:
+    """Note the arguments of a model for timm's `save_for_hf`, and the facts for which it has no field.
+
+    timm's factory records the caller's arguments alone, and before 1.0.31 none: the configuration has them, too.
+    """
+    model._model_args = args
+    described = {name: value for name, value in args.items() if name not in _FOUND_IN_CFG}
+    kept = {"model_args": described} if described and _is_json(described) else {}
+    own = {
+        key: value for key, value in own_keys.items() if key != "model_args"
+    }  # which may be another network's
+    if own or kept:
+        model.pretrained_cfg["capszoo"] = {**own, **kept}

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -325,7 +326,10 @@ def _run(kind: str, cases: range, folder: Path, root: Path) -> None:
             refused += ours
             if not ours:
                 raw.append((case, line[:200]))
-            assert printable(line).isprintable() and len(printable(line, MAX_MESSAGE)) <= MAX_MESSAGE
+            assert (
+                re.sub("[\ud800-\udfff]", "", printable(line)).isprintable()
+                and len(printable(line, MAX_MESSAGE)) <= MAX_MESSAGE
+            )
     print(
         f"\n{kind}: {len(cases)} tried, {len(cases) - refused - len(raw)} taken, {refused} refused, {len(raw)} raw"
     )
