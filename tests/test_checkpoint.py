@@ -125,7 +125,13 @@ def test_ray_s_answers_belong_to_weights(tmp_path: Path) -> None:
     assert all(found) and found[0] != found[1]
 
 
-@pytest.mark.parametrize("name", ["resnet20_routingcaps.mnist_uniform", "efficient_capsnet.multimnist"])
+IMPLIED = ("resnet20_routingcaps.mnist_uniform", "efficient_capsnet.multimnist")
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.slow) for name in capszoo.list_pretrained() if name not in IMPLIED
+]
+
+
+@pytest.mark.parametrize("name", [*IMPLIED, *OTHERS])
 def test_a_saved_checkpoint_is_the_same_network(name: str, tmp_path: Path) -> None:
     """Also the arguments that its tag implies: without them it would be another network."""
     net = capszoo.create_model(name, pretrained=True).eval()
