@@ -173,10 +173,12 @@ def create_model(
     if source:
         return _create_described(source, target, pretrained, kwargs)
     model = timm.create_model(name, pretrained=pretrained, **kwargs)
-    own = (model.pretrained_cfg.get("capszoo") or {}).get("model_args", {})  # type: ignore[union-attr, operator]
+    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    own = (cfg.get("capszoo") or {}).get("model_args", {})
     if "backbone" in own:  # timm recorded the caller's, which may name a folder and weights
-        args = {key: value for key, value in model._model_args.items() if key != "backbone_pretrained"}  # type: ignore[union-attr, operator]
-        model._model_args = {**args, **own}  # type: ignore[assignment]
+        recorded: Any = model._model_args
+        recorded.pop("backbone_pretrained", None)
+        recorded.update(own)
     return model
 
 
@@ -208,9 +210,8 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """
     _check_name(name)
     architecture, tag = split_model_name_tag(name)
-    trained = (
-        bundled_tags()[name].model_args if name in bundled_tags() else {}
-    )  # what a checkpoint was built with
+    bundled = bundled_tags().get(name)  # a checkpoint has the arguments that it was built with
+    trained = bundled.model_args if bundled else {}
     model = create_model(name, device="meta", **{**trained, **kwargs})
     cfg = get_pretrained_cfg(name)
     weights = tuple(

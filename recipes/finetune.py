@@ -107,9 +107,8 @@ def find_source(model: str, weights: bool = True) -> Source:
     args = {key: value for key, value in stated.model_args.items() if key not in DATA_ARGS}
     trained = stated.trained.loss
     loss = trained.model_dump(mode="json") if trained else _usual_loss(architecture)
-    if (
-        not trained and score_kind(net) == "logits"
-    ):  # its recipes may give it other scores, by their model_args
+    # its recipes may give the network other scores, by their model_args
+    if not trained and score_kind(net) == "logits":
         loss = {"name": "cross_entropy"}
     if not args.get("decoder"):
         loss = {**loss, "reconstruction": 0.0}

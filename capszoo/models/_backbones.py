@@ -265,9 +265,8 @@ def create_backbone(
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
-            return _create(
-                architecture, cfg, state, target, arguments
-            )  # a convolutional network takes any size
+            # a convolutional network takes any size
+            return _create(architecture, cfg, state, target, arguments)
     except AssertionError as error:
         raise ValueError(
             f"{target} cannot be a backbone: timm does not create it with {_stated(sized)}"
@@ -297,11 +296,8 @@ def _create(
         overlay["first_conv"] = cfg.first_conv
 
     def load(**more: Any) -> nn.Module:
-        whole = {
-            **overlay,
-            **more,
-            "state_dict": dict(kept),
-        }  # a copy, because timm adapts the tensors in place
+        # a copy, because timm adapts the tensors in place
+        whole = {**overlay, **more, "state_dict": dict(kept)}
         return timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=whole, **arguments)
 
     with fitting(where):

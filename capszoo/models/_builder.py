@@ -365,8 +365,7 @@ def _record(model: Any, args: dict[str, Any], own_keys: Mapping[str, Any]) -> No
     model._model_args = args
     described = {name: value for name, value in args.items() if name not in _FOUND_IN_CFG}
     kept = {"model_args": described} if described and _is_json(described) else {}
-    own = {
-        key: value for key, value in own_keys.items() if key != "model_args"
-    }  # which may be another network's
+    # the arguments among them may be those of another network
+    own = {key: value for key, value in own_keys.items() if key != "model_args"}
     if own or kept:
         model.pretrained_cfg["capszoo"] = {**own, **kept}

@@ -280,11 +280,9 @@ def train_seeds(
         info = finished_metadata(folder) if number.isdecimal() and int(number) not in folders else None
         if info is None:
             continue
-        seed = int(number)
-        if info.get("dataset", {}).get("sha256") != next(iter(found.values())).get("dataset", {}).get(
-            "sha256"
-        ):
-            continue  # trained on other images
+        seed, images = int(number), next(iter(found.values())).get("dataset", {})
+        if info.get("dataset", {}).get("sha256") != images.get("sha256"):
+            continue
         with suppress(TrainingError):  # other settings: no run of this recipe
             wanted = load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile)
             check_run(wanted, folder, resume=True)

@@ -245,6 +245,19 @@ def test_parts_with_random_weights_are_frozen_only_by_name() -> None:
     assert "decoder" not in trained("capsnet_dynamic", "capsnet_dynamic.mnist", "decoder", **own)
     head = {"model_args": {"backbone": "resnet10t", "routing": "avg"}}
     assert trained("caps_head", "backbone:resnet10t", "all", **head) == {"head"}
+    wide = Recipe(
+        arch="efficient_capsnet",
+        tag="x",
+        data={"name": "mnist"},  # type: ignore[arg-type]
+        epochs=1,
+        init={"weights": "efficient_capsnet.mnist", "freeze": ("all",)},  # type: ignore[arg-type]
+        model_args={"decoder": True},
+    )
+    spec = replace(dataset_spec("mnist"), input_size=(1, 36, 36))
+    with pytest.raises(
+        RecipeError, match="init.freeze keeps stages.primary.weight, which starts with random"
+    ):
+        create_net(wide, spec)
 
 
 def test_frozen_modules_by_name_and_mistakes(photos: Path, tmp_path: Path) -> None:
