@@ -30,6 +30,9 @@ from ..summary import routing_iterations
 
 __all__ = ["MAX_FILE_MB", "MAX_PIXELS", "MAX_ITERATIONS", "Answer", "AppModel", "read_drawing", "read_upload"]
 
+#: For networks in PyTorch: an export chooses engines for the whole process, and `settle` changes its network meanwhile.
+_TORCH = threading.Lock()
+
 #: Pixels of the largest image that the page reads.
 MAX_PIXELS = 16_000_000
 
@@ -130,7 +133,6 @@ class AppModel:
         self.has_decoder = getattr(self.net, "decoder", None) is not None
         counts = routing_iterations(self.net)
         self.iterations = max(counts) if counts else 0
-        self._lock = threading.Lock()  # `settle` changes the network temporarily
         self._session, self.outputs = self._export(Path(folder))
         self.dims = self._pose_dims() if self.has_decoder else 0
         first = self.answer(Image.new("L", self.transform.size[::-1]))  # the first call of a session is slow
@@ -143,7 +145,8 @@ class AppModel:
 
         outputs = ("scores", "poses") if self.has_decoder else ("scores",)
         path = folder / f"{abs(hash(self.name)):x}.onnx"
-        to_onnx.export(self.net, path, name=Path(self.name).name, outputs=outputs, batch=1, gate="quick")
+        with _TORCH:
+            to_onnx.export(self.net, path, name=Path(self.name).name, outputs=outputs, batch=1, gate="quick")
         try:
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 3
@@ -194,7 +197,7 @@ class AppModel:
         )
 
     def _explain(self, seen: torch.Tensor, target: int, iterations: int | None) -> Explanation | None:
-        with self._lock, all_iterations(self.net, iterations) if iterations else nullcontext():
+        with _TORCH, all_iterations(self.net, iterations) if iterations else nullcontext():
             try:
                 return explain(self.net, seen, target, name=self.name)
             except CapszooError:  # a network without routing has no couplings
