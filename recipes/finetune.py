@@ -131,7 +131,8 @@ def backbone_source(backbone: str, head: str) -> Source:
     if head not in HEADS:
         raise UsageError(str(unknown_routing(head)))
     try:
-        cfg, config = create_backbone_cfg(backbone), described_backbone(backbone)
+        config = described_backbone(backbone)
+        cfg = create_backbone_cfg(backbone, config)
     except ValueError as error:
         raise UsageError(str(error)) from error
     # a finished run is rebuilt from its weights: it must not need the source of its initial ones

@@ -38,6 +38,7 @@ from capszoo.scores import kind_for
 
 from .config import Recipe, list_recipes
 from .evaluate import evaluate
+from .release.paper_results import continues
 from .training.checkpoints import write_atomically, write_safetensors
 from .training.history import history_of, read_records
 
@@ -221,9 +222,9 @@ def write_weights(
     write_safetensors(weights, tensors)
     history = history_of(read_records(folder / "metrics.jsonl"))
     # a name alone is not enough: images of a user may be in a folder `cifar10`
-    start = Path((details.get("recipe", {}).get("init") or {}).get("weights", ""))
-    went_on = start == Path() or (start.parent.name == "unfinished" and start.stem == stem)
-    of_zoo = stem in list_recipes() and spec.name in DATASETS and went_on
+    start = (details.get("recipe", {}).get("init") or {}).get("weights")
+    own_weights = start is None or continues(stem, start)
+    of_zoo = stem in list_recipes() and spec.name in DATASETS and own_weights
     metadata = {
         "architecture": architecture,
         "tag": tag,

@@ -316,14 +316,17 @@ def _stated(arguments: Dict[str, Any]) -> str:
     return ", ".join(f"{key}={arguments[key]!r}" for key in shown if key in arguments)
 
 
-def create_backbone_cfg(name: str) -> Dict[str, Any]:
+def create_backbone_cfg(name: str, config: Optional[ModelConfig]) -> Dict[str, Any]:
     """Configuration of a backbone before it is created: timm's, with the description of a repository or a folder.
+
+    Args:
+        name: of the backbone.
+        config: its ``config.json`` (:func:`described_backbone`); None for a timm name.
 
     Raises:
         ValueError: an unknown name; the message suggests the nearest.
     """
-    source, target = parse_model_name(name)
-    config = described_backbone(name)
+    _, target = parse_model_name(name)
     if config is not None:
         return stranger_cfg(config.cfg, config.architecture, target)
     cfg = _registered_cfg(target)

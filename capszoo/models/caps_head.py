@@ -419,7 +419,7 @@ def attach_head(
         own, backbone=backbone, routing=routing, num_classes=num_classes, head_args=head_args
     )
     if isinstance(backbone, str):
-        plain = create_backbone_cfg(backbone)
+        plain = create_backbone_cfg(backbone, described_backbone(backbone))
         options["backbone_pretrained"] = pretrained
     else:
         plain = dict(getattr(backbone, "pretrained_cfg", None) or {})

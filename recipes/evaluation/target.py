@@ -36,7 +36,7 @@ from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._pretrained import WeightsInfo
 from capszoo.preprocess import model_input_size, per_channel
-from capszoo.scores import score_kind
+from capszoo.scores import kind_for, score_kind
 
 from .crops import Crops, default_side
 
@@ -47,7 +47,11 @@ __all__ = ["EvalTarget", "create_for", "drawn", "names_data_set", "prepare", "sc
 
 def score_threshold(loss: str) -> float:
     """The score from which a class counts as present, by the training loss: half a capsule length, or a logit of 0."""
-    return 0.5 if loss in ("margin", "spread") else 0.0
+    return _threshold_of(kind_for(loss))
+
+
+def _threshold_of(kind: str) -> float:
+    return 0.0 if "logits" in kind else 0.5
 
 
 def create_for(
@@ -204,9 +208,7 @@ def prepare(
         whole=whole,
         mean=per_channel(mean, channels),
         std=per_channel(std, channels),
-        threshold=score_threshold(recipe.loss.name)
-        if recipe.loss
-        else (0.0 if "logits" in score_kind(net) else 0.5),
+        threshold=score_threshold(recipe.loss.name) if recipe.loss else _threshold_of(score_kind(net)),
         info=info,
         crops=views,
     )

@@ -105,10 +105,15 @@ def began_with(info: WeightsInfo) -> str | None:
     return init.weights if init else None
 
 
+def continues(name: str, start: str) -> bool:
+    """True if `start` is the weights of an interrupted run of the recipe `name` (in the repository's `unfinished/`)."""
+    path = Path(start)
+    return path.parent.name == "unfinished" and path.stem == name
+
+
 def went_on(info: WeightsInfo) -> bool:
     """True if a run continued an interrupted one of the same recipe (from the repository's `unfinished/`)."""
-    start = Path(began_with(info) or "")
-    return start.parent.name == "unfinished" and start.stem == info.name
+    return continues(info.name, began_with(info) or "")
 
 
 def _own_validation(info: WeightsInfo) -> bool:

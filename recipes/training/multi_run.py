@@ -282,7 +282,7 @@ def train_seeds(
             continue
         seed, images = int(number), next(iter(found.values())).get("dataset", {})
         if info.get("dataset", {}).get("sha256") != images.get("sha256"):
-            continue
+            continue  # trained on others
         with suppress(TrainingError):  # other settings: no run of this recipe
             wanted = load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile)
             check_run(wanted, folder, resume=True)

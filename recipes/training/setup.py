@@ -177,9 +177,8 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
                 _freeze(recipe, net, init.freeze)
             return net
         if init.weights.startswith(BACKBONE):
-            if (
-                "backbone" not in recipe.model_args
-            ):  # the trained weights would be read as the default backbone's
+            # without it, the trained weights would be read as the default backbone's
+            if "backbone" not in recipe.model_args:
                 raise RecipeError(
                     f"{recipe.name}: set model_args.backbone: the architecture of {init.weights}"
                 )
