@@ -7,16 +7,17 @@ Written by ``scripts/generate.py`` (``make docs``) from the registry; a test com
 
 from typing import Any as _Any  # torch.hub lists every callable without an underscore
 
-import timm
 import torch
 
-import capszoo.models  # noqa: F401  (registers the models with timm)
+import capszoo
 
 dependencies = ["torch", "timm", "safetensors", "huggingface_hub"]
 
 
 def _create(name: str, pretrained: bool, tag: str, kwargs: dict[str, _Any]) -> torch.nn.Module:
-    return timm.create_model(f"{name}.{tag}" if tag else name, pretrained=pretrained or bool(tag), **kwargs)
+    return capszoo.create_model(
+        f"{name}.{tag}" if tag else name, pretrained=pretrained or bool(tag), **kwargs
+    )
 
 
 def caps_head(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
@@ -45,7 +46,7 @@ def capsnet_dynamic_cifar(pretrained: bool = False, tag: str = "", **kwargs: _An
 
 
 def capsnet_dynamic_multimnist(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """Vector capsules of 64 on DiverseMultiMNIST: exact-set accuracy 83.39."""
+    """Dynamic routing with 64-dimensional capsules, DiverseMultiMNIST: exact-set accuracy 83.39."""
     return _create("capsnet_dynamic_multimnist", pretrained, tag, kwargs)
 
 
@@ -75,17 +76,17 @@ def capsnet_em_resnet(pretrained: bool = False, tag: str = "", **kwargs: _Any) -
 
 
 def cnn6(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """Six layers of EncapNet's blob shapes (Table 1, c): error 14.43 on CIFAR-10, 0.38 on MNIST."""
+    """Six-layer CNN with EncapNet's feature-map sizes (Table 1, c): error 14.43 on CIFAR-10, 0.38 on MNIST."""
     return _create("cnn6", pretrained, tag, kwargs)
 
 
 def cnn6_wide(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """The same, 2.5 times as wide (Table 1, d): error 12.09 on CIFAR-10, 0.33 on MNIST."""
+    """`cnn6`, 2.5 times as wide (Table 1, d): error 12.09 on CIFAR-10, 0.33 on MNIST."""
     return _create("cnn6_wide", pretrained, tag, kwargs)
 
 
 def cnn_baseline(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """Baseline of the IDPA paper (Tables 2, 3): accuracy 87.10 on CIFAR-10, 62.30 on CIFAR-100."""
+    """CNN baseline of the IDPA paper (layers: its Tables 2 and 3): accuracy 87.10 on CIFAR-10, 62.30 on CIFAR-100."""
     return _create("cnn_baseline", pretrained, tag, kwargs)
 
 
@@ -95,7 +96,7 @@ def cnn_multimnist(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> t
 
 
 def cnn_multimnist_fc(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """The same with learned pooling (section 6): DiverseMultiMNIST accuracy 84.84."""
+    """`cnn_multimnist` with learned pooling (section 6): DiverseMultiMNIST accuracy 84.84."""
     return _create("cnn_multimnist_fc", pretrained, tag, kwargs)
 
 
@@ -140,12 +141,12 @@ def encapnet_v3(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torc
 
 
 def idpa_cnn(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """Plain backbone (Table 8): CIFAR-10 accuracy 85.17."""
+    """IDPA on a plain convolutional backbone (Table 8): CIFAR-10 accuracy 85.17."""
     return _create("idpa_cnn", pretrained, tag, kwargs)
 
 
 def idpa_cnn_cifar100(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """Plain backbone, 6x6 poses, one more capsule layer (Table 9): CIFAR-100 accuracy 57.32."""
+    """IDPA on a plain backbone, 6x6 poses, one more capsule layer (Table 9): CIFAR-100 accuracy 57.32."""
     return _create("idpa_cnn_cifar100", pretrained, tag, kwargs)
 
 
@@ -155,17 +156,17 @@ def idpa_multimnist(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> 
 
 
 def idpa_resnet(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """ResNet backbone: CIFAR-10 accuracy 95.14 (best test epoch)."""
+    """IDPA on a ResNet backbone: CIFAR-10 accuracy 95.14 (best test epoch)."""
     return _create("idpa_resnet", pretrained, tag, kwargs)
 
 
 def idpa_resnet_cifar100(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """ResNet backbone, 6x6 poses, one more capsule layer: CIFAR-100 accuracy 78.02 (best test epoch)."""
+    """IDPA on a ResNet, 6x6 poses, one more capsule layer: CIFAR-100 accuracy 78.02 (best test epoch)."""
     return _create("idpa_resnet_cifar100", pretrained, tag, kwargs)
 
 
 def resnet18_encap(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:
-    """The ResNet of EncapNet's blob shapes (Table 2): CIFAR-10 error 8.03, with feedback agreement 7.67."""
+    """ResNet with EncapNet's feature-map sizes (Table 2): CIFAR-10 error 8.03, with feedback agreement 7.67."""
     return _create("resnet18_encap", pretrained, tag, kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,12 +46,15 @@ __all__ = [
 ]
 
 
-def list_models(filter: str = "", pretrained: bool = False) -> list[str]:
+def list_models(
+    filter: str | Sequence[str] = "", pretrained: bool = False, *, exclude_filters: str | Sequence[str] = ""
+) -> list[str]:
     """Names of the zoo's architectures, sorted; with ``pretrained`` those with weights, including their tags.
 
     Args:
-        filter: shell pattern; a word without wildcards matches anywhere in the name.
+        filter: shell pattern, or several, one of which must match; a word without wildcards matches anywhere in a name.
         pretrained: list ``name.tag`` of every checkpoint instead.
+        exclude_filters: shell patterns of names to leave out.
 
     Examples:
         >>> list_models("encapnet_v?")
@@ -63,13 +67,21 @@ def list_models(filter: str = "", pretrained: bool = False) -> list[str]:
         if pretrained
         else sorted({name for module in MODULES for name in timm.list_models(module=module)})
     )
-    if not filter:
-        return names
-    pattern = filter if any(c in filter for c in "*?[") else f"*{filter}*"
-    return [name for name in names if fnmatch.fnmatch(name, pattern)]
+    wanted, unwanted = _patterns(filter), _patterns(exclude_filters)
+    return [
+        name
+        for name in names
+        if (not wanted or any(fnmatch.fnmatch(name, pattern) for pattern in wanted))
+        and not any(fnmatch.fnmatch(name, pattern) for pattern in unwanted)
+    ]
 
 
-def list_pretrained(filter: str = "") -> list[str]:
+def _patterns(filters: str | Sequence[str]) -> list[str]:
+    given = [filters] if isinstance(filters, str) else list(filters)
+    return [one if any(c in one for c in "*?[") else f"*{one}*" for one in given if one]
+
+
+def list_pretrained(filter: str | Sequence[str] = "") -> list[str]:
     """``name.tag`` of every checkpoint that exists, sorted."""
     return list_models(filter, pretrained=True)
 
@@ -140,7 +152,7 @@ def create_model(
     """Create a model by name, as ``timm.create_model`` does.
 
     Args:
-        name: registered name (``"idpa_resnet"``), name and tag (``"idpa_resnet.cifar10"``), ``"hf-hub:org/repo"``
+        name: registered name (``"idpa_resnet"``), name and tag (``"idpa_resnet.cifar10"``), ``"hf-hub:USER/NAME"``
             or ``"local-dir:folder"``.
         pretrained: load weights: bundled ones offline, others through the Hub.
         num_classes: classes; if it differs from the weights', the class capsules are new. 0: pooled features.

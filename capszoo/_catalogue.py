@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,11 @@ def check_model_argument(name: str) -> None:
         raise CapszooError(f"{path}: of weights, only .safetensors files are loaded", "name the model itself")
     if name.startswith("hf-hub:") or path.is_dir() or path.suffix in (".safetensors", ".json"):
         return
-    if "/" in name or name.startswith("local-dir:"):
+    if any(sep in name for sep in ("/", os.sep)) or name.startswith("local-dir:"):
         raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
     architecture, _, tag = name.partition(".")
+    if name in checkpoints():  # also of an architecture that is timm's own
+        return
     if architecture not in architectures():
         raise UnknownModel(unknown_name("model", name, [*architectures(), *checkpoints()]))
     tags = [known for known in checkpoints() if known.startswith(f"{architecture}.")]
@@ -98,7 +101,9 @@ def checkpoint_row(info: WeightsInfo) -> dict[str, Any]:
     """Columns of a checkpoint in listings."""
     return {
         "name": info.name,
-        "description": plain(info.description or architectures()[info.architecture]["description"]),
+        "description": plain(
+            info.description or architectures().get(info.architecture, {}).get("description", "")
+        ),
         "parameters": info.raw.get("num_params"),
         "input_size": list(info.input_size),
         "dataset": info.raw.get("dataset", {}).get("name"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from .errors import UsageError
 
 __all__ = ["DEVICES", "check_device"]
@@ -12,7 +14,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 def check_device(name: str | None) -> str | None:
     """Return the name; raise `UsageError` if no machine has such a device. Only torch knows whether this one does."""
-    kind, _, number = (name or "auto").partition(":")
-    if kind not in DEVICES or (number and not number.isdigit()):
+    known = name is None or name in DEVICES or re.fullmatch(r"cuda:[0-9]{1,3}", name)
+    if not known:
         raise UsageError(f"unknown device '{name}'", f"use {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
     return name

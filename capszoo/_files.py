@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 
 from .errors import CapszooError, UsageError
 
-__all__ = ["cache_folder", "check_writable", "names_onnx_file", "replacing", "write_csv"]
+#: Formats of pictures that are written; matplotlib's others need LaTeX (.pgf) or are no pictures (.raw).
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
+
+__all__ = ["PICTURE_SUFFIXES", "cache_folder", "check_writable", "names_onnx_file", "replacing", "write_csv"]
 
 
 def cache_folder() -> Path:
@@ -23,7 +27,7 @@ def cache_folder() -> Path:
     """
     stated = os.environ.get("CAPSZOO_CACHE")
     if stated:
-        return Path(stated)
+        return Path(stated).expanduser()
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
     except RuntimeError:
@@ -71,11 +75,16 @@ def check_writable(path: Path) -> None:
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`, whose file is deleted; a failure names `path`."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    temporary = path.with_name(f".{os.getpid()}.{threading.get_ident()}.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
     except OSError as e:
+        about = (None, *map(str, (path, temporary, path.parent)))
+        if (
+            str(e.filename) if e.filename else None
+        ) not in about or not e.errno:  # of another file, or a library's own
+            raise
         raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
     finally:
         with suppress(OSError):

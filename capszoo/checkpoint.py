@@ -9,7 +9,7 @@ True
 A MODEL is, in this order:
 
 1. a name of the zoo, ``idpa_resnet`` or with a tag ``idpa_resnet.cifar10`` (a folder of the same name is ``./NAME``),
-2. ``hf-hub:org/repo``,
+2. ``hf-hub:USER/NAME``,
 3. a folder with a ``config.json`` (the layout of timm and the Hub), with or without ``local-dir:``,
 4. the folder of a finished training run,
 5. a ``.safetensors`` file, or the ``.json`` file of its metadata, which lie side by side,
@@ -18,6 +18,7 @@ A MODEL is, in this order:
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,7 +155,7 @@ class Checkpoint:
         except (WeightsError, UnknownModel):
             raise
         except Exception as e:
-            if not is_hub_error(e) and not isinstance(e, ValueError):
+            if isinstance(e, CapszooError) or not is_hub_error(e):
                 raise
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise CapszooError(
@@ -197,7 +198,7 @@ def resolve(model: str | Path) -> Checkpoint:
             if not file.is_file():
                 raise WeightsError(f"{file}: no such file: weights and their metadata must lie side by side")
         return Checkpoint(argument, "file", weights, WeightsInfo.from_json(metadata))
-    if "/" in argument or argument.startswith("local-dir:"):
+    if any(sep in argument for sep in ("/", os.sep)) or argument.startswith("local-dir:"):
         raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
     return Checkpoint(argument, "name")
 

@@ -148,7 +148,7 @@ def load(name: str, device: str | None = None, **kwargs: Any) -> LoadedModel:
     """Load a model with its weights.
 
     Args:
-        name: ``name.tag`` or ``name`` of the zoo, ``hf-hub:org/repo``, the folder of a training run, or a
+        name: ``name.tag`` or ``name`` of the zoo, ``hf-hub:USER/NAME``, the folder of a training run, or a
             ``.safetensors`` file.
         device: device of the model; None selects CUDA if available, else the CPU.
         **kwargs: as for :func:`capszoo.create_model`, such as ``routing_iters``.

@@ -21,8 +21,10 @@ from .errors import CapszooError, UsageError
 from .reading import default_background, flatten
 
 __all__ = [
+    "IMAGE_FORMATS",
     "IMAGE_SUFFIXES",
     "MAX_PIXELS",
+    "files_below",
     "find_images",
     "is_visible_image",
     "open_image",
@@ -39,6 +41,9 @@ IMAGE_SUFFIXES = frozenset(
 
 #: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller sets another limit.
 MAX_PIXELS = 64_000_000
+
+#: Pillow's formats that are read. For PostScript, one of its others, it runs Ghostscript, whatever a file's suffix.
+IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 
 _SMALLER = "scale it down, or allow more with CAPSZOO_MAX_PIXELS"
 
@@ -68,7 +73,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            below = (p for p in _files_below(path) if is_visible_image(str(p.relative_to(path))))
+            below = (p for p in files_below(path) if is_visible_image(str(p.relative_to(path))))
             inside = sorted(p for p in below if p.is_file())
             if not inside:
                 raise CapszooError(
@@ -82,7 +87,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     return found
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
     """All files under a folder, also in linked folders; a folder that is reached twice is read once."""
 
     def fail(error: OSError) -> None:
@@ -147,7 +152,8 @@ def open_image(
         Image.MAX_IMAGE_PIXELS = limit  # Pillow's limit would refuse images that the caller allows
     smaller = "scale it down" if max_pixels else _SMALLER  # the variable does not change a caller's limit
     with _one_line_errors(name, limit, smaller):
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        opened = io.BytesIO(source) if isinstance(source, bytes) else source
+        with Image.open(opened, formats=IMAGE_FORMATS) as image:
             if image.width * image.height > limit:
                 raise CapszooError(
                     f"{name}: {image.width}x{image.height} are more than {limit:,} pixels", smaller
@@ -193,7 +199,9 @@ def _one_line_errors(name: str | Path, limit: int, smaller: str) -> Iterator[Non
     except IsADirectoryError:
         raise CapszooError(f"{name} is a folder", "name an image file") from None
     except UnidentifiedImageError:
-        raise CapszooError(f"{name}: not an image", "give a PNG, JPEG or another common image file") from None
+        raise CapszooError(
+            f"{name}: not an image", f"give one of these formats: {', '.join(IMAGE_FORMATS)}"
+        ) from None
     except Image.DecompressionBombError:
         raise CapszooError(f"{name}: more than {limit:,} pixels", smaller) from None
     except MemoryError:
@@ -233,7 +241,9 @@ def to_8_bits(image: Image.Image) -> Image.Image:
         top_value = 65535.0 if largest > 255 else 255.0
     else:
         top_value = 255.0 if largest > 1 else 1.0
-    scaled = [(strip.astype(np.float64) / top_value * 255).clip(0, 255).astype(np.uint8) for strip in strips]
+    scaled = [
+        np.rint(strip.astype(np.float64) / top_value * 255).clip(0, 255).astype(np.uint8) for strip in strips
+    ]
     return Image.fromarray(
         np.concatenate(scaled) if scaled else np.zeros((image.height, image.width), np.uint8)
     )
@@ -244,16 +254,18 @@ def resize_and_crop(
 ) -> Image.Image:
     """The centre of an image at ``size`` (height, width): the shorter side scaled to ``size / crop_pct``, then cropped.
 
-    Only the cropped region is scaled: scaling a whole image of 1 x 1,000,000 pixels would take gigabytes. An image that
-    already has the size is not resampled.
+    Only the cropped region is scaled: scaling a whole image of 1 x 1,000,000 pixels would take gigabytes. The region
+    has the exact centre of the image, as in the data sets' decoding (:func:`capszoo.data.readers.decode_image`). An
+    image that already has the size is not resampled.
     """
     height, width = size
     scale = max(height / image.height, width / image.width) / crop_pct
     rows, cols = max(height, round(image.height * scale)), max(width, round(image.width * scale))
-    top, left = (rows - height) // 2, (cols - width) // 2
     if (rows, cols) == (image.height, image.width):
-        return image.crop((left, top, left + width, top + height))
-    down, across = image.height / rows, image.width / cols
-    box = (left * across, top * down, (left + width) * across, (top + height) * down)
-    box = (*box[:2], min(box[2], image.width), min(box[3], image.height))
+        x, y = (cols - width) // 2, (rows - height) // 2
+        return image.crop((x, y, x + width, y + height))
+    tall, wide = min(height / scale, image.height), min(width / scale, image.width)
+    top, left = (image.height - tall) / 2, (image.width - wide) / 2
+    # a rounding error may not lead outside of the image
+    box = (left, top, min(left + wide, image.width), min(top + tall, image.height))
     return image.resize((width, height), resampling, box=box)

@@ -6,6 +6,7 @@ The functions behind ``capszoo predict`` and ``capszoo explain``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def load_model(
     """A model in eval mode, from any MODEL that :mod:`capszoo.checkpoint` accepts.
 
     Args:
-        name: registered name, ``name.tag``, ``hf-hub:org/repo``, the folder of a finished training run, a folder with
+        name: registered name, ``name.tag``, ``hf-hub:USER/NAME``, the folder of a finished training run, a folder with
             a ``config.json`` (timm's and the Hub's layout), or a ``.safetensors`` file beside its metadata.
         pretrained: load weights; False gives freshly initialised ones.
         device: device of the model: ``cpu``, ``cuda``, ``mps``; None or ``auto`` selects CUDA if available, else the
@@ -118,13 +119,10 @@ def predict(
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
     transform = transform or model_transform(model)
-    pictures: list[ImageLike] = [images] if is_image_like(images) else list(images)  # type: ignore[list-item, arg-type]
+    pictures: Iterator[ImageLike] = iter([images] if is_image_like(images) else images)  # type: ignore[list-item, arg-type]
+    named = ((_image_name(image, i), image) for i, image in enumerate(pictures))
     results: list[ImagePrediction] = []
-    for start in range(0, len(pictures), batch_size):
-        chunk = [
-            (_image_name(image, i), image)
-            for i, image in enumerate(pictures[start : start + batch_size], start)
-        ]
+    while chunk := list(islice(named, batch_size)):
         results.extend(_predict_chunk(model, transform, chunk, labels, min(topk, len(labels))))
         if advance:
             advance(len(chunk))

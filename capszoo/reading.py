@@ -52,6 +52,10 @@ def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.I
     """
     if not image.has_transparency_data:
         return image, ""
+    key = image.info.get("transparency")
+    if isinstance(key, tuple) and max(key) > 255:  # of 16 bits, while Pillow reads the pixels as 8
+        image = image.copy()
+        image.info["transparency"] = tuple(value >> 8 for value in key)
     rgba = image.convert("RGBA")
     # a sample of about a million pixels is enough
     step = max(1, round((rgba.width * rgba.height / 1e6) ** 0.5))

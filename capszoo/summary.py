@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ._api import ModelInfo, create_model, list_models, model_info
-from ._catalogue import list_rows, weights_entry
+from ._catalogue import weights_entry
 from ._metadata import WeightsInfo
 from ._modes import evaluating
 from .checkpoint import resolve
@@ -24,7 +24,6 @@ __all__ = [
     "count_multiply_adds",
     "engine_rows",
     "iteration_attributes",
-    "list_summaries",
     "routing_iterations",
     "summarise",
 ]
@@ -96,16 +95,6 @@ def routing_iterations(model: nn.Module) -> list[int]:
     return sorted(counts)
 
 
-def list_summaries(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]]:
-    """One row per architecture (name, description, parameters, tags, …), or per checkpoint (with its test accuracy).
-
-    Args:
-        filter: part of a name or of a tag, or a shell pattern.
-        pretrained: list checkpoints instead of architectures.
-    """
-    return list_rows(filter, pretrained)
-
-
 def summarise(name: str, **kwargs: Any) -> ModelSummary:
     """Describe a model without computing anything.
 
@@ -130,7 +119,7 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
             num_classes=int(getattr(model, "num_classes", 0)),
             input_size=model_input_size(model),
             weights=weights,
-            paper_ids=like.paper_ids if like else (),
+            paper_ids=like.paper_ids if like and not _other_head(architecture, weights) else (),
             license=weights[0].license if weights else "",
         )
     return ModelSummary(
@@ -138,6 +127,13 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
         multiply_adds=count_multiply_adds(model),
         routing_iters=tuple(routing_iterations(model)),
         figures=papers,
+    )
+
+
+def _other_head(architecture: str, weights: tuple[WeightsInfo, ...]) -> bool:
+    """Whether weights of `caps_head` have another routing than its default, whose paper the registry names."""
+    return architecture == "caps_head" and any(
+        info.model_args.get("routing", "idpa") != "idpa" for info in weights
     )
 
 

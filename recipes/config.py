@@ -6,6 +6,7 @@ A file may contain `profiles: {short: {epochs: 20, ...}}`: other settings for th
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,7 +178,10 @@ class StageConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """An optimiser of timm's factory (which has torch's too); biases and norms have no weight decay."""
+    """An optimiser of timm's factory (which has torch's too); biases and norms have no weight decay.
+
+    Timm's `sgd` has Nesterov momentum, `momentum` is SGD with the plain one.
+    """
 
     name: str = "adamw"
     lr: Rate = 1e-3
@@ -230,8 +234,8 @@ class InitConfig(_Section):
     """Initial weights; without this section they are random."""
 
     weights: str
-    """What `capszoo predict` takes: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file. Or
-    `backbone:NAME`, for the backbone of `caps_head` alone: a timm name, hf-hub:org/repo or local-dir:folder."""
+    """What `capszoo predict` takes: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file. Or
+    `backbone:NAME`, for the backbone of `caps_head` alone: a timm name, hf-hub:USER/NAME or local-dir:folder."""
     new_classes: bool = True
     """Fresh class capsules; false where the classes are those of the weights."""
     freeze: tuple[str, ...] = ()
@@ -368,7 +372,7 @@ def find_recipe(name: str | Path) -> Path:
     if path.suffix in (".yaml", ".yml", ".json"):  # JSON is YAML: older runs have a JSON recipe
         if path.is_file():
             return path
-        if (CONFIGS / path.name).is_file():
+        if path.parent == Path(".") and (CONFIGS / path.name).is_file():
             return CONFIGS / path.name
         raise RecipeError(f"no such recipe file: {path}")
     if (CONFIGS / f"{name}.yaml").is_file():
@@ -473,7 +477,7 @@ def load_recipe(
     if isinstance(recipe, Recipe):
         where, tree = recipe.name, recipe.model_dump()
     elif isinstance(recipe, dict):
-        where, tree = f"{recipe['arch']}.{recipe['tag']}", recipe
+        where, tree = f"{recipe['arch']}.{recipe['tag']}", copy.deepcopy(recipe)
     else:
         tree, where = _read(recipe)
         profiles = _profiles(tree, where)

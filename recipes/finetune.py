@@ -121,7 +121,7 @@ def backbone_source(backbone: str, head: str) -> Source:
     """A timm backbone with a capsule head (`caps_head`) as a start, without reading the backbone's weights.
 
     Args:
-        backbone: timm name, hf-hub:org/repo or local-dir:folder.
+        backbone: timm name, hf-hub:USER/NAME or local-dir:folder.
         head: a routing of `capszoo.models._heads.HEADS`.
 
     Raises:
@@ -295,9 +295,9 @@ def finetune(
     """Fine-tune a model, or resume an interrupted call with the same arguments.
 
     Args:
-        model: name.tag, hf-hub:org/repo, the folder of a run, or a .safetensors file; with `from_scratch` also an
+        model: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file; with `from_scratch` also an
             architecture without weights. None with `backbone`.
-        backbone: instead of a model, a timm name, hf-hub:org/repo or local-dir:folder: its features, with its weights
+        backbone: instead of a model, a timm name, hf-hub:USER/NAME or local-dir:folder: its features, with its weights
             unless `from_scratch`, and a new capsule head.
         head: routing of that head, a name of `capszoo.models._heads.HEADS`.
         data: a folder with a sub-folder of images per class (or those below train/, val/ and test/), `hf:OWNER/NAME`,

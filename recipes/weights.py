@@ -74,7 +74,10 @@ LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT = 80_000_000, 160_000_000
 
 
 def source_commit() -> str | None:
-    """The commit of the checkout that this package runs from ("+changes" if a used file differs); None outside one."""
+    """The commit of the checkout that this package runs from ("+changes" if a used file differs).
+
+    Outside a checkout, as in a copy of its files alone, ``CAPSZOO_COMMIT``; else None.
+    """
     package = Path(capszoo.__file__).parent
     root = package.resolve().parent
 
@@ -90,7 +93,7 @@ def source_commit() -> str | None:
         changed = git("status", "--porcelain", "--", *ours)
         return git("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("CAPSZOO_COMMIT") or None
 
 
 def hardware(device: torch.device) -> str:

@@ -69,7 +69,7 @@ test images. The last row is one of three heads with two capsule layers: a trial
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
 the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Training
-accuracy is that of the last epoch, on augmented images. A low one means that the head was undertrained after 20 epochs:
+accuracy is that of the last epoch, on augmented images. A low one suggests underfitting within 20 epochs:
 longer training may raise its test accuracy. Seconds are wall-clock times on shared cores: do not compare heads by them.
 A run computes in bf16 (autocast) where the processor gains by it, else in float32: the last column states it.
 
@@ -266,7 +266,7 @@ def table(found: list[Row]) -> list[str]:
     """The page's table."""
     lines = [
         "| head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | training, % | entropy "
-        "| seconds | on |",
+        "| seconds | hardware, precision |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in found:
@@ -358,10 +358,12 @@ def page(kept: Path = KEPT) -> str:
         f"{recipe.data.val_size:,} training images for validation. "
         + rate_too_high(next(row for row in found if row.head == "conv"))
     )
-    tried = [f"{head} {top1:.1f}" for head, top1 in trials(kept).items()]
+    tried = [f"{head.removesuffix(', 2 layers')} {top1:.1f}%" for head, top1 in trials(kept).items()]
     slow = "A trial of four epochs favours heads that learn quickly."
     trial = (
-        ["", f"Trials of two layers, validation accuracy in %: {', '.join(tried)}. {slow}"] if tried else []
+        ["", f"Trials with two capsule layers, validation accuracy: {', '.join(tried)}. {slow}"]
+        if tried
+        else []
     )
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
     heads = ", ".join(f"`{head}`" for head in even_heads(found))

@@ -56,16 +56,17 @@ Written by ``scripts/generate.py`` (``make docs``) from the registry; a test com
 
 from typing import Any as _Any  # torch.hub lists every callable without an underscore
 
-import timm
 import torch
 
-import capszoo.models  # noqa: F401  (registers the models with timm)
+import capszoo
 
 dependencies = ["torch", "timm", "safetensors", "huggingface_hub"]
 
 
 def _create(name: str, pretrained: bool, tag: str, kwargs: dict[str, _Any]) -> torch.nn.Module:
-    return timm.create_model(f"{name}.{tag}" if tag else name, pretrained=pretrained or bool(tag), **kwargs)
+    return capszoo.create_model(
+        f"{name}.{tag}" if tag else name, pretrained=pretrained or bool(tag), **kwargs
+    )
 '''
 
 
@@ -121,7 +122,7 @@ def model_table() -> str:
 
 def weights_table() -> str:
     """The checkpoints for the README: data set, accuracy, number of test images, the paper's result."""
-    lines = ["| weights | data set | top-1, % | n | paper's top-1, % |", "|---|---|---:|---:|---|"]
+    lines = ["| weights | data set | top-1, % | test images | paper's top-1, % |", "|---|---|---:|---:|---|"]
     for name, info in bundled_tags().items():
         test = info.raw["metrics"]["test"]
         accuracy = f"{test['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"

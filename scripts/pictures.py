@@ -40,7 +40,7 @@ DECODED = "the first test images that are recognised, and the first that are not
 #: The picture's kind → text of its caption; `{quantity}` is what the network's heat map draws.
 KINDS = {
     "heat": "Test images; share of each position in the predicted class ({quantity}), 1 is even; overlay",
-    "decoded": "Test images and their reconstructions, first of recognised images, then of others",
+    "decoded": "Test images and their reconstructions, correctly classified ones first, then wrongly classified ones",
 }
 
 

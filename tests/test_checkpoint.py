@@ -210,3 +210,12 @@ def test_metadata_of_the_zoo(name: str) -> None:
     assert test.n and test.top1 == raw["metrics"]["test"]["top1"]
     assert stated.trained.epochs == raw["recipe"]["epochs"] and stated.dataset.sha256
     assert json.dumps(stated.history) == json.dumps(raw.get("history", {})), "numbers stay of their type"
+
+
+def test_a_wrong_argument_is_not_blamed_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("img_size=(4, 4) is too small")
+
+    monkeypatch.setattr("capszoo.checkpoint.create_model", refuse)
+    with pytest.raises(ValueError, match=r"^img_size=\(4, 4\) is too small$"):
+        resolve("hf-hub:me/digits").create(img_size=4)

@@ -106,7 +106,7 @@ def test_list_pretrained() -> None:
     rows = json.loads(succeeds("list", "--pretrained", "--json"))
     assert [row["name"] for row in rows] == capszoo.list_pretrained()
     shown = succeeds("list", "--pretrained")
-    assert all(row["name"] in shown for row in rows) and "99.35" in shown
+    assert all(row["name"] in shown for row in rows) and "99.55" in shown
 
 
 def test_list_without_a_match() -> None:
@@ -373,6 +373,12 @@ def test_kinds_and_styles_of_pictures(
     image = min(pictures.iterdir())
     succeeds("explain", "heatmap", trained, image, "--format", "pdf")
     assert Path("heatmap.pdf").read_bytes().startswith(b"%PDF") and Path("heatmap.csv").is_file()
+    Path("mine.csv").write_text("my predictions")
+    assert "mine.csv exists" in fails(1, "explain", "heatmap", trained, image, "--out", "mine.png")
+    assert Path("mine.csv").read_text() == "my predictions" and not Path("mine.png").exists()
+    for suffix in ("pgf", "raw"):
+        wrong = fails(2, "explain", "heatmap", trained, image, "--out", f"a.{suffix}")
+        assert "cannot write this kind of file" in wrong
     sizes = {}
     for style in STYLES:
         succeeds("explain", "heatmap", trained, image, "--style", style, "--out", f"{style}.png")

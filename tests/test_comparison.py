@@ -67,7 +67,7 @@ def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path)
     assert "test" not in kept_trial["metrics"], "nothing is chosen by test images, and nothing tempts to"
     assert f"{names[0]}.2" in comparison.commands(kept=kept)[-1] and len(comparison.commands(kept=kept)) == 27
     page = comparison.page(kept)
-    assert "dynamic, 2 layers 61.0, em, 2 layers 51.0, self_routing, 2 layers 56.0" in page
+    assert "dynamic 61.0%, em 51.0%, self_routing 56.0%" in page
     # a run of full length below trials, or a trial beside the runs, is no trial
     run(comparison, runs / "other", names[1], 0, 99.0, trial=True, epochs=20)
     assert "left out" in comparison.collect(runs / "other", kept)[0] and comparison.chosen(kept).startswith(

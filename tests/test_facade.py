@@ -52,6 +52,11 @@ def test_every_way_to_give_an_image(model: capszoo.LoadedModel) -> None:
         assert [s.index for s in found.top] == [s.index for s in expected.top]
         assert found.top[0].score == pytest.approx(expected.top[0].score, abs=1e-5)
     many = model.predict(list(ways))
+    drawn: list[int] = []
+    batches: list[int] = []  # images drawn at the end of each batch
+    images = (drawn.append(k) or DIGIT for k in range(4))
+    predict(model.net, images, batch_size=2, advance=lambda _: batches.append(len(drawn)))
+    assert batches == [2, 4], "a generator is not drawn whole"
     assert isinstance(many, list) and [one.label for one in many] == ["3"] * len(ways)
     # the function takes the same, and gives a list
     assert [one.label for one in predict(model.net, str(DIGIT))] == ["3"]

@@ -76,6 +76,34 @@ def test_an_item_that_fails_leaves_the_others_alone(
     )
 
 
+def test_failed_tests_are_named_beside_the_counts(day: ModuleType, tmp_path: Path) -> None:
+    text = "import pytest\npytestmark = pytest.mark.gpu\ndef test_right(): pass\ndef test_wrong(): assert False\n"
+    (tmp_path / "test_two.py").write_text(text)
+    found = day.run_tests([tmp_path / "test_two.py"])
+    assert found["tests"] == 2 and found["failures"] == 1
+    assert "failed: ['test_wrong']" in found["error"] and day.to_repeat(found)
+
+
+def test_errors_that_break_the_device(day: ModuleType) -> None:
+    for text in (
+        "CUDA error: x",
+        "Triton Error [CUDA]: an illegal memory access",
+        "CUDNN_STATUS_EXECUTION_FAILED",
+    ):
+        assert day.is_broken(RuntimeError(text))
+    assert not day.is_broken(ValueError("no such shape"))
+
+
+def test_what_is_trained_compiled_is_measured_first(day: ModuleType, tmp_path: Path) -> None:
+    real = day.Settings(tmp_path, False, 4.3e12, 790e12)
+    names = list(day.train(real))
+    assert names[: len(day.FIRST)] == [f"{name}, compiled" for name in day.FIRST]
+    assert sorted(names) == sorted([*day.MODELS, *(f"{name}, compiled" for name in day.MODELS)])
+    assert list(day.STEPS)[:4] == ["machine", "check", "layers", "train"] and set(day.LIMITS) == set(
+        day.STEPS
+    )
+
+
 def test_what_hangs_or_dies_is_recorded(
     day: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +170,7 @@ def test_targets_by_hand(day: ModuleType, tmp_path: Path) -> None:
     }
     for step, items in (
         ("layers", {"idpa_conv": [row, row]}),
-        ("train", {"IDPA": {"ms": 2.0}, "IDPA, backbone alone": {"ms": 1.0}}),
+        ("train", {"IDPA, compiled": {"ms": 2.0}, "IDPA, backbone alone, compiled": {"ms": 1.0}}),
     ):
         day.write(tmp_path / f"{step}.json", {"items": items, "running": None, "finished": True})
     reached = [one.reached for one in day.targets(tmp_path)]

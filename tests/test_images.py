@@ -121,7 +121,7 @@ def test_cropping_before_scaling_gives_the_same_pixels(resampling: Image.Resampl
         np.sin(np.arange(300)[:, None, None] / 4 + np.arange(300)[None, :, None] / 6 + np.arange(3)) * 100
         + 128
     )
-    for rows, cols, crop in ((64, 48, 0.875), (31, 77, 1.0), (20, 20, 0.7), (300, 40, 0.95), (28, 28, 1.0)):
+    for rows, cols, crop in ((112, 128, 0.5), (60, 40, 1.0), (300, 40, 1.0), (28, 28, 1.0)):
         image = Image.fromarray(waves[:rows, :cols].astype(np.uint8))
         scale = max(28 / rows, 32 / cols) / crop
         size = (max(32, round(cols * scale)), max(28, round(rows * scale)))
@@ -130,6 +130,54 @@ def test_cropping_before_scaling_gives_the_same_pixels(resampling: Image.Resampl
         expected = np.asarray(whole.crop((left, top, left + 32, top + 28)), dtype=int)
         found = np.asarray(resize_and_crop(image, (28, 32), crop, resampling), dtype=int)
         assert found.shape == (28, 32, 3) and np.abs(found - expected).max() <= 1, (rows, cols)
+
+
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (333, 250), (1024, 683)])
+def test_predict_sees_the_pixels_of_eval_and_training(infer, tmp_path: Path, size: tuple[int, int]) -> None:
+    """Data sets are decoded at 8/7 of the input, then cropped: the same centre, whatever is odd."""
+    noise = np.random.default_rng(0).integers(0, 256, (size[1] // 4, size[0] // 4, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(tmp_path / "a.png")
+    transform = ImageTransform(3, (56, 56), (0.5,), (0.25,), crop_pct=0.875)
+    evaluated = decode_image(tmp_path / "a.png", "RGB", "a", 64)[4:60, 4:60].transpose(2, 0, 1).astype(int)
+    for seen in (
+        transform(open_image(tmp_path / "a.png")).numpy(),
+        infer.preprocess(tmp_path / "a.png", _spec(transform)),
+    ):
+        assert np.abs(np.rint((seen * 0.25 + 0.5) * 255) - evaluated).max() <= 1
+
+
+def test_postscript_is_not_handed_to_ghostscript(
+    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import EpsImagePlugin
+
+    def run(*_: object, **__: object) -> None:
+        raise AssertionError("Ghostscript was started")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", run)
+    path = tmp_path / "digit.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
+    for read in (open_image, infer.open_image, lambda file: image_mode(file, file)):
+        with pytest.raises((CapszooError, OSError)):
+            read(path)
+
+
+def test_16_bit_transparent_colour(infer, tmp_path: Path) -> None:
+    """PNG's tRNS of 16-bit RGB: Pillow reads the pixels as 8 bits and leaves the colour as 16."""
+    raw = b"".join(b"\0" + struct.pack(">6H", 0x1234, 0x5678, 0x9ABC, 0xFFFF, 0, 0) for _ in range(2))
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)),
+        (b"tRNS", struct.pack(">3H", 0x1234, 0x5678, 0x9ABC)),
+    )
+    body = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in (*chunks, (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
+    )
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + body)
+    expected = [[[255, 255, 255], [255, 0, 0]]] * 2  # composited on white
+    assert np.asarray(open_image(tmp_path / "a.png", 3)).tolist() == expected
+    flat, _ = infer.flatten(infer.open_image(tmp_path / "a.png"), "white", 3)
+    assert np.asarray(flat.convert("RGB")).tolist() == expected
 
 
 def test_a_thin_image_is_cropped_before_it_is_scaled(infer, tmp_path: Path) -> None:
@@ -226,7 +274,7 @@ def test_a_remedy_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ):  # the variable would not change this limit
         open_image(path, max_pixels=1000)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Image, "open", refuse)
@@ -254,7 +302,7 @@ def test_deep_images_are_converted_in_strips(monkeypatch: pytest.MonkeyPatch) ->
     whole = np.asarray(to_mode(Image.fromarray(values), 1))
     monkeypatch.setattr(images, "_STRIP", 100)
     assert np.array_equal(whole, np.asarray(to_mode(Image.fromarray(values), 1)))
-    assert np.array_equal(whole, (values / 65535.0 * 255).astype(np.uint8))
+    assert np.array_equal(whole, np.rint(values / 65535.0 * 255).astype(np.uint8))
 
 
 def test_what_pillow_does_not_read_is_one_line(tmp_path: Path) -> None:

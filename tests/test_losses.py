@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from capszoo.losses import (
     LOSSES,
@@ -150,3 +151,11 @@ def test_wrong_shapes_say_what_is_right() -> None:
         margin_loss(torch.rand(2, 3), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="differ in shape"):
         reconstruction_loss(torch.rand(2, 1, 3, 3), torch.rand(2, 1, 4, 4))
+
+
+def test_label_smoothing_by_hand() -> None:
+    scores, target = torch.randn(5, 4), torch.tensor([0, 1, 2, 3, 0])
+    logp = scores.log_softmax(1)
+    expected = -(0.9 * logp[range(5), target] + 0.1 * logp.mean(1)).mean().item()
+    for labels in (target, F.one_hot(target, 4).float()):
+        assert cross_entropy_loss(scores, labels, 0.1).item() == pytest.approx(expected, rel=1e-5)

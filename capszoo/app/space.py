@@ -112,7 +112,7 @@ def upload_space(folder: str | Path, repo_id: str, private: bool = False) -> dic
 
     Args:
         folder: folder of the Space.
-        repo_id: ``user/name``; created if it does not exist.
+        repo_id: ``USER/NAME``; created if it does not exist.
         private: for a new Space.
 
     Returns:

@@ -59,7 +59,7 @@ def serve_command(
         typer.Option(metavar="N", min=1, help="Requests that may wait; further ones are refused with 503."),
     ] = 64,
 ) -> None:
-    """Serve a model's exported file over HTTP, to try it out. For load, use Triton: `capszoo export --triton`."""
+    """Serve a model's exported file over HTTP, to try it out. For production use Triton: `capszoo export --triton`."""
     check_model_argument(model)
     require("serving", EXTRAS["serve"][0], "serve")
     from ..app.server import serve

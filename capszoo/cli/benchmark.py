@@ -65,7 +65,8 @@ def benchmark_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Name, name.tag, hf-hub:org/repo, run folder, .safetensors file; or a bundle.",
+            help="Name, name.tag, hf-hub:USER/NAME[@REVISION], local-dir:FOLDER, folder of a run, .safetensors file, "
+            "or a bundle.",
             show_default=False,
             autocompletion=complete_model,
         ),
@@ -74,7 +75,7 @@ def benchmark_command(
         list[Path] | None,
         typer.Argument(
             metavar="[IMAGE]...",
-            help="Of a bundle: image files or folders (else random input).",
+            help="Images to time a bundle on (default: random input).",
             show_default=False,
         ),
     ] = None,
@@ -95,7 +96,9 @@ def benchmark_command(
     original: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="NAME", help="Of a bundle: the original, if its name does not lead to it."
+            "--model",
+            metavar="NAME",
+            help="The bundle's original model, if the name in its manifest cannot be resolved.",
         ),
     ] = None,
     device: DeviceOption = None,
@@ -288,7 +291,7 @@ def _about(name: str) -> dict[str, Any]:
     chosen = chosen or next(iter(about["weights"]), None)
     test = chosen["metrics"].get("test", {}) if chosen else {}
     return {
-        "name": chosen["name"] if chosen else name,
+        "name": name,
         "parameters": about["parameters"],
         "multiply_adds": about["multiply_adds"],
         "top1": test.get("top1"),
@@ -337,7 +340,7 @@ def _print_agreement(names: list[str], found: dict[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, accuracy in zip(names, found["accuracy"], strict=True):
         table.add_row(escape(f"accuracy of {name}"), f"{accuracy:.2f}%")
-    table.add_row("same answer", f"{100 * found['same'] / n:.2f}%")
+    table.add_row("same prediction", f"{100 * found['same'] / n:.2f}%")
     table.add_row("both right", f"{found['both_right']:,}")
     table.add_row(escape(f"only {names[0]} right"), f"{found['only_first']:,}")
     table.add_row(escape(f"only {names[1]} right"), f"{found['only_second']:,}")

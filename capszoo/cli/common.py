@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .._backgrounds import check_background
 from .._catalogue import architectures, checkpoints
 from .._devices import DEVICES, check_device
+from .._files import PICTURE_SUFFIXES, check_writable
 from .._suggest import unknown_name
 from .._verbosity import is_quiet
 from ..errors import CapszooError, UsageError
@@ -94,7 +95,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Name, name.tag, hf-hub:org/repo, the folder of a training run, or a .safetensors file.",
+        help="Name, name.tag, hf-hub:USER/NAME[@REVISION], local-dir:FOLDER, folder of a run, or .safetensors file.",
         show_default=False,
         autocompletion=complete_model,
     ),
@@ -231,19 +232,35 @@ class Picture:
         return style(self.dpi, self.style)
 
 
-def picture(out: Path | None, format: str | None, style: str, dpi: int | None, name: str) -> Picture:
+def picture(
+    out: Path | None, format: str | None, style: str, dpi: int | None, name: str, *, numbers: bool = False
+) -> Picture:
     """The picture described by ``--out``, ``--format``, ``--style`` and ``--dpi``.
 
     Args:
         out, format, style, dpi: the options.
         name: of the file, without a suffix, if ``--out`` is not given.
+        numbers: the values are written beside the picture, as a .csv file of its name.
 
     Raises:
         UsageError: an unknown format or style, or a format that differs from that of ``out``.
+        CapszooError: the file cannot be written, or its numbers would replace a table that is not theirs.
     """
     check_picture_options(format, style)
-    if out is not None and format is not None and out.suffix != f".{format}":
-        raise UsageError(f"--out {out} is no .{format} file", "leave --format out, or change the suffix")
+    if out is not None:
+        suffix = out.suffix.lower()
+        if format is not None and suffix != f".{format}":
+            raise UsageError(f"--out {out} is no .{format} file", "leave --format out, or change the suffix")
+        if suffix not in PICTURE_SUFFIXES:
+            raise UsageError(
+                f"--out {out}: cannot write this kind of file", f"use one of {', '.join(PICTURE_SUFFIXES)}"
+            )
+        table = out.with_suffix(".csv")
+        if numbers and table.exists() and not out.exists():
+            raise CapszooError(
+                f"{table} exists, and the picture's numbers would replace it", "choose another --out"
+            )
+        check_writable(out)
     return Picture(out or Path(f"{name}.{format or 'png'}"), dpi, style)
 
 

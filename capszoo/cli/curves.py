@@ -21,7 +21,7 @@ def curves_command(
         list[str],
         typer.Argument(
             metavar="RUN...",
-            help="Folders of runs (unfinished too), or name.tag; of robustness eval.json files.",
+            help="Folders of runs (unfinished too), or name.tag; with --what robustness: eval.json files.",
             show_default=False,
         ),
     ],
@@ -53,7 +53,7 @@ def curves_command(
     from .._suggest import unknown_name
     from ..explain.plotting import require_matplotlib
 
-    file = picture(out, format, style, dpi, what)
+    file = picture(out, format, style, dpi, what, numbers=True)
     for kind, value, known in (("picture", what, KINDS), ("axis", x, AXES)):
         if value not in known:
             raise UsageError(unknown_name(kind, value, known))

@@ -33,7 +33,8 @@ def list_sets_command(as_json: JsonOption = False) -> None:
         return
     table = Table("data set", "input", "images", "what it is", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(escape(row["name"]), row["input"], row["splits"], escape(row["title"]))
+        built = "built by `capszoo data h-imagenet`" if row["name"] == "h_imagenet" else row["splits"]
+        table.add_row(escape(row["name"]), row["input"], built, escape(row["title"]))
     stdout().print(table)
 
 

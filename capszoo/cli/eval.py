@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..recipes.evaluation.report import Report
 
 MOST_CLASSES = 20
-"""Rows of the per-class table; of more classes those least often recognised are shown."""
+"""Rows of the per-class table; of more classes those with the lowest recall are shown."""
 
 
 def eval_command(
@@ -128,7 +128,11 @@ def eval_command(
     seed: Annotated[
         int,
         typer.Option(
-            "--seed", min=0, help="Of --limit and of PGD's start.", metavar="N", rich_help_panel="Images"
+            "--seed",
+            min=0,
+            help="Seed of the --limit sample and of PGD's random start.",
+            metavar="N",
+            rich_help_panel="Images",
         ),
     ] = 0,
     batch_size: BatchSizeOption = 500,
@@ -253,7 +257,7 @@ def _print(report: Report, files: list[Path]) -> None:
         _print_iterations(report)
     if report.by_iterations:
         out.print()
-        table = Table("routing iterations", "accuracy %", "other answers", box=None, pad_edge=False)
+        table = Table("routing iterations", "accuracy %", "other predictions", box=None, pad_edge=False)
         for one in report.by_iterations:
             table.add_row(str(one.iterations), f"{one.accuracy:.2f}", f"{one.changed:,}")
         out.print(table)
@@ -269,9 +273,7 @@ def _print_classes(result: EvalResult) -> None:
     rows = list(result.per_class)
     if len(rows) > MOST_CLASSES:
         rows = sorted(rows, key=lambda row: 101 if row.recall is None else row.recall)[:MOST_CLASSES]
-        stdout().print(
-            f"the {MOST_CLASSES} classes of {len(result.per_class)} that are least often recognised"
-        )
+        stdout().print(f"the {MOST_CLASSES} classes of {len(result.per_class)} with the lowest recall")
     table = Table("class", "images", "recall %", "precision %", "F1 %", box=None, pad_edge=False)
     for row in rows:
         values = (_share(row.recall), _share(row.precision), _share(row.f1))

@@ -103,7 +103,7 @@ DatasetOption = Annotated[
 CountOption = Annotated[
     int,
     typer.Option(
-        "--num-images", "--count", min=1, metavar="N", help="Images of each kind: recognised and not."
+        "--num-images", "--count", min=1, metavar="N", help="Images of each kind: correct and wrong."
     ),
 ]
 
@@ -123,7 +123,7 @@ def heatmap_command(
 ) -> None:
     """Draw which positions of an image were routed to a class capsule, and how strongly."""
     reading = {"background": background, "invert": invert, "fit": fit}
-    file = picture(out, format, style, dpi, "heatmap")
+    file = picture(out, format, style, dpi, "heatmap", numbers=True)
     _draw_image("heat", model, image, target, device, file, reading)
 
 
@@ -165,7 +165,7 @@ def reconstruct_command(
     dpi: DpiOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Reconstruct test images from their class capsules, recognised ones and others (models with a decoder)."""
+    """Reconstruct correctly and wrongly classified test images from their class capsules (models with a decoder)."""
     file = picture(out, format, style, dpi, "reconstruct")
     _draw_data("reconstruct", model, dataset, data, count, device, file)
 
@@ -313,7 +313,7 @@ def _draw_data(
             right, written = sum(one.right for one in found), save_answers(found, file.path)
             drawn = len(found)
     stdout().print(
-        f"{escape(target.images.spec.name)}: {right} recognised, {drawn - right} not; "
+        f"{escape(target.images.spec.name)}: {right} correct, {drawn - right} wrong; "
         f"written: {escape(str(written))}",
         soft_wrap=True,
     )

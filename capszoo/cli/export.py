@@ -43,7 +43,8 @@ def export_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Name, name.tag, hf-hub:org/repo, the folder of a training run, or a .safetensors file.",
+            help="Name, name.tag, hf-hub:USER/NAME[@REVISION], local-dir:FOLDER, folder of a run, or .safetensors "
+            "file.",
             show_default=False,
         ),
     ],
@@ -130,7 +131,7 @@ def export_command(
         Path | None,
         typer.Option(
             "--timing-cache",
-            help="File of measured tactics.",
+            help="TensorRT's timing cache file.",
             metavar="PATH",
             rich_help_panel="TensorRT",
         ),
@@ -165,7 +166,10 @@ def export_command(
         ),
     ] = False,
     refit: Annotated[
-        bool, typer.Option("--refit", help="Allow new weights later.", rich_help_panel="TensorRT")
+        bool,
+        typer.Option(
+            "--refit", help="Build an engine whose weights can be replaced.", rich_help_panel="TensorRT"
+        ),
     ] = False,
     pretrained: Annotated[
         bool, typer.Option("--pretrained/--no-pretrained", help="Load weights, or export untrained ones.")
@@ -175,7 +179,8 @@ def export_command(
         typer.Option(
             "--verify-data",
             metavar="PATH|DATA SET",
-            help="Real images. The top-1 must be equal; with INT8 accuracy may fall by at most 0.5 points.",
+            help="Real images. Top-1 must be equal in fp32, on 99.5% of the images in fp16 and bf16; INT8 may lose "
+            "0.5 points of accuracy.",
             rich_help_panel="Verification",
         ),
     ] = None,

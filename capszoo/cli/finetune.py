@@ -48,7 +48,7 @@ def finetune_command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A timm backbone with a new capsule head: resnet18.a1_in1k, hf-hub:ORG/REPO, local-dir:FOLDER.",
+            help="A timm backbone with a new capsule head: resnet18.a1_in1k, hf-hub:USER/NAME, local-dir:FOLDER.",
             show_default=False,
         ),
     ] = None,

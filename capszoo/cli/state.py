@@ -28,7 +28,7 @@ def export_command(
         Path, typer.Argument(metavar="FOLDER", help="New folder for the files.", show_default=False)
     ],
 ) -> None:
-    """Write the newest checkpoint of a run as safetensors files of at most 16 MB, with a manifest."""
+    """Write the newest training state of a run as safetensors files of at most 16 MB, with a manifest."""
     check_training()
     from ..recipes.training.transfer import export_state
 
@@ -42,7 +42,7 @@ def import_command(
     ],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the new run.", show_default=False)],
 ) -> None:
-    """Make a run of exported files; `capszoo train RUN/recipe.yaml --out RUN` resumes it."""
+    """Recreate a run from exported files; `capszoo train RUN/recipe.yaml --out RUN` resumes it."""
     check_training()
     from ..recipes.training.transfer import import_state
 

@@ -9,7 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import architectures, check_model_argument, describe, list_rows, plain
+from .._catalogue import architectures, check_model_argument, checkpoints, describe, list_rows, plain
+from .._paper_links import paper_address, paper_label
 from ..errors import CapszooError
 from .common import (
     ItersOption,
@@ -57,8 +58,7 @@ def _model_table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(title)
     for row in rows:
         weights = (
-            entry["name"].partition(".")[2] + ("" if entry["top1"] is None else f" {entry['top1']:.2f}")
-            for entry in row["weights"]
+            f"{entry['name'].partition('.')[2]} {_accuracy(entry)}".rstrip() for entry in row["weights"]
         )
         table.add_row(
             row["name"],
@@ -66,7 +66,7 @@ def _model_table(rows: list[dict[str, Any]]) -> Table:
             _size(row["input_size"]),
             escape(", ".join(weights)),
             escape(row["description"]),
-            ", ".join(row["paper_ids"]),
+            ", ".join(map(paper_label, row["paper_ids"])),
         )
     return table
 
@@ -80,16 +80,24 @@ def _checkpoint_table(rows: list[dict[str, Any]]) -> Table:
     table.add_column("input", no_wrap=True)
     table.add_column("what it is")
     for row in rows:
-        top1, count = row["top1"], row["parameters"]
+        count = row["parameters"]
         table.add_row(
             row["name"],
             row["dataset"] or "",
-            "" if top1 is None else f"{top1:.2f}",
+            _accuracy(row),
             "" if count is None else f"{count:,}",
             _size(row["input_size"]),
             escape(row["description"]),
         )
     return table
+
+
+def _accuracy(row: dict[str, Any]) -> str:
+    """The test accuracy of a checkpoint's row; with several labels per image, that of the exact set."""
+    if row["top1"] is None:
+        return ""
+    several = checkpoints()[row["name"]].score_kind.startswith("label_")
+    return f"{row['top1']:.2f}" + (" (exact set)" if several else "")
 
 
 def _size(input_size: Sequence[int]) -> str:
@@ -114,7 +122,9 @@ def info_command(
             "--batch-size", "--batch", min=1, help="Images per forward pass, with --engines.", metavar="N"
         ),
     ] = 32,
-    training: Annotated[bool, typer.Option("--training", help="With gradients, with --engines.")] = False,
+    training: Annotated[
+        bool, typer.Option("--training", help="With --engines: the choice for training.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a model's size, multiply-adds, the papers' results, its weights and licence, or its engines."""
@@ -134,6 +144,30 @@ def info_command(
     if as_json:
         print_json(about)
         return
+    _print_facts(about)
+    if about["paper_figures"]:
+        papers = Table("papers report", "metric", "%", "setting", "source", box=None, pad_edge=False)
+        for figure in about["paper_figures"]:
+            value = f"{figure['value']:g}"
+            papers.add_row(figure["dataset"], figure["metric"], value, figure["note"], figure["source"])
+        stdout().print()
+        stdout().print(papers)
+    stdout().print()
+    if about["weights"]:
+        stdout().print(_weights_table(about["weights"]))
+    elif model in architectures():
+        stdout().print(_how_to_train(model))
+
+
+def _how_to_train(name: str) -> str:
+    """What to do about an architecture without weights."""
+    if name == "caps_head":  # has no recipe: the backbone and the data are the user's
+        return "no weights: `capszoo finetune --backbone NAME --data FOLDER` trains this head"
+    name = {"resnet_routingpool": "resnet20_routingpool"}.get(name, name)  # two names of one network
+    return f"no weights yet: `capszoo train {name}.TAG` trains them (`capszoo recipes list {name}`)"
+
+
+def _print_facts(about: dict[str, Any]) -> None:
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", escape(f"{about['name']}: {plain(about['description'])}"))
     facts.add_row("parameters", f"{about['parameters']:,}")
@@ -144,27 +178,19 @@ def info_command(
         facts.add_row("routing", f"{'/'.join(map(str, about['routing_iters']))} iterations")
     if about["license"]:
         facts.add_row("licence", about["license"])
-    out = stdout()
-    out.print(facts)
-    if about["paper_figures"]:
-        papers = Table("papers report", "metric", "%", "setting", "source", box=None, pad_edge=False)
-        for figure in about["paper_figures"]:
-            value = f"{figure['value']:g}"
-            papers.add_row(figure["dataset"], figure["metric"], value, figure["note"], figure["source"])
-        out.print()
-        out.print(papers)
-    out.print()
-    if not about["weights"]:
-        if model in architectures():
-            out.print("no weights yet: `capszoo train` makes them")
-        return
+    if about["paper_ids"]:
+        facts.add_row("paper", escape(", ".join(map(paper_address, about["paper_ids"]))))
+    stdout().print(facts)
+
+
+def _weights_table(entries: list[dict[str, Any]]) -> Table:
     weights = Table(
         "weights", "data set", "top-1 %", "input", "scores", "licence", "sha256", box=None, pad_edge=False
     )
-    for entry in about["weights"]:
+    for entry in entries:
         measured = entry["metrics"].get("test", {}).get("top1")
         weights.add_row(
-            entry["name"] + (" (default)" if entry["default"] and len(about["weights"]) > 1 else ""),
+            entry["name"] + (" (default)" if entry["default"] and len(entries) > 1 else ""),
             entry["dataset"] or "",
             "" if measured is None else f"{measured:.2f}",
             _size(entry["input_size"]),
@@ -172,7 +198,7 @@ def info_command(
             entry["license"],
             entry["sha256"][:12],
         )
-    out.print(weights)
+    return weights
 
 
 def _print_engines(model: str, batch: int, training: bool, as_json: bool, options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -106,10 +107,6 @@ class Augment:
     @property
     def warps(self) -> bool:
         return bool(self.rotation or self.shear or self.scale != (1.0, 1.0))
-
-    @property
-    def jitters(self) -> bool:
-        return bool(self.brightness or self.contrast or self.saturation or self.hue)
 
     @property
     def changes(self) -> list[str]:
@@ -238,6 +235,11 @@ RANGES = {
 }
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor on a device; on CUDA without waiting for the GPU, as a copy from pageable memory would."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def share(draws: Draws, rank: int, world: int) -> Draws:
     """The random numbers for one process's images."""
     return draws if world == 1 else {name: numbers[rank::world] for name, numbers in draws.items()}
@@ -265,10 +267,11 @@ def crop(
     Returns:
         [b, c, *size].
     """
-    rows = top[:, None] + torch.arange(size[0])  # [b, rows]
-    cols = left[:, None] + torch.arange(size[1])  # [b, cols]
+    device = images.device
+    rows = send(top, device)[:, None] + torch.arange(size[0], device=device)  # [b, rows]
+    cols = send(left, device)[:, None] + torch.arange(size[1], device=device)  # [b, cols]
     if mirrored is not None:
-        cols = torch.where(mirrored[:, None], cols.flip(1), cols)
+        cols = torch.where(send(mirrored, device)[:, None], cols.flip(1), cols)
     if pad_mode == "reflect":
         if padding >= min(images.shape[2:]):
             raise DataError(
@@ -278,8 +281,8 @@ def crop(
         padding = 0
     padded = F.pad(images, (padding, padding, padding, padding)).permute(0, 2, 3, 1)
     b, h, w, c = padded.shape
-    batch = torch.arange(b)[:, None, None]
-    pixel = ((batch * h + rows[:, :, None]) * w + cols[:, None, :]).to(images.device)  # [b, rows, cols]
+    batch = torch.arange(b, device=device)[:, None, None]
+    pixel = (batch * h + rows[:, :, None]) * w + cols[:, None, :]  # [b, rows, cols]
     # One selection of pixels does it all, on a CPU twice as fast as indexing three axes; the result is channels-last.
     picked = padded.reshape(b * h * w, c).index_select(0, pixel.flatten())
     return picked.view(*pixel.shape, c).permute(0, 3, 1, 2)
@@ -307,13 +310,13 @@ def cut_out(
     h, w = images.shape[2:]
 
     def inside(middle: Tensor, places: int) -> Tensor:  # [b, places]
-        first = (middle - side // 2)[:, None]
-        place = torch.arange(places)
-        return ((place >= first) & (place < first + side)).to(images.device)
+        first = (send(middle, images.device) - side // 2)[:, None]
+        place = torch.arange(places, device=images.device)
+        return (place >= first) & (place < first + side)
 
     square = inside(row, h)[:, None, :, None] & inside(col, w)[:, None, None, :]
-    colour = torch.tensor(fill or (0.0,), device=images.device).mul(255).round().to(images.dtype)
-    return torch.where(square, colour.view(1, -1, 1, 1), images)
+    colour = _per_channel(tuple(fill or (0.0,)), images.device).mul(255).round().to(images.dtype)
+    return torch.where(square, colour, images)
 
 
 def shift_in_margin(images: Tensor, draws: Tensor) -> Tensor:
@@ -462,10 +465,14 @@ def resize(images: Tensor, size: tuple[int, int], chunk: int = 4096) -> Tensor:
     return torch.cat(parts)
 
 
+@lru_cache(64)
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Constants [1, c, 1, 1] on a device, sent once: each copy to a GPU would wait for it."""
+    return torch.tensor(values, device=device).view(1, -1, 1, 1)
+
+
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """uint8 [b, c, h, w] to float32 with (x / 255 − mean) / std per channel, in one multiply-add."""
-    scale = torch.tensor([1 / (255 * s) for s in std], device=images.device).view(1, -1, 1, 1)
-    offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).view(
-        1, -1, 1, 1
-    )
+    scale = _per_channel(tuple(1 / (255 * s) for s in std), images.device)
+    offset = _per_channel(tuple(-m / s for m, s in zip(mean, std, strict=True)), images.device)
     return torch.addcmul(offset, images.float(), scale)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .augment import Augment, Draws, normalize, share
+from .augment import Augment, Draws, normalize, send, share
 from .errors import DataError
 from .generate import ByClass, Composed
 from .sets import ImageSet, StreamedSet, keyed_generator
@@ -194,7 +194,7 @@ class Batches:
     def _pick(self, picked: Tensor, draws: Draws) -> Composed:
         data = self.data
         assert isinstance(data, ImageSet)
-        there = picked.to(data.device)
+        there = send(picked, data.device)
         if data.composer:
             return data.composer.compose(data.images, data.labels, there, draws)
         parts = None if data.parts is None else data.parts[there]

@@ -33,7 +33,13 @@ def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
     for split in splits:
         if (name, split) == ("svhn", "extra"):
             continue
-        images = load_dataset(name, split, data)
+        damaged: list[str] = []
+        images = load_dataset(
+            name, split, data, skipped=damaged
+        )  # streamed sets are decoded for the list alone
+        if damaged:
+            more = f", and {len(damaged) - 1} more" if damaged[1:] else ""
+            raise DataError(f"{damaged[0]}{more}: mend or remove what cannot be read")
         c, h, w = images.spec.input_size
         yield (
             f"{name} {split}: {len(images)} images, {c}x{h}x{w} out of {images.size[0]}x{images.size[1]}, "
@@ -67,6 +73,20 @@ def fetch_set(name: str, to: str | Path) -> str:
     return f"{spec.title} is in {folder}; check it with: capszoo data check {name} --data {to}"
 
 
+def _read_accuracies(path: Path) -> dict[str, float]:
+    """Top-1 accuracy by class from a JSON file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(found, dict) or not found:
+        raise DataError(f'{path}: expected an accuracy for each class, {{"n01440764": 0.75, …}}')
+    for kind, share in found.items():
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise DataError(f"{path}: the accuracy of {kind} is {str(share)[:60]}, not a number in 0..1")
+    return found
+
+
 def build_h_imagenet(
     ilsvrc: str | Path, out: str | Path, accuracies: str | None, weights: str | None, device: str = "cpu"
 ) -> Iterator[str]:
@@ -82,10 +102,7 @@ def build_h_imagenet(
     from .imagenet import Ilsvrc, build, class_accuracies, load_judge
 
     if accuracies:
-        try:
-            measured = json.loads(Path(accuracies).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{accuracies}: not readable as JSON ({error})") from error
+        measured = _read_accuracies(Path(accuracies))
     else:
         measured = class_accuracies(Ilsvrc(ilsvrc), load_judge(str(weights)), device)
     manifest = build(ilsvrc, out, measured)

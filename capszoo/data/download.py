@@ -127,9 +127,9 @@ def _fetch_file(file: RemoteFile, target: Path) -> None:
             return
         except (URLError, TimeoutError, ConnectionError) as error:
             reasons.append(f"{url}: {getattr(error, 'reason', error)}")
-        except RuntimeError as error:  # raised by torchvision for a wrong checksum
+        except RuntimeError:  # raised by torchvision for a wrong checksum
             (target / file.name).unlink(missing_ok=True)
-            raise DataError(f"what {url} sent has another md5 than {file.md5}; nothing was kept") from error
+            reasons.append(f"what {url} sent has another md5 than {file.md5}; nothing was kept")
     raise DataError(f"cannot fetch {file.name}: {'; '.join(reasons)}")
 
 

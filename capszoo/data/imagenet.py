@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -114,7 +115,11 @@ def class_accuracies(
 ) -> dict[str, float]:
     """Top-1 accuracy of each class on the validation images."""
     number = {wnid: index for index, wnid in enumerate(ilsvrc.classes)}
-    samples = [(path, number[wnid]) for path, wnid, _ in ilsvrc.validation()]
+    samples = []
+    for path, wnid, _ in ilsvrc.validation():
+        if wnid not in number:
+            raise DataError(f"{path} is of class {wnid}, which has no folder in {ilsvrc.images / 'train'}")
+        samples.append((path, number[wnid]))
     spec = DatasetSpec(
         name="ilsvrc",
         title="ILSVRC 2012",
@@ -213,9 +218,11 @@ def build(
         return job[2].parent.parent.name
 
     counts = {"train": 0, "val": 0}
+    waiting = iter(jobs())
     with ThreadPoolExecutor(available_workers()) as pool:
-        for part in pool.map(work, jobs()):
-            counts[part] += 1
+        while some := list(islice(waiting, 4096)):  # `map` would submit all of a million images at once
+            for part in pool.map(work, some):
+                counts[part] += 1
     manifest = {
         "classes": chosen,
         "accuracies": {wnid: accuracies[wnid] for wnid in chosen},

@@ -53,6 +53,7 @@ _NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # largest file: two images of 108 
 _CIFAR_BYTES = 50_000 * (2 + 3 * 32 * 32)
 _SVHN_IMAGES = 531_131  # size of the extra set
 _CIFAR_PIXELS = 3 * 32 * 32
+_IMAGE_COLUMNS, _LABEL_COLUMNS = ("image", "img"), ("label", "fine_label", "labels")
 _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 
 
@@ -87,7 +88,9 @@ def read_idx(path: str | Path, limit: int = MAX_FILE_BYTES) -> Tensor:
     rank = raw[3]
     header = 4 + 4 * rank
     shape = tuple(int.from_bytes(raw[4 + 4 * k : 8 + 4 * k], "big") for k in range(rank))
-    expected = header + int(np.prod(shape, dtype=np.int64))
+    if not 1 <= rank <= 4:
+        raise DataError(f"{path} states {rank} dimensions, which no file of images or labels has")
+    expected = header + math.prod(shape)
     if len(raw) != expected:
         raise DataError(f"{path} is truncated or padded: {len(raw)} bytes, its header promises {expected}")
     return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy())
@@ -152,10 +155,13 @@ def parquet_label_names(file: str | Path) -> tuple[str, ...]:
     import pyarrow.parquet as pq
 
     try:
-        features = json.loads((pq.read_schema(file).metadata or {})[b"huggingface"])["info"]["features"]
-        named = (features[column] for column in ("label", "fine_label", "labels") if column in features)
-        names = next((feature["names"] for feature in named if "names" in feature), ())
-    except (KeyError, TypeError, ValueError, RecursionError):
+        schema = pq.read_schema(file)
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        column = next(
+            column for column in _LABEL_COLUMNS if column in schema.names
+        )  # that `_parquet_table` reads
+        names = features[column].get("names", ())
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError, RecursionError):
         return ()
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
@@ -164,8 +170,11 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
     """ "L" for a grey image, "RGB" for any other."""
     from PIL import Image
 
+    from capszoo.images import IMAGE_FORMATS
+
     try:
-        with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
+        opened = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
+        with Image.open(opened, formats=IMAGE_FORMATS) as image:
             return "L" if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I") else "RGB"
     except Exception as error:  # Pillow raises many kinds of errors for broken files
         raise DataError(f"{source} holds a damaged image: {error}") from error
@@ -211,6 +220,17 @@ def image_below(folder: Path, named: str, source: Path | str) -> Path:
     return found
 
 
+def _unpacked_bytes(groups: Any, columns: Sequence[str]) -> int:
+    """Bytes of some columns of a parquet file, uncompressed, from its metadata."""
+    parts = (groups.row_group(k) for k in range(groups.num_row_groups))
+    return sum(
+        part.column(i).total_uncompressed_size
+        for part in parts
+        for i in range(part.num_columns)
+        if part.column(i).path_in_schema.partition(".")[0] in columns
+    )
+
+
 def _parquet_table(path: Path) -> tuple[Any, str, str]:
     """One parquet shard, and the names of its columns of images and labels; raises `DataError` for any other file."""
     try:
@@ -220,21 +240,18 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
         raise DataError('reading parquet needs pyarrow: pip install "capszoo[train]"') from error
     try:
         groups = pq.read_metadata(path)
-        whole = sum(groups.row_group(k).total_byte_size for k in range(groups.num_row_groups))
+        columns = pq.read_schema(path).names
+        image_column = next((name for name in _IMAGE_COLUMNS if name in columns), None)
+        label_column = next((name for name in _LABEL_COLUMNS if name in columns), None)
+        if image_column is None or label_column is None:
+            raise DataError(f"{path} has the columns {columns}; expected 'image' or 'img', and 'label'")
+        whole = _unpacked_bytes(groups, (image_column, label_column))
         if whole > 2 * MAX_FILE_BYTES or groups.num_rows > MAX_FILE_BYTES // 8:
             raise DataError(f"{path} unpacks to {whole:,} bytes, too much for memory: use hf:{path.parent}")
-        table = pq.read_table(path)
+        table = pq.read_table(path, columns=[image_column, label_column])
     except (OSError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{path} is not a readable parquet file: {reason}") from error
-    image_column = next((name for name in ("image", "img") if name in table.column_names), None)
-    label_column = next(
-        (name for name in ("label", "fine_label", "labels") if name in table.column_names), None
-    )
-    if image_column is None or label_column is None:
-        raise DataError(
-            f"{path} has the columns {table.column_names}; expected 'image' or 'img', and 'label'"
-        )
     kind = table.schema.field(label_column).type
     column = table.column(label_column)
     if not pa.types.is_integer(kind) or column.null_count:
@@ -248,7 +265,7 @@ def _parquet_cells(
 ) -> tuple[list[tuple[bytes | Path, Path]], list[int]]:
     """The encoded images of parquet shards, each with its shard, and their labels."""
     asked = os.environ.get("CAPSZOO_IMAGE_PATHS")
-    folder = paths_below or (Path(asked) if asked else None)
+    folder = paths_below or (Path(asked).expanduser() if asked else None)
     encoded: list[tuple[bytes | Path, Path]] = []
     labels: list[int] = []
     for path in files:
@@ -291,17 +308,32 @@ def read_parquet(
     mode = {1: "L", 3: "RGB", None: ""}[channels]
     encoded, labels = _parquet_cells(paths, paths_below)
     mode = mode or mode_of(lambda k: image_mode(*encoded[k]), len(encoded))
-    images = [decode_image(image, mode, path, side) for image, path in encoded]
-    if not images:
+    if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
     if min(labels) < 0 or max(labels) > MAX_LABEL:
         raise DataError(f"{paths[0].parent}: labels run from {min(labels)} to {max(labels)}")
-    sizes = {image.shape for image in images}
-    if len(sizes) != 1:
-        raise DataError(f"{paths[0].parent} holds images of {len(sizes)} sizes; one size is needed")
-    stacked = torch.from_numpy(np.stack(images))
-    stacked = stacked.unsqueeze(1) if mode == "L" else stacked.permute(0, 3, 1, 2).contiguous()
-    return stacked, torch.tensor(labels, dtype=torch.int64)
+    return _decode_all(encoded, mode, side, paths[0].parent), torch.tensor(labels, dtype=torch.int64)
+
+
+def _decode_all(
+    encoded: Sequence[tuple[bytes | Path, Path]], mode: str, side: int | None, folder: Path
+) -> Tensor:
+    """Images of one size as uint8 [n, c, h, w]; refused if they need more than `MAX_FILE_BYTES`, decoded."""
+    images: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    for k, (cell, source) in enumerate(encoded):
+        image = decode_image(cell, mode, source, side)
+        image = image[..., None] if image.ndim == 2 else image
+        if images is None:
+            if (whole := len(encoded) * image.nbytes) > MAX_FILE_BYTES:
+                raise DataError(
+                    f"{folder}: {whole / 2**30:.1f} GB of pixels are too much for memory: use hf:{folder}"
+                )
+            images = np.empty((len(encoded), *image.shape), np.uint8)
+        if image.shape != images.shape[1:]:
+            raise DataError(f"{source} holds an image of another size than the first; one size is needed")
+        images[k] = image
+    assert images is not None
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
 
 
 def read_cifar_binary(files: Sequence[str | Path], label_bytes: int = 1) -> tuple[Tensor, Tensor]:
@@ -360,14 +392,14 @@ def read_norb_matrix(file: str | Path) -> Tensor:
     path = Path(file)
     raw = _read_bytes(path, _NORB_BYTES)
     magic, rank = (int.from_bytes(raw[k : k + 4], "little") for k in (0, 4))
-    if magic not in _NORB_TYPES or not 1 <= rank <= 8:
+    if magic not in _NORB_TYPES or not 1 <= rank <= 4:
         raise DataError(
             f"{path} is not a NORB matrix of bytes or integers (its first bytes are {raw[:4].hex() or 'missing'})"
         )
     kind = _NORB_TYPES[magic]
     header = 8 + 4 * max(rank, 3)  # at least three sizes are stored
     shape = tuple(int.from_bytes(raw[8 + 4 * k : 12 + 4 * k], "little") for k in range(rank))
-    expected = header + kind.itemsize * int(np.prod(shape, dtype=np.int64))
+    expected = header + kind.itemsize * math.prod(shape)
     if len(raw) != expected:
         raise DataError(f"{path} is truncated or padded: {len(raw)} bytes, its header promises {expected}")
     return torch.from_numpy(

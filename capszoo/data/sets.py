@@ -125,7 +125,7 @@ class ImageSet:
     def fingerprint(self) -> str:
         """sha256 over the pixels and labels in order: equal for every lossless copy of the data set."""
         digest = hashlib.sha256()
-        digest.update(self.images.cpu().contiguous().numpy().tobytes())
+        digest.update(self.images.cpu().contiguous().numpy().data)  # no copy: the set may fill the memory
         small = self.spec.num_classes <= 256
         digest.update(self.labels.to("cpu", torch.uint8 if small else torch.int64).numpy().tobytes())
         if self.composer:

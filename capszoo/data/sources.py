@@ -34,6 +34,14 @@ _SYSTEM_FOLDERS = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
 TEST_SEEDS = {"affnist": 1, "multimnist": 2, "diverse_multimnist": 3}
 """Seeds of the composed test sets: one image per test digit, always the same."""
 
+# MNIST and Fashion-MNIST agree in their files' names, shapes and counts.
+_FIRST_LABELS = {
+    ("mnist", "train"): (5, 0, 4, 1, 9),
+    ("mnist", "test"): (7, 2, 1, 0, 4),
+    ("fashion_mnist", "train"): (9, 0, 0, 3, 0),
+    ("fashion_mnist", "test"): (9, 2, 1, 1, 6),
+}
+
 _NORB_STEMS = {"train": "training", "test": "testing"}
 # Columns of smallNORB's info: instance, elevation (0 to 8), azimuth (tens of degrees), lighting.
 _NORB_TRAINED = {
@@ -129,6 +137,11 @@ def _check(spec: DatasetSpec, split: str, images: Tensor, labels: Tensor, folder
         raise DataError(f"{what} {len(images)} images, expected {count} (truncated or incomplete?)")
     if int(labels.min()) < 0 or int(labels.max()) >= spec.num_classes:
         raise DataError(f"{what} labels run from {int(labels.min())} to {int(labels.max())}")
+    other = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}.get(spec.name)
+    if other and tuple(labels[:5].tolist()) == _FIRST_LABELS[other, split]:
+        raise DataError(
+            f"{what} its labels are those of {dataset_spec(other).title}, whose files have the same names"
+        )
 
 
 def _pickled(spec: DatasetSpec, roots: list[Path]) -> Path | None:
@@ -195,7 +208,8 @@ def load_dataset(
     if spec.name == "h_imagenet":
         from .folders import open_h_imagenet
 
-        return open_h_imagenet(spec, split, list(_folders(spec, roots)), size=size, resize=resize)
+        folders = list(_folders(spec, roots))
+        return open_h_imagenet(spec, split, folders, size=size, resize=resize, skipped=skipped)
     expected = spec.counts[split] if count is None else count
     found = _find(spec, split, roots, expected)
     origin = "smallnorb" if name in _NORB_TRAINED else name

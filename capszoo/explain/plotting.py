@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-from .._files import replacing, write_csv
+from .._files import PICTURE_SUFFIXES, replacing, write_csv
 from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError, require
 
@@ -122,7 +122,7 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
         _scale(figure, chosen.scale)
     path = Path(path)
     metadata = {"Description": about} if about else None
-    if path.suffix.removeprefix(".").lower() not in figure.canvas.get_supported_filetypes():
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg")
     scales = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log"]
     powers = {text for axis in scales for text in axis.findobj(Text)}  # their 10^2 is a formula

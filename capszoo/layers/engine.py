@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ._precision import working_type
 from ._tracing import is_tracing
@@ -245,7 +246,7 @@ class RoutingLayer(nn.Module):
             with torch.autocast(device, enabled=False):
                 return self._by_engine(inputs, num_iters, need_couplings)
         # the engines' operators and autograd functions have no rule for vmap and forward mode
-        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        if torch.jit.is_tracing() or _transformed():
             return self.reference(inputs, num_iters, need_couplings)
         call = self.describe(inputs, num_iters, need_couplings)
         engine = choose(self, call)
@@ -254,6 +255,11 @@ class RoutingLayer(nn.Module):
             if STATE.device:  # on the meta device every engine works
                 engine = Reference
         return engine.route(self, inputs, call)
+
+
+def _transformed() -> bool:
+    """True under torch.func's transforms, and within a level of forward-mode differentiation."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:

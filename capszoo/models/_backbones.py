@@ -223,7 +223,7 @@ def create_backbone(
     """A timm model without its classifier.
 
     Args:
-        name: timm name (``"resnet18.a1_in1k"``), ``"hf-hub:org/repo"`` or ``"local-dir:folder"``.
+        name: timm name (``"resnet18.a1_in1k"``), ``"hf-hub:USER/NAME"`` or ``"local-dir:folder"``.
         pretrained: load its weights, only from safetensors; without it, nothing is downloaded for a timm name.
         in_chans: input channels.
         img_size: (rows, columns), for models with a fixed input size; None keeps the model's default.

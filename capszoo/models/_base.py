@@ -50,7 +50,8 @@ class CapsuleOutput(NamedTuple):
         scores: class scores ``[b, n]``, the same as ``forward`` returns; their argmax is the prediction.
         poses: class capsules ``[b, n, e]``.
         activations: presence of each class, ``[b, n]``: capsule length, EM activation or logit.
-        couplings: one tensor per routing layer, in order; each model states their shapes. Empty without routing.
+        couplings: one tensor per routing layer, in order: ``[b, positions…, parents, children…]``;
+            ``coupling_layouts()`` gives the parents' axis and the axis that sums to 1. Empty without routing.
     """
 
     scores: Tensor

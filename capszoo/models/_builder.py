@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -273,7 +274,7 @@ def _own_args(model_cls: type[nn.Module], variant: str, given: Mapping[str, Any]
         value = given.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ValueError(f"{variant}: {name} must be a whole number of at least {least}, not {value!r}")
     return own_args
 
@@ -302,6 +303,8 @@ def build_capsule_model(
         WeightsError: weights are requested but missing or damaged, or do not fit.
     """
     own_args = _own_args(model_cls, variant, kwargs)
+    # numpy's integers, such as labels.max() + 1, are no JSON
+    kwargs |= {name: int(kwargs[name]) for name in _COUNTS if kwargs.get(name) is not None}
     given, overlay, own_keys = _without_own_keys(
         kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
     )

@@ -131,7 +131,7 @@ class _HeadResNet(HeadNet):
 
 
 class PlainHeadResNet(_HeadResNet):
-    """The twins without capsules.
+    """The baselines without capsules.
 
     Args:
         num_classes: classes; 0 returns the pooled features.
@@ -382,18 +382,18 @@ def attach_head(
     """Create a capsule network from any timm backbone.
 
     Args:
-        backbone: timm name, ``"hf-hub:org/repo"`` or ``"local-dir:folder"``; or a module with ``forward_features``,
+        backbone: timm name, ``"hf-hub:USER/NAME"`` or ``"local-dir:folder"``; or a module with ``forward_features``,
             which is used without a copy.
         routing: of the head, a name of ``capszoo.models._heads.HEADS``: a routing such as ``idpa`` or ``em``, or one
-            of the twins without capsules ``avg``, ``max`` and ``conv``.
+            of the baselines without capsules ``avg``, ``max`` and ``conv``.
         num_classes: classes.
         img_size: of the images, one number or (rows, columns) in pixels; None uses the backbone's.
         in_chans: channels of the images; None uses the backbone's.
         pretrained: load the backbone's weights; nothing is downloaded otherwise.
         freeze: freeze the backbone: its parameters need no gradient, and it stays in eval mode in training, so that the
             statistics of its norms do not change.
-        **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), and those specific to the routing, such as
-            ``caps_types``, ``num_iters`` or ``depth``.
+        **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), ``routing_iters``, and those specific to the
+            routing, such as ``caps_types`` or ``depth``.
 
     Returns:
         A network with all of the zoo's methods.
@@ -413,7 +413,9 @@ def attach_head(
     if routing not in HEADS:
         raise unknown_routing(routing)
     own: Dict[str, Any] = {
-        key: head_args.pop(key) for key in ("proj_chans", "max_grid", "drop_rate") if key in head_args
+        key: head_args.pop(key)
+        for key in ("proj_chans", "max_grid", "drop_rate", "routing_iters")
+        if key in head_args
     }
     options: Dict[str, Any] = dict(
         own, backbone=backbone, routing=routing, num_classes=num_classes, head_args=head_args

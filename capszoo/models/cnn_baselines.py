@@ -368,27 +368,27 @@ def cnn_multimnist(pretrained: bool = False, **kwargs: Any) -> MultiMnistCNN:
 
 @register_model
 def cnn_multimnist_fc(pretrained: bool = False, **kwargs: Any) -> MultiMnistCNN:
-    """The same with learned pooling (section 6): DiverseMultiMNIST accuracy 84.84."""
+    """`cnn_multimnist` with learned pooling (section 6): DiverseMultiMNIST accuracy 84.84."""
     args: Dict[str, Any] = dict(width=1024, hidden=640, pool="linear")
     return build_capsule_model(MultiMnistCNN, "cnn_multimnist_fc", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def cnn_baseline(pretrained: bool = False, **kwargs: Any) -> BaselineCNN:
-    """Baseline of the IDPA paper (Tables 2, 3): accuracy 87.10 on CIFAR-10, 62.30 on CIFAR-100."""
+    """CNN baseline of the IDPA paper (layers: its Tables 2 and 3): accuracy 87.10 on CIFAR-10, 62.30 on CIFAR-100."""
     args = dict(width=1024)
     return build_capsule_model(BaselineCNN, "cnn_baseline", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def cnn6(pretrained: bool = False, **kwargs: Any) -> SixLayerCNN:
-    """Six layers of EncapNet's blob shapes (Table 1, c): error 14.43 on CIFAR-10, 0.38 on MNIST."""
+    """Six-layer CNN with EncapNet's feature-map sizes (Table 1, c): error 14.43 on CIFAR-10, 0.38 on MNIST."""
     args = dict(widths=(32, 64, 128, 256, 512), pool_grid=2)
     return build_capsule_model(SixLayerCNN, "cnn6", pretrained, defaults=args, **kwargs)
 
 
 @register_model
 def cnn6_wide(pretrained: bool = False, **kwargs: Any) -> SixLayerCNN:
-    """The same, 2.5 times as wide (Table 1, d): error 12.09 on CIFAR-10, 0.33 on MNIST."""
+    """`cnn6`, 2.5 times as wide (Table 1, d): error 12.09 on CIFAR-10, 0.33 on MNIST."""
     args = dict(widths=(80, 160, 320, 640, 1280), pool_grid=1)
     return build_capsule_model(SixLayerCNN, "cnn6_wide", pretrained, defaults=args, **kwargs)

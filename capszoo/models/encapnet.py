@@ -250,7 +250,7 @@ def _log2(stride: int) -> int:
 
 
 class EncapResNet(CapsuleNet):
-    """The paper's ResNet of EncapNet's blob shapes (Table 2): a baseline without capsules, for any image size.
+    """The paper's ResNet with EncapNet's feature-map sizes (Table 2): a baseline without capsules, for any image size.
 
     Args:
         num_classes: classes; 0 omits the classifier.
@@ -424,6 +424,6 @@ def encapnet6_master(pretrained: bool = False, **kwargs: Any) -> EncapNet:
 
 @register_model
 def resnet18_encap(pretrained: bool = False, **kwargs: Any) -> EncapResNet:
-    """The ResNet of EncapNet's blob shapes (Table 2): CIFAR-10 error 8.03, with feedback agreement 7.67."""
+    """ResNet with EncapNet's feature-map sizes (Table 2): CIFAR-10 error 8.03, with feedback agreement 7.67."""
     args = dict(widths=(64, 128, 256, 512), depths=(2, 2, 2, 2))
     return _create_resnet("resnet18_encap", pretrained, defaults=args, **kwargs)

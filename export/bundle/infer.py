@@ -24,6 +24,7 @@ from PIL import Image, ImageChops, ImageOps
 BACKGROUNDS = {"black": 0, "white": 255}
 VANISHES_BELOW = 32  # of 255: mean difference from the background
 FITTED = 20 / 28  # ratio of the size of MNIST's digits to the side of the frame
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not PostScript, which would run Ghostscript
 HERE = Path(__file__).resolve().parent
 MAX_PIXELS = 64_000_000
 RESAMPLING = {
@@ -38,7 +39,7 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An image file, upright, 8 bits per channel; refused before it is decoded if it has too many pixels."""
     if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
         Image.MAX_IMAGE_PIXELS = max_pixels
-    with Image.open(path) as file:
+    with Image.open(path, formats=FORMATS) as file:
         if file.width * file.height > max_pixels:
             raise ValueError(
                 f"{file.width}x{file.height} are more than {max_pixels:,} pixels: see --max-pixels"
@@ -63,7 +64,9 @@ def to_8_bits(image: Image.Image) -> Image.Image:
         white = 65535.0 if largest > 255 else 255.0
     else:  # floats in 0..255, or in 0..1
         white = 255.0 if largest > 1 else 1.0
-    scaled = [(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips]
+    scaled = [
+        np.rint(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips
+    ]
     return Image.fromarray(np.concatenate(scaled))
 
 
@@ -119,6 +122,10 @@ def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.I
     """Composite transparent pixels; with a note, on the opposite background if opaque ones would be invisible."""
     if not image.has_transparency_data:
         return image, ""
+    key = image.info.get("transparency")
+    if isinstance(key, tuple) and max(key) > 255:  # of 16 bits, while the pixels have 8
+        image = image.copy()
+        image.info["transparency"] = tuple(value >> 8 for value in key)
     rgba = image.convert("RGBA")
     # a sample of about a million pixels is enough
     step = max(1, round((rgba.width * rgba.height / 1e6) ** 0.5))
@@ -177,12 +184,12 @@ def resize_and_crop(image: Image.Image, size: tuple[int, int], spec: dict[str, A
     height, width = size
     scale = max(height / image.height, width / image.width) / spec["crop_pct"]
     rows, cols = max(height, round(image.height * scale)), max(width, round(image.width * scale))
-    top, left = (rows - height) // 2, (cols - width) // 2
     if (rows, cols) == (image.height, image.width):
-        return image.crop((left, top, left + width, top + height))
-    down, across = image.height / rows, image.width / cols
-    right, bottom = min((left + width) * across, image.width), min((top + height) * down, image.height)
-    box = (left * across, top * down, right, bottom)
+        x, y = (cols - width) // 2, (rows - height) // 2
+        return image.crop((x, y, x + width, y + height))
+    tall, wide = min(height / scale, image.height), min(width / scale, image.width)
+    top, left = (image.height - tall) / 2, (image.width - wide) / 2
+    box = (left, top, min(left + wide, image.width), min(top + tall, image.height))
     return image.resize((width, height), RESAMPLING[spec["interpolation"]], box=box)
 
 

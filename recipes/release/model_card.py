@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.models import get_pretrained_cfg
 
+from capszoo._paper_links import PAPER_LINKS, paper_address, paper_label
 from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import HUB_FILENAME, METADATA_FILENAME, WeightsInfo
 
@@ -40,14 +41,6 @@ __all__ = [
 GOLDEN, LABELS = "golden.safetensors", "labels.txt"
 CURVES, CONFUSION = "curves.png", "confusion.png"
 
-#: Links for the identifiers of papers.
-PAPER_LINKS = {
-    "arXiv": "https://arxiv.org/abs/{}",
-    "doi": "https://doi.org/{}",
-    "neurips": "https://proceedings.neurips.cc/paper/{}-Abstract.html",
-    "openreview": "https://openreview.net/forum?id={}",
-}
-
 #: Well-known copies of the data sets on the Hub.
 HUB_DATASETS = {
     "mnist": "ylecun/mnist",
@@ -64,8 +57,7 @@ PICTURES = {CURVES: "Training curves", CONFUSION: "Confusion matrix"}
 
 def paper_link(paper_id: str) -> str:
     """`"arXiv:1710.09829"` as a markdown link."""
-    kind, _, identifier = paper_id.partition(":")
-    return f"[{paper_id}]({PAPER_LINKS[kind].format(identifier)})"
+    return f"[{paper_label(paper_id)}]({paper_address(paper_id)})"
 
 
 def paper_ids(info: WeightsInfo) -> list[str]:

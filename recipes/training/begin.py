@@ -132,7 +132,9 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
         cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
         **shares,
     )
-    held_out = Batches(validation.to(device), 500, **shares) if len(validation) else None
+    # on a GPU the votes of 500 images may fill the memory; the largest layer of EM takes 30 GB
+    measured = 500 if device.type != "cuda" else min(500, 2 * recipe.batch_size)
+    held_out = Batches(validation.to(device), measured, **shares) if len(validation) else None
     if recipe.early_stop and not held_out:
         raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")
 

@@ -59,10 +59,9 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
     }
     if state.best:
         state.evaluated.load_state_dict(state.best.weights)
-        ended = "the last" if state.step == run.total else f"none was better in {recipe.early_stop} more"
-        log.say(
-            f"kept: epoch {state.best.epoch}, validation {spec.accuracy} {state.best.top1:.2f}% ({ended})"
-        )
+        epoch = f"epoch {state.best.epoch} of {recipe.epochs}"
+        ended = "" if state.step == run.total else f" (stopped: no better epoch in {recipe.early_stop} more)"
+        log.say(f"kept: {epoch}, validation {spec.accuracy} {state.best.top1:.2f}%{ended}")
     net = kept_net(run, state)
     with raise_on_all_ranks(run.accelerator):
         if run.main:
@@ -84,7 +83,10 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
             result["weights"] = write(evaluated=False)
             log.result(weights_line(result["weights"]))
             if run.data.test is not None:
-                figures = evaluate(result["weights"], run.data.test, device=run.device)
+                size = (
+                    500 if run.device.type != "cuda" else min(500, 2 * recipe.batch_size)
+                )  # as in validation
+                figures = evaluate(result["weights"], run.data.test, batch_size=size, device=run.device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
             # without validation and test images there are no metrics, which otherwise mark a finished run
             write(**({} if details["metrics"] else {"evaluated": True}))

@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.table import Table
 
 from capszoo._verbosity import is_quiet
+from capszoo.data.folders.common import usable_cores
 
 from ..config import Recipe, RecipeError, load_recipe
 from ..weights import amend_metadata, finished_metadata, finished_run, seeds_summary
@@ -33,6 +34,9 @@ from .run_folder import check_run
 __all__ = ["Job", "run_jobs", "train_seeds", "train_together"]
 
 LOOK_SECONDS = 0.5
+
+#: Seconds that a run has to finish its update and save a checkpoint; compiling a network takes a minute or two.
+STOP_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -118,14 +122,15 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
         except OSError as error:
             raise TrainingError(f"cannot write to {job.out.parent}: {error.strerror or error}") from error
     # Each run gets its share of the cores; otherwise all would use all of them and wait for each other.
-    threads = str(max(1, (os.cpu_count() or 1) // max(parallel, 1)))
-    environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
+    threads = str(max(1, usable_cores() // max(parallel, 1)))
+    defaults = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+    environment = {**defaults, **os.environ, "PYTHONUNBUFFERED": "1"}
     console = Console(quiet=is_quiet(), highlight=False, emoji=False)
     waiting, processes, unstarted = list(jobs), list[_Process](), list[str]()
     deadline = time.monotonic() + 60 * minutes if minutes is not None else None
     with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
         try:
-            stopping = False
+            stopping, killed = False, float("inf")
             while waiting or any(one.running for one in processes):
                 late = deadline is not None and time.monotonic() > deadline
                 if (stop.number or late) and not stopping:
@@ -134,6 +139,9 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
                         "stopping: each run finishes its current update and saves a checkpoint", markup=False
                     )
                     _signal(processes, signal.SIGTERM)
+                    killed = time.monotonic() + STOP_SECONDS
+                if time.monotonic() > killed:  # one that hangs must not cost the states of the others
+                    _kill(processes)
                 while waiting and sum(one.running for one in processes) < parallel:
                     job = waiting.pop(0)
                     try:
@@ -150,7 +158,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
                 time.sleep(LOOK_SECONDS)
         finally:
             # a second Ctrl-C, or an error of ours: leave no process running
-            _signal(processes, signal.SIGKILL)
+            _kill(processes)
     _tell(processes, console)
     failed = [
         one.job.out.name
@@ -178,6 +186,12 @@ def _signal(processes: list[_Process], number: int) -> None:
     for one in processes:
         if one.running:
             one.process.send_signal(number)
+
+
+def _kill(processes: list[_Process]) -> None:
+    for one in processes:
+        if one.running:
+            one.process.kill()
 
 
 def _tell(processes: list[_Process], console: Any) -> None:

@@ -8,22 +8,22 @@ another machine and back.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 
 from capszoo._verbosity import is_quiet
+from capszoo.data.folders.common import usable_cores
 from capszoo.models._pretrained import bundled_tags
 
 from ..config import CONFIGS, RecipeError, load_recipe
 from ..weights import finished_metadata
+from ..yaml_tree import YamlError, read_yaml
 from .history import read_records
 from .multi_run import Job, _arguments, run_jobs
 from .run_folder import check_run
@@ -58,7 +58,7 @@ class QueueItem(BaseModel):
     tag: str
     profile: str | None = None
     set: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     reference: float | None = None
     at_least: float | None = None
     cost: str = ""
@@ -100,17 +100,19 @@ def read_queue(path: Path = QUEUE) -> list[QueueItem]:
         RecipeError: the file cannot be read, or an item is invalid; the message names it.
     """
     try:
-        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree: Any = read_yaml(path.read_text(encoding="utf-8"))
         items = TypeAdapter(list[QueueItem]).validate_python(tree["queue"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, YamlError, KeyError, TypeError) as error:
         raise RecipeError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         number, *keys = first["loc"] or (0,)
         where = ".".join(map(str, keys))
         raise RecipeError(f"{path}: item {int(number) + 1}: '{where}' is wrong: {first['msg']}") from error
-    for item in items:
-        load_recipe(item.tag, list(item.set), item.profile)
+    folders = [_folder(Path(), item, seed) for item in items for seed in item.seeds]  # checks the recipes
+    twice = next((folder for k, folder in enumerate(folders) if folder in folders[:k]), None)
+    if twice is not None:
+        raise RecipeError(f"{path}: two runs have the folder {twice}: name each recipe and seed once")
     return items
 
 
@@ -206,7 +208,7 @@ def train_queue(
 
 
 def _runs_at_once(cpu: bool) -> int:
-    return min(2 if cpu or not torch.cuda.is_available() else GPU_RUNS, os.cpu_count() or 1)
+    return min(2 if cpu or not torch.cuda.is_available() else GPU_RUNS, usable_cores())
 
 
 def _train_unfinished(

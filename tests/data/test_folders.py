@@ -408,3 +408,42 @@ def test_parquet_splits_agree_on_colour_and_classes(tmp_path: Path) -> None:
     for split in ("train", "test"):
         found = load_dataset(f"parquet:{tmp_path}", split)
         assert found.spec.input_size == (3, 9, 9) and found.spec.num_classes == 4
+
+
+def test_links_count_images_once(pictures: Path) -> None:
+    before = load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    (pictures / "train" / "cat" / "again").symlink_to(pictures / "train" / "cat", target_is_directory=True)
+    found = load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    assert found.labels.tolist() == before.labels.tolist()
+
+
+def test_check_decodes_sets_that_are_streamed(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed(monkeypatch)
+    assert len(list(check_set(f"imagefolder:{pictures}"))) == 2
+    damaged = pictures / "train" / "dog" / "0.png"
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    with pytest.raises(DataError, match=r"dog/0\.png holds a damaged image.*mend or remove"):
+        list(check_set(f"imagefolder:{pictures}"))
+
+
+def test_parquet_reads_two_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from capszoo.data import readers
+
+    images = np.random.default_rng(0).integers(0, 255, (4, 30, 30, 3), dtype=np.uint8)
+    path = write_parquet(tmp_path / "train.parquet", images, [1, 0, 1, 0])
+    table = pq.read_table(path)
+    features = {"info": {"features": {"label": {}, "fine_label": {"names": ["x", "y"]}}}}
+    wide = table.append_column("fine_label", pa.array([0, 0, 1, 1])).append_column(
+        "embedding", pa.array([bytes(200_000)] * 4)
+    )
+    pq.write_table(wide.replace_schema_metadata({"huggingface": json.dumps(features)}), path)
+    monkeypatch.setattr(readers, "MAX_FILE_BYTES", 100_000)
+    found = load_dataset(f"parquet:{tmp_path}", "train")
+    assert found.labels.tolist() == [1, 0, 1, 0]
+    assert found.spec.label_names == ("0", "1"), "the names belong to the other column of labels"
+    monkeypatch.setattr(readers, "MAX_FILE_BYTES", 10_000)  # 10,800 decoded
+    with pytest.raises(DataError, match="too much for memory"):
+        load_dataset(f"parquet:{tmp_path}", "train")

@@ -47,7 +47,9 @@ def test_a_table_does_not_read_files_of_this_machine(tmp_path: Path, monkeypatch
     os.mkfifo(tmp_path / "pipe")
     opened: list[Any] = []
     whole = Image.open
-    monkeypatch.setattr(Image, "open", lambda source, *rest: (opened.append(source), whole(source, *rest))[1])
+    monkeypatch.setattr(
+        Image, "open", lambda source, **rest: (opened.append(source), whole(source, **rest))[1]
+    )
     for cell in (str(secret), str(tmp_path / "pipe"), "/dev/zero", "x\0y"):
         for column in ([cell] * 6, [{"bytes": None, "path": cell}] * 6):
             _table(tmp_path, column)

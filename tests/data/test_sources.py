@@ -46,6 +46,23 @@ def test_found_in_known_layouts(tmp_path: Path, digits: tuple[np.ndarray, np.nda
     assert found.split == "test" and len(found) == 20
 
 
+def test_fashion_mnist_is_not_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files have the same names, shapes and counts."""
+    spec = replace(DATASETS["mnist"], counts={"train": 8, "test": 8})
+    monkeypatch.setitem(DATASETS, "mnist", spec)
+    write_idx(tmp_path / "t10k-images-idx3-ubyte", np.zeros((8, 28, 28), np.uint8))
+    for labels, message in (
+        ([9, 2, 1, 1, 6, 1, 4, 6], "its labels are those of Fashion-MNIST"),
+        ([7, 2, 1, 0, 4, 1, 4, 9], ""),
+    ):
+        write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.array(labels))
+        if message:
+            with pytest.raises(DataError, match=message):
+                load_dataset("mnist", "test", tmp_path)
+        else:
+            assert len(load_dataset("mnist", "test", tmp_path)) == 8
+
+
 def test_environment_names_several_folders(
     tmp_path: Path, digits: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:

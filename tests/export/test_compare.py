@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from capszoo.errors import CapszooError
+from capszoo.export import compare
 from capszoo.export.compare import (
     PROBES,
     EagerRunner,
@@ -103,3 +104,21 @@ def test_a_provider_that_onnx_runtime_cannot_start_is_refused(monkeypatch: pytes
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
     with pytest.raises(CapszooError, match="cannot start CUDAExecutionProvider"):
         OnnxRunner(model.SerializeToString(), provider="CUDAExecutionProvider")
+
+
+def test_a_batch_with_room_has_all_probes() -> None:
+    seen = []
+
+    class Echo:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+            seen.append(images)
+            return [images.reshape(len(images), -1)[:, :5]]
+
+    n = len(compare.PROBES)
+    compare.compare_probes(Echo("a"), Echo("b"), 2 * n, (1, 4, 4))
+    for i in range(2 * n):
+        probe = compare.probe_input(compare.PROBES[i % n], (2 * n, 1, 4, 4), 2 * n, "float32")
+        assert np.array_equal(seen[0][i], probe[i])

@@ -399,6 +399,9 @@ def test_no_pose_dimension_is_one_line() -> None:
 def test_iterations_of_a_routing_without_any_are_refused() -> None:
     with pytest.raises(ValueError, match="the self_routing head has no iterations"):
         capszoo.create_model("caps_head", routing="self_routing", routing_iters=2, img_size=64, device="meta")
+    for name in ("routing_iters", "num_iters"):
+        net = capszoo.attach_head("resnet18", "dynamic", img_size=64, **{name: 2})
+        assert net.head.classes.num_iters == 2
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_small_patch16_rope_224"])
@@ -471,3 +474,13 @@ def test_a_pruned_head() -> None:
     for arguments in ((3,), (0, "avg")):
         with pytest.raises(RuntimeError, match="the head was pruned"):
             net.reset_classifier(*arguments)
+
+
+@pytest.mark.parametrize("routing", ["dynamic", "em", "self_routing", "self_attention"])
+def test_one_class_of_normalised_scores_is_refused(routing: str) -> None:
+    message = f"the {routing} head normalises its scores over the classes"
+    with pytest.raises(ValueError, match=message):
+        capszoo.attach_head("resnet18", routing, num_classes=1, img_size=64)
+    net = capszoo.attach_head("resnet18", routing, num_classes=2, img_size=64)
+    with pytest.raises(ValueError, match=message):
+        net.reset_classifier(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -16,6 +17,7 @@ from timm.models import FeatureInfo
 from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
 from torch import fx
+from torch.autograd import forward_ad
 
 import capszoo
 from capszoo import CapsuleNet
@@ -235,3 +237,29 @@ def test_what_timm_s_train_script_passes_is_taken(name: str) -> None:
     given = dict(in_chans=3, num_classes=4, drop_rate=0.0, scriptable=False, checkpoint_path="", **untouched)
     model = timm.create_model(name, **{**small_arguments(name), **given}, device="meta")
     assert model.num_classes == 4 and model.in_chans == 3
+
+
+def test_names_are_listed_as_timm_lists_them() -> None:
+    several = capszoo.list_models(["encapnet_v*", "idpa_cnn"])
+    assert several == ["encapnet_v1", "encapnet_v2", "encapnet_v3", "idpa_cnn", "idpa_cnn_cifar100"]
+    assert capszoo.list_models("encapnet_v*", exclude_filters=["*v2", "*v3"]) == ["encapnet_v1"]
+
+
+def test_numpy_integers_are_integers() -> None:
+    model = capszoo.create_model("resnet20_avg", num_classes=np.int64(5), in_chans=np.int32(1))
+    assert model(torch.zeros(1, 1, 32, 32)).shape == (1, 5)
+    assert type(model.num_classes) is int
+
+
+@pytest.mark.parametrize("name", ["idpa_cnn", "capsnet_em_norb_small", "encapnet6"])
+def test_forward_mode_and_vmap(name: str) -> None:
+    model = small(name).eval()
+    x = images(model, 2)
+    direction = torch.randn_like(x)
+    _, expected = torch.func.jvp(model, (x,), (direction,))
+    with torch.no_grad(), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, direction))).tangent
+        torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        one_by_one = torch.func.vmap(lambda one: model(one[None])[0])(x)
+        torch.testing.assert_close(one_by_one, model(x), rtol=1e-4, atol=1e-5)

@@ -112,3 +112,14 @@ def test_classes_do_not_start_saturated(routing: str) -> None:
     with torch.no_grad():
         active = model.forward_capsules(torch.randn(8, 3, 32, 32)).activations
     assert active.max() < 0.9
+
+
+@pytest.mark.parametrize("routing", ["dynamic", "em"])
+def test_a_share_is_weighted(routing: str) -> None:
+    model, x = network(routing), torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        out = model.head.route(model.forward_features(x))
+        children, _ = model.head._routed_children(model.forward_features(x))
+        votes = model.class_votes(x).votes
+    weight = votes.norm(dim=-1) if routing == "dynamic" else model.head._activations(children)[:, None]
+    torch.testing.assert_close(out.share, out.couplings[-1] * weight)

@@ -27,6 +27,7 @@ from torch import nn
 import capszoo
 from capszoo import CapsuleNet, CapsuleOutput
 from capszoo.inference import NoWeights, label_names, load_model
+from capszoo.layers import FCIDPA
 from capszoo.models._base import NoCapsules, to_2tuple
 from capszoo.models._heads import CapsuleHead
 from tests.models.zoo_cases import (
@@ -787,3 +788,64 @@ def test_networks_without_votes_say_so() -> None:
     for routing, error in (("avg", NoCapsules), ("self_routing", NotImplementedError)):
         with pytest.raises(error, match=f"the .*{routing} head"):
             CapsuleHead(8, (4, 4), 3, routing).class_votes(torch.zeros(1))
+
+
+def test_the_decoder_sees_the_target_capsule_alone() -> None:
+    torch.manual_seed(0)
+    model = capszoo.create_model("capsnet_dynamic", decoder=True).eval()
+    poses, target, rows = torch.rand(2, 10, 16), torch.tensor([0, 7]), [0, 1]
+    with torch.no_grad():
+        picture = model.reconstruct(poses, target)
+        others = torch.rand_like(poses)
+        others[rows, target] = poses[rows, target]
+        assert torch.equal(model.reconstruct(others, target), picture)
+        own = poses.clone()
+        own[rows, target] += 1
+        assert not torch.allclose(model.reconstruct(own, target), picture)
+        assert torch.equal(model.reconstruct(poses), model.reconstruct(poses, poses.norm(dim=-1).argmax(1)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "efficient_capsnet",
+        "capsnet_dynamic",
+        "cnn6",
+        "resnet20_dynamic",
+        "cnn_routingpool",
+        "resnet20_routingcaps",
+        "cnn_sabour",
+        "cnn_baseline",
+    ),
+)
+def test_drop_rate_has_an_effect_in_training_only(name: str) -> None:
+    model = small(name, drop_rate=0.5).eval()
+    with torch.no_grad():
+        features = model.forward_features(images(model, 2))
+        assert torch.equal(model.forward_head(features), model.forward_head(features))
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.train()
+        found = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            found.append(model.forward_head(features))
+        assert not torch.allclose(*found)
+
+
+def test_weights_of_another_size_keep_their_places() -> None:
+    net = capszoo.create_model("idpa_cnn", img_size=36)  # grid 6x6, from 4x4 at 28
+    name, layer = next(
+        (f"capsules.{k}", m) for k, m in net.capsules.named_children() if isinstance(m, FCIDPA)
+    )
+    types = layer.weight.shape[0] // 36
+    ramp = torch.arange(4.0)[:, None] + 10 * torch.arange(4.0)  # rows +1, columns +10
+    flat = ramp[:, :, None].expand(4, 4, types).reshape(-1, 1, 1, 1).expand(-1, *layer.weight.shape[1:])
+    found = (
+        net._resample(f"{name}.weight", flat, (28, 28)).unflatten(0, (6, 6, types))[:, :, 0, 0, 0, 0]
+        * 36
+        / 16
+    )
+    inner = found[1:-1, 1:-1]
+    torch.testing.assert_close(inner.diff(dim=0), torch.full((3, 4), 4 / 6))
+    torch.testing.assert_close(inner.diff(dim=1), torch.full((4, 3), 40 / 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,15 @@ def test_find_recipe_by_name_and_path() -> None:
     path = find_recipe("resnet20_routingcaps.mnist")
     assert path == CONFIGS / "resnet20_routingcaps.mnist.yaml"
     assert find_recipe(path) == path == find_recipe("resnet20_routingcaps.mnist.yaml")
+    with pytest.raises(RecipeError, match="no such recipe file: typo/resnet20_routingcaps.mnist.yaml"):
+        find_recipe("typo/resnet20_routingcaps.mnist.yaml")
+
+
+def test_overrides_leave_the_callers_tree_unchanged() -> None:
+    tree = {**SMALL}
+    before = copy.deepcopy(tree)
+    assert load_recipe(tree, ["epochs=3", "optimizer.lr=0.5"]).epochs == 3
+    assert tree == before
 
 
 PROFILES = {

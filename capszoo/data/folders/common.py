@@ -26,6 +26,7 @@ __all__ = [
     "locate",
     "sides",
     "to_tensor",
+    "usable_cores",
 ]
 
 MEMORY_LIMIT = 2 * 2**30
@@ -76,9 +77,14 @@ def to_tensor(image: np.ndarray) -> Tensor:
     return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1).contiguous()
 
 
+def usable_cores() -> int:
+    """Number of processors available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def available_workers() -> int:
-    """Number of processors available to this process, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """Number of decoding workers: the processors available to this process, at most 8."""
+    return min(8, usable_cores())
 
 
 def fits_memory(size: int) -> bool:
@@ -116,7 +122,9 @@ def decode_or_stream(
     sound = torch.arange(n)
     if held or skipped is not None:
         with ThreadPoolExecutor(available_workers()) as pool:  # Pillow releases the GIL while decoding
-            failures = list(pool.map(fill, range(n)))
+            failures: list[str] = []
+            for start in range(0, n, 4096):  # `map` submits all that it is given at once
+                failures += pool.map(fill, range(start, min(start + 4096, n)))
         bad = [failure for failure in failures if failure]
         if bad and skipped is None:
             # A line has room for one reason; the other files are only named.

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from capszoo.images import is_visible_image
+from capszoo.errors import CapszooError
+from capszoo.images import files_below, is_visible_image
 
 from ..errors import DataError
 from ..readers import decode_image, image_mode, mode_of
@@ -134,17 +135,29 @@ def _class_folders(root: Path) -> list[str]:
 
 def _listed(root: Path, numbers: dict[str, int]) -> tuple[tuple[str, ...], list[int]]:
     """Images of a folder with a sub-folder per class, as paths relative to it, and their labels."""
-    from torchvision.datasets.folder import make_dataset
-
-    def is_listed(path: str) -> bool:
-        return is_visible_image(path.removeprefix(f"{root}{os.sep}"))
-
-    samples = make_dataset(str(root), numbers, is_valid_file=is_listed, allow_empty=True)
-    return tuple(os.path.relpath(path, root) for path, _ in samples), [label for _, label in samples]
+    paths: list[str] = []
+    targets: list[int] = []
+    for kind, label in numbers.items():
+        if not (root / kind).is_dir():  # a split may lack a class
+            continue
+        try:
+            below = (str(path.relative_to(root)) for path in files_below(root / kind))
+            found = sorted(path for path in below if is_visible_image(path))
+        except CapszooError as error:
+            raise DataError(error.message, error.remedy) from error
+        paths += found
+        targets += [label] * len(found)
+    return tuple(paths), targets
 
 
 def open_h_imagenet(
-    spec: DatasetSpec, split: str, folders: Sequence[Path], *, size: int | None, resize: int | None
+    spec: DatasetSpec,
+    split: str,
+    folders: Sequence[Path],
+    *,
+    size: int | None,
+    resize: int | None,
+    skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
     """h-ImageNet as written by `capszoo.data.imagenet.build`; its counts must match its manifest."""
     folder = next((folder for folder in folders if (folder / "h_imagenet.json").is_file()), None)
@@ -155,8 +168,8 @@ def open_h_imagenet(
         expected = manifest["counts"]["train" if split == "train" else "val"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / 'h_imagenet.json'} is damaged ({error}): build the set again") from error
-    found = open_images(spec.name, folder, split, size, resize, spec)
-    if len(found) != expected:
+    found = open_images(spec.name, folder, split, size, resize, spec, skipped)
+    if not skipped and len(found) != expected:
         raise DataError(
             f"{folder} holds {len(found)} images of {spec.title} ({split}), its manifest says {expected}"
         )

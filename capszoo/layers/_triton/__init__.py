@@ -36,6 +36,10 @@ def use_triton(on: bool = True) -> None:
     _enabled = on
 
 
+#: Shared memory of the backward pass in float32 where a row of parents has 256 elements, as compiled for sm_90.
+_WIDE_BYTES = 132_096
+
+
 def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, int, int]:
     """j, p, q and r as powers of two, so that a row of parents (j*r) has at least 16 elements."""
     p, q, r = (1 << (size - 1).bit_length() for size in (rows, inner, cols))
@@ -44,7 +48,14 @@ def padded(parents: int, rows: int, inner: int, cols: int) -> tuple[int, int, in
 
 
 def not_fused(
-    device: str, dtype: torch.dtype, weight: Tensor, parents: int, rows: int, inner: int, cols: int
+    device: str,
+    dtype: torch.dtype,
+    grad: bool,
+    weight: Tensor,
+    parents: int,
+    rows: int,
+    inner: int,
+    cols: int,
 ) -> str:
     """Explain why the kernels cannot compute votes of these sizes; an empty string if they can.
 
@@ -53,6 +64,7 @@ def not_fused(
     Args:
         device: device type of the children.
         dtype: dtype of the computation (:func:`.._precision.working_type`).
+        grad: gradients are needed.
         weight: weights that form the votes.
         parents, rows, inner, cols: sizes j, p, q and r.
     """
@@ -68,6 +80,14 @@ def not_fused(
     if j * r > _MAX_WIDTH.get(dtype, 0):
         return "the parents' poses in this type are wider than its tiles"
     if weight.device.type == "cuda":
-        old = torch.version.hip is not None or torch.cuda.get_device_properties(weight.device).major < 8
-        return "needs compute capability 8" if old else ""
+        about = torch.cuda.get_device_properties(weight.device)
+        if torch.version.hip is not None or about.major < 8:
+            return "needs compute capability 8"
+        if (
+            grad
+            and dtype == torch.float32
+            and j * r > 128
+            and about.shared_memory_per_block_optin < _WIDE_BYTES
+        ):
+            return "the float32 gradients of so wide parents need more shared memory than this GPU has"
     return ""

@@ -54,7 +54,7 @@ class Fused(Engine):
         if call.dtype != working_type(layer.weight):
             return "children and weights have different types"
         return not_fused(
-            call.device, call.dtype, layer.weight, call.parents, 1, call.child_dim, call.parent_dim
+            call.device, call.dtype, call.grad, layer.weight, call.parents, 1, call.child_dim, call.parent_dim
         )
 
     @classmethod

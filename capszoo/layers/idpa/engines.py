@@ -284,7 +284,9 @@ class Fused(Iterated):
         if not _same_type(layer, call):
             return "children and weights have different types"
         sizes = (layer.out_caps, layer.rows, layer.inner, layer.cols)
-        return super().unsupported(layer, call) or not_fused(call.device, call.dtype, layer.weight, *sizes)
+        return super().unsupported(layer, call) or not_fused(
+            call.device, call.dtype, call.grad, layer.weight, *sizes
+        )
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:

@@ -106,6 +106,8 @@ class CapsuleHead(nn.Module):
     has_poses = True
     #: what :meth:`coupling_map` normalises
     map_quantity = "coupling"
+    #: whether the scores are normalised over the classes, so that a single class would have a constant one
+    relative = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CapsuleHead":
         if cls is CapsuleHead:
@@ -142,7 +144,16 @@ class CapsuleHead(nn.Module):
         self.classes: Any = self.make_classes(num_classes)
 
     def make_classes(self, num_classes: int) -> nn.Module:
-        """A new class layer; an identity for 0 classes."""
+        """A new class layer; an identity for 0 classes.
+
+        Raises:
+            ValueError: one class, whose score would always be the same (`relative`).
+        """
+        if num_classes == 1 and self.relative:
+            raise ValueError(
+                f"the {self.routing} head normalises its scores over the classes, so that one class has a constant "
+                "score: use num_classes=2, or routing='idpa', 'routing_pool' or 'avg'"
+            )
         return self._class_layer(num_classes) if num_classes else nn.Identity()
 
     def _class_layer(self, num_classes: int) -> nn.Module:

@@ -22,6 +22,7 @@ class LengthHead(CapsuleLayersHead):
     """Base of the heads whose scores are ``log(length / sum of lengths)`` of the class capsules."""
 
     map_quantity = "coupling × vote length"
+    relative = True
 
     def _scores(self, poses: Tensor) -> Tensor:
         lengths = capsule_lengths(upcast_half(poses))

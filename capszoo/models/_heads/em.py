@@ -36,6 +36,7 @@ class EMHead(CapsuleLayersHead):
 
     active = True
     map_quantity = "coupling × activation"
+    relative = True
 
     def __init__(
         self,

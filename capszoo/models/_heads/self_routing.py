@@ -28,6 +28,7 @@ class SelfRoutingHead(CapsuleLayersHead):
 
     active = True
     has_poses = False
+    relative = True
     map_quantity = "coupling × activation"
 
     def __init__(

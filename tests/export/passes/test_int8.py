@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -293,3 +294,27 @@ def test_images_of_folders_and_data_sets(root: Path, tmp_path: Path, monkeypatch
             lambda name, split, data, skipped: type("Set", (), {"spec": capszoo.data.dataset_spec(multi)})(),
         )
         open_images(model, multi)
+
+
+class Wrong:
+    """Class 0 for all images, but 1 for the first `wrong`."""
+
+    def __init__(self, name: str, wrong: int) -> None:
+        self.name, self.wrong, self.at = name, wrong, 0
+
+    def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+        number = np.arange(self.at, self.at + len(images))
+        self.at += len(images)
+        return [np.eye(5, dtype=np.float32)[(number < self.wrong).astype(int)]]
+
+
+@pytest.mark.parametrize(("before", "after", "lost"), [(0, 4, 0.4), (0, 5, 0.5), (0, 6, None), (6, 0, -0.6)])
+def test_half_a_point_may_be_lost(before: int, after: int, lost: float | None) -> None:
+    job = to_onnx.prepare(ToyCaps(1), tolerance=1.0)
+    real = RealImages(torch.rand(1000, 1, 10, 10), torch.zeros(1000, dtype=torch.long), "given")
+    figures: dict[str, float] = {}
+    with (
+        nullcontext() if lost is not None else pytest.raises(ExportError, match="loses 0.60 .* limit is 0.5")
+    ):
+        _int8_accuracy(job, Wrong("a", before), Wrong("b", after), real, [], figures)
+        assert figures["lost"] == pytest.approx(lost)

@@ -19,7 +19,7 @@ from capszoo.data import Batches, DataError, ImageSet, dataset_spec
 from capszoo.data.augment import resize
 from capszoo.errors import CapszooError, UsageError
 from capszoo.recipes.evaluation.crops import Crops, default_side
-from capszoo.recipes.evaluation.metrics import Tally, assess, scored, stated_top1
+from capszoo.recipes.evaluation.metrics import Tally, assess, reproduced, scored, stated_top1
 from capszoo.recipes.evaluation.target import _grey, prepare
 from tests.support import packed
 
@@ -252,3 +252,7 @@ def test_images_in_memory(root: Path) -> None:
     found = assess(prepare(MODEL, digits, device="cpu"))
     assert found.n == 100 and found.confusion is not None and int(found.confusion.sum()) == 100
     assert found.errors == 100 - int(found.confusion.diag().sum()) and dataset_spec("mnist") == digits.spec
+
+
+def test_two_images_may_differ() -> None:
+    assert reproduced(99.0, 98.98, 10_000) and not reproduced(99.0, 98.97, 10_000)

@@ -56,14 +56,21 @@ def test_each_trains_as_it_would_alone_and_one_that_fails_leaves_the_other_alone
 def test_at_the_time_limit_a_failed_run_is_told_from_a_stopped_one(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = {"bad": "raise SystemExit(1)", "good": "import time; time.sleep(60)"}
+    programs = {
+        "bad": "raise SystemExit(1)",
+        "good": "import time; time.sleep(60)",
+        "hangs": "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
+    }
 
     def start(job: multi_run.Job, environment: dict[str, str]) -> multi_run._Process:
         job.log.touch()
         return multi_run._Process(job, subprocess.Popen([sys.executable, "-c", programs[job.recipe]]))
 
     monkeypatch.setattr(multi_run, "_start", start)
-    jobs = [multi_run.Job(name, tmp_path / name) for name in programs]
+    *jobs, stuck = [multi_run.Job(name, tmp_path / name) for name in programs]
+    monkeypatch.setattr(multi_run, "STOP_SECONDS", 1.0)
+    with pytest.raises(TrainingError, match="hangs"):
+        multi_run.run_jobs([stuck], minutes=0.05)
     assert multi_run.run_jobs(jobs[1:], minutes=0.01) is False
     with pytest.raises(TrainingError, match="^1 of 2 runs failed: bad;"):
         multi_run.run_jobs(jobs, minutes=0.02)

@@ -38,9 +38,17 @@ def test_a_wrong_queue_is_one_line(tmp_path: Path) -> None:
         ({"tag": "idpa_cnn.mnist", "sed": 1}, "item 1: 'sed' is wrong"),
         ({"tag": "idpa_cnn.mnistt"}, "did you mean 'idpa_cnn.mnist'"),
         ({"tag": "idpa_cnn.mnist", "set": ["epoch=1"]}, "unknown key 'epoch'"),
+        ({"tag": "idpa_cnn.mnist", "seeds": []}, "item 1: 'seeds' is wrong"),
+        ({"tag": "idpa_cnn.mnist", "seeds": [0, 0]}, "two runs have the folder idpa_cnn.mnist.seed0"),
     ):
         with pytest.raises(RecipeError, match=message):
             read_queue(write_queue(tmp_path, [item]))
+
+
+def test_a_queue_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "queue.yaml").write_bytes(b"queue: \xff\xfe")
+    with pytest.raises(RecipeError, match="cannot read"):
+        read_queue(tmp_path / "queue.yaml")
 
 
 def test_seeds_and_queue_train_what_is_not_finished(tmp_path: Path, data: Path) -> None:

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from capszoo.data import dataset_spec
 from capszoo.layers import engine_report, use_engines
+from capszoo.losses import SpreadLoss
 from capszoo.recipes import train as training
 from capszoo.recipes.config import Recipe
 from capszoo.recipes.evaluation.target import create_for
@@ -256,3 +257,46 @@ def test_a_run_begun_by_an_earlier_version_goes_on(tiny_mnist: Path, tmp_path: P
     resumed = train(out / "recipe.json", out=out, data=tiny_mnist)
     expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
     assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_what_a_recipe_says_reaches_batches_and_loss(tiny_mnist, tmp_path, monkeypatch) -> None:
+    options, margins = [], []
+    real, forward = begin.Batches, SpreadLoss.forward
+    monkeypatch.setattr(begin, "Batches", lambda *a, **k: options.append(k) or real(*a, **k))
+    monkeypatch.setattr(
+        SpreadLoss, "forward", lambda self, *a: margins.append(self.current) or forward(self, *a)
+    )
+    data = {
+        "name": "mnist",
+        "val_size": 20,
+        "balance": True,
+        "augment": {"cutout": 4, "cutout_off_epochs": 1},
+    }
+    train(recipe(data=data, loss={"name": "spread"}), out=tmp_path / "run", data=tiny_mnist, cpu=True)
+    assert (options[0]["balance"], options[0]["cutout_epochs"]) == (True, 1)
+    assert margins[:6] == pytest.approx([0.2 + 0.7 * update / 6 for update in range(6)])
+
+
+def test_loss_and_seconds_of_an_epoch(tiny_mnist, tmp_path, monkeypatch) -> None:
+    now, losses, original = [0.0], [], training.train_step
+
+    def slow(*args):
+        now[0] += 10
+        losses.append(original(*args).item())
+        return torch.tensor(losses[-1])
+
+    monkeypatch.setattr(training, "train_step", slow)
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    train(recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=4, cpu=True)
+    now[0] += 1000  # between the sessions
+    train(recipe(), out=tmp_path / "run", data=tiny_mnist, cpu=True)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["seconds"] for record in records] == [30, 60]
+    means = [sum(losses[:3]) / 3, sum(losses[3:]) / 3]
+    assert [record["train_loss"] for record in records] == pytest.approx(means, rel=1e-3)
+
+
+def test_predict_crops_as_training_did(tiny_mnist, tmp_path) -> None:
+    data = {"name": "mnist", "val_size": 20, "augment": {"resize": 32}}
+    done = train(recipe(data=data), out=tmp_path / "run", data=tiny_mnist, cpu=True)
+    assert json.loads(done["weights"].with_suffix(".json").read_text())["crop_pct"] == 28 / 32

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from capszoo.recipes.config import DataConfig, RecipeError, load_recipe
+from capszoo.recipes.config import DataConfig, Recipe, RecipeError, load_recipe
 from capszoo.recipes.training.setup import _limited, create_optimizer, create_scheduler
 
 
@@ -68,3 +68,26 @@ def test_an_unknown_optimiser_names_the_nearest() -> None:
     recipe = load_recipe("efficient_capsnet.mnist", ["optimizer.options.nosuch=1"])
     with pytest.raises(RecipeError, match="optimizer adam: .*nosuch"):
         create_optimizer(recipe, torch.nn.Linear(2, 2))
+
+
+def _recipe(**more: Any) -> Recipe:
+    return load_recipe({"arch": "a", "tag": "b", "data": {"name": "mnist"}, "epochs": 10, **more})
+
+
+def test_multistep_by_hand() -> None:
+    recipe = _recipe(schedule={"name": "multistep", "milestones": [3, 6], "decay_rate": 0.1})
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = create_scheduler(recipe, optimizer, 10)
+    rates = []
+    for update in (0, 28, 30, 58, 60, 99):
+        scheduler.step_update(update)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_the_optimiser_has_the_recipe_s_settings() -> None:
+    settings = {"name": "momentum", "lr": 0.3, "momentum": 0.8, "weight_decay": 0.05}
+    groups = create_optimizer(_recipe(optimizer=settings), torch.nn.Linear(3, 2)).param_groups
+    keys = ("lr", "momentum", "weight_decay", "nesterov")
+    found = {group["params"][0].dim(): tuple(group[key] for key in keys) for group in groups}
+    assert found == {1: (0.3, 0.8, 0.0, False), 2: (0.3, 0.8, 0.05, False)}, "no decay of biases"
