@@ -21,7 +21,6 @@ from .errors import CapszooError, UsageError
 from .reading import default_background, flatten
 
 __all__ = [
-    "IMAGE_FORMATS",
     "IMAGE_SUFFIXES",
     "MAX_PIXELS",
     "files_below",
@@ -41,9 +40,6 @@ IMAGE_SUFFIXES = frozenset(
 
 #: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller sets another limit.
 MAX_PIXELS = 64_000_000
-
-#: Pillow's formats that are read. For PostScript, one of its others, it runs Ghostscript, whatever a file's suffix.
-IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 
 _SMALLER = "scale it down, or allow more with CAPSZOO_MAX_PIXELS"
 
@@ -152,8 +148,9 @@ def open_image(
         Image.MAX_IMAGE_PIXELS = limit  # Pillow's limit would refuse images that the caller allows
     smaller = "scale it down" if max_pixels else _SMALLER  # the variable does not change a caller's limit
     with _one_line_errors(name, limit, smaller):
-        opened = io.BytesIO(source) if isinstance(source, bytes) else source
-        with Image.open(opened, formats=IMAGE_FORMATS) as image:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            if image.format == "EPS":  # whatever the file's suffix, Pillow would run Ghostscript to decode it
+                raise CapszooError(f"{name}: in PostScript", "save it as PNG")
             if image.width * image.height > limit:
                 raise CapszooError(
                     f"{name}: {image.width}x{image.height} are more than {limit:,} pixels", smaller
@@ -199,9 +196,7 @@ def _one_line_errors(name: str | Path, limit: int, smaller: str) -> Iterator[Non
     except IsADirectoryError:
         raise CapszooError(f"{name} is a folder", "name an image file") from None
     except UnidentifiedImageError:
-        raise CapszooError(
-            f"{name}: not an image", f"give one of these formats: {', '.join(IMAGE_FORMATS)}"
-        ) from None
+        raise CapszooError(f"{name}: not an image", "give a PNG, JPEG or another common image file") from None
     except Image.DecompressionBombError:
         raise CapszooError(f"{name}: more than {limit:,} pixels", smaller) from None
     except MemoryError:

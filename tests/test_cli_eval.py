@@ -189,7 +189,7 @@ def test_attacks_need_one_label(tiny_mnist: Path) -> None:
 
 
 def test_a_figure_that_is_not_the_stated_one_ends_with_1(
-    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     from capszoo.models._pretrained import bundled_tags
 
@@ -198,6 +198,10 @@ def test_a_figure_that_is_not_the_stated_one_ends_with_1(
     result = run("eval", MODEL, "--data", tiny_mnist, "--device", "cpu", "--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["stated"] == 50.0
     assert "the weights' metadata state 50.00%" in result.stderr and result.stderr.count("\n") == 1
+    from capszoo.recipes.evaluate import main
+
+    assert main([MODEL, "--data", str(tiny_mnist)]) == 1
+    assert "stated in the metadata: 50.00%: DIFFERS" in capsys.readouterr().out
 
 
 def test_pictures_of_a_data_set(trained: Path, tiny_mnist: Path, tmp_path: Path) -> None:

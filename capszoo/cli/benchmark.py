@@ -65,8 +65,7 @@ def benchmark_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Name, name.tag, hf-hub:USER/NAME[@REVISION], local-dir:FOLDER, folder of a run, .safetensors file, "
-            "or a bundle.",
+            help="As for predict (name, hf-hub:USER/NAME, folder, .safetensors file), or a bundle.",
             show_default=False,
             autocompletion=complete_model,
         ),
@@ -74,9 +73,7 @@ def benchmark_command(
     images: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[IMAGE]...",
-            help="Images to time a bundle on (default: random input).",
-            show_default=False,
+            metavar="[IMAGE]...", help="Images to time a bundle on (default: random).", show_default=False
         ),
     ] = None,
     runtimes: Annotated[
@@ -95,11 +92,7 @@ def benchmark_command(
     routing_iters: ItersOption = None,
     original: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help="The bundle's original model, if the name in its manifest cannot be resolved.",
-        ),
+        typer.Option("--model", metavar="NAME", help="A bundle's model, if its manifest's name finds none."),
     ] = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,

@@ -77,7 +77,7 @@ def _read_accuracies(path: Path) -> dict[str, float]:
     """Top-1 accuracy by class from a JSON file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(found, dict) or not found:
         raise DataError(f'{path}: expected an accuracy for each class, {{"n01440764": 0.75, …}}')

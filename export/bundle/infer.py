@@ -24,7 +24,6 @@ from PIL import Image, ImageChops, ImageOps
 BACKGROUNDS = {"black": 0, "white": 255}
 VANISHES_BELOW = 32  # of 255: mean difference from the background
 FITTED = 20 / 28  # ratio of the size of MNIST's digits to the side of the frame
-FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not PostScript, which would run Ghostscript
 HERE = Path(__file__).resolve().parent
 MAX_PIXELS = 64_000_000
 RESAMPLING = {
@@ -39,7 +38,9 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An image file, upright, 8 bits per channel; refused before it is decoded if it has too many pixels."""
     if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
         Image.MAX_IMAGE_PIXELS = max_pixels
-    with Image.open(path, formats=FORMATS) as file:
+    with Image.open(path) as file:
+        if file.format == "EPS":  # Pillow would run Ghostscript
+            raise ValueError("in PostScript: save it as PNG")
         if file.width * file.height > max_pixels:
             raise ValueError(
                 f"{file.width}x{file.height} are more than {max_pixels:,} pixels: see --max-pixels"

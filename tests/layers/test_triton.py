@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ import torch
 from capszoo import layers
 from capszoo.layers import _triton
 _triton._on_cpu = True
-assert _triton.not_fused("cpu", torch.float32, torch.zeros(1), 10, 4, 4, 4)
+assert _triton.not_fused("cpu", torch.float32, True, torch.zeros(1), 10, 4, 4, 4)
 assert layers.FCIDPA(6, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
 assert layers.DynamicRouting(6, 4, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
 """
@@ -77,7 +78,7 @@ assert "capszoo.layers._triton.kernels" not in sys.modules
 def test_switches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_on_cpu", True)
     monkeypatch.setattr(_triton, "_FOUND", True)
-    case = ("cpu", torch.float32, torch.zeros(1), 10, 4, 4, 4)
+    case = ("cpu", torch.float32, True, torch.zeros(1), 10, 4, 4, 4)
     monkeypatch.setattr(_triton, "_enabled", True)
     assert not _triton.not_fused(*case)
     layers.use_triton(False)
@@ -88,6 +89,22 @@ def test_switches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert python(root, "-c", code, CAPSZOO_TRITON="0").stdout.strip() == "False"
 
 
+def test_float32_gradients_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute capability 8.6 has 99 KiB a block, 9.0 has 227."""
+    monkeypatch.setattr(_triton, "_FOUND", True)
+    about = SimpleNamespace(major=8, shared_memory_per_block_optin=101_376)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    weight = SimpleNamespace(device=torch.device("cuda:0"))
+
+    def reason(dtype: torch.dtype, grad: bool) -> str:
+        return _triton.not_fused("cuda", dtype, grad, weight, 10, 1, 8, 16)  # dynamic routing to 10 classes
+
+    assert "shared memory" in reason(torch.float32, True)
+    assert not reason(torch.float32, False) and not reason(torch.bfloat16, True)
+    about.shared_memory_per_block_optin = 232_448
+    assert not reason(torch.float32, True)
+
+
 def test_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 classes are for half types alone, 1000 for none."""
     monkeypatch.setattr(_triton, "_on_cpu", True)
@@ -95,7 +112,7 @@ def test_widths(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fits(dtype: torch.dtype, parents: int, size: int) -> bool:
         weight = torch.zeros(1, dtype=dtype)
-        return not _triton.not_fused("cpu", dtype, weight, parents, size, size, size)
+        return not _triton.not_fused("cpu", dtype, True, weight, parents, size, size, size)
 
     half, single = torch.bfloat16, torch.float32
     assert fits(half, 100, 4) and not fits(single, 100, 4)

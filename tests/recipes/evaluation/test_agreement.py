@@ -1,0 +1,56 @@
+"""What two models agree on, counted by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from capszoo.errors import CapszooError
+from capszoo.recipes.evaluation.agreement import agreement
+
+
+def target(answers: list[list[float]], labels: torch.Tensor, known: int | None = 1) -> Any:
+    """A model that gives these scores, on images with these labels."""
+    batch = SimpleNamespace(images=torch.tensor(answers), labels=labels)
+    spec = SimpleNamespace(labels_per_image=known)
+    return SimpleNamespace(
+        n=len(labels),
+        images=SimpleNamespace(spec=spec),
+        batches=lambda *_: [batch],
+        net=lambda images: images,
+        threshold=0.5,
+    )
+
+
+def test_counts_by_hand() -> None:
+    labels = torch.tensor([0, 1, 2, 3])
+    first = target(torch.eye(4)[[0, 1, 2, 2]].tolist(), labels)  # wrong in the last
+    second = target(torch.eye(4)[[0, 2, 1, 2]].tolist(), labels)  # right in the first alone
+    found = agreement(first, second)
+    assert found.accuracy == (75, 25) and found.n == 4
+    assert (found.same, found.both_right, found.only_first, found.only_second, found.both_wrong) == (
+        2,
+        1,
+        2,
+        0,
+        1,
+    )
+
+
+def test_several_labels_by_hand() -> None:
+    labels = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    first = target([[0.9, 0.8, 0.1], [0.2, 0.9, 0.3]], labels, None)  # the second image misses a label
+    second = target([[0.6, 0.7, 0.2], [0.1, 0.6, 0.4]], labels, None)
+    found = agreement(first, second)
+    assert (found.same, found.both_right, found.both_wrong) == (2, 1, 1), "the same wrong answer is one, too"
+
+
+def test_other_images_are_refused() -> None:
+    first = target([[1.0, 0.0]], torch.tensor([0]))
+    with pytest.raises(CapszooError, match="the images of the two models differ"):
+        agreement(first, target([[1.0, 0.0]], torch.tensor([1])))
+    with pytest.raises(CapszooError, match="1 and 2 images cannot be compared"):
+        agreement(first, target([[1.0, 0.0]] * 2, torch.tensor([0, 0])))
