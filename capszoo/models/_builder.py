@@ -50,7 +50,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 #: Arguments of timm's builder, valid for every model besides the model's arguments.
 _BUILDER_ARGS = frozenset(
     ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "features_only", "out_indices", "feature_cls")
-    + ("pretrained_strict", "pretrained_model_args", "device", "dtype")
+    + ("pretrained_model_args", "device", "dtype")
 )
 
 

@@ -22,7 +22,7 @@ from .history import read_records
 from .log import RunLog
 from .routing_probe import RoutingProbe
 from .run_folder import check_room, note_session, open_run, read_sessions, versions
-from .setup import create_feedback, create_net, create_optimizer, create_scheduler
+from .setup import create_feedback, create_net, create_optimizer, create_scheduler, evaluation_batch
 from .stages import Stage, stage_at, staged_data
 from .state import Run, TrainState, distribute, restore, save_state
 from .step import TrainStep
@@ -132,8 +132,7 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
         cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
         **shares,
     )
-    # on a GPU the votes of 500 images may fill the memory; the largest layer of EM takes 30 GB
-    measured = 500 if device.type != "cuda" else min(500, 2 * recipe.batch_size)
+    measured = evaluation_batch(recipe.batch_size, device)
     held_out = Batches(validation.to(device), measured, **shares) if len(validation) else None
     if recipe.early_stop and not held_out:
         raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 import capszoo
 from capszoo import CapsuleNet
+from capszoo.errors import UnknownArgument
 from capszoo.layers import use_engines
 from tests.models.zoo_cases import calibrate, each_family, images, names, small, small_arguments
 
@@ -263,3 +264,8 @@ def test_forward_mode_and_vmap(name: str) -> None:
     with torch.no_grad():
         one_by_one = torch.func.vmap(lambda one: model(one[None])[0])(x)
         torch.testing.assert_close(one_by_one, model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_never_loaded_in_part() -> None:
+    with pytest.raises(UnknownArgument, match="pretrained_strict"):
+        capszoo.create_model("resnet20_routingcaps.mnist", True, pretrained_strict=False)

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from capszoo.recipes.config import DataConfig, Recipe, RecipeError, load_recipe
-from capszoo.recipes.training.setup import _limited, create_optimizer, create_scheduler
+from capszoo.recipes.training.setup import (
+    _limited,
+    create_optimizer,
+    create_scheduler,
+    evaluation_batch,
+)
 
 
 def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
@@ -91,3 +96,8 @@ def test_the_optimiser_has_the_recipe_s_settings() -> None:
     keys = ("lr", "momentum", "weight_decay", "nesterov")
     found = {group["params"][0].dim(): tuple(group[key] for key in keys) for group in groups}
     assert found == {1: (0.3, 0.8, 0.0, False), 2: (0.3, 0.8, 0.05, False)}, "no decay of biases"
+
+
+def test_a_gpu_evaluates_smaller_batches() -> None:
+    sizes = [evaluation_batch(size, torch.device(device)) for size in (64, 500) for device in ("cpu", "cuda")]
+    assert sizes == [500, 128, 500, 500]
