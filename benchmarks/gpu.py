@@ -274,14 +274,13 @@ def timed(
         return (time.perf_counter() - start) * 1e3
     torch.cuda.synchronize(device)
     times: list[float] = []
-    begin = time.perf_counter()
-    runs[0]()
-    queued = time.perf_counter() - begin  # seconds that the host needs for one run
-    torch.cuda.synchronize(device)
-    cycles = int(min(2 * queued + 1e-3, 0.05) * 2e9)
-    flush = torch.empty(
-        2**26 if alone else 0, dtype=torch.int32, device=device
-    )  # 256 MB, more than the L2 cache
+    if alone:
+        begin = time.perf_counter()
+        runs[0]()
+        queued = time.perf_counter() - begin  # seconds that the host needs for one run
+        torch.cuda.synchronize(device)
+        cycles = int(min(2 * queued + 1e-3, 0.05) * 2e9)
+        flush = torch.empty(2**26, dtype=torch.int32, device=device)  # 256 MB, more than the L2 cache
     begin = time.perf_counter()
     while len(times) < 20 or (time.perf_counter() - begin < seconds and len(times) < 500):
         pairs = []

@@ -20,6 +20,7 @@ from timm.models import (
 )
 from torch import nn
 
+from ._catalogue import shell_pattern
 from ._devices import check_device
 from ._suggest import unknown_name
 from .errors import UnknownArgument, UnknownModel, UsageError, WeightsError
@@ -78,7 +79,7 @@ def list_models(
 
 def _patterns(filters: str | Sequence[str]) -> list[str]:
     given = [filters] if isinstance(filters, str) else list(filters)
-    return [one if any(c in one for c in "*?[") else f"*{one}*" for one in given if one]
+    return [shell_pattern(one) for one in given if one]
 
 
 def list_pretrained(filter: str | Sequence[str] = "") -> list[str]:

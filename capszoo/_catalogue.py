@@ -63,6 +63,16 @@ def checkpoints() -> dict[str, WeightsInfo]:
     return read_metadata(weights_folders())
 
 
+def shell_pattern(word: str) -> str:
+    """A filter as a shell pattern: a word without wildcards matches anywhere in a name."""
+    return word if any(c in word for c in "*?[") else f"*{word}*"
+
+
+def is_path(name: str) -> bool:
+    """Whether a MODEL argument can only be a path: it has a separator of folders, or begins with ``local-dir:``."""
+    return "/" in name or os.sep in name or name.startswith("local-dir:")
+
+
 def check_model_argument(name: str) -> None:
     """Raise an error if a MODEL argument cannot refer to a model, before anything is loaded.
 
@@ -82,7 +92,7 @@ def check_model_argument(name: str) -> None:
         raise CapszooError(f"{path}: of weights, only .safetensors files are loaded", "name the model itself")
     if name.startswith("hf-hub:") or path.is_dir() or path.suffix in (".safetensors", ".json"):
         return
-    if any(sep in name for sep in ("/", os.sep)) or name.startswith("local-dir:"):
+    if is_path(name):
         raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
     architecture, _, tag = name.partition(".")
     if name in checkpoints():  # also of an architecture that is timm's own
@@ -118,7 +128,7 @@ def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]
         filter: part of a name or of a tag, or a shell pattern.
         pretrained: list checkpoints instead of architectures.
     """
-    pattern = filter if any(c in filter for c in "*?[") else f"*{filter}*"
+    pattern = shell_pattern(filter)
     if pretrained:
         return [
             checkpoint_row(info) for name, info in checkpoints().items() if fnmatch.fnmatch(name, pattern)

@@ -80,10 +80,8 @@ def _temporary(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
     except OSError as e:
-        about = (None, *map(str, (path, temporary, path.parent)))
-        if (
-            str(e.filename) if e.filename else None
-        ) not in about or not e.errno:  # of another file, or a library's own
+        about_us = not e.filename or Path(e.filename) in (path, temporary, path.parent)
+        if not about_us or not e.errno:  # of another file, or a library's own error
             raise
         raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
     finally:

@@ -18,7 +18,6 @@ A MODEL is, in this order:
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from timm.models import is_model
 from torch import Tensor, nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
+from ._catalogue import is_path
 from ._metadata import WeightsInfo, default_weights, run_weights
 from ._suggest import unknown_name
 from .errors import CapszooError, UnknownModel, WeightsError
@@ -198,7 +198,7 @@ def resolve(model: str | Path) -> Checkpoint:
             if not file.is_file():
                 raise WeightsError(f"{file}: no such file: weights and their metadata must lie side by side")
         return Checkpoint(argument, "file", weights, WeightsInfo.from_json(metadata))
-    if any(sep in argument for sep in ("/", os.sep)) or argument.startswith("local-dir:"):
+    if is_path(argument):
         raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
     return Checkpoint(argument, "name")
 

@@ -27,6 +27,7 @@ from .._verbosity import is_quiet
 from ..errors import CapszooError, UsageError
 
 __all__ = [
+    "MODEL_HELP",
     "PICTURES",
     "STYLES",
     "BackgroundOption",
@@ -91,11 +92,16 @@ def complete_model(incomplete: str) -> list[str]:
     return sorted(name for name in (*architectures(), *checkpoints()) if name.startswith(incomplete))
 
 
+#: What MODEL may be, for help texts.
+MODEL_HELP = (
+    "Name, name.tag, hf-hub:USER/NAME[@REVISION], local-dir:FOLDER, folder of a run, or .safetensors file."
+)
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Name, name.tag, hf-hub:USER/NAME[@REVISION], local-dir:FOLDER, folder of a run, or .safetensors file.",
+        help=MODEL_HELP,
         show_default=False,
         autocompletion=complete_model,
     ),

@@ -16,6 +16,7 @@ from .._files import names_onnx_file
 from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError
 from .common import (
+    MODEL_HELP,
     ItersOption,
     JsonOption,
     SizeOption,
@@ -43,8 +44,7 @@ def export_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Name, name.tag, hf-hub:USER/NAME[@REVISION], local-dir:FOLDER, folder of a run, or .safetensors "
-            "file.",
+            help=MODEL_HELP,
             show_default=False,
         ),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 from .download import fetch, remote_files
 from .errors import DataError
 from .folders import find_splits
+from .folders.common import unreadable
 from .sources import load_dataset
 from .specs import DATASETS, PREFIXES, dataset_spec
 
@@ -34,12 +35,10 @@ def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
         if (name, split) == ("svhn", "extra"):
             continue
         damaged: list[str] = []
-        images = load_dataset(
-            name, split, data, skipped=damaged
-        )  # streamed sets are decoded for the list alone
+        # a streamed set is decoded only to fill this list
+        images = load_dataset(name, split, data, skipped=damaged)
         if damaged:
-            more = f", and {len(damaged) - 1} more" if damaged[1:] else ""
-            raise DataError(f"{damaged[0]}{more}: mend or remove what cannot be read")
+            raise unreadable(damaged)
         c, h, w = images.spec.input_size
         yield (
             f"{name} {split}: {len(images)} images, {c}x{h}x{w} out of {images.size[0]}x{images.size[1]}, "

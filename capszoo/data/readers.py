@@ -157,9 +157,8 @@ def parquet_label_names(file: str | Path) -> tuple[str, ...]:
     try:
         schema = pq.read_schema(file)
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        column = next(
-            column for column in _LABEL_COLUMNS if column in schema.names
-        )  # that `_parquet_table` reads
+        # the column that `_parquet_table` reads
+        column = next(column for column in _LABEL_COLUMNS if column in schema.names)
         names = features[column].get("names", ())
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError, RecursionError):
         return ()

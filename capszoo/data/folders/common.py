@@ -26,6 +26,7 @@ __all__ = [
     "locate",
     "sides",
     "to_tensor",
+    "unreadable",
     "usable_cores",
 ]
 
@@ -127,12 +128,7 @@ def decode_or_stream(
                 failures += pool.map(fill, range(start, min(start + 4096, n)))
         bad = [failure for failure in failures if failure]
         if bad and skipped is None:
-            # A line has room for one reason; the other files are only named.
-            others = "; ".join(failure.partition(": ")[0] for failure in bad[1:4])
-            more = "" if len(bad) == 1 else f", and {len(bad) - 1} more: {others}"
-            more += "; …" if len(bad) > 4 else ""
-            first = bad[0].partition(": give")[0]
-            raise DataError(f"{first}{more}: mend or remove what cannot be read, or leave it out (skip_bad)")
+            raise unreadable(bad)
         if bad:
             skipped.extend(bad)  # type: ignore[union-attr]
             sound = torch.tensor([k for k, failure in enumerate(failures) if not failure], dtype=torch.int64)
@@ -150,6 +146,15 @@ def decode_or_stream(
         available_workers(),
         shards=None if shards is None else shards[sound],
     )
+
+
+def unreadable(failures: Sequence[str]) -> DataError:
+    """The error about images that cannot be read. A line has room for one reason; the other files are only named."""
+    others = "; ".join(failure.partition(": ")[0] for failure in failures[1:4])
+    more = "" if len(failures) == 1 else f", and {len(failures) - 1} more: {others}"
+    more += "; …" if len(failures) > 4 else ""
+    first = failures[0].partition(": give")[0]
+    return DataError(f"{first}{more}: mend or remove what cannot be read, or leave it out (skip_bad)")
 
 
 def sides(size: int | None, resize: int | None) -> tuple[int, int]:
