@@ -67,6 +67,8 @@ class Tuning:
     # capConv
     #: elements of the maps of one branch in a block of images (2 MiB in float32)
     capconv_block_elements: int = 1 << 19
+    #: pose dimension of the children up to which one convolution costs less than a grouped and an ungrouped one
+    capconv_one_convolution_max_child_dim: int = 4
     #: elements of the maps of all images from which blocks pay without gradients too
     capconv_recompute_min_elements: int = 1 << 18
 

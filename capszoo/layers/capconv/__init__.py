@@ -19,15 +19,15 @@ Our choices where the paper does not specify: "both" computes the coefficients o
 of master and aide side by side (the weights of that convolution are stored in two modules, one for each branch);
 coefficients start near one, so that a layer starts as master + aide.
 
-Files: ``routing`` has the steps as functions, ``layers`` parameters and shapes, ``engines`` training with less memory.
+Files: ``routing`` has the steps as functions, ``convolutions`` and ``layers`` parameters and shapes,
+``engines`` training with less memory or time.
 """
 
+from .convolutions import CapGroupConv2d, CoefficientConv2d
 from .layers import (
     COEFFICIENTS,
     CapConv,
     CapFC,
-    CapGroupConv2d,
-    CoefficientConv2d,
     EncapModule,
     MasterAide,
 )

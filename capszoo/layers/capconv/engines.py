@@ -1,4 +1,4 @@
-"""Engine of capConv besides the reference: blocks of images, and training that stores only the convolutions' outputs.
+"""Engines of capConv besides the reference: training that stores only the convolutions' outputs, or convolves once.
 
 Letters as in :mod:`capszoo.layers.capconv`; ``n`` denotes the maps of one branch before its norm. Autograd
 would store the output of each norm, each squash and each product; here the backward pass recomputes them from ``n``.
@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 from ..engine import Call, Engine, Routed
 from ..squash import squared_lengths, squash_factor, squash_gradient
 from ..tuning import TUNING
-from .routing import SquashGroups
+from .convolutions import CapGroupConv2d, XavierConv2d
+from .routing import SquashGroups, merge_groups
 
-__all__ = ["Recompute", "RecomputeBranches"]
+__all__ = ["OneConvolution", "Recompute", "RecomputeBranches"]
 
 
 class Norm(NamedTuple):
@@ -239,3 +240,38 @@ class RecomputeBranches(Recompute):
         norms = [t for norm in (layer.master_bn, layer.aide_bn) for t in (norm.weight, norm.bias)]
         coef = layer.merged_weight()
         return Routed([_Branches.apply(*inputs, layer, coef, layer.coef_aide.bias, *norms)], [], None)
+
+
+class OneConvolution(Engine):
+    """On a CPU, in training: the master of a Type I layer and its skip as one convolution.
+
+    They have the same kernel and stride, and a convolution in groups of few channels takes several times as long as an
+    ungrouped one. The weights of the groups are added to those of the skip.
+    """
+
+    name = "one_convolution"
+    evidence = "capConv: one convolution"
+    devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        master, skip = layer.type1.conv, layer.skip
+        known = type(master) is CapGroupConv2d and type(skip) is XavierConv2d
+        if known and all(_is_plain(module) for module in (master, skip, layer.type1)):
+            return ""
+        return "a convolution was replaced or has hooks"
+
+    @classmethod
+    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if not call.grad:
+            return "no gradients are taken"
+        if call.child_dim > TUNING.capconv_one_convolution_max_child_dim:
+            return "its children have more dimensions than TUNING.capconv_one_convolution_max_child_dim"
+        return ""
+
+    @classmethod
+    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
+        master, skip = layer.type1.conv, layer.skip
+        weight = skip.weight + merge_groups(master.weight, master.groups, master.groups)
+        y = F.conv2d(inputs[0], weight, skip.bias + master.bias, skip.stride, skip.padding)
+        return Routed([layer.type1.finish(y)], [], None)

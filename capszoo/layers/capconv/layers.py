@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine import Reference, Routed, RoutingLayer
-from .engines import Recompute, RecomputeBranches
+from .convolutions import CapGroupConv2d, CoefficientConv2d, XavierConv2d
+from .engines import OneConvolution, Recompute, RecomputeBranches
 from .routing import (
     SquashGroups,
     cap_fc,
     capconv_combine,
-    grouped_pointwise,
-    groups_together,
     merge_groups,
 )
 
@@ -53,62 +52,6 @@ def _check(in_chans: int, out_chans: int, groups: int, coefficients: str, mode: 
         raise ValueError(f"coefficients must be one of {', '.join(COEFFICIENTS)}, not {coefficients!r}")
     if mode not in ("master", "master_aide"):
         raise ValueError(f"mode must be 'master' or 'master_aide', not {mode!r}")
-
-
-class XavierConv2d(nn.Conv2d):
-    """A convolution initialised as in the release (Xavier, normal), with a constant bias.
-
-    ``reset_parameters`` replaces PyTorch's, so that weights are drawn once: large networks are built in half the time.
-    """
-
-    bias_start = 0.0
-    #: linear in its own weight and bias, and so are its subclasses (see capszoo.export.unroll)
-    folds_batchnorm = True
-
-    def reset_parameters(self) -> None:
-        nn.init.xavier_normal_(self.weight)
-        if self.bias is not None:
-            nn.init.constant_(self.bias, self.bias_start)
-
-
-class CoefficientConv2d(XavierConv2d):
-    """The 3x3 convolution that gives one map (or two) per capsule channel; its bias starts at one.
-
-    A few capsule channels are convolved as one group, with zeros between their weights (:func:`merge_groups`). That
-    multiplies this convolution's arithmetic, a hundredth of the layer's, but halves its time.
-    """
-
-    bias_start = 1.0
-    graph_weight: Optional[Tensor]
-
-    def __init__(self, chans: int, maps: int, groups: int, bias: bool) -> None:
-        super().__init__(chans, maps, 3, 1, 1, groups=groups, bias=bias)
-        self.together = groups_together(maps, groups)
-        self.register_buffer("graph_weight", None, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.graph_weight
-        if weight is None:
-            weight = merge_groups(self.weight, self.groups, self.together)
-        return F.conv2d(x, weight, self.bias, 1, 1, 1, self.groups // self.together)
-
-    @torch.jit.unused
-    def prepare_for_export(self) -> None:
-        """Store the merged weights as a constant."""
-        self.graph_weight = merge_groups(self.weight.detach(), self.groups, self.together)
-
-
-class CapGroupConv2d(XavierConv2d):
-    """A biased convolution grouped by capsule channel; 1x1 of stride 1 runs as a matrix product."""
-
-    def __init__(self, in_chans: int, out_chans: int, kernel_size: int, stride: int, groups: int) -> None:
-        super().__init__(in_chans, out_chans, kernel_size, stride, kernel_size // 2, groups=groups)
-        self.pointwise = kernel_size == 1 and stride == 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.pointwise:
-            return grouped_pointwise(x, self.weight, self.bias, self.groups)
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class MasterAide(_GroupedLayer):
@@ -246,6 +189,10 @@ class CapConv(_GroupedLayer):
         y = self.conv(x)
         if skip is not None:
             y = y + skip
+        return self.finish(y)
+
+    def finish(self, y: Tensor) -> Tensor:
+        """The sum of branches and skip ``[b, out, h', w']`` to capsules of that shape."""
         return self.compute([y], 1, False).poses[0]
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
@@ -253,7 +200,7 @@ class CapConv(_GroupedLayer):
         return Routed([self.squash(F.relu(self.bn(inputs[0]), inplace=True))], [], None)
 
 
-class EncapModule(nn.Module):
+class EncapModule(_GroupedLayer):
     """An encapsulated module (Fig. 3a): one Type I layer, then a stack of Type II layers.
 
     Args:
@@ -265,6 +212,8 @@ class EncapModule(nn.Module):
         skip_type1: add a 3x3 ungrouped convolution of the input to the Type I layer (Table 3, row 5).
         skip_type2: add the stack's input to its last layer, before that layer's norm (Table 3, row 6).
     """
+
+    engines = (OneConvolution, Reference)
 
     def __init__(
         self,
@@ -281,6 +230,8 @@ class EncapModule(nn.Module):
         super().__init__()
         if depth < 1:
             raise ValueError(f"a module has at least its Type I layer: depth must be 1 or more, not {depth}")
+        self.groups = groups
+        self.aided = mode != "master"
         self.skip_type2 = skip_type2
         self.last = depth - 2  # index of the last Type II layer
         self.skip: Optional[nn.Module] = None
@@ -291,12 +242,20 @@ class EncapModule(nn.Module):
             CapConv(out_chans, out_chans, 1, 1, groups, mode, coefficients) for _ in range(depth - 1)
         )
 
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """The Type I layer without an aide, and its skip; there are no couplings."""
+        skip = self.skip
+        assert skip is not None
+        return Routed([self.type1(inputs[0], skip(inputs[0]))], [], None)
+
     def forward(self, x: Tensor) -> Tensor:
         """``[b, in, h, w] -> [b, out, h', w']``."""
-        if self.skip is not None:
+        if self.skip is None:
+            x = self.type1(x)
+        elif self.aided:
             x = self.type1(x, self.skip(x))
         else:
-            x = self.type1(x)
+            x = self.compute([x], 1, False).poses[0]
         stack_input = x
         for index, layer in enumerate(self.type2):
             if self.skip_type2 and index == self.last:

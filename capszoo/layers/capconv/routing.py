@@ -60,7 +60,7 @@ def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups:
     matrices = weight.unflatten(0, (groups, -1)).flatten(2)  # [g, e, d]
     y = torch.matmul(matrices, x.unflatten(1, (groups, -1)).flatten(3)).flatten(1, 2)  # [b, g*e, h*w]
     if bias is not None:
-        y = y + bias[:, None]
+        y = y + bias.to(y.dtype)[:, None]  # under autocast y is in half precision, and stays so
     return y.unflatten(2, (x.shape[2], x.shape[3]))
 
 
