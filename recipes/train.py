@@ -50,7 +50,7 @@ from .training.distributed import (
     sync_error,
 )
 from .training.finish import finish_run, result_of_finished
-from .training.log import RunLog, epoch_line
+from .training.log import RunLog, epoch_line, setback_line
 from .training.run_folder import (
     RunLock,
     check_data,
@@ -308,6 +308,9 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
     save_state(run, state)
     log.progress.update(log.task, completed=state.step)
     log.say(epoch_line(record, recipe.epochs))
+    setback = setback_line(record, log.before(record))
+    if setback:
+        log.say(setback)
     state.next_sync = state.step + 1
 
 

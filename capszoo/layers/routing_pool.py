@@ -24,6 +24,9 @@ is computed in float32, as is everything in the layers under autocast; poses are
 ``lam=0``, where every coupling is uniform whatever the agreement, the iterations are skipped. Sharing the transforms of
 `routing_caps` over positions is our choice (the paper states only the model's size, which it matches).
 
+Training: the gradient of a child's direction grows as 1 / |û|. One image with short capsules can dominate an update, so
+clip gradients.
+
 Speed: agreements and updates are batched matrix products over the children, whose layout changes once. `routing_caps`
 forms its votes once, for their lengths alone: as ``Σ c·(W u) = W·(Σ c·u)`` and ``⟨W u, v⟩ = ⟨u, Wᵀv⟩``, each
 iteration works on the ``d``-dimensional children instead of ``n`` votes for each, with a tenth of the memory traffic.

@@ -34,9 +34,11 @@ except ModuleNotFoundError as error:
         "training needs matplotlib and tensorboard: pip install 'capszoo[train]'"
     ) from error
 
-__all__ = ["RunLog", "accuracy_line", "epoch_line", "weights_line"]
+__all__ = ["RunLog", "accuracy_line", "epoch_line", "setback_line", "weights_line"]
 
 SECONDS_BETWEEN_LINES = 60
+#: factor of the training loss, and points of training accuracy, that an epoch loses in a setback
+SETBACK_LOSS, SETBACK_TOP1 = 1.25, 2.0
 SECONDS_BETWEEN_CURVES = 60  # drawing takes a second, as long as an epoch of a small run
 
 
@@ -57,6 +59,26 @@ def epoch_line(record: Mapping[str, Any], epochs: int) -> str:
         parts.append(f"images of {record['size']} pixels")
     parts += [f"lr {record['lr']:.3g}", f"{record['images_per_s']:,} images/s"]
     return ", ".join([*parts, str(timedelta(seconds=round(record["seconds"])))])
+
+
+def setback_line(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> str | None:
+    """Say that training lost what it had learned in an epoch, as after one very large gradient; None if it did not.
+
+    Args:
+        record: record of the epoch, from `metrics.jsonl`.
+        before: that of the epoch before it, if there is one.
+    """
+    if before is None or record.get("size") != before.get("size"):
+        return None
+    loss, earlier = record.get("train_loss"), before.get("train_loss")
+    if loss is None or earlier is None:
+        return None
+    if loss < SETBACK_LOSS * earlier or record["train_top1"] > before["train_top1"] - SETBACK_TOP1:
+        return None
+    return (
+        f"the training loss rose from {earlier:.4g} to {loss:.4g}: a single large gradient can do that. "
+        "clip_grad limits gradients (docs/reproduce.md)"
+    )
 
 
 def weights_line(path: Path) -> str:
@@ -116,6 +138,11 @@ class RunLog:
     def records(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """The epochs' records, up to an update, without a line truncated by a kill."""
         return [r for r in read_records(self.metrics) if up_to is None or r["step"] <= up_to]
+
+    def before(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Record of the epoch before the one of `record`; None for the first, and on processes that do not log."""
+        found = [r for r in self.records() if r["epoch"] == record["epoch"] - 1] if self.active else []
+        return found[-1] if found else None
 
     def epoch(self, record: dict[str, Any], last: bool = False) -> None:
         """Write the record of an epoch: a line and scalars; the curves after the last epoch and once a minute.
