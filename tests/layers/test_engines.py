@@ -301,6 +301,22 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_reset_parameters_fills_every_parameter_and_buffer(case) -> None:
+    """As torch.nn's layers do: a network that was built on the meta device becomes one with fresh weights."""
+    module, fresh = case.build(), {}
+    for name, tensor in module.state_dict().items():
+        fresh[name] = tensor.double().std(correction=0)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    for name, tensor in module.state_dict().items():
+        assert not tensor.isnan().any() and (tensor != -1).all(), name
+        deviation = tensor.double().std(correction=0)
+        assert 0.3 * fresh[name] <= deviation <= 3 * fresh[name], name
+
+
 def test_engines_alone_ask_for_torchscript() -> None:
     """Layer files do not look at TorchScript: RoutingLayer has the one guard."""
     files = sorted((ROOT / "capszoo" / "layers").rglob("*.py"))

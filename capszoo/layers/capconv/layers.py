@@ -287,7 +287,10 @@ class CapFC(nn.Module):
         self.grid = (grid, grid) if isinstance(grid, int) else (int(grid[0]), int(grid[1]))
         in_caps = groups * self.grid[0] * self.grid[1]
         self.weight = nn.Parameter(torch.empty(pose_dim, in_caps, num_classes))  # [d, g*h*w, n]
-        bound = 1.0 / math.sqrt(in_caps)  # as released
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1.0 / math.sqrt(self.weight.shape[1])  # as released
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -47,9 +47,17 @@ class _DynamicLayer(RoutingLayer):
         if init == "zero":
             self.start = None
         elif init == "random":
-            self.register_buffer("start", torch.rand(num_parents, num_children))
+            self.register_buffer("start", torch.empty(num_parents, num_children))
         else:
-            self.start = nn.Parameter(torch.zeros(num_parents, num_children))
+            self.start = nn.Parameter(torch.empty(num_parents, num_children))
+
+    @torch.jit.unused
+    def _reset_start(self) -> None:
+        if self.start is not None:
+            if self.init == "random":
+                nn.init.uniform_(self.start)
+            else:
+                nn.init.zeros_(self.start)
 
 
 class DynamicRouting(_DynamicLayer):
@@ -88,6 +96,7 @@ class DynamicRouting(_DynamicLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        self._reset_start()
         nn.init.trunc_normal_(self.weight, std=self.weight_std, a=-2 * self.weight_std, b=2 * self.weight_std)
 
     def votes(self, x: Tensor) -> Tensor:
@@ -271,6 +280,7 @@ class SharedDynamicRouting(_DynamicLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        self._reset_start()
         nn.init.normal_(self.weight, std=self.in_dim**-0.5)
         nn.init.normal_(self.bias)
 

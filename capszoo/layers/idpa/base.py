@@ -70,24 +70,31 @@ class IDPALayer(RoutingLayer):
         self.folds = parent_init == "zero" and not activations
 
         if parent_init == "learned":
-            self.start = nn.Parameter(torch.zeros(out_caps, out_dim))
+            self.start = nn.Parameter(torch.empty(out_caps, out_dim))
         elif parent_init == "random":
-            self.register_buffer("start", torch.randn(out_caps, out_dim))
+            self.register_buffer("start", torch.empty(out_caps, out_dim))
         else:
             self.start = None  # zero
         if activations:
-            self.beta_v = nn.Parameter(torch.zeros(out_caps))
-            self.beta_a = nn.Parameter(torch.zeros(out_caps))
+            self.beta_v = nn.Parameter(torch.empty(out_caps))
+            self.beta_a = nn.Parameter(torch.empty(out_caps))
         else:
             self.register_parameter("beta_v", None)
             self.register_parameter("beta_a", None)
         self.drop = nn.Dropout(drop)
         self.norm = nn.LayerNorm(out_dim, eps=eps) if layer_norm else nn.Identity()
 
-    def _new_weight(self, *shape: int) -> nn.Parameter:
-        """Normal with variance parents / (children * inner), as in the release."""
-        std = math.sqrt(self.out_caps / (self.num_children * self.inner))
-        return nn.Parameter(torch.empty(shape).normal_(std=std))
+    def reset_parameters(self) -> None:
+        """Weights normal with variance parents / (children * inner), as in the release."""
+        if self.start is not None:
+            if self.parent_init == "random":
+                nn.init.normal_(self.start)
+            else:
+                nn.init.zeros_(self.start)
+        for beta in (self.beta_v, self.beta_a):
+            if beta is not None:
+                nn.init.zeros_(beta)
+        nn.init.normal_(self.weight, std=math.sqrt(self.out_caps / (self.num_children * self.inner)))
 
     def votes(self, children: Tensor) -> Tensor:
         """Votes of the children of every routing (Procedure 1, line 2), ``[n, j, i, e]``."""

@@ -76,7 +76,9 @@ class ConvIDPA(IDPALayer):
         self.kernel_size = kernel_size
         self.stride = stride
         self.padding = padding
-        self.weight = self._new_weight(out_caps, self.cols, in_caps, self.inner, kernel_size, kernel_size)
+        shape = (out_caps, self.cols, in_caps, self.inner, kernel_size, kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
 
     def out_size(self, size: int) -> int:
         """Number of parents along an axis of ``size`` children."""
@@ -226,7 +228,8 @@ class FCIDPA(IDPALayer):
         super().__init__(in_caps, out_caps, *args, **options)
         self.in_caps = in_caps
         self.kernel_size = self.stride = 1
-        self.weight = self._new_weight(in_caps, self.inner, out_caps, self.cols)
+        self.weight = nn.Parameter(torch.empty(in_caps, self.inner, out_caps, self.cols))
+        self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to parents ``[b, j, e]``, after ``num_iters`` iterations (without activations)."""
