@@ -383,7 +383,7 @@ def attach_head(
 
     Args:
         backbone: timm name, ``"hf-hub:USER/NAME"`` or ``"local-dir:folder"``; or a module with ``forward_features``,
-            which is used without a copy.
+            which is used without a copy and loses its classifier.
         routing: of the head, a name of ``capszoo.models._heads.HEADS``: a routing such as ``idpa`` or ``em``, or one
             of the baselines without capsules ``avg``, ``max`` and ``conv``.
         num_classes: classes.
