@@ -210,6 +210,21 @@ def test_seed_changes_the_run(tiny_mnist: Path, tmp_path: Path) -> None:
     assert any(not torch.equal(one[key], two[key]) for key in one)
 
 
+def test_early_stopping_keeps_the_moving_average(tiny_mnist: Path, tmp_path: Path) -> None:
+    """The best epoch's weights are those that were validated: with `ema_decay` not the network's own."""
+    own, averaged = (
+        load_file(
+            train(
+                tiny_recipe(epochs=1, early_stop=1, ema_decay=decay),
+                out=tmp_path / str(decay),
+                data=tiny_mnist,
+            )["weights"]
+        )
+        for decay in (None, 0.9)
+    )
+    assert any(not torch.equal(own[key], averaged[key]) for key in own)
+
+
 def test_a_damaged_checkpoint_is_passed_over(
     tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
