@@ -18,7 +18,7 @@ from capszoo.data import ImageSet, dataset_spec
 from capszoo.data.sources import compose
 
 #: Files of the first 1,000 images of a test set, in tests/fixtures.
-PACKED = {name: f"{name}_test_1000.npz" for name in ("mnist", "fashion_mnist", "cifar10")}
+PACKED = {name: f"{name}_test_1000.npz" for name in ("mnist", "fashion_mnist", "cifar10", "cifar100")}
 
 
 def is_packed(name: str) -> bool:
