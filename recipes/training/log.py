@@ -141,7 +141,7 @@ class RunLog:
 
     def before(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
         """Record of the epoch before the one of `record`; None for the first, and on processes that do not log."""
-        found = [r for r in self.records() if r["epoch"] == record["epoch"] - 1] if self.active else []
+        found = self.records(record["step"] - 1) if self.active else []
         return found[-1] if found else None
 
     def epoch(self, record: dict[str, Any], last: bool = False) -> None:

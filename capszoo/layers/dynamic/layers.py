@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
+from .._start import reset_start
 from .._windows import windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from ..squash import squash
@@ -51,14 +52,6 @@ class _DynamicLayer(RoutingLayer):
         else:
             self.start = nn.Parameter(torch.empty(num_parents, num_children))
 
-    @torch.jit.unused
-    def _reset_start(self) -> None:
-        if self.start is not None:
-            if self.init == "random":
-                nn.init.uniform_(self.start)
-            else:
-                nn.init.zeros_(self.start)
-
 
 class DynamicRouting(_DynamicLayer):
     """A fully connected capsule layer: every child has its own transform to every parent.
@@ -96,7 +89,7 @@ class DynamicRouting(_DynamicLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self._reset_start()
+        reset_start(self.start, nn.init.uniform_)
         nn.init.trunc_normal_(self.weight, std=self.weight_std, a=-2 * self.weight_std, b=2 * self.weight_std)
 
     def votes(self, x: Tensor) -> Tensor:
@@ -280,7 +273,7 @@ class SharedDynamicRouting(_DynamicLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self._reset_start()
+        reset_start(self.start, nn.init.uniform_)
         nn.init.normal_(self.weight, std=self.in_dim**-0.5)
         nn.init.normal_(self.bias)
 

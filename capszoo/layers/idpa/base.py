@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half, working_type
+from .._start import reset_start
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import Blocked, Fused, Native
 from .routing import agreement_of, couplings_of, weighted_sum
@@ -86,11 +87,7 @@ class IDPALayer(RoutingLayer):
 
     def reset_parameters(self) -> None:
         """Weights normal with variance parents / (children * inner), as in the release."""
-        if self.start is not None:
-            if self.parent_init == "random":
-                nn.init.normal_(self.start)
-            else:
-                nn.init.zeros_(self.start)
+        reset_start(self.start, nn.init.normal_)
         for beta in (self.beta_v, self.beta_a):
             if beta is not None:
                 nn.init.zeros_(beta)
