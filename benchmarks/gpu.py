@@ -426,16 +426,32 @@ def measure(
     return rows
 
 
+def compile_reference(case: Case, device: torch.device, backend: str = "inductor") -> None:
+    """Compile the reference as `measure` does, and measure nothing: torch keeps the code on disk."""
+    layer = case.build().to(device, torch.bfloat16)
+    x = case.input(case.batch, device, torch.bfloat16).requires_grad_()
+    for backward in (False, True):
+        torch._dynamo.reset()
+        with use_engines("reference"):
+            form = torch.compile(lambda images: case.result(layer, images), backend=backend)
+            runs_of(form, list(layer.parameters()), [x], backward)[0]()
+
+
 def step_of(
-    spec: str, batch: int, device: torch.device, compiled: bool, backend: str = "inductor"
+    spec: str,
+    batch: int,
+    device: torch.device,
+    compiled: bool,
+    backend: str = "inductor",
+    mode: str | None = None,
 ) -> Callable[[], object]:
-    """A training step under autocast, images and filters channels-last."""
+    """A training step under autocast, images and filters channels-last; ``mode`` is torch.compile's."""
     model, size = build(spec)
     model.train().to(device).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     x = torch.rand(batch, *size, device=device).contiguous(memory_format=torch.channels_last)
     y = torch.zeros(batch, dtype=torch.long, device=device)
-    network = torch.compile(model, backend=backend) if compiled else model
+    network = torch.compile(model, backend=backend, mode=mode) if compiled else model
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -1,6 +1,7 @@
 """All measurements that need a GPU, in bounded steps that are recorded and can be resumed.
 
     python benchmarks/gpu_day.py --minutes 9 --out gpu-day        # again, until it says that all is done
+    python benchmarks/gpu_day.py --warm --out gpu-day             # before it: compile, on many cores at a time
     python benchmarks/gpu_day.py --dry-run --out /tmp/gpu-day     # the same code on the CPU, with tiny sizes
 
 Needs torch, timm, Triton and the checkout; no installation. Each step runs in a separate process: a kernel that hangs
@@ -186,9 +187,9 @@ def train(settings: Settings) -> dict[str, Item]:
 
     from benchmarks import gpu
 
-    def one(spec: str, compiled: bool) -> dict[str, Any]:
+    def one(spec: str, compiled: bool, mode: str | None = None) -> dict[str, Any]:
         torch._dynamo.reset()
-        step = gpu.step_of(spec, settings.batch, settings.device, compiled, settings.backend)
+        step = gpu.step_of(spec, settings.batch, settings.device, compiled, settings.backend, mode)
         ms = gpu.timed([step], settings.device)
         mib = gpu.peak_mib(step, settings.device)
         images = round(settings.batch / ms * 1e3, 1)
@@ -202,7 +203,12 @@ def train(settings: Settings) -> dict[str, Item]:
         return {f"{name}, compiled": lambda spec=models[name]: one(spec, True) for name in names}  # type: ignore[misc]
 
     eager: dict[str, Item] = {name: lambda spec=spec: one(spec, False) for name, spec in models.items()}  # type: ignore[misc]
-    return compiled(first) | eager | compiled(last)
+    # CUDA graphs; a backend of a dry run has no modes
+    graphs: dict[str, Item] = {
+        f"{name}, CUDA graphs": lambda spec=models[name]: one(spec, True, "reduce-overhead")  # type: ignore[misc]
+        for name in (() if settings.dry_run else FIRST)
+    }
+    return compiled(first) | eager | graphs | compiled(last)
 
 
 def small_networks(settings: Settings) -> dict[str, str]:
@@ -299,6 +305,50 @@ STEPS: dict[str, Callable[[Settings], dict[str, Item]]] = {
     "onnxruntime": onnxruntime,
     "torch_tensorrt": torch_tensorrt,
 }
+
+
+def warm(arguments: list[str], settings: Settings, seconds: float) -> int:
+    """Compile what `layers` and `train` measure, each item in a separate process; return the number that failed.
+
+    torch keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR), so that the steps then load it. Nothing is measured.
+    """
+    names = [name for name in train(settings) if name.endswith((", compiled", ", CUDA graphs"))]
+    names += list(cases(settings))
+    threads = str(max(1, (os.cpu_count() or 1) // 4))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": "1", **os.environ}
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--warm-item"]
+    processes = [
+        subprocess.Popen([*command, name], env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+        for name in names
+    ]
+    end = time.monotonic() + seconds
+    failed = 0
+    for name, process in zip(names, processes, strict=True):
+        try:
+            code: int | None = process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+        stop(process)
+        if code != 0:
+            failed += 1
+            print(f"{name}: {'not compiled in time' if code is None else f'exit code {code}'}", flush=True)
+    print(f"{len(names) - failed} of {len(names)} items are compiled", flush=True)
+    return failed
+
+
+def warm_item(name: str, settings: Settings) -> None:
+    from benchmarks import gpu
+
+    if name in (layers := cases(settings)):
+        gpu.compile_reference(layers[name], settings.device, settings.backend)
+        return
+    models = TINY_MODELS if settings.dry_run else MODELS
+    spec, kind = name.rsplit(", ", 1)
+    mode = "reduce-overhead" if kind == "CUDA graphs" else None
+    step = gpu.step_of(models[spec], settings.batch, settings.device, True, settings.backend, mode)
+    for _ in range(3):
+        step()
+
 
 # --- one step, in a separate process -------------------------------------------------------------------------------
 
@@ -452,7 +502,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     known = f"(default: by the card's name, of {' and '.join(FLOORS)}; else those of an H200)"
     parser.add_argument("--bandwidth", type=float, help=f"bytes a second of the floor {known}")
     parser.add_argument("--flops", type=float, help=f"bf16 operations a second {known}")
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="only compile what is measured, many items at a time; measure nothing",
+    )
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)  # passed to a step's process
+    parser.add_argument("--warm-item", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     unknown = [step for step in args.steps.split(",") if step not in STEPS]
     if unknown:
@@ -466,6 +522,9 @@ def main(argv: list[str] | None = None) -> int:
     end += 60 * args.minutes
     if args.step:
         return run_step(args.step, Settings(args.out, args.dry_run, args.bandwidth, args.flops))
+    if args.warm_item:
+        warm_item(args.warm_item, Settings(args.out, args.dry_run, 0.0, 0.0))
+        return 0
     import torch
 
     if not args.dry_run and not torch.cuda.is_available():
@@ -475,6 +534,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a step's process ends too
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.warm:
+        passed = ["--out", str(args.out.resolve()), *(["--dry-run"] if args.dry_run else [])]
+        return 1 if warm(passed, Settings(args.out, args.dry_run, 0.0, 0.0), end - time.monotonic()) else 0
     mark = args.out / "settings.json"
     card = "cpu" if args.dry_run else torch.cuda.get_device_name()
     floors = next((FLOORS[key] for key in FLOORS if key in card), FLOORS["H200"])

@@ -276,7 +276,8 @@ class Recipe(_Section):
     """What several processes share: the images of a batch (ddp), or also weights, gradients and the optimiser's state
     (fsdp), for networks that do not fit otherwise."""
     channels_last: bool = True
-    compile: bool = False
+    compile: bool | Literal["reduce-overhead"] = False
+    """Train through torch.compile; "reduce-overhead" also records CUDA graphs, for small networks on a GPU."""
     checkpoint_every: Positive | None = None
     """Updates between checkpoints, beside the one after each epoch."""
     routing_images: NonNegative = 0
