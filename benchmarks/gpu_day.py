@@ -93,15 +93,17 @@ TINY_MODELS = {
 
 
 def tests(settings: Settings) -> dict[str, Item]:
-    """The tests marked `gpu`."""
+    """The tests marked `gpu`, an item for each file."""
     if importlib.util.find_spec("pytest") is None:
         return {"pytest": lambda: {"left_out": "pytest is not installed; the step check holds correctness"}}
-    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
-    return {"pytest": lambda: run_tests(files)}
+    files = sorted(
+        path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in path.read_text()
+    )
+    return {str(path.relative_to(ROOT)): lambda path=path: run_tests(path) for path in files}  # type: ignore[misc]
 
 
-def run_tests(files: list[Path]) -> dict[str, Any]:
-    """Result of the tests marked `gpu` in some files: counts, and what failed with the end of pytest's output."""
+def run_tests(file: Path) -> dict[str, Any]:
+    """Result of the tests marked `gpu` in a file: counts, and what failed with the end of pytest's output."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [
@@ -115,8 +117,9 @@ def run_tests(files: list[Path]) -> dict[str, Any]:
             "no:cacheprovider",
             "--continue-on-collection-errors",
             f"--junitxml={report}",
+            str(file),
         ]
-        done = subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         root = ElementTree.parse(report).getroot() if report.is_file() else ElementTree.Element("none")
     suite = root.find("testsuite")
     counts = {} if suite is None else suite.attrib
@@ -416,7 +419,9 @@ def supervise(step: str, arguments: list[str], settings: Settings, seconds: floa
             print(messages, file=sys.stderr, flush=True)
         now = state(settings.out, step)
         if now["finished"]:
-            failed = [name for name, value in now["items"].items() if to_repeat(value)]
+            failed = {name: value for name, value in now["items"].items() if to_repeat(value)}
+            for name, value in failed.items():
+                print(f"{name}: {str(value)[-2000:]}", file=sys.stderr, flush=True)
             return f"{len(failed)} failed: {', '.join(failed)}" if failed else "done"
         if code is None and left <= LIMITS[step]:
             return "to be gone on with"  # this call's time expired, not the step's
@@ -475,9 +480,9 @@ def to_repeat(value: Any) -> bool:
     return is_failure(value) or is_wrong(value)
 
 
-def forget_failures(out: Path) -> None:
-    """Make the next call repeat failed items and wrong ones."""
-    for step in STEPS:
+def forget_failures(out: Path, steps: Sequence[str] = tuple(STEPS)) -> None:
+    """Make the next call of these steps repeat failed items and wrong ones."""
+    for step in steps:
         now = state(out, step)
         kept = {key: value for key, value in now["items"].items() if not to_repeat(value)}
         if len(kept) < len(now["items"]):
@@ -551,7 +556,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     write(mark, mine)
     if args.retry:
-        forget_failures(args.out)
+        forget_failures(args.out, args.steps.split(","))
     passed = [
         "--out",
         str(args.out.resolve()),

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import load_script
 
@@ -79,7 +80,7 @@ def test_an_item_that_fails_leaves_the_others_alone(
 def test_failed_tests_are_named_beside_the_counts(day: ModuleType, tmp_path: Path) -> None:
     text = "import pytest\npytestmark = pytest.mark.gpu\ndef test_right(): pass\ndef test_wrong(): assert False\n"
     (tmp_path / "test_two.py").write_text(text)
-    found = day.run_tests([tmp_path / "test_two.py"])
+    found = day.run_tests(tmp_path / "test_two.py")
     assert found["tests"] == 2 and found["failures"] == 1
     assert "failed: ['test_wrong']" in found["error"] and day.to_repeat(found)
 
@@ -98,7 +99,8 @@ def test_what_is_trained_compiled_is_measured_first(day: ModuleType, tmp_path: P
     real = day.Settings(tmp_path, False, 4.3e12, 790e12)
     names = list(day.train(real))
     assert names[: len(day.FIRST)] == [f"{name}, compiled" for name in day.FIRST]
-    assert sorted(names) == sorted([*day.MODELS, *(f"{name}, compiled" for name in day.MODELS)])
+    graphs = [f"{name}, CUDA graphs" for name in day.FIRST]
+    assert sorted(names) == sorted([*day.MODELS, *(f"{name}, compiled" for name in day.MODELS), *graphs])
     assert list(day.STEPS)[:4] == ["machine", "check", "layers", "train"] and set(day.LIMITS) == set(
         day.STEPS
     )
@@ -154,9 +156,45 @@ def test_retry_repeats_failed_and_wrong_items(day: ModuleType, tmp_path: Path) -
         "b": {"case": "b", "error": 0.01, "tolerance": 0.1, "passed": True},
         "c": {"error": "no such shape"},
     }
-    day.write(tmp_path / "check.json", {"items": items, "running": None, "finished": True})
-    day.forget_failures(tmp_path)
+    for step in ("check", "tests"):
+        day.write(tmp_path / f"{step}.json", {"items": items, "running": None, "finished": True})
+    day.forget_failures(tmp_path, ["check"])
     assert set(day.read(tmp_path, "check")) == {"b"} and not day.state(tmp_path, "check")["finished"]
+    assert day.state(tmp_path, "tests") == {"items": items, "running": None, "finished": True}, "not chosen"
+
+
+def test_each_file_of_gpu_tests_is_an_item(day: ModuleType, root: Path, tmp_path: Path) -> None:
+    names = list(day.tests(settings(day, tmp_path)))
+    assert "tests/layers/test_triton.py" in names and "tests/test_gpu_day.py" not in names
+
+
+def test_warming_compiles_and_measures_nothing(
+    day: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dry = settings(day, tmp_path)
+    compiled: list[dict[str, Any]] = []
+    original = torch.compile
+
+    def compile_(module: Any, **options: Any) -> Any:
+        compiled.append(options)
+        return original(module, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    day.warm_item("idpa_classes", dry)
+    assert [options["backend"] for options in compiled] == ["aot_eager"] * 2, "forward, and with backward"
+    day.warm_item("capConv, compiled", dry)
+    assert compiled[2]["mode"] is None
+    day.warm_item("capConv, CUDA graphs", dry)
+    assert compiled[3]["mode"] == "reduce-overhead" and list(tmp_path.iterdir()) == []
+
+
+def test_a_report_compares_like_with_like(day: ModuleType, tmp_path: Path) -> None:
+    step = {"model": "m", "batch": 128, "images_per_s": 1.0, "peak_mib": 7.0}
+    names = [day.YARDSTICK, f"{day.YARDSTICK}, CUDA graphs", "IDPA, CUDA graphs"]
+    items = {name: step | {"ms": ms} for name, ms in zip(names, (8.0, 2.0, 3.0), strict=True)}
+    day.write(tmp_path / "train.json", {"items": items, "running": None, "finished": True})
+    text = day.report(settings(day, tmp_path), {})
+    assert "| IDPA, CUDA graphs | `m` | 1 | 1.50 | – |" in text, "graphs keep their memory"
 
 
 def test_targets_by_hand(day: ModuleType, tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from capszoo.data import dataset_spec
 from capszoo.layers import engine_report, use_engines
 from capszoo.losses import SpreadLoss
 from capszoo.recipes import train as training
-from capszoo.recipes.config import Recipe
+from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.train import TrainingError, train
-from capszoo.recipes.training import begin, checkpoints, step
+from capszoo.recipes.training import begin, checkpoints, setup, step
 from capszoo.recipes.training.checkpoints import latest_checkpoint
 
 from .test_distributed import TINY, newest
@@ -229,6 +229,36 @@ def test_a_compiled_net_resumes_bit_for_bit(
     expected, found = load_file(whole["weights"]), load_file(parts["weights"])
     assert expected.keys() == found.keys() and not any("_orig_mod" in key for key in found)
     assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_compile_modes(tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[dict[str, str]] = []
+
+    def compile_(net: Any, **options: str) -> Any:
+        modes.append(options)
+        return net
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    for mode in (True, "reduce-overhead"):  # a run may change it
+        train(recipe(compile=mode), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
+    assert modes == [{}, {"mode": "reduce-overhead"}]
+    with pytest.raises(RecipeError, match="compile"):
+        train(recipe(), ["compile=max-autotune"], out=tmp_path / "other", data=tiny_mnist)
+
+
+def test_a_schedule_without_decay_epochs_passes_a_number_to_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm before 1.0.30 multiplies it."""
+    passed: list[Any] = []
+
+    def factory(*_: Any, **options: Any) -> tuple[None, int]:
+        passed.append(options["decay_epochs"])
+        return None, 1
+
+    monkeypatch.setattr(setup, "create_scheduler_v2", factory)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    for value in (None, 3.0):
+        setup.create_scheduler(recipe(schedule={"name": "poly", "decay_epochs": value}), optimizer, 10)
+    assert passed == [90, 3.0]
 
 
 def test_a_run_begun_by_an_earlier_version_goes_on(tiny_mnist: Path, tmp_path: Path) -> None:
