@@ -247,7 +247,7 @@ def test_compile_modes(tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_schedule_without_decay_epochs_passes_a_number_to_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm before 1.0.30 multiplies it."""
+    """timm 1.0.29 multiplies it."""
     passed: list[Any] = []
 
     def factory(*_: Any, **options: Any) -> tuple[None, int]:
