@@ -18,6 +18,7 @@ fresh random inputs, memory filled with NaN), `layers` (times; a layer that fail
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -326,15 +327,18 @@ def warm(arguments: list[str], settings: Settings, seconds: float) -> int:
     ]
     end = time.monotonic() + seconds
     failed = 0
-    for name, process in zip(names, processes, strict=True):
-        try:
-            code: int | None = process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = None
-        stop(process)
-        if code != 0:
-            failed += 1
-            print(f"{name}: {'not compiled in time' if code is None else f'exit code {code}'}", flush=True)
+    try:
+        for name, process in zip(names, processes, strict=True):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+            if (code := process.poll()) != 0:
+                failed += 1
+                print(
+                    f"{name}: {'not compiled in time' if code is None else f'exit code {code}'}", flush=True
+                )
+    finally:
+        for process in processes:
+            stop(process)
     print(f"{len(names) - failed} of {len(names)} items are compiled", flush=True)
     return failed
 

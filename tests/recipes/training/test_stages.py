@@ -188,7 +188,7 @@ def test_alternating_flips_show_both_sides_in_two_epochs(tiny_mnist: Path) -> No
 def test_carrying_over_keeps_the_answers() -> None:
     """idpa_resnet at 32 pixels, and carried over to 28, give one answer on 90% of 1,000 resized validation images.
 
-    32 to 28 is a step of the recipe, the other way round. BatchNorm's statistics are estimated anew at 28 pixels, as
+    28 to 32 is a step of `idpa_resnet_cifar100`'s recipe. BatchNorm's statistics are estimated anew at 28 pixels, as
     training does.
     """
     whole = load_dataset("cifar10", "train")
