@@ -27,6 +27,7 @@ DEFAULT_TAGS = {
     "efficient_capsnet": "mnist",
     "encapnet6_master": "mnist",
     "idpa_cnn": "mnist",
+    "encapnet_v1": "cifar10_master",
     "idpa_resnet": "cifar10",
     "resnet20_routingcaps": "mnist",
     "resnet20_routingpool": "cifar10",
