@@ -26,13 +26,13 @@ class TrainStep(nn.Module):
 
     def __init__(self, net: Any, recipe: Recipe, feedback: FeedbackAgreement | None = None) -> None:
         super().__init__()
-        mode = {"mode": recipe.compile} if isinstance(recipe.compile, str) else {}
-        self.net: Any = torch.compile(net, **mode) if recipe.compile else net
+        mode = recipe.compile if isinstance(recipe.compile, str) else None
+        self.net: Any = torch.compile(net, mode=mode) if recipe.compile else net
         self.reconstruct: Any = getattr(net, "reconstruct", None)
         self.forward_poses: Any = getattr(net, "forward_poses", None)
         if recipe.compile and recipe.loss.reconstruction:
             # a compiled net compiles only its `forward`
-            self.forward_poses = torch.compile(self.forward_poses, **mode)
+            self.forward_poses = torch.compile(self.forward_poses, mode=mode)
         self.feedback = feedback
         self.criterion: Any = create_loss(recipe.loss.name, **recipe.loss.options)
         self.reconstruction = recipe.loss.reconstruction
