@@ -402,9 +402,8 @@ def measure(
         reference_launches = launches(reference[0], device)
         compiled_ms = None
         if with_compile:
-            torch._dynamo.reset()
             with use_engines("reference"):
-                compiled = runs_of(torch.compile(result, backend=backend), parameters, inputs, backward)
+                compiled = compiled_runs(case, layer, inputs, backward, backend)
                 compiled_ms = timed(compiled, device, alone=True)
         torch._dynamo.reset()
         rows.append(
@@ -426,15 +425,22 @@ def measure(
     return rows
 
 
+def compiled_runs(
+    case: Case, layer: nn.Module, inputs: list[Tensor], backward: bool, backend: str
+) -> list[Callable[[], object]]:
+    """Runs of a layer under torch.compile, which compiles in the first run for the engine that is then in force."""
+    torch._dynamo.reset()
+    form = torch.compile(lambda x: case.result(layer, x), backend=backend)
+    return runs_of(form, list(layer.parameters()), inputs, backward)
+
+
 def compile_reference(case: Case, device: torch.device, backend: str = "inductor") -> None:
     """Compile the reference as `measure` does, and measure nothing: torch keeps the code on disk."""
     layer = case.build().to(device, torch.bfloat16)
     x = case.input(case.batch, device, torch.bfloat16).requires_grad_()
-    for backward in (False, True):
-        torch._dynamo.reset()
-        with use_engines("reference"):
-            form = torch.compile(lambda images: case.result(layer, images), backend=backend)
-            runs_of(form, list(layer.parameters()), [x], backward)[0]()
+    with use_engines("reference"):
+        for backward in (False, True):
+            compiled_runs(case, layer, [x], backward, backend)[0]()
 
 
 def step_of(

@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-from benchmarks.gpu_report import YARDSTICK, Settings, read, report, state, targets, write  # noqa: E402
+from benchmarks.gpu_report import COMPILED, YARDSTICK, Settings, read, report, state, targets, write  # noqa: E402
 
 Item = Callable[[], Any]
 
@@ -97,9 +98,8 @@ def tests(settings: Settings) -> dict[str, Item]:
     """The tests marked `gpu`, an item for each file."""
     if importlib.util.find_spec("pytest") is None:
         return {"pytest": lambda: {"left_out": "pytest is not installed; the step check holds correctness"}}
-    files = sorted(
-        path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in path.read_text()
-    )
+    marked = re.compile(r"^(\s*@|pytestmark = )pytest\.mark\.gpu\b", re.MULTILINE)
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text()))
     return {str(path.relative_to(ROOT)): lambda path=path: run_tests(path) for path in files}  # type: ignore[misc]
 
 
@@ -199,20 +199,22 @@ def train(settings: Settings) -> dict[str, Item]:
         images = round(settings.batch / ms * 1e3, 1)
         return {"model": spec, "batch": settings.batch, "ms": ms, "images_per_s": images, "peak_mib": mib}
 
-    models = TINY_MODELS if settings.dry_run else MODELS
+    models = networks(settings)
     first = FIRST[:2] if settings.dry_run else FIRST
     last = () if settings.dry_run else [name for name in models if name not in FIRST]
 
-    def compiled(names: Sequence[str]) -> dict[str, Item]:
-        return {f"{name}, compiled": lambda spec=models[name]: one(spec, True) for name in names}  # type: ignore[misc]
+    def compiled(names: Sequence[str], kind: str = ", compiled") -> dict[str, Item]:
+        mode = COMPILED[kind]
+        return {f"{name}{kind}": lambda spec=models[name]: one(spec, True, mode) for name in names}  # type: ignore[misc]
 
     eager: dict[str, Item] = {name: lambda spec=spec: one(spec, False) for name, spec in models.items()}  # type: ignore[misc]
-    # CUDA graphs; a backend of a dry run has no modes
-    graphs: dict[str, Item] = {
-        f"{name}, CUDA graphs": lambda spec=models[name]: one(spec, True, "reduce-overhead")  # type: ignore[misc]
-        for name in (() if settings.dry_run else FIRST)
-    }
+    graphs = compiled(() if settings.dry_run else FIRST, ", CUDA graphs")  # a dry run's backend has no modes
     return compiled(first) | eager | graphs | compiled(last)
+
+
+def networks(settings: Settings) -> dict[str, str]:
+    """Networks whose training steps are measured: name to model."""
+    return TINY_MODELS if settings.dry_run else MODELS
 
 
 def small_networks(settings: Settings) -> dict[str, str]:
@@ -316,7 +318,7 @@ def warm(arguments: list[str], settings: Settings, seconds: float) -> int:
 
     torch keeps compiled code on disk (TORCHINDUCTOR_CACHE_DIR), so that the steps then load it. Nothing is measured.
     """
-    names = [name for name in train(settings) if name.endswith((", compiled", ", CUDA graphs"))]
+    names = [name for name in train(settings) if name.endswith(tuple(COMPILED))]
     names += list(cases(settings))
     threads = str(max(1, (os.cpu_count() or 1) // 4))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": "1", **os.environ}
@@ -349,10 +351,9 @@ def warm_item(name: str, settings: Settings) -> None:
     if name in (layers := cases(settings)):
         gpu.compile_reference(layers[name], settings.device, settings.backend)
         return
-    models = TINY_MODELS if settings.dry_run else MODELS
-    spec, kind = name.rsplit(", ", 1)
-    mode = "reduce-overhead" if kind == "CUDA graphs" else None
-    step = gpu.step_of(models[spec], settings.batch, settings.device, True, settings.backend, mode)
+    kind = next(kind for kind in COMPILED if name.endswith(kind))
+    spec = networks(settings)[name.removesuffix(kind)]
+    step = gpu.step_of(spec, settings.batch, settings.device, True, settings.backend, COMPILED[kind])
     for _ in range(3):
         step()
 
@@ -519,7 +520,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)  # passed to a step's process
     parser.add_argument("--warm-item", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    unknown = [step for step in args.steps.split(",") if step not in STEPS]
+    args.steps = args.steps.split(",")
+    unknown = [step for step in args.steps if step not in STEPS]
     if unknown:
         parser.error(f"no step {unknown[0]!r}: the steps are {', '.join(STEPS)}")
     return args
@@ -560,7 +562,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     write(mark, mine)
     if args.retry:
-        forget_failures(args.out, args.steps.split(","))
+        forget_failures(args.out, args.steps)
     passed = [
         "--out",
         str(args.out.resolve()),
@@ -570,14 +572,14 @@ def main(argv: list[str] | None = None) -> int:
         str(flops),
     ]
     passed += ["--dry-run"] if args.dry_run else []
-    for step in args.steps.split(","):
+    for step in args.steps:
         began = time.monotonic()
         outcome = "done before"
         if not state(args.out, step)["finished"]:
             outcome = supervise(step, passed, settings, end - time.monotonic() - 5)
         print(f"{step}: {outcome} ({time.monotonic() - began:.0f} s)", flush=True)
         write_report(settings)
-    open_steps = [step for step in args.steps.split(",") if not state(args.out, step)["finished"]]
+    open_steps = [step for step in args.steps if not state(args.out, step)["finished"]]
     failed = sum(to_repeat(value) for step in STEPS for value in read(args.out, step).values())
     if open_steps:
         print(f"the same command resumes with {open_steps[0]}")

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 #: The reference for the other networks' training steps.
 YARDSTICK = "ResNet-18 (CIFAR)"
 
+#: How a training step is compiled: the end of its item's name, and torch.compile's mode.
+COMPILED: dict[str, str | None] = {", compiled": None, ", CUDA graphs": "reduce-overhead"}
+
 
 class Settings(NamedTuple):
     """Settings of a step.
@@ -165,7 +168,7 @@ def train_lines(out: Path) -> list[str]:
         if "ms" not in one:
             lines.append(f"| {name} | {flat(one)} | | | |")
             continue
-        kind = next((kind for kind in (", compiled", ", CUDA graphs") if name.endswith(kind)), "")
+        kind = next((kind for kind in COMPILED if name.endswith(kind)), "")
         yardstick = YARDSTICK + kind
         memory = None if kind == ", CUDA graphs" else one["peak_mib"]  # graphs keep theirs between the steps
         ratio = quotient(one["ms"], steps.get(yardstick, {}).get("ms"))

@@ -314,7 +314,7 @@ def create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: in
         min_lr=settings.min_lr,
         decay_milestones=list(settings.milestones),  # type: ignore[arg-type]
         # timm's own default; its release 1.0.29 refuses None
-        decay_epochs=90 if settings.decay_epochs is None else settings.decay_epochs,
+        decay_epochs=settings.decay_epochs or 90,
         decay_rate=settings.decay_rate,
         step_on_epochs=False,
         updates_per_epoch=steps,
