@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from capszoo.checkpoint import resolve
+from capszoo.data import DATASETS
 from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import WeightsInfo, bundled_tags, locate_weights
 from capszoo.recipes.config import list_recipes, load_recipe
@@ -145,6 +146,15 @@ def test_the_recipe_names_the_papers_figure() -> None:
     assert [
         f.value for f in paper_figures(info_of("resnet20_routingcaps.affnist", "affNIST (regenerated)"))
     ] == [5.12]
+
+
+def test_every_recipe_names_the_figures_that_its_card_shows() -> None:
+    """Otherwise the results of other variants of the network would stand beside its own."""
+    for name in list_recipes():
+        named = {float(number) for number in re.findall(r"\d+\.\d+|\d+", header_line(name, "Paper"))}
+        title = DATASETS[load_recipe(name).data.name].title
+        for figure in paper_figures(info_of(name, title)):
+            assert named & {figure.value, as_accuracy(figure)}, (name, figure)
 
 
 def test_a_header_line_includes_its_continuation() -> None:
