@@ -214,8 +214,10 @@ def test_parts_and_bias_are_the_scores_in_training_too(head: bool) -> None:
     else:
         model = capszoo.create_model("resnet20_routingpool", num_classes=3, drop_rate=0.5)
         bias = model.fc.bias
-    out = model.train().forward_capsules(torch.randn(2, 3, *model.img_size))
+    x = torch.randn(2, 3, *model.img_size)
+    out = model.train().forward_capsules(x)
     torch.testing.assert_close(out.poses.sum(-1) + bias, out.scores)
+    assert not torch.equal(model(x), model(x)), "dropout is not applied"
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])

@@ -257,7 +257,7 @@ def triton_schema() -> Any:
     """tritonclient's generated module for model configurations; it needs protobuf alone, the package grpc."""
     found = importlib.util.find_spec("tritonclient")
     if found is None or not found.submodule_search_locations:
-        pytest.skip("needs tritonclient (pip install --no-deps tritonclient)")
+        pytest.skip("needs tritonclient: pip install tritonclient")
     file = Path(found.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
     spec = importlib.util.spec_from_file_location("model_config_pb2", file)
     assert spec is not None and spec.loader is not None
