@@ -2,7 +2,11 @@
 
     python benchmarks/engines.py idpa_resnet:routing_iters=2 --engine blocked --batch 1 8 32 --train
 
-"Without" is the model's choice if the engine is refused everywhere; ``--without NAME`` forces another.
+"Without" is the model's choice if the engine is refused everywhere; ``--without NAME`` forces another. ``--tuning``
+compares two values of a threshold instead: the present one with the one that it gives.
+
+    python benchmarks/engines.py capsnet_dynamic --tuning strided_conv_min_kernel=99 --batch 128 --train --autocast
+
 A ratio below 1 is a speed-up. The interval is that of the median (sign test, 95%). ``--memory`` adds the peak
 memory above start-up of a training step, each in a separate process.
 """
@@ -12,8 +16,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +29,7 @@ from benchmarks.models import Form, _peak_mib, forward_of, timed, train_step_of 
 from capszoo.errors import CapszooError  # noqa: E402
 from capszoo.layers.engine import Call, Engine, RoutingLayer  # noqa: E402
 from capszoo.layers.engine_choice import record_engines, use_engines  # noqa: E402
+from capszoo.layers.tuning import TUNING, tuned  # noqa: E402
 
 
 def engines_called(name: str) -> list[type[Engine]]:
@@ -74,51 +79,81 @@ def median_interval(ratios: list[float]) -> tuple[float, float, float]:
     return middle, ordered[max(k - 1, 0)], ordered[min(n - k, n - 1)]
 
 
+def without_it(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """The context of "without": another threshold, another engine, or none of this name."""
+    if args.tuning:
+        return tuned(**args.tuning)
+    return use_engines(args.without) if args.without else refused(args.engine)
+
+
+def threshold(text: str) -> dict[str, int]:
+    """``NAME=VALUE`` of a threshold."""
+    name, _, value = text.partition("=")
+    if name not in vars(TUNING) or not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected NAME=NUMBER, NAME one of {', '.join(vars(TUNING))}")
+    return {name: int(value)}
+
+
+def form_of(args: argparse.Namespace) -> Form:
+    return Form(torch.device(args.device), args.channels_last or args.autocast)
+
+
+def runner(spec: str, batch: int, train: bool, args: argparse.Namespace) -> Callable[[], object]:
+    """A forward pass or training step, under bfloat16 autocast if requested."""
+    step = (train_step_of if train else forward_of)(spec, batch, form_of(args))
+
+    def run() -> None:
+        with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.autocast):
+            step()
+
+    return run
+
+
 def measure(spec: str, batch: int, train: bool, args: argparse.Namespace) -> str:
-    form = Form(torch.device(args.device))
-    build = train_step_of if train else forward_of
-    run = build(spec, batch, form)
+    run, device = runner(spec, batch, train, args), torch.device(args.device)
 
     def without() -> None:
-        with use_engines(args.without) if args.without else refused(args.engine):
+        with without_it(args):
             run()
 
     with record_engines() as choices:
         run()
     used = [c for c in choices if c.engine.name == args.engine]
     what = "training step" if train else "forward"
-    if not used:
+    if args.engine and not used:
         return f"| {spec} | {batch} | {what} | not chosen | | |"
     for _ in range(args.warmup):
         without()
         run()
     own, ratios = [], []
     for _ in range(args.iters):
-        slow, fast = timed(without, form.device), timed(run, form.device)
+        slow, fast = timed(without, device), timed(run, device)
         own.append(fast)
         ratios.append(fast / slow)
     middle, low, high = median_interval(ratios)
     ms = sorted(own)[len(own) // 2] * 1000
-    layers = f"{len(used)} of {len(choices)}"
+    layers = f"{len(used)} of {len(choices)}" if args.engine else ""
     return f"| {spec} | {batch} | {what} | {layers} | {ms:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |"
 
 
 def peak_mib(spec: str, batch: int, args: argparse.Namespace, with_engine: bool) -> int:
     """Peak memory above start-up, for two training steps in a new process."""
-    command = [sys.executable, __file__, spec, "--engine", args.engine, "--batch", str(batch), "--peak"]
+    command = [sys.executable, __file__, spec, "--batch", str(batch), "--peak"]
     command += ["with" if with_engine else "without", "--without", args.without]
+    command += ["--engine", args.engine] if args.engine else []
+    command += (
+        ["--tuning", *(f"{name}={value}" for name, value in args.tuning.items())] if args.tuning else []
+    )
+    command += ["--autocast"] if args.autocast else ["--channels-last"] if args.channels_last else []
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def print_peak(spec: str, batch: int, args: argparse.Namespace) -> None:
     before = _peak_mib()
-    step = train_step_of(spec, batch, Form(torch.device("cpu")))
+    step = runner(spec, batch, True, args)
     for _ in range(2):
-        if args.peak == "with":
+        with nullcontext() if args.peak == "with" else without_it(args):
             step()
-        else:
-            with use_engines(args.without) if args.without else refused(args.engine):
-                step()
     print(round(_peak_mib() - before))
 
 
@@ -127,7 +162,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="+", help="specifications as benchmarks/models.py takes them")
-    parser.add_argument("--engine", required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--engine", default="")
+    which.add_argument("--tuning", type=threshold, metavar="NAME=VALUE")
     parser.add_argument("--without", default="", help="engine that is forced in its place")
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--train", action="store_true", help="training steps too")
@@ -135,10 +172,14 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--autocast", action="store_true", help="bfloat16, channels-last")
     parser.add_argument("--peak", choices=("with", "without"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory and torch.device(args.device).type != "cpu":
         parser.error("--memory measures the memory of the CPU: leave it out, or --device")
+    if args.tuning and args.without:
+        parser.error("--without names another engine than --engine: leave it out with --tuning")
     if args.peak:
         print_peak(args.models[0], args.batch[0], args)
         return

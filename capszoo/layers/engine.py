@@ -16,10 +16,9 @@ from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ._precision import working_type
-from ._tracing import is_tracing
+from ._tracing import is_tracing, is_transformed
 from .engine_choice import NAMES, STATE, Choice
 
 __all__ = [
@@ -246,7 +245,7 @@ class RoutingLayer(nn.Module):
             with torch.autocast(device, enabled=False):
                 return self._by_engine(inputs, num_iters, need_couplings)
         # the engines' operators and autograd functions have no rule for vmap and forward mode
-        if torch.jit.is_tracing() or _transformed():
+        if torch.jit.is_tracing() or is_transformed():
             return self.reference(inputs, num_iters, need_couplings)
         call = self.describe(inputs, num_iters, need_couplings)
         engine = choose(self, call)
@@ -255,11 +254,6 @@ class RoutingLayer(nn.Module):
             if STATE.device:  # on the meta device every engine works
                 engine = Reference
         return engine.route(self, inputs, call)
-
-
-def _transformed() -> bool:
-    """True under torch.func's transforms, and within a level of forward-mode differentiation."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ._windows import out_size
 from .squash import squash
+from .strided_conv import StridedConv2d
 
 __all__ = ["PrimaryCaps2d", "capsules_from_map"]
 
@@ -64,7 +65,7 @@ class PrimaryCaps2d(nn.Module):
         self.pose_dim = pose_dim
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
         self.squashed = activation == "squash"
-        self.conv = nn.Conv2d(in_chans, num_caps * pose_dim, kernel_size, stride, padding, bias=bias)
+        self.conv = StridedConv2d(in_chans, num_caps * pose_dim, kernel_size, stride, padding, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, in_chans, h, w]`` to ``[b, num_caps * pose_dim, h', w']``, channel = capsule * pose_dim + dim."""

@@ -47,6 +47,12 @@ class Tuning:
     #: precision first repack their inputs
     dynamic_half_min_child_dim: int = 16
 
+    # Primary capsules
+    #: rows of a kernel from which the gradients of a strided convolution in bfloat16 are matrix products on a CPU
+    strided_conv_min_kernel: int = 9
+    #: images whose windows exist at one time (95 MB of 9x9 windows of 256 channels on a 6x6 grid)
+    strided_conv_block_images: int = 64
+
     # EM routing
     #: elements of the votes from which it works in blocks: below that, their small steps cost more than they save
     em_blocked_min_votes: int = 1 << 18

@@ -1,0 +1,159 @@
+"""The strided convolution whose gradients are matrix products in bfloat16 on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import capszoo
+from capszoo.layers import PrimaryCaps2d, use_engines
+from capszoo.layers.strided_conv import StridedConv2d, strided_conv
+from capszoo.layers.tuning import tuned
+
+#: Channels in and out, kernel, stride, height and width.
+SIZES = [(5, 7, 9, 2, 21, 24), (8, 16, 9, 2, 20, 20), (3, 4, 10, 3, 10, 17), (1, 6, 11, 4, 30, 11)]
+
+
+def chosen(layer: StridedConv2d, x: torch.Tensor) -> bool:
+    """True if the gradients of this call are matrix products."""
+    found = layer(x).grad_fn
+    return "strided_conv" in str(found)
+
+
+def gradients(layer: nn.Module, x: torch.Tensor, seed: torch.Tensor, autocast: bool) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], seed.to(y.dtype))]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.detach().double() - expected.detach()).norm() / expected.detach().norm())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gradients_equal_those_of_the_convolution(size: Any, bias: bool, channels_last: bool) -> None:
+    """As exact as PyTorch's own in bfloat16; blocks of images that do not divide the batch."""
+    c, o, k, stride, h, w = size
+    layer = StridedConv2d(c, o, k, stride, bias=bias)
+    x = torch.randn(5, c, h, w).bfloat16().float()
+    layer.weight.data = layer.weight.data.bfloat16().float()
+    if channels_last:
+        x, layer = x.to(memory_format=torch.channels_last), layer.to(memory_format=torch.channels_last)
+    seed = torch.randn_like(layer(x)).bfloat16()
+    with tuned(strided_conv_block_images=2), torch.autocast("cpu", torch.bfloat16):
+        assert chosen(layer, x)
+    with tuned(strided_conv_block_images=2):
+        found = gradients(layer, x, seed, True)
+    with use_engines("reference"):
+        plain = gradients(layer, x, seed, True)
+    assert found[0].dtype == torch.bfloat16 and found[0].is_contiguous(memory_format=torch.channels_last)
+    expected = gradients(layer.double(), x.double(), seed, False)
+    for f, p, e in zip(found, plain, expected, strict=True):
+        assert f.dtype == p.dtype and f.shape == e.shape
+        assert error(f, e) < max(4e-3, 1.5 * error(p, e))
+
+
+def test_where_it_is_chosen() -> None:
+    layer, x = StridedConv2d(4, 8, 9, 2), torch.randn(2, 4, 20, 20)
+    assert not chosen(layer, x), "float32"
+    assert chosen(layer.bfloat16(), x.bfloat16()), "bfloat16 without autocast"
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert chosen(layer, x)
+        with use_engines("reference"):
+            assert not chosen(layer, x)
+        with torch.no_grad():
+            assert layer(x).grad_fn is None
+        for other in (
+            StridedConv2d(4, 8, 7, 2),
+            StridedConv2d(4, 8, 9, 1),
+            StridedConv2d(4, 8, 9, 2, 1),
+            StridedConv2d(4, 8, 9, 2, groups=2),
+            StridedConv2d(4, 8, 9, 2, dilation=2),
+            StridedConv2d(4, 8, 9, (2, 3)),
+        ):
+            assert not chosen(other, x), other
+    with torch.autocast("cpu", torch.float16):
+        assert not chosen(layer, x)
+
+
+def test_gradients_that_are_not_wanted() -> None:
+    layer, x = StridedConv2d(4, 8, 9, 2), torch.randn(2, 4, 20, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+        assert layer.weight.grad is not None and x.grad is None
+        layer.requires_grad_(False)
+        layer.zero_grad()
+        x.requires_grad_()
+        layer(x).sum().backward()
+    assert x.grad is not None and layer.weight.grad is None
+
+
+def test_an_empty_batch() -> None:
+    layer, x = StridedConv2d(4, 8, 9, 2), torch.randn(0, 4, 20, 20, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_compiled() -> None:
+    layer, x = StridedConv2d(4, 8, 9, 2), torch.randn(3, 4, 20, 22)
+    with torch.autocast("cpu", torch.bfloat16):
+        seed = torch.randn_like(layer(x))
+    eager = gradients(layer, x, seed, True)
+    compiled = gradients(torch.compile(layer, fullgraph=True), x, seed, True)
+    for e, c in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(c, e)
+
+
+def test_operators() -> None:
+    """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
+    x = torch.randn(3, 4, 12, 14, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(6, 4, 9, 9, dtype=torch.bfloat16, requires_grad=True)
+    for bias in (None, torch.randn(6, dtype=torch.bfloat16, requires_grad=True)):
+        torch.library.opcheck(strided_conv, (x, weight, bias, 2))
+
+
+def test_it_is_differentiable_once() -> None:
+    layer, x = StridedConv2d(4, 8, 9, 2), torch.randn(2, 4, 20, 20, requires_grad=True)
+
+    def second() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x).float().square().sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        first.square().sum().backward()
+
+    with pytest.raises(RuntimeError, match="use_engines\\('reference'\\)"):
+        second()
+    with use_engines("reference"):
+        second()
+
+
+def test_transforms_and_graphs_use_the_convolution() -> None:
+    layer = PrimaryCaps2d(4, 2, 4, kernel_size=9, stride=2).bfloat16()
+    x = torch.randn(2, 4, 20, 20, dtype=torch.bfloat16)
+    expected = layer(x)
+    torch.testing.assert_close(torch.func.vmap(lambda one: layer(one[None])[0])(x), expected)
+    assert "capszoo::" not in str(torch.jit.script(layer).inlined_graph)
+    assert "capszoo" not in torch.fx.symbolic_trace(layer).code
+
+
+def test_a_training_step_of_the_network() -> None:
+    net = capszoo.create_model("capsnet_dynamic", stem_chans=8, caps_types=2).train()
+    x = torch.randn(4, 1, 28, 28)
+    found = []
+    for engine in ((), ("reference",)):
+        with use_engines(*engine), torch.autocast("cpu", torch.bfloat16):
+            loss = net(x).float().square().sum()
+        net.zero_grad()
+        loss.backward()
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    for f, e in zip(*found, strict=True):
+        assert error(f, e.double()) < 0.05
