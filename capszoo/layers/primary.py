@@ -11,9 +11,9 @@ from typing import Tuple
 
 from torch import Tensor, nn
 
+from ._strided_conv import StridedConv2d
 from ._windows import out_size
 from .squash import squash
-from .strided_conv import StridedConv2d
 
 __all__ = ["PrimaryCaps2d", "capsules_from_map"]
 
