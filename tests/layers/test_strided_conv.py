@@ -13,7 +13,8 @@ from capszoo.layers import PrimaryCaps2d, use_engines
 from capszoo.layers._strided_conv import StridedConv2d, strided_conv
 from capszoo.layers.tuning import tuned
 
-#: Channels in and out, kernel, stride, height and width. (None has outputs of one column, where oneDNN itself errs in bfloat16.)
+#: Channels in and out, kernel, stride, height and width. None has outputs of one column: oneDNN's own convolution to
+#: such outputs is wrong in bfloat16 at some sizes.
 SIZES = [(5, 7, 9, 2, 21, 24), (8, 16, 9, 2, 20, 20), (3, 4, 10, 3, 10, 17), (2, 6, 11, 4, 31, 15)]
 
 
