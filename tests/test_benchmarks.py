@@ -265,3 +265,27 @@ def test_one_exported_model_is_timed(
     times = exports.time_model("resnet20_routingpool", 1, 1, False)
     assert set(times) == {"ms", "eager", "resnet18"} and min(times.values()) > 0
     assert "Conv" in "\n".join(exports.profile("resnet20_routingpool", 1, 1))
+
+
+def test_two_values_of_a_threshold_are_compared(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from capszoo.layers._strided_conv import StridedConv2d
+
+    script = load_script(root / "benchmarks" / "engines.py")
+    chosen, by_products = [], StridedConv2d._by_products
+    monkeypatch.setattr(
+        StridedConv2d, "_by_products", lambda self, x: chosen.append(by_products(self, x)) or chosen[-1]
+    )
+    options = ["--batch", "2", "--train", "--autocast", "--iters", "1"]
+    model = "capsnet_dynamic:stem_chans=8,caps_types=2"
+    monkeypatch.setattr(sys, "argv", ["x", model, "--tuning", "strided_conv_min_kernel=99", *options])
+    script.main()
+    forward, step = capsys.readouterr().out.splitlines()[2:]
+    assert "| forward |" in forward and "| training step |" in step
+    assert chosen[-5:] == [True, False, True, False, True], "with, then without and with in turns"
+    assert not any(chosen[:-5]), "without gradients"
+    monkeypatch.setattr(sys, "argv", ["x", model, "--tuning", "no_such=1"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "expected NAME=NUMBER, NAME one of native_min_votes," in capsys.readouterr().err

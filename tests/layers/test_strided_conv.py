@@ -39,7 +39,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_gradients_equal_those_of_the_convolution(size: Any, bias: bool, channels_last: bool) -> None:
-    """As exact as PyTorch's own in bfloat16; blocks of images that do not divide the batch."""
+    """Exact to two roundings to bfloat16; blocks of images that do not divide the batch."""
     c, o, k, stride, h, w = size
     layer = StridedConv2d(c, o, k, stride, bias=bias)
     x = torch.randn(5, c, h, w).bfloat16().float()
