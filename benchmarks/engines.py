@@ -94,13 +94,10 @@ def threshold(text: str) -> dict[str, int]:
     return {name: int(value)}
 
 
-def form_of(args: argparse.Namespace) -> Form:
-    return Form(torch.device(args.device), args.channels_last or args.autocast)
-
-
 def runner(spec: str, batch: int, train: bool, args: argparse.Namespace) -> Callable[[], object]:
     """A forward pass or training step, under bfloat16 autocast if requested."""
-    step = (train_step_of if train else forward_of)(spec, batch, form_of(args))
+    form = Form(torch.device(args.device), args.channels_last or args.autocast)
+    step = (train_step_of if train else forward_of)(spec, batch, form)
 
     def run() -> None:
         with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.autocast):

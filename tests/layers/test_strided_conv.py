@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 
 import capszoo
 from capszoo.layers import PrimaryCaps2d, use_engines
@@ -119,7 +119,7 @@ def test_operators() -> None:
     x = torch.randn(3, 4, 12, 14, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(6, 4, 9, 9, dtype=torch.bfloat16, requires_grad=True)
     for bias in (None, torch.randn(6, dtype=torch.bfloat16, requires_grad=True)):
-        torch.library.opcheck(strided_conv, (x, weight, bias, 2))
+        library.opcheck(strided_conv, (x, weight, bias, 2))
 
 
 def test_it_is_differentiable_once() -> None:
