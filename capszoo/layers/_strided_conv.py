@@ -2,12 +2,15 @@
 
 oneDNN computes the gradients of a 9x9 convolution with stride 2 in bfloat16 at a fraction of the speed of its matrix
 products: they were two thirds of a training step of ``capsnet_dynamic`` (docs/dev/performance.md, "Primary capsules:
-strided_conv"). The forward pass, every other dtype and every other device use PyTorch's convolution.
+strided_conv"). The forward pass, other dtypes, other devices and machines without a C++ compiler use PyTorch's
+convolution.
 
 Letters: b batch · h w rows and columns of the input · h' w' of the output · c o channels in and out · k taps of a side
-of the kernel.
+of the kernel · p q phase: rows p, p + stride, p + 2 stride, .. and columns q, q + stride, ..
 """
 
+import itertools
+import math
 from typing import Any, Optional, Tuple
 
 import torch
@@ -15,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from ._autograd import refuse_second_gradient
+from ._native.build import build_error, compiler, load
+from ._native.call import arguments, in_threads
 from ._precision import working_type
 from ._tracing import is_tracing, is_transformed
 from .engine_choice import STATE
@@ -51,6 +56,8 @@ class StridedConv2d(nn.Conv2d):
             and self.groups == 1
             and self.stride[0] == self.stride[1] > 1
             and self.kernel_size[0] == self.kernel_size[1] >= TUNING.strided_conv_min_kernel
+            and compiler() != ""
+            and not build_error("tap_sums", False)
         )
 
 
@@ -88,24 +95,37 @@ def _input_gradient(grad: Tensor, weight: Tensor, height: int, width: int, strid
         stride: of the convolution.
     """
     b, o, rows, columns = grad.shape
-    c = weight.shape[1]
+    c, k = weight.shape[1:3]
     found = grad.new_empty(b, height, width, c)
     taps = weight.permute(2, 3, 0, 1).contiguous()
     images = max(1, min(b, TUNING.strided_conv_block_images))
-    # buffers for every block: new ones would be new pages, which cost as much as the products
-    sums = grad.new_empty(images, height, width, c, dtype=torch.float32)
-    product = grad.new_empty(images * rows * columns, c)
+    # one buffer for every block: new memory would be new pages, which cost as much as the products
+    buffer = grad.new_empty((-(-k // stride)) ** 2, images * rows * columns, c)
     for part, of_inputs in zip(grad.split(images), found.split(images), strict=True):
-        n = part.shape[0]
-        of_positions = part.permute(0, 2, 3, 1).reshape(n * rows * columns, o)
-        total, one = sums[:n].zero_(), product[: n * rows * columns]
-        for i in range(taps.shape[0]):
-            for j in range(taps.shape[1]):
-                last_row, last_column = i + stride * (rows - 1) + 1, j + stride * (columns - 1) + 1
-                torch.mm(of_positions, taps[i, j], out=one)
-                total[:, i:last_row:stride, j:last_column:stride] += one.view(n, rows, columns, c)
-        of_inputs.copy_(total)
+        of_positions = part.permute(0, 2, 3, 1).reshape(-1, o)
+        for p, q in itertools.product(range(stride), repeat=2):
+            phase = taps[p::stride, q::stride]
+            count = phase.shape[0] * phase.shape[1]
+            shape = (count, of_positions.shape[0], c)
+            products = buffer.view(-1)[: math.prod(shape)].view(shape)
+            for tap, product in zip(phase.reshape(count, o, c), products, strict=True):
+                torch.mm(of_positions, tap, out=product)
+            _sum_taps(products, (*phase.shape[:2], p, q, stride), (rows, columns), of_inputs)
     return found.permute(0, 3, 1, 2)
+
+
+def _sum_taps(
+    products: Tensor, phase: Tuple[int, int, int, int, int], outputs: Tuple[int, int], of_inputs: Tensor
+) -> None:
+    """Write one phase of the gradient for some images: ``tap_sums`` of ``_native/tap_sums.cpp``."""
+    images, height, width, channels = of_inputs.shape
+    function = load("tap_sums", False).tap_sums
+
+    def compute(_: int, first: int, last: int) -> None:
+        sizes = (first, last, images, *outputs, channels, *phase, height, width)
+        function(*arguments(products, *sizes, of_inputs))
+
+    in_threads(compute, images)
 
 
 @_input_gradient.register_fake
@@ -115,7 +135,7 @@ def _(grad: Tensor, weight: Tensor, height: int, width: int, stride: int) -> Ten
 
 @library.custom_op("capszoo::strided_conv_weight_gradient", mutates_args=())
 def _weight_gradient(grad: Tensor, x: Tensor, kernel: int, stride: int) -> Tensor:
-    """Gradient for the weight, ``[o, c, k, k]``, channels-last: one product with the windows of some images at a time.
+    """Gradient for the weight, ``[o, c, k, k]``, channels-last: a product for each tap of the kernel.
 
     Args:
         grad: of the output, ``[b, o, h', w']``.
@@ -125,16 +145,15 @@ def _weight_gradient(grad: Tensor, x: Tensor, kernel: int, stride: int) -> Tenso
     """
     b, o, rows, columns = grad.shape
     c = x.shape[1]
-    total = grad.new_zeros(o, kernel * kernel * c, dtype=torch.float32)
-    images = max(1, min(b, TUNING.strided_conv_block_images))
-    buffer = x.new_empty(images, rows, columns, kernel, kernel, c)  # as in _input_gradient
-    for of_outputs, of_inputs in zip(grad.split(images), x.split(images), strict=True):
-        n = of_inputs.shape[0]
-        windows = of_inputs.permute(0, 2, 3, 1).unfold(1, kernel, stride).unfold(2, kernel, stride)
-        block = buffer[:n].copy_(windows.permute(0, 1, 2, 4, 5, 3))
-        of_positions = of_outputs.permute(0, 2, 3, 1).reshape(n * rows * columns, o)
-        total += of_positions.t() @ block.view(n * rows * columns, kernel * kernel * c)
-    return total.to(grad.dtype).view(o, kernel, kernel, c).permute(0, 3, 1, 2)
+    of_outputs = grad.permute(0, 2, 3, 1).reshape(-1, o).t().contiguous()
+    images = x.permute(0, 2, 3, 1)
+    found = x.new_empty(kernel, kernel, o, c)
+    of_tap = x.new_empty(b, rows, columns, c)
+    for i, j in itertools.product(range(kernel), repeat=2):
+        last_row, last_column = i + stride * (rows - 1) + 1, j + stride * (columns - 1) + 1
+        of_tap.copy_(images[:, i:last_row:stride, j:last_column:stride])
+        torch.mm(of_outputs, of_tap.view(-1, c), out=found[i, j])
+    return found.permute(2, 0, 1, 3).contiguous().permute(0, 3, 1, 2)
 
 
 @_weight_gradient.register_fake

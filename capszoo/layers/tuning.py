@@ -50,8 +50,8 @@ class Tuning:
     # Primary capsules
     #: rows of a kernel from which the gradients of a strided convolution in bfloat16 are matrix products on a CPU
     strided_conv_min_kernel: int = 9
-    #: images whose windows exist at one time (95 MB of 9x9 windows of 256 channels on a 6x6 grid)
-    strided_conv_block_images: int = 64
+    #: images whose products with the taps of one phase exist at one time (26 MB: 25 taps, 256 channels, 8x8 outputs)
+    strided_conv_block_images: int = 32
 
     # EM routing
     #: elements of the votes from which it works in blocks: below that, their small steps cost more than they save

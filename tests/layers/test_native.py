@@ -77,7 +77,7 @@ def test_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
     script.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    with pytest.warns(UserWarning, match="other engines are slower.*failed: no such flag") as seen:
+    with pytest.warns(UserWarning, match="other code is slower.*failed: no such flag") as seen:
         assert chosen() == "blocked"
         with use_engines("native"):
             assert chosen() == "blocked"

@@ -15,7 +15,14 @@ from capszoo.layers.tuning import tuned
 
 #: Channels in and out, kernel, stride, height and width. None has outputs of one column: oneDNN's own convolution to
 #: such outputs is wrong in bfloat16 at some sizes.
-SIZES = [(5, 7, 9, 2, 21, 24), (8, 16, 9, 2, 20, 20), (3, 4, 10, 3, 10, 17), (2, 6, 11, 4, 31, 15)]
+SIZES = [
+    (5, 7, 9, 2, 21, 24),
+    (8, 16, 9, 2, 20, 20),
+    (3, 4, 10, 3, 10, 17),
+    (2, 6, 11, 4, 31, 15),
+    (134, 6, 9, 2, 14, 13),  # more channels than a block of the C++ code
+    (3, 5, 2, 3, 8, 9),  # inputs that no tap reaches
+]
 
 
 def chosen(layer: StridedConv2d, x: torch.Tensor) -> bool:
@@ -47,9 +54,9 @@ def test_gradients_equal_those_of_the_convolution(size: Any, bias: bool, channel
     if channels_last:
         x, layer = x.to(memory_format=torch.channels_last), layer.to(memory_format=torch.channels_last)
     seed = torch.randn_like(layer(x)).bfloat16()
-    with tuned(strided_conv_block_images=2), torch.autocast("cpu", torch.bfloat16):
-        assert chosen(layer, x)
-    with tuned(strided_conv_block_images=2):
+    with tuned(strided_conv_block_images=2, strided_conv_min_kernel=2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert chosen(layer, x)
         found = gradients(layer, x, seed, True)
     with use_engines("reference"):
         plain = gradients(layer, x, seed, True)
@@ -82,6 +89,39 @@ def test_where_it_is_chosen() -> None:
             assert not chosen(other, x), other
     with torch.autocast("cpu", torch.float16):
         assert not chosen(layer, x)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = StridedConv2d(4, 8, 9, 2).bfloat16(), torch.randn(2, 4, 20, 20).bfloat16()
+    assert chosen(layer, x)
+    monkeypatch.setenv("CAPSZOO_NATIVE", "0")
+    assert not chosen(layer, x)
+
+
+def test_threads_do_not_change_the_sums() -> None:
+    layer = StridedConv2d(4, 8, 9, 2).bfloat16()
+    x = torch.randn(7, 4, 20, 20).bfloat16()
+    seed, before = torch.randn_like(layer(x)), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(gradients(layer, x, seed, False)[1])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0].equal(found[1]) and found[0].equal(found[2])
+
+
+def test_infinity_and_nan_are_kept() -> None:
+    layer = StridedConv2d(4, 8, 9, 2, bias=False).bfloat16()
+    x = torch.randn(2, 4, 20, 20).bfloat16()
+    seed = torch.randn_like(layer(x))
+    seed[0, 0, 2, 3], seed[1, 0, 0, 0] = torch.nan, torch.inf
+    found = gradients(layer, x, seed, False)[1]
+    with use_engines("reference"):
+        expected = gradients(layer, x, seed, False)[1]
+    assert found.isnan().equal(expected.isnan()) and found.isnan().any()
+    assert found.isinf().equal(expected.isinf()) and found.isinf().any()
 
 
 def test_gradients_that_are_not_wanted() -> None:

@@ -115,8 +115,6 @@ def _build_error(source: str, double: bool, **sizes: int) -> str:
     try:
         load(source, double, **sizes)
     except (OSError, RuntimeError) as error:
-        warnings.warn(
-            f"the routing's C++ code cannot be used, other engines are slower: {error}", stacklevel=2
-        )
+        warnings.warn(f"capszoo's C++ code cannot be used, other code is slower: {error}", stacklevel=2)
         return "its C++ code could not be compiled or loaded"
     return ""
