@@ -125,6 +125,9 @@ def replace_global_pool(model: ModelT, lam: float = 5.0, caps_dim: int = 16, num
     ``global_pool="avg"``, and restores it with ``global_pool="routing"``. ``pool.couplings(features)`` of the new
     module shows the positions from which each group of channels routes.
 
+    timm saves such a model (``save_for_hf``) but does not rebuild its pooling: load it with ``global_pool="avg"``, then
+    call this function again.
+
     Args:
         model: any timm model with a global average pool: ResNet, ConvNeXt, EfficientNet, MobileNetV3, Swin, ….
         lam: λ, sparsity of the couplings; 0 is average pooling exactly (the paper uses 5 for ResNets).

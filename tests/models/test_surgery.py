@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 from torch import nn
 
 import capszoo
@@ -93,6 +95,18 @@ def test_copies_pickles_scripts_and_traces(name: str) -> None:
         assert isinstance(twin.get_submodule(MODELS[name]), RoutingPool2d)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), expected)
     torch.testing.assert_close(torch.jit.script(model)(x), expected)
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_convnext"])
+def test_save_for_hf_and_load_as_documented(name: str, tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 64, 64)
+    model = capszoo.replace_global_pool(_model(name), lam=20.0, caps_dim=8)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    with pytest.raises(AssertionError, match="Invalid pool type: routing"):  # not another pooling, silently
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, global_pool="avg").eval()
+    capszoo.replace_global_pool(again, lam=20.0, caps_dim=8)
+    assert torch.equal(again(x), model(x))
 
 
 def test_trains() -> None:
