@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import capszoo.models  # noqa: F401  (registers the models)
 from capszoo.layers import capsule_lengths
@@ -231,3 +234,21 @@ def test_learns_two_classes() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_distributed_data_parallel_without_the_decoder(tmp_path: Path) -> None:
+    """As docs/fine-tune.md states: a loss of the scores alone leaves the decoder without gradients."""
+
+    def two_steps(decoder: bool, **kwargs: bool) -> None:
+        model = DistributedDataParallel(DynamicCapsNet(**SMALL, decoder=decoder), **kwargs)
+        for _ in range(2):
+            model(torch.randn(2, 1, 11, 12)).sum().backward()
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        two_steps(False)
+        two_steps(True, find_unused_parameters=True)
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+            two_steps(True)
+    finally:
+        dist.destroy_process_group()
