@@ -50,7 +50,7 @@ class StridedConv2d(nn.Conv2d):
             and "reference" not in STATE.names
             and x.device.type == "cpu"
             and x.dim() == 4
-            and working_type(x) == torch.bfloat16
+            and working_type(x) == working_type(self.weight) == torch.bfloat16
             and self.padding == (0, 0)
             and self.dilation == (1, 1)
             and self.groups == 1

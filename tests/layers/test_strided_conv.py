@@ -89,6 +89,8 @@ def test_where_it_is_chosen() -> None:
             assert not chosen(other, x), other
     with torch.autocast("cpu", torch.float16):
         assert not chosen(layer, x)
+    with pytest.raises(RuntimeError, match="same"):  # PyTorch's own message
+        layer(x.bfloat16())
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
