@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from ._autograd import refuse_second_gradient
-from ._native.build import build_error, compiler, load
+from ._native import does_not_build, not_native
+from ._native.build import load
 from ._native.call import arguments, in_threads
 from ._precision import working_type
 from ._tracing import is_tracing, is_transformed
@@ -56,8 +57,8 @@ class StridedConv2d(nn.Conv2d):
             and self.groups == 1
             and self.stride[0] == self.stride[1] > 1
             and self.kernel_size[0] == self.kernel_size[1] >= TUNING.strided_conv_min_kernel
-            and compiler() != ""
-            and not build_error("tap_sums", False)
+            and not not_native(torch.float32)
+            and not does_not_build("tap_sums", torch.float32)
         )
 
 

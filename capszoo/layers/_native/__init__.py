@@ -1,4 +1,5 @@
-"""Routing in C++ for CPUs, compiled on first use (``build``), called through operators (``ops``, ``dynamic_ops``).
+"""C++ for CPUs, compiled on first use (``build``): routing, called through operators (``ops``, ``dynamic_ops``), and
+the sums of ``capszoo.layers._strided_conv``.
 
 A machine without a C++ compiler uses the other engines.
 """

@@ -1,4 +1,4 @@
-"""Compile the C++ sources beside this file, for one shape of a pose, with the machine's compiler, and load them."""
+"""Compile the C++ sources beside this file, for the sizes in their macros, with the machine's compiler; load them."""
 
 import atexit
 import ctypes
@@ -38,7 +38,7 @@ def _compiler(named: str, enabled: str) -> str:
 
 @functools.cache
 def load(source: str, double: bool, **sizes: int) -> ctypes.CDLL:
-    """The compiled code for poses of these sizes; compiled once on a machine, see :func:`_folder`.
+    """The compiled code for these sizes; compiled once on a machine, see :func:`_folder`.
 
     Args:
         source: name of the file, without its suffix.
