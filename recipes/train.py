@@ -1,9 +1,9 @@
 """Train a recipe: `python -m capszoo.recipes.train RECIPE --data FOLDER`, or `capszoo train RECIPE`.
 
-One loop, `_train`: epochs with validation on images held out of the training set, a checkpoint after each, and the
-test set once, at the end. The last epoch's weights are kept, without selection. `Run` has the constant parts,
-`TrainState` the changing ones (`training/state.py`); a recipe with `stages` creates a new state for each image size
-(`training/stages.py`). `training/begin.py`, `step.py` and `finish.py` are the parts of the loop.
+One loop, `_train`: epochs with validation on images held out of the training set, a checkpoint after each (less often
+where an epoch lasts seconds), and the test set once, at the end. The last epoch's weights are kept, without selection.
+`Run` has the constant parts, `TrainState` the changing ones (`training/state.py`); a recipe with `stages` creates a
+new state for each image size (`training/stages.py`). `training/begin.py`, `step.py` and `finish.py` are its parts.
 
 The same command resumes an interrupted run, and ends with the same weights bit for bit on the CPU: the order of
 the data, the augmentation and the random numbers of the net are functions of (seed, epoch, step), everything else is
@@ -59,7 +59,7 @@ from .training.run_folder import (
 )
 from .training.setup import RunData, load_data
 from .training.sharding import gathered
-from .training.state import Run, TrainState, check_stages, restore, save_state
+from .training.state import Run, TrainState, check_stages, checkpoint_due, restore, save_state
 from .training.step import learning_rate, train_step
 from .weights import source_commit
 
@@ -305,7 +305,8 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
             log.epoch(record, last=_over(run, state))
         except OSError as error:
             raise TrainingError(f"cannot write to {run.out}: {error.strerror or error}") from error
-    save_state(run, state)
+    if checkpoint_due(run, state) or _over(run, state) or clock.at_limit(run, state):
+        save_state(run, state)
     log.progress.update(log.task, completed=state.step)
     log.say(epoch_line(record, recipe.epochs))
     setback = setback_line(record, log.before(record))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from .generate import ByClass, Composed
 from .sets import ImageSet, StreamedSet, keyed_generator
 
 __all__ = ["Batch", "Batches", "balanced_order"]
+
+LARGEST_GROUP = 2**23
+"""Elements of the images that are augmented together; in float32, with what the operations keep, about 100 MB."""
 
 
 def balanced_order(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -153,26 +157,44 @@ class Batches:
             torch.rand(n, generator=keyed_generator(self.seed, "mirrored")) < 0.5 if alternating else None
         )
         streamed = self.data.read(mine) if isinstance(self.data, StreamedSet) else None
-        for step, everyone, picked in zip(steps, globally, mine, strict=True):
-            # Random numbers are drawn for the whole global batch; each process uses its share.
-            generator = keyed_generator(self.seed, epoch, step)
-            composing, augmenting = (
-                share(draws, self.rank, self.world)
-                for draws in self._draw(
+        group = self._at_once(streamed is not None)
+        for first in range(0, len(steps), group):
+            drawn = []
+            for step, everyone in zip(steps[first : first + group], globally[first:], strict=False):
+                # Random numbers are drawn for the whole global batch; each process uses its share.
+                draws = self._draw(
                     everyone,
-                    generator,
+                    keyed_generator(self.seed, epoch, step),
                     augment,
                     None if mirrored is None else mirrored[everyone] ^ (epoch % 2 == 1),
                 )
+                drawn.append([share(some, self.rank, self.world) for some in draws])
+            composing, augmenting = (
+                {name: torch.cat([one[name] for one in same]) for name in same[0]}
+                for same in zip(*drawn, strict=True)
             )
+            picked = mine[first : first + group]
             if streamed is not None:
-                found = Composed(next(streamed), self.data.labels[picked.to(self.device)])
+                found = Composed(next(streamed), self.data.labels[picked[0].to(self.device)])
             else:
-                found = self._pick(picked, composing)
+                found = self._pick(torch.cat(picked), composing)
             pixels = augment.apply(found.images, augmenting, self.target, self.mean)
-            yield Batch(
-                normalize(pixels, self.mean, self.std), found.labels, pixels, found.parts, found.part_labels
-            )
+            images = normalize(pixels, self.mean, self.std)
+            columns = (images, found.labels, pixels, found.parts, found.part_labels)
+            sizes = [len(one) for one in picked]
+            split = [repeat(None, len(sizes)) if c is None else c.split(sizes) for c in columns]
+            yield from (Batch(*row) for row in zip(*split, strict=True))
+
+    def _at_once(self, streamed: bool) -> int:
+        """Number of batches that are composed and augmented together.
+
+        On a GPU, a batch is some 50 kernels of a few microseconds, which the CPU starts as slowly for one batch as for
+        16. Each image is computed alone, so that its values do not depend on this number.
+        """
+        if streamed or self.device.type != "cuda":
+            return 1
+        elements = self.batch_size * self.data.spec.input_size[0] * self.data.size[0] * self.data.size[1]
+        return max(1, min(16, LARGEST_GROUP // elements))
 
     def _draw(
         self, picked: Tensor, generator: torch.Generator, augment: Augment, mirrored: Tensor | None

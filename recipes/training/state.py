@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,21 @@ from .stages import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Run", "TrainState", "check_stages", "distribute", "kept_net", "restore", "save_state"]
+__all__ = [
+    "Run",
+    "TrainState",
+    "check_stages",
+    "checkpoint_due",
+    "distribute",
+    "kept_net",
+    "restore",
+    "save_state",
+]
+
+SAVING_SHARE = 0.05
+"""Largest share of the time for checkpoints at the ends of epochs, which may last a second on a GPU."""
+QUICK_SECONDS = 0.1
+"""A checkpoint that takes less is always written."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,8 @@ class TrainState:
         stage: the current part of the run, on images of one size.
         step_module: net and loss; `ddp_module` is Accelerate's wrapper of it, as `optimizer` is of the optimiser.
         best: the best epoch on validation images, with `early_stop`.
-        step: number of updates made. `saved_step`: number of updates at the last checkpoint.
+        step: number of updates made. `saved_step`: number of updates at the last checkpoint, `saved_at`: when it was
+            written (monotonic clock), `saving_seconds`: how long that took.
         seconds: training time so far, over all sessions.
         sums: loss, right answers and images of the epoch so far.
         losses: of the updates since the last check.
@@ -115,6 +131,8 @@ class TrainState:
     sums: Tensor
     step: int = 0
     saved_step: int = 0
+    saved_at: float = 0.0
+    saving_seconds: float = 0.0
     seconds: float = 0.0
     losses: list[Tensor] = field(default_factory=list)
     next_sync: int = 1
@@ -198,8 +216,21 @@ def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
     state.sums.copy_(torch.tensor(position["sums"], dtype=torch.float64))
 
 
+def checkpoint_due(run: Run, state: TrainState) -> bool:
+    """True if the end of an epoch needs a checkpoint, and the last one is old enough that saving takes a small share.
+
+    The last epoch of a stage needs one, and each epoch with several processes, which must agree.
+    """
+    if run.world > 1 or state.saving_seconds < QUICK_SECONDS:
+        return True
+    if state.step == state.stage.end_epoch * run.steps:
+        return True
+    return time.monotonic() - state.saved_at >= state.saving_seconds / SAVING_SHARE
+
+
 def save_state(run: Run, state: TrainState) -> None:
     """Write a checkpoint of the current state."""
+    began = time.monotonic()
     position: dict[str, Any] = {
         "epoch": state.step // run.steps,
         "seconds": state.seconds,
@@ -231,3 +262,5 @@ def save_state(run: Run, state: TrainState) -> None:
                 + "make room and run the same command"
             ) from error
     state.saved_step = state.step
+    state.saved_at = time.monotonic()
+    state.saving_seconds = state.saved_at - began

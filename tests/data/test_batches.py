@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from capszoo.data import Augment, Batch, Batches, DataError, ImageSet, dataset_spec, split_validation
 from capszoo.data.batches import balanced_order
+from capszoo.data.generate import Overlay
 from tests.data.test_augment import STRONG
 
 
@@ -54,6 +56,39 @@ def test_batches_are_the_same_from_any_position(colour: ImageSet, augment: Augme
     for one, other in zip(whole[4:], rest, strict=True):
         assert all(same(a, b) for a, b in zip(one, other, strict=True))
     assert not torch.equal(whole[0].pixels, next(batches.epoch(4)).pixels)
+
+
+@pytest.mark.parametrize("augment", [STRONG, REGULARISED, Augment()])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_gpu_prepares_several_batches_together(
+    colour: ImageSet, train: bool, augment: Augment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and memory formats of the batches do not depend on it, nor does a start in the middle of an epoch."""
+    batches = Batches(colour, 8, train=train, augment=augment, seed=5)
+    alone = list(batches.epoch(1))
+    calls: list[int] = []
+    apply = Augment.apply
+    monkeypatch.setattr(Augment, "apply", lambda *args: (calls.append(len(args[1])), apply(*args))[1])
+    monkeypatch.setattr(Batches, "device", torch.device("cuda"))
+    monkeypatch.setattr("capszoo.data.batches.LARGEST_GROUP", 4 * 8 * 3 * 34 * 34)
+    for start in (0, 3):
+        together = list(batches.epoch(1, start))
+        assert len(together) == len(alone) - start
+        for one, other in zip(alone[start:], together, strict=True):
+            assert all(same(a, b) for a, b in zip(one, other, strict=True))
+            assert one.images.stride() == other.images.stride()
+    assert calls == ([32, 16, 24] if train else [32, 18, 26])
+
+
+def test_composed_batches_are_prepared_together(monkeypatch: pytest.MonkeyPatch, numbered: ImageSet) -> None:
+    digits = replace(numbered, spec=dataset_spec("multimnist"), composer=Overlay())
+    batches = Batches(digits, 8, train=True, seed=2)
+    alone = list(batches.epoch())
+    monkeypatch.setattr(Batches, "device", torch.device("cuda"))
+    together = list(batches.epoch())
+    assert len(alone) == len(together) == 6
+    for one, other in zip(alone, together, strict=True):
+        assert one.parts is not None and all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("augment", [STRONG, REGULARISED])

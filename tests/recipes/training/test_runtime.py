@@ -26,6 +26,7 @@ from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training import begin, checkpoints, setup, step
+from capszoo.recipes.training import state as state_module
 from capszoo.recipes.training.checkpoints import latest_checkpoint
 
 from .test_distributed import TINY, newest
@@ -330,3 +331,37 @@ def test_predict_crops_as_training_did(tiny_mnist, tmp_path) -> None:
     data = {"name": "mnist", "val_size": 20, "augment": {"resize": 32}}
     done = train(recipe(data=data), out=tmp_path / "run", data=tiny_mnist, cpu=True)
     assert json.loads(done["weights"].with_suffix(".json").read_text())["crop_pct"] == 28 / 32
+
+
+def test_checkpoints_do_not_slow_short_epochs_down(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is left out where it takes too long; a killed run repeats the epochs since the last one."""
+    train(recipe(epochs=4), out=tmp_path / "every", data=tiny_mnist)
+    monkeypatch.setattr(state_module, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(state_module, "SAVING_SHARE", 1e-9)
+    steps: list[int] = []
+    save = state_module.save_checkpoint
+    monkeypatch.setattr(
+        state_module,
+        "save_checkpoint",
+        lambda out, step, *rest: (steps.append(step), save(out, step, *rest))[1],
+    )
+    update = training.train_step
+
+    def killed(run: Any, state: Any, batch: Any) -> torch.Tensor:
+        if state.step == 2 * run.steps + 1:
+            raise KeyboardInterrupt
+        return update(run, state, batch)
+
+    monkeypatch.setattr(training, "train_step", killed)
+    with pytest.raises(TrainingError, match="resumes at update 0"):
+        train(recipe(epochs=4), out=tmp_path / "few", data=tiny_mnist)
+    assert steps == [0]
+    monkeypatch.setattr(training, "train_step", update)
+    result = train(recipe(epochs=4), out=tmp_path / "few", data=tiny_mnist)
+    assert steps == [0, 3, result["step"]]  # the second call does not know before update 3 how long one takes
+    records = [json.loads(line) for line in (tmp_path / "few" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records] == [1, 2, 3, 4]
+    one, other = weights(tmp_path / "every"), weights(tmp_path / "few")
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
