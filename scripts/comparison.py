@@ -75,8 +75,8 @@ accuracy is that of the last epoch, on augmented images. A low one suggests unde
 longer training may raise its test accuracy. Seconds are wall-clock times on shared cores: do not compare heads by them.
 A run computes in bf16 (autocast) where the processor gains by it, else in float32: the last column states it.
 
-Accuracies are those of the runs' float32 weights. The bundled files are stored in float16 and differ by up to 0.03
-points."""
+Accuracies are those of the runs' float32 weights. Bundled files of these runs are stored in float16 and differ by up to
+0.03 points."""
 
 
 @dataclass(frozen=True)
@@ -415,6 +415,30 @@ def longer_runs() -> list[str]:
         "| | routing pooling | average pooling |",
         "|---|---|---|",
         *lines,
+        *longer_heads(),
+    ]
+
+
+def longer_heads() -> list[str]:
+    """What the zoo's checkpoints of the other heads reached in longer runs: a paragraph and a table."""
+    known = bundled_tags()
+    twins = {name for _, *pair in TWINS for name in pair}
+    found = {
+        head: known[name]
+        for head, name in HEADS.items()
+        if name in known and name not in twins and known[name].raw["recipe"]["profile"] == "regularised"
+    }
+    if not found:
+        return []
+    epochs = " or ".join(str(n) for n in sorted({info.raw["recipe"]["epochs"] for info in found.values()}))
+    return [
+        "",
+        f"Other heads with this profile and clipped gradients, CIFAR-10, {epochs} epochs, one run each",
+        "(seed 0):",
+        "",
+        "| head | top-1, % |",
+        "|---|---:|",
+        *(f"| {head} | {info.raw['metrics']['test']['top1']:.2f} |" for head, info in found.items()),
     ]
 
 

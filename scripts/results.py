@@ -162,14 +162,17 @@ def _twin_lines(group: list[str]) -> list[str]:
     base_text, base_found = _accuracy(base)
     for name in others:
         text, found = _accuracy(name)
-        # If both were trained, their actual settings must be equal, not only their recipes.
         trained = [bundled_tags()[twin].raw["recipe"] for twin in (base, name) if twin in bundled_tags()]
-        meant = [load_recipe(twin).model_dump(mode="json") for twin in (base, name)]
-        changed = recipe_differences(*(trained if len(trained) == 2 else meant))
+        changed = recipe_differences(*(load_recipe(twin).model_dump(mode="json") for twin in (base, name)))
         what = "; ".join(
             f"`{key}`: {' / '.join('default' if v is None else shown(v) for v in pair)}"
             for key, pair in changed.items()
         )
+        # If both were trained, their actual settings must be equal, not only their recipes.
+        if len(trained) == 2 and recipe_differences(*trained).keys() - changed.keys():
+            profiles = " / ".join(f"`{one.get('profile') or 'none'}`" for one in trained)
+            what += f"; not comparable: profiles {profiles}"
+            found = None
         papers = " / ".join(_papers(recipe) for recipe in (base, name))
         difference = "–"
         if base_found and found:

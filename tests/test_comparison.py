@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from capszoo.models._pretrained import bundled_tags
 from capszoo.recipes.config import load_recipe
 from tests.support import load_script
 
@@ -116,7 +117,7 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
     assert sum(line.startswith("kept") for line in lines) == 11
     assert any("left out" in line and "epochs" in line for line in lines)
     page = comparison.page(kept)
-    results, _, _ = page.partition("What a head costs")  # the table of costs has rows of the same names
+    results, _, longer = page.partition("trained longer")  # the tables after it have rows of the same names
     rows = {
         line.split(" | ")[0].removeprefix("| "): line
         for line in results.splitlines()
@@ -127,6 +128,8 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
         and "269,722" in rows["avg"]
     )
     assert "no run yet" in rows["conv"] and "99.00" not in page
+    dynamic = bundled_tags()["resnet20_dynamic.cifar10"].raw["metrics"]["test"]["top1"]
+    assert f"| dynamic | {dynamic:.2f} |" in longer and "| routing_pool | 9" not in longer
     assert "dynamic, 2 layers" in rows and "91.00 | 1" in rows["dynamic, 2 layers"]
     # two heads of three seeds, deviation 0.2 each, so Welch's degrees of freedom are 4: 2.776 * 0.2 * sqrt(2 / 3)
     assert "More accurate: em (+1.00 ± 0.45). ±" in page

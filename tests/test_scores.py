@@ -22,6 +22,7 @@ from tests.support import load_script
 #: What a bare architecture name loads with `pretrained=True`.
 DEFAULT_TAGS = {
     "capsnet_dynamic": "mnist",
+    "capsnet_dynamic_cifar": "cifar10",
     "capsnet_em_norb_small": "mnist",
     "cnn_routingpool": "fashion_mnist",
     "efficient_capsnet": "mnist",

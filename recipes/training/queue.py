@@ -33,8 +33,9 @@ __all__ = ["QueueItem", "QueueState", "choose_items", "queue_state", "read_queue
 
 QUEUE = CONFIGS.parent / "queue.yaml"
 
-#: Number of simultaneous runs on one GPU, which a single small network does not fill; not measured.
-GPU_RUNS = 4
+#: Number of simultaneous runs on one GPU, which a single small network does not fill: on an H200, five trained on 2.7
+#: times as many images per second as one (docs/performance.md).
+GPU_RUNS = 5
 
 
 class QueueItem(BaseModel):
@@ -175,7 +176,7 @@ def train_queue(
     Args:
         out: folder of all runs; None: `runs`.
         data, cpu: as for `train`.
-        parallel: number of simultaneous runs, on one GPU or on the CPU's cores; None: at most 2 on a CPU and 4 on a
+        parallel: number of simultaneous runs, on one GPU or on the CPU's cores; None: at most 2 on a CPU and 5 on a
             GPU, never more than there are cores.
         minutes: time after which all runs stop with checkpoints.
         only: names of recipes, which are trained even if the zoo has their result; empty: all.
