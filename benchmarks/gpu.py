@@ -7,8 +7,9 @@
 First, correctness: each layer at a small batch, in every dtype, on new random inputs and in memory filled with NaN,
 values and gradients against the reference in float64. Layers that fail are not timed. Then, in bfloat16:
 
-* forward, and forward with backward, of the fused engine, the reference and the reference under
-  torch.compile: medians of CUDA events, with an empty cache and the launches queued before (the GPU's time alone);
+* forward, and forward with backward, of the default engine ("fused" in tables and files; of dynamic and EM routing the
+  reference), the reference, and the reference under torch.compile: medians of CUDA events, with an empty cache and
+  the launches queued before (the GPU's time alone);
 * the floors: operations at the rate of a large matrix product, bytes at that of a large copy (both measured first),
   and the products with parents and couplings, for which tensor cores cannot be used, at the data sheet's float32 rate;
 * peak memory above the inputs, and number of kernel launches (from the profiler; torch.compile's are not counted);
@@ -156,7 +157,7 @@ def em_layer(in_caps: int, out_caps: int) -> nn.Module:
 
 
 def em_case() -> Case:
-    """EM has no kernel: the layer's default engine against the reference. It computes in float32."""
+    """EM has no kernel, as dynamic routing: its default engine is the reference. It computes in float32."""
     return Case(
         "EM conv, 32 to 32 types 4x4, 16x16 to 7x7, 2 it.",
         lambda: em_layer(32, 32),
@@ -192,7 +193,7 @@ def tiny_cases() -> dict[str, Case]:
 
 
 def all_cases() -> dict[str, Case]:
-    """The cases with kernels, and EM."""
+    """IDPA, which has kernels; dynamic and EM routing, which have none."""
     return {**dict(zip(("idpa_conv", "idpa_classes", "dynamic"), cases(), strict=True)), "em": em_case()}
 
 

@@ -90,7 +90,7 @@ def quotient(a: float | None, b: float | None) -> float | None:
 
 def targets(out: Path) -> list[Target]:
     """The targets for an H200, forward and backward in bfloat16."""
-    conv, dynamic = row_of(out, "idpa_conv"), row_of(out, "dynamic")
+    conv = row_of(out, "idpa_conv")
     steps = read(out, "train")
     # eager and compiled steps are limited by the host; CUDA graphs show the GPU's time
     kind = ", CUDA graphs" if "ms" in steps.get("IDPA, CUDA graphs", {}) else ", compiled"
@@ -102,11 +102,8 @@ def targets(out: Path) -> list[Target]:
         Target("IDPA conv, share of the larger floor", conv.get("of_floor"), 0.6),
         Target("IDPA conv, memory, fused / reference", memory, 0.1, False),
         Target("IDPA, training step / its backbone's", quotient(whole, backbone), 1.3, False),
-        Target(
-            "dynamic, reference / fused", quotient(dynamic.get("reference_ms"), dynamic.get("fused_ms")), 5
-        ),
     ]
-    for case in ("idpa_conv", "idpa_classes", "dynamic"):
+    for case in ("idpa_conv", "idpa_classes"):
         row = row_of(out, case)
         gain = quotient(row.get("compiled_ms"), row.get("fused_ms"))
         found.append(Target(f"{case}: compiled reference / fused (missed: the kernel goes)", gain, 1.3))

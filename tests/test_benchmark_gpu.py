@@ -47,7 +47,7 @@ def test_cases_are_shaped_as_counted(bench: ModuleType) -> None:
 
 
 def test_each_case_has_a_tiny_one(bench: ModuleType) -> None:
-    """Of the same routing; EM, which has no kernel, is held to the naive form."""
+    """Of the same routing; EM is checked here."""
     full, tiny = bench.all_cases(), bench.tiny_cases()
     assert [type(case.build()) for case in full.values()] == [type(case.build()) for case in tiny.values()]
     assert list(full) == list(tiny)

@@ -640,3 +640,12 @@ def test_report() -> None:
         "Triton is not installed",
         "needs compute capability 8",
     )
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_dynamic_routing_on_a_gpu_is_the_reference(training: bool) -> None:
+    model: Any = nn.Sequential(DynamicRouting(1152, 8, 10, 16))
+    model.default_cfg = {"input_size": (1152, 8)}
+    (choice,) = engine_report(model, batch=128, training=training, device="cuda")
+    assert choice.engine is Reference
+    assert set(choice.refused().values()) == {"does not run on this device"}

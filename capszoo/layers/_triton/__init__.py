@@ -1,4 +1,4 @@
-"""Fused routing for GPUs, in Triton: the dispatch, the operators (``ops``) and their kernels (``kernels``).
+"""Fused IDPA for GPUs, in Triton: the dispatch, the operators (``ops``) and their kernels (``kernels``).
 
 Triton is imported only when a kernel is about to run. A machine without it uses the reference.
 """

@@ -1,7 +1,7 @@
-"""Kernels of one iteration of routing by agreement, in which votes exist only in registers.
+"""Kernels of one iteration of IDPA, in which votes exist only in registers.
 
-Procedure 1 of IDPA (see :mod:`capszoo.layers.idpa`); an iteration of dynamic routing is the same with poses of one row.
-Imported only when a kernel is about to run: nothing else in the package needs Triton.
+Procedure 1 of IDPA (see :mod:`capszoo.layers.idpa`). Imported only when a kernel is about to run: nothing
+else in the package needs Triton.
 
 ======= =============================================================================================
 letter  here
@@ -178,8 +178,7 @@ def pass_kernel(
     J: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
     JP: tl.constexpr, PP: tl.constexpr, QP: tl.constexpr, RP: tl.constexpr,
     TYPES: tl.constexpr, KERNEL: tl.constexpr, PRECISION: tl.constexpr, COUPLINGS: tl.constexpr,
-    NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
-    BN: tl.constexpr, KB: tl.constexpr,
+    NORM: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """Sums of votes weighted by their couplings, normalised if the loop is not split.
 
@@ -206,10 +205,7 @@ def pass_kernel(
                 at, there = _coupling_offsets(n, routings, first + i, end, children, J, JP, PP, BN)
                 tl.store(c_ptr + at, r.to(c_ptr.dtype.element_ty), mask=there)
     s_ptr += tl.program_id(1).to(tl.int64) * routings * (J * P * R)
-    finish(
-        sums, offsets, mask, s_ptr, kept_ptr, p_ptr, gamma_ptr, beta_ptr, eps,
-        P, R, PP, RP, NORM, KEEP, ADD,
-    )  # fmt: skip
+    finish(sums, offsets, mask, s_ptr, kept_ptr, gamma_ptr, beta_ptr, eps, P, R, PP, RP, NORM, KEEP)
 
 
 @triton.jit
@@ -221,17 +217,16 @@ def _softmax_backward(r, grad_r):
 
 @triton.jit
 def grad_parents_kernel(
-    x_ptr, w_ptr, p_ptr, g_ptr, gc_ptr, before_ptr, gp_ptr,
+    x_ptr, w_ptr, p_ptr, g_ptr, gc_ptr, gp_ptr,
     routings, children, positions, width, image, row, column, grid_row, part, scale,
     J: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
     JP: tl.constexpr, PP: tl.constexpr, QP: tl.constexpr, RP: tl.constexpr,
     TYPES: tl.constexpr, KERNEL: tl.constexpr, PRECISION: tl.constexpr, COUPLINGS: tl.constexpr,
-    ADD: tl.constexpr, BN: tl.constexpr, KB: tl.constexpr,
+    BN: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the parents, ``[part, n, j, e]`` (gp), from those of the sums (g) and the couplings (gc).
 
-    With ADD, the parents were also added to the new poses, whose gradient (before) is added here. Programs and loop as
-    in :func:`pass_kernel`, with one more agreement.
+    Programs and loop as in :func:`pass_kernel`, with one more agreement.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     known = n < routings
@@ -253,13 +248,8 @@ def grad_parents_kernel(
                 at, there = _coupling_offsets(n, routings, first + i, end, children, J, JP, PP, BN)
                 grad_r += tl.load(gc_ptr + at, mask=there, other=0.0).to(tl.float32)
             total += spread(_softmax_backward(r, grad_r)) * votes
-    total *= scale
-    if ADD:
-        # only by the first part (compared as a tensor, see _coupling_offsets)
-        once = mask & (tl.zeros_like(offsets) + tl.program_id(1) == 0)
-        total += tl.load(before_ptr + offsets, mask=once, other=0.0).to(tl.float32)
     gp_ptr += tl.program_id(1).to(tl.int64) * routings * (J * P * R)
-    tl.store(gp_ptr + offsets, total.to(gp_ptr.dtype.element_ty), mask=mask)
+    tl.store(gp_ptr + offsets, (total * scale).to(gp_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -74,15 +74,15 @@ class Norm(NamedTuple):
     """The normalisation that turns sums of votes into poses."""
 
     kind: str = "none"
-    """``"none"``, ``"layer"`` (LayerNorm over a pose) or ``"squash"``."""
+    """``"none"`` or ``"layer"`` (LayerNorm over a pose)."""
     weight: Tensor | None = None
     bias: Tensor | None = None
     """Of LayerNorm, ``[e]``, of any type."""
     eps: float = 0.0
 
     def check(self, e: int) -> None:
-        if self.kind not in ("none", "layer", "squash"):
-            raise ValueError(f"norm must be 'none', 'layer' or 'squash', not {self.kind!r}")
+        if self.kind not in ("none", "layer"):
+            raise ValueError(f"norm must be 'none' or 'layer', not {self.kind!r}")
         found = [None if t is None else tuple(t.shape) for t in (self.weight, self.bias)]
         if found != [(e,) if self.kind == "layer" else None] * 2:
             raise ValueError(
@@ -109,9 +109,8 @@ def finish(
     norm: Norm,
     scale: float = 1.0,
     kept: Tensor | None = None,
-    before: Tensor | None = None,
 ) -> Tensor:
-    """Sum ``[part, n, j, e]`` over parts, scale (store in ``kept``, if given), normalise, add ``before``: ``out``."""
+    """Sum ``[part, n, j, e]`` over parts, scale (store in ``kept``, if given) and normalise: ``out``."""
     count, e = out.numel() // out.shape[-1], out.shape[-1]
     tile = tile_of(e)
     with torch.cuda.device_of(out):
@@ -119,7 +118,6 @@ def finish(
             sums,
             out,
             out if kept is None else kept,
-            out if before is None else before,
             *norm.tensors(),
             count,
             sums.shape[0],
@@ -127,7 +125,6 @@ def finish(
             norm.eps,
             NORM=norm.kind,
             KEEP=kept is not None,
-            ADD=before is not None,
             **tile,
             **OPTIONS,
         )
@@ -235,9 +232,7 @@ class Pass:
         """The grid of a kernel whose programs own routings."""
         return lambda meta: (triton.cdiv(self.routings, meta["BN"]), parts)
 
-    def run(
-        self, want_couplings: bool, norm: Norm, accumulate: bool, keep: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, want_couplings: bool, norm: Norm, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Poses ``[n, j, e]``, couplings ``[n, c, j]`` and sums before the norm ``[n, j, e]``."""
         new, shape = self.children.new_empty, self.parents.shape
         norm.check(shape[2])
@@ -259,17 +254,13 @@ class Pass:
             COUPLINGS=want_couplings,
             NORM=end.kind,
             KEEP=whole and keep,
-            ADD=whole and accumulate,
         )
         if not whole:
-            before = self.parents if accumulate else None
-            finish(out, poses, norm, kept=kept if keep else None, before=before)
+            finish(out, poses, norm, kept=kept if keep else None)
         return poses, couplings, kept
 
-    def grad_parents(
-        self, grad_sums: Tensor, grad_couplings: Tensor | None, grad_before: Tensor | None
-    ) -> Tensor:
-        """``[n, j, e]``, including ``grad_before`` (of the poses that the parents were added to)."""
+    def grad_parents(self, grad_sums: Tensor, grad_couplings: Tensor | None) -> Tensor:
+        """``[n, j, e]``."""
         if self.routings == 0:
             return torch.zeros_like(self.parents)
         parts, part = self._split()
@@ -278,10 +269,9 @@ class Pass:
         self._launch(
             "grad_parents_kernel",
             self._over_routings(parts),
-            (self.children, self.weight, self.parents, *_given(grad_sums, grad_couplings, grad_before), out),
+            (self.children, self.weight, self.parents, *_given(grad_sums, grad_couplings), out),
             part=part,
             COUPLINGS=grad_couplings is not None,
-            ADD=grad_before is not None,
         )
         return out[0] if parts == 1 else finish(out, torch.empty_like(self.parents), Norm())
 
@@ -325,7 +315,7 @@ class Pass:
         return grid
 
 
-def _given(first: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """Gradients for a kernel, which reads no missing ones; the first one fills their places."""
-    first = first.contiguous()
-    return first, *(first if other is None else other.contiguous() for other in others)
+def _given(sums: Tensor, couplings: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients for a kernel, which does not read missing ones of the couplings; those of the sums fill their place."""
+    sums = sums.contiguous()
+    return sums, sums if couplings is None else couplings.contiguous()

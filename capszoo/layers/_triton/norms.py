@@ -1,7 +1,7 @@
-"""Steps after the sums of votes: normalisation, and the running sum of poses; as an epilogue and as kernels.
+"""The normalisation after the sums of votes, as an epilogue and as kernels.
 
-Letters as in :mod:`.kernels`. LayerNorm runs over a pose and has a weight and a bias ``[e]`` (gamma, beta); squash is
-:func:`capszoo.layers.squash.squash`, with the same bounds. All of it is float32.
+Letters as in :mod:`.kernels`. LayerNorm runs over a pose and has a weight and a bias ``[e]`` (gamma, beta). All of it
+is float32.
 
 :func:`finish` is the epilogue of a kernel whose loop is not split. :func:`finish_kernel` does the same for sums in
 memory: the parts of a split loop, or the product of the first iteration. It and :func:`grad_norm_kernel` do not need
@@ -28,23 +28,12 @@ def _layer_norm(
 
 
 @triton.jit
-def _squash(sums):
-    """Squared lengths, the same clamped, and the squash factors, in the shape of poses."""
-    square = over_pose(sums * sums)
-    clamped = tl.clamp(square, 1e-12, 1e38, propagate_nan=tl.PropagateNan.ALL)
-    return spread(square), spread(clamped), spread(tl.sqrt(clamped) / (1.0 + clamped))
-
-
-@triton.jit
 def finish(
-    sums, offsets, mask, out_ptr, kept_ptr, before_ptr, gamma_ptr, beta_ptr, eps,
+    sums, offsets, mask, out_ptr, kept_ptr, gamma_ptr, beta_ptr, eps,
     P: tl.constexpr, R: tl.constexpr, PP: tl.constexpr, RP: tl.constexpr,
-    NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
+    NORM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Store the normalised poses (out) and, with KEEP, the sums before the norm (kept), which backward needs.
-
-    With ADD, the stored value is the previous poses plus the new ones.
-    """
+    """Store the normalised poses (out) and, with KEEP, the sums before the norm (kept), which backward needs."""
     if KEEP:
         tl.store(kept_ptr + offsets, sums.to(kept_ptr.dtype.element_ty), mask=mask)
     if NORM == "layer":
@@ -52,20 +41,15 @@ def finish(
         gamma = tl.load(gamma_ptr + place, mask=there, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + place, mask=there, other=0.0).to(tl.float32)
         poses = _layer_norm(sums, eps, P, R, PP, RP)[0] * gamma + beta
-    elif NORM == "squash":
-        poses = sums * _squash(sums)[2]
     else:
         poses = sums
-    if ADD:
-        poses += tl.load(before_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + offsets, poses.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def finish_kernel(
-    s_ptr, out_ptr, kept_ptr, before_ptr, gamma_ptr, beta_ptr, parents, parts, scale, eps,
-    E: tl.constexpr, EP: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
-    BN: tl.constexpr,
+    s_ptr, out_ptr, kept_ptr, gamma_ptr, beta_ptr, parents, parts, scale, eps,
+    E: tl.constexpr, EP: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """:func:`finish` for ``[part, m, e]`` (s), summed over its parts and scaled. Programs: tiles of m."""
     m = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -74,10 +58,7 @@ def finish_kernel(
     for part in range(parts):
         at = tl.cast(part, tl.int64) * parents * E + offsets
         sums += tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    finish(
-        sums * scale, offsets, mask, out_ptr, kept_ptr, before_ptr, gamma_ptr, beta_ptr, eps,
-        1, E, 1, EP, NORM, KEEP, ADD,
-    )  # fmt: skip
+    finish(sums * scale, offsets, mask, out_ptr, kept_ptr, gamma_ptr, beta_ptr, eps, 1, E, 1, EP, NORM, KEEP)
 
 
 @triton.jit
@@ -110,10 +91,4 @@ def grad_norm_kernel(
         mean = spread(over_pose(grads) * (1.0 / E))
         along = spread(over_pose(grads * x) * (1.0 / E))
         grads = factor * (grads - mean - x * along)
-    elif NORM == "squash":
-        # with unit vectors u = s / |s|, which cannot overflow; a clamped length is a constant
-        square, clamped, factor = _squash(sums)
-        u = sums / tl.sqrt(clamped)
-        turn = tl.where(square == clamped, (1.0 - clamped) / (1.0 + clamped), 0.0)
-        grads = factor * (grads + u * (spread(over_pose(grads * u)) * turn))
     tl.store(gs_ptr + offsets, (grads * scale).to(gs_ptr.dtype.element_ty), mask=mask)

@@ -23,13 +23,12 @@ def fused_pass(
     scale: float,
     kernel: int,
     stride: int,
-    accumulate: bool,
     norm: str,
     norm_weight: Optional[Tensor],
     norm_bias: Optional[Tensor],
     eps: float,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """One iteration of routing by agreement: couplings from the current parents, weighted sums of votes, norm.
+    """One iteration of IDPA: couplings from the current parents, weighted sums of votes, norm.
 
     Letters: b batch, h w grid, i types of children, c = kernel * kernel * i children of a parent, n = b * h' * w'
     routings, p q r rows and columns of poses (p = 1 for vectors), d = p*q, e = p*r.
@@ -42,8 +41,7 @@ def fused_pass(
         keep: return the sums too. Only the gradient of a norm reads them.
         scale: factor of the agreement.
         kernel, stride: of the window of children.
-        accumulate: add the parents to the new poses, as dynamic routing does.
-        norm: applied to the sums: ``"none"``, ``"layer"`` (LayerNorm over e) or ``"squash"``.
+        norm: applied to the sums: ``"none"`` or ``"layer"`` (LayerNorm over e).
         norm_weight, norm_bias: of the LayerNorm, ``[e]``, of any dtype; else None.
         eps: of the LayerNorm.
 
@@ -54,14 +52,14 @@ def fused_pass(
     from .launch import Norm, Pass
 
     end = Norm(norm, norm_weight, norm_bias, eps)
-    return Pass(children, weight, parents, scale, kernel, stride).run(want_couplings, end, accumulate, keep)
+    return Pass(children, weight, parents, scale, kernel, stride).run(want_couplings, end, keep)
 
 
 @fused_pass.register_fake
 def _(
     children: Tensor, weight: Tensor, parents: Tensor, want_couplings: bool, keep: bool, *rest: Any
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    normed = rest[4] != "none"
+    normed = rest[3] != "none"
     couplings = (parents.shape[0], weight.shape[0], parents.shape[1]) if want_couplings else (0,)
     kept = parents.shape if keep and normed else (0,)
     return children.new_empty(parents.shape), children.new_empty(couplings), children.new_empty(kept)
@@ -74,22 +72,20 @@ def fused_pass_backward(
     parents: Tensor,
     grad_sums: Tensor,
     grad_couplings: Optional[Tensor],
-    grad_before: Optional[Tensor],
     scale: float,
     kernel: int,
     stride: int,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`fused_pass` for its first three tensors; recomputes votes and couplings.
 
-    ``grad_sums`` is the gradient of the sums before the norm; ``grad_before`` that of the poses the parents were added
-    to.
+    ``grad_sums`` is the gradient of the sums before the norm.
     """
     from .launch import Pass
 
     work = Pass(children, weight, parents, scale, kernel, stride)
     return (
         *work.grad_children(grad_sums, grad_couplings),
-        work.grad_parents(grad_sums, grad_couplings, grad_before),
+        work.grad_parents(grad_sums, grad_couplings),
     )
 
 
@@ -135,7 +131,7 @@ def fused_norm_backward(
     norm_bias: Optional[Tensor],
     eps: float,
 ) -> Tuple[Tensor, Tensor]:
-    """Gradients of the sums, ``[n, j, e]``, and of LayerNorm's weight and bias, ``[2, e]`` (empty for squash)."""
+    """Gradients of the sums, ``[n, j, e]``, and of LayerNorm's weight and bias, ``[2, e]`` (empty without them)."""
     from .launch import Norm, grad_norm
 
     return grad_norm(grad, sums, Norm(norm, norm_weight, norm_bias, eps), scale)
@@ -155,7 +151,7 @@ def _affine_gradients(affine: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor
 
 def _save_pass(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor, Tensor]) -> None:
     children, weight, parents, ctx.want_couplings, _, ctx.scale, ctx.kernel, ctx.stride = inputs[:8]
-    ctx.accumulate, ctx.norm, norm_weight, norm_bias, ctx.eps = inputs[8:]
+    ctx.norm, norm_weight, norm_bias, ctx.eps = inputs[8:]
     ctx.save_for_backward(children, weight, parents, norm_weight, norm_bias, output[2])
     ctx.set_materialize_grads(False)
 
@@ -179,12 +175,11 @@ def _pass_backward(
         parents,
         grad_sums,
         grad_couplings if ctx.want_couplings else None,
-        grad if ctx.accumulate else None,
         ctx.scale,
         ctx.kernel,
         ctx.stride,
     )
-    return (*grads, *[None] * 7, *_affine_gradients(affine), None)
+    return (*grads, *[None] * 6, *_affine_gradients(affine), None)
 
 
 fused_pass.register_autograd(_pass_backward, setup_context=_save_pass)

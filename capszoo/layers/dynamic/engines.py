@@ -1,4 +1,4 @@
-"""Engines of dynamic routing besides the reference: fused on a GPU; on a CPU in C++, in blocks, in float32.
+"""Engines of dynamic routing besides the reference, all for a CPU: in C++, in blocks, in float32.
 
 Letters as in :mod:`capszoo.layers.dynamic`. ``layer`` is a layer of that package: an engine uses attributes of these
 layers that :class:`.RoutingLayer` does not have.
@@ -12,15 +12,13 @@ from torch import Tensor
 from .._native import does_not_build, not_native, too_few_votes
 from .._native.dynamic_ops import MAX_DIM, dynamic_in_lanes, dynamic_sizes
 from .._native.ops import grouped, ungrouped
-from .._precision import upcast_half, wide_type, working_type
-from .._triton import not_fused
-from .._triton.ops import fused_norm, fused_pass
+from .._precision import upcast_half, wide_type
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
 from .blocked import Blocks, route_votes
 from .routing import dynamic_routing, shared_dynamic_routing
 
-__all__ = ["Blocked", "Float32", "Fused", "Native", "SharedFloat32"]
+__all__ = ["Blocked", "Float32", "Native", "SharedFloat32"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _NO_VOTES = "a single iteration forms no votes"
@@ -38,45 +36,6 @@ def _not_plain(layer: Any) -> str:
     if layer.softmax_over != "parents":
         return "its softmax runs over the parents"
     return "" if layer.start is None else "its first logits are zero"
-
-
-class Fused(Engine):
-    """On a GPU: each iteration after the first is one ``capszoo::fused_pass``, with squash and the sum of poses."""
-
-    name = "fused"
-    evidence = "Dynamic routing: fused"
-    keeps_votes = False
-
-    @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        if _not_plain(layer):
-            return _not_plain(layer)
-        if call.dtype != working_type(layer.weight):
-            return "children and weights have different types"
-        return not_fused(
-            call.device, call.dtype, call.grad, layer.weight, call.parents, 1, call.child_dim, call.parent_dim
-        )
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        return _NO_VOTES if call.num_iters == 1 else ""
-
-    @classmethod
-    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        x = inputs[0]
-        squashed = ("squash", None, None, 0.0)
-        poses = fused_norm(layer.sum_of_votes(x), 1.0, *squashed).to(call.dtype)
-        couplings = layer.first_couplings(x).transpose(1, 2)
-        children = x.reshape(-1, 1, 1, call.children, call.child_dim).to(call.dtype)
-        weight = layer.weight.reshape(call.children, call.child_dim, call.parents, call.parent_dim)
-        weight = weight.to(call.dtype)
-        for t in range(1, call.num_iters):
-            last = t == call.num_iters - 1
-            # before the last iteration: the sum of the poses of all iterations so far
-            poses, couplings, _ = fused_pass(
-                children, weight, poses, call.couplings and last, call.grad, 1.0, 1, 1, not last, *squashed
-            )
-        return Routed([poses], [], couplings.transpose(1, 2) if call.couplings else None)
 
 
 def _vote_type(call: Call) -> torch.dtype:

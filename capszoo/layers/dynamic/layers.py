@@ -13,7 +13,7 @@ from .._start import reset_start
 from .._windows import windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from ..squash import squash
-from .engines import Blocked, Float32, Fused, Native, SharedFloat32
+from .engines import Blocked, Float32, Native, SharedFloat32
 from .routing import check_arguments, dynamic_routing, shared_dynamic_routing
 
 __all__ = ["ConvDynamicRouting", "DynamicRouting", "SharedDynamicRouting"]
@@ -69,7 +69,7 @@ class DynamicRouting(_DynamicLayer):
     single iteration is one plain product.
     """
 
-    engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Native, Blocked, Float32, Reference)
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Native, Blocked, Float32, Reference)
 
     def __init__(
         self,

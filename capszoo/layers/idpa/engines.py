@@ -313,7 +313,7 @@ class Fused(Iterated):
         self, given: List[Tensor], parents: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Optional[Tensor]]:
         layer = self.layer
-        options = (need_couplings, self.keep, layer.scale, layer.kernel_size, layer.stride, False)
+        options = (need_couplings, self.keep, layer.scale, layer.kernel_size, layer.stride)
         poses, couplings, _ = fused_pass(given[0], self.weight, parents.to(self.dtype), *options, *self.norm)
         return self._finished(poses), couplings.transpose(1, 2) if need_couplings else None
 
