@@ -445,7 +445,7 @@ def test_two_processes_end_with_the_same_weights_and_one_writes(
     expected = {"README.md", "labels.txt", "confusion.png", "curves.png", "recipe.yaml", "metrics.jsonl"}
     assert expected <= {path.name for path in out.iterdir()} and not list(out.rglob("*.tmp"))
     (session,) = json.loads((out / "sessions.json").read_text())
-    assert session["processes"] == 2 and "per_class" in raw and raw["recipe"]["batch_size"] == 22
+    assert session["processes"] == 2 and "per_class" in raw and raw["recipe"]["batch_size"] == 10
     shown = run("predict", out, *photos.rglob("*.png"), "--json")
     assert shown.exit_code == 0 and len(json.loads(shown.stdout)["results"]) == 29
 
