@@ -279,7 +279,7 @@ class Recipe(_Section):
     compile: bool | Literal["reduce-overhead"] = False
     """Train through torch.compile; "reduce-overhead" also records CUDA graphs, for small networks on a GPU."""
     checkpoint_every: Positive | None = None
-    """Updates between checkpoints, beside the one after each epoch."""
+    """Updates between checkpoints, beside those at the ends of epochs."""
     routing_images: NonNegative = 0
     """Validation images whose routing is measured after each epoch, into metrics.jsonl; `capszoo curves` draws it."""
 
