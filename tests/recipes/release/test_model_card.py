@@ -252,6 +252,11 @@ def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
     assert "92.00 ± 1.00 (3 seeds) / 91.00 ± 1.00 (3 seeds) | +1.00 ± 0.82 |" in line
 
+    other = raw["recipe"] | {"epochs": 20, "profile": "comparison"}  # of another run: no twin to compare with
+    known[f"{OURS}_avg"] = replace(twin, raw=raw | {"recipe": other})
+    (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
+    assert "not comparable: profiles `regularised` / `comparison` |" in line and line.endswith("| – |")
+
 
 def test_targets_are_compared_with_the_bundled_files(root: Path) -> None:
     from capszoo.recipes.training.queue import QueueItem, read_queue
