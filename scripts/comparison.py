@@ -76,7 +76,7 @@ longer training may raise its test accuracy. Seconds are wall-clock times on sha
 A run computes in bf16 (autocast) where the processor gains by it, else in float32: the last column states it.
 
 Accuracies are those of the runs' float32 weights. Bundled files of these runs are stored in float16 and differ by up to
-0.03 points."""
+0.01 points."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def _speed(names: list[str]) -> list[str]:
     about = measured["settings"]
     return [
         "## Speed",
-        "**GPU: not measured.** [How it will be](../dev/gpu.md). The times below are of CPUs.",
+        "**GPU**: [training steps on an NVIDIA H200](../performance.md#on-a-gpu). The times below are of CPUs.",
         f"In PyTorch {about['torch']}, untrained, float32, on {about['processor']}; the ResNet-18 is the CIFAR one "
         "at 3x32x32 ([how it was measured](../benchmarks.md)).",
         "\n".join(rows),

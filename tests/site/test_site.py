@@ -131,7 +131,7 @@ def test_every_family_has_its_drawing(site: Path) -> None:
         assert f"{module}.svg" in page
         assert all(name in page for name in models_of(module))
         text = unescape(re.sub(r"<[^>]+>", "", page))
-        parts = ("Layers", "Variants", "Weights", "Speed", "GPU: not measured", "Use", "Cite")
+        parts = ("Layers", "Variants", "Weights", "Speed", "training steps on an NVIDIA H200", "Use", "Cite")
         assert [part for part in parts if part not in text] == [], module
         if FAMILIES[module].routing:
             assert f"def {FAMILIES[module].code}(" in text, module
