@@ -498,6 +498,15 @@ def forget_failures(out: Path, steps: Sequence[str] = tuple(STEPS)) -> None:
             write(out / f"{step}.json", {"items": kept, "running": None, "finished": False})
 
 
+def reopen(settings: Settings, steps: Sequence[str]) -> None:
+    """Continue finished steps that have gained items since: a folder of an earlier version lacks them."""
+    for step in steps:
+        now = state(settings.out, step)
+        failed = step in now["items"]  # as a whole: --retry repeats it
+        if now["finished"] and not failed and STEPS[step](settings).keys() - now["items"].keys():
+            write(settings.out / f"{step}.json", {**now, "finished": False})
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -567,6 +576,7 @@ def main(argv: list[str] | None = None) -> int:
     write(mark, mine)
     if args.retry:
         forget_failures(args.out, args.steps)
+    reopen(settings, args.steps)
     passed = [
         "--out",
         str(args.out.resolve()),

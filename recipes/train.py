@@ -243,14 +243,23 @@ class _Pause(Exception):
     """This call has performed its requested number of updates."""
 
 
-def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, clock: _Clock) -> None:
-    """The updates of one epoch, or the remaining ones.
+def _periodic(run: Run, state: TrainState) -> bool:
+    """True if `checkpoint_every` asks for a checkpoint now."""
+    every = run.recipe.checkpoint_every
+    return every is not None and state.step % every == 0
+
+
+def _stopped(run: Run, state: TrainState, number: int) -> Stopped:
+    return Stopped(f"stopped at update {state.step} of {run.total}; the same command resumes there", number)
+
+
+def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, clock: _Clock) -> int:
+    """The updates of one epoch, or the remaining ones; returns the number of a signal that came with the last, else 0.
 
     Raises:
-        Stopped: a signal came. _Pause: `stop_after` updates are done. Both after a checkpoint.
+        Stopped: a signal came before. _Pause: `stop_after` updates are done. Both after a checkpoint.
     """
     epoch, start = divmod(state.step, run.steps)
-    every = run.recipe.checkpoint_every
     state.ddp_module.train()
     freeze_batch_statistics(state.net)
     state.epoch_began, state.epoch_first = time.monotonic(), state.step
@@ -260,24 +269,23 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
         state.seconds = clock.seconds()
         last = state.step % run.steps == 0
         at_limit = clock.at_limit(run, state)
-        periodic = every is not None and state.step % every == 0
+        periodic = _periodic(run, state)
         number = 0
         due = last or at_limit or periodic or state.step >= state.next_sync
         if due or (run.world == 1 and stop.number):
             number = _sync_and_log(run, state, log, stop, last or at_limit or periodic or bool(stop.number))
         if last:
-            continue
+            return number
         if at_limit or periodic or number:
             save_state(run, state)
         if number:
-            raise Stopped(
-                f"stopped at update {state.step} of {run.total}; the same command resumes there", number
-            )
+            raise _stopped(run, state, number)
         if at_limit:
             raise _Pause
+    return 0
 
 
-def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
+def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock, stopping: bool) -> None:
     """Validation, record and checkpoint of a completed epoch."""
     recipe = run.recipe
     record = _epoch_record(run, state)
@@ -305,7 +313,8 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock) -> None:
             log.epoch(record, last=_over(run, state))
         except OSError as error:
             raise TrainingError(f"cannot write to {run.out}: {error.strerror or error}") from error
-    if checkpoint_due(run, state) or _over(run, state) or clock.at_limit(run, state):
+    needed = stopping or _periodic(run, state) or _over(run, state) or clock.at_limit(run, state)
+    if needed or checkpoint_due(run, state):
         save_state(run, state)
     log.progress.update(log.task, completed=state.step)
     log.say(epoch_line(record, recipe.epochs))
@@ -352,8 +361,10 @@ def _train(run: Run) -> dict[str, Any]:
             while not _over(run, state):
                 if state.step == state.stage.end_epoch * run.steps:
                     state = begin_stage(run, state, log)
-                _train_epoch(run, state, log, stop, clock)
-                _end_epoch(run, state, log, clock)
+                number = _train_epoch(run, state, log, stop, clock)
+                _end_epoch(run, state, log, clock, bool(number))
+                if number and not _over(run, state):
+                    raise _stopped(run, state, number)
                 if clock.at_limit(run, state) and state.step < run.total:
                     raise _Pause
     except _Pause:

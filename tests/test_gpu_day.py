@@ -167,6 +167,22 @@ def test_each_file_of_gpu_tests_is_an_item(day: ModuleType, root: Path, tmp_path
     assert "tests/layers/test_triton.py" in names and "tests/test_gpu_day.py" not in names
 
 
+def test_a_finished_step_gains_new_items(
+    day: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        day.STEPS, "train", lambda _: {"old": lambda: {"ms": 1.0}, "new": lambda: {"ms": 2.0}}
+    )
+    old = {"items": {"old": {"ms": 3.0}}, "running": None, "finished": True}
+    day.write(tmp_path / "train.json", old)
+    day.reopen(settings(day, tmp_path), ["train"])
+    assert not day.state(tmp_path, "train")["finished"]
+    assert day.run_step("train", settings(day, tmp_path)) == 0
+    assert day.read(tmp_path, "train") == {"old": {"ms": 3.0}, "new": {"ms": 2.0}}
+    day.reopen(settings(day, tmp_path), ["train"])
+    assert day.state(tmp_path, "train")["finished"]
+
+
 def test_warming_compiles_and_measures_nothing(
     day: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,8 @@ def _input_gradient(grad: Tensor, weight: Tensor, height: int, width: int, strid
     c, k = weight.shape[1:3]
     found = grad.new_empty(b, height, width, c)
     taps = weight.permute(2, 3, 0, 1).contiguous()
-    images = max(1, min(b, TUNING.strided_conv_block_images))
+    # as many images as of 8x8 outputs: the buffer does not grow with the size of an image
+    images = max(1, min(b, TUNING.strided_conv_block_images * 64 // max(64, rows * columns)))
     # one buffer for every block: new memory would be new pages, which cost as much as the products
     buffer = grad.new_empty((-(-k // stride)) ** 2, images * rows * columns, c)
     for part, of_inputs in zip(grad.split(images), found.split(images), strict=True):

@@ -50,7 +50,8 @@ class Tuning:
     # Primary capsules
     #: rows of a kernel from which the gradients of a strided convolution in bfloat16 are matrix products on a CPU
     strided_conv_min_kernel: int = 9
-    #: images whose products with the taps of one phase exist at one time (26 MB: 25 taps, 256 channels, 8x8 outputs)
+    #: images with 8x8 outputs whose products with the taps of one phase exist at one time (26 MB: 25 taps, 256
+    #: channels); fewer images of larger outputs
     strided_conv_block_images: int = 32
 
     # EM routing

@@ -141,10 +141,10 @@ def _machines(out: Path) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     for session in read_sessions(out):
         part = {key: session.get(key) for key in keys} | {"torch": session.get("versions", {}).get("torch")}
-        if parts and part | {"from_update": None} == parts[-1] | {"from_update": None}:
-            continue  # a resume on the same machine with the same software
         if parts and part["from_update"] == parts[-1]["from_update"]:
             parts.pop()  # the session before made no update
+        if parts and part | {"from_update": None} == parts[-1] | {"from_update": None}:
+            continue  # a resume on the same machine with the same software
         parts.append(part)
     if len(parts) < 2:
         return {}

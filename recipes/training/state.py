@@ -51,6 +51,8 @@ SAVING_SHARE = 0.05
 """Largest share of the time for checkpoints at the ends of epochs, which may last a second on a GPU."""
 QUICK_SECONDS = 0.1
 """A checkpoint that takes less is always written."""
+LONGEST_SECONDS = 300.0
+"""A checkpoint is due after this time, even if writing it takes long: a killed run repeats what came after the last."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,8 @@ def checkpoint_due(run: Run, state: TrainState) -> bool:
         return True
     if state.step == state.stage.end_epoch * run.steps:
         return True
-    return time.monotonic() - state.saved_at >= state.saving_seconds / SAVING_SHARE
+    wait = min(state.saving_seconds / SAVING_SHARE, LONGEST_SECONDS)
+    return time.monotonic() - state.saved_at >= wait
 
 
 def save_state(run: Run, state: TrainState) -> None:

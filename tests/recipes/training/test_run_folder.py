@@ -189,6 +189,10 @@ def test_a_run_with_two_versions_of_the_software_states_both(tmp_path: Path, key
     ]
     assert stated["hardware"] == "x"
 
+    lost = sessions[0] | {"from_update": 5, "commit": "c"}  # killed before a checkpoint
+    (tmp_path / "sessions.json").write_text(json.dumps([sessions[0], lost, sessions[1] | {"from_update": 5}]))
+    assert _machines(tmp_path) == {}
+
 
 def test_other_images_under_the_same_path_are_named(tiny_mnist: Path, tmp_path: Path) -> None:
     out, folder = tmp_path / "run", tiny_mnist / "mnist"

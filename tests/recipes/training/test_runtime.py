@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training import begin, checkpoints, setup, step
 from capszoo.recipes.training import state as state_module
 from capszoo.recipes.training.checkpoints import latest_checkpoint
+from capszoo.recipes.training.distributed import Stopped
 
 from .test_distributed import TINY, newest
 
@@ -365,3 +367,38 @@ def test_checkpoints_do_not_slow_short_epochs_down(
     assert [record["epoch"] for record in records] == [1, 2, 3, 4]
     one, other = weights(tmp_path / "every"), weights(tmp_path / "few")
     assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.mark.parametrize("batch", [100, 32])
+def test_a_signal_with_the_last_update_of_an_epoch_stops_the_run(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """Also where every update is the last of its epoch, and although no checkpoint is due."""
+    monkeypatch.setattr(state_module, "checkpoint_due", lambda *_: False)
+    monkeypatch.setattr(training, "checkpoint_due", lambda *_: False)
+    update, last = training.train_step, 100 // batch
+
+    def signalled(run: Any, state: Any, images: Any) -> torch.Tensor:
+        if state.step == 2 * last - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return update(run, state, images)
+
+    monkeypatch.setattr(training, "train_step", signalled)
+    changes = {"epochs": 4, "batch_size": batch}
+    with pytest.raises(Stopped, match=f"stopped at update {2 * last} of {4 * last}"):
+        train(recipe(**changes), out=tmp_path / "run", data=tiny_mnist)
+    monkeypatch.setattr(training, "train_step", update)
+    result = train(recipe(**changes), out=tmp_path / "run", data=tiny_mnist)
+    train(recipe(**changes), out=tmp_path / "whole", data=tiny_mnist)
+    one, other = weights(tmp_path / "run"), weights(tmp_path / "whole")
+    assert result["finished"] and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def test_checkpoint_every_counts_at_the_end_of_an_epoch(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "checkpoint_due", lambda *_: False)
+    steps: list[int] = []
+    monkeypatch.setattr(training, "save_state", lambda run, state: steps.append(state.step))
+    train(recipe(epochs=4, checkpoint_every=6), out=tmp_path / "run", data=tiny_mnist)  # epochs of 3 updates
+    assert steps == [6, 12]
