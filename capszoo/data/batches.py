@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -157,10 +156,11 @@ class Batches:
             torch.rand(n, generator=keyed_generator(self.seed, "mirrored")) < 0.5 if alternating else None
         )
         streamed = self.data.read(mine) if isinstance(self.data, StreamedSet) else None
-        group = self._at_once(streamed is not None)
+        group = self._at_once()
         for first in range(0, len(steps), group):
+            part = slice(first, first + group)
             drawn = []
-            for step, everyone in zip(steps[first : first + group], globally[first:], strict=False):
+            for step, everyone in zip(steps[part], globally[part], strict=True):
                 # Random numbers are drawn for the whole global batch; each process uses its share.
                 draws = self._draw(
                     everyone,
@@ -173,7 +173,7 @@ class Batches:
                 {name: torch.cat([one[name] for one in same]) for name in same[0]}
                 for same in zip(*drawn, strict=True)
             )
-            picked = mine[first : first + group]
+            picked = mine[part]
             if streamed is not None:
                 found = Composed(next(streamed), self.data.labels[picked[0].to(self.device)])
             else:
@@ -182,16 +182,16 @@ class Batches:
             images = normalize(pixels, self.mean, self.std)
             columns = (images, found.labels, pixels, found.parts, found.part_labels)
             sizes = [len(one) for one in picked]
-            split = [repeat(None, len(sizes)) if c is None else c.split(sizes) for c in columns]
+            split = [[None] * len(sizes) if c is None else c.split(sizes) for c in columns]
             yield from (Batch(*row) for row in zip(*split, strict=True))
 
-    def _at_once(self, streamed: bool) -> int:
+    def _at_once(self) -> int:
         """Number of batches that are composed and augmented together.
 
         On a GPU, a batch is some 50 kernels of a few microseconds, which the CPU starts as slowly for one batch as for
         16. Each image is computed alone, so that its values do not depend on this number.
         """
-        if streamed or self.device.type != "cuda":
+        if isinstance(self.data, StreamedSet) or self.device.type != "cuda":
             return 1
         elements = self.batch_size * self.data.spec.input_size[0] * self.data.size[0] * self.data.size[1]
         return max(1, min(16, LARGEST_GROUP // elements))

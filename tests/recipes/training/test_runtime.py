@@ -374,7 +374,6 @@ def test_a_signal_with_the_last_update_of_an_epoch_stops_the_run(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     """Also where every update is the last of its epoch, and although no checkpoint is due."""
-    monkeypatch.setattr(state_module, "checkpoint_due", lambda *_: False)
     monkeypatch.setattr(training, "checkpoint_due", lambda *_: False)
     update, last = training.train_step, 100 // batch
 
