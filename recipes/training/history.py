@@ -13,7 +13,7 @@ import yaml
 from capszoo.errors import CapszooError
 from capszoo.models._pretrained import bundled_tags
 
-__all__ = ["find_runs", "history_of", "read_records", "records_of"]
+__all__ = ["find_runs", "history_of", "read_records", "records_of", "trained_images"]
 
 #: Keys of an epoch's record that are stored with the weights; the seconds of training are for time to accuracy.
 KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1", "seconds")
@@ -60,6 +60,12 @@ def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def trained_images(run: Path) -> int:
+    """Training images processed in the complete epochs of a run's folder; 0 for a folder without one."""
+    records = _folder_records(run) if (run / "recipe.yaml").is_file() else []
+    return int(records[-1]["images"]) if records else 0
+
+
 def _records(name: str) -> list[dict[str, Any]]:
     folder = Path(name)
     if name in bundled_tags():
@@ -68,5 +74,9 @@ def _records(name: str) -> list[dict[str, Any]]:
         raise CapszooError(
             f"{name}: neither the folder of a run nor a checkpoint of the zoo", "give what --out of train was"
         )
+    return _folder_records(folder)
+
+
+def _folder_records(folder: Path) -> list[dict[str, Any]]:
     batch = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))["batch_size"]
     return [record | {"images": record["step"] * batch} for record in read_records(folder / "metrics.jsonl")]

@@ -29,6 +29,7 @@ from ..config import Recipe, RecipeError, load_recipe
 from ..weights import amend_metadata, finished_metadata, finished_run, seeds_summary
 from .checkpoints import write_atomically
 from .distributed import Stopped, StopRequest, TrainingError
+from .history import trained_images
 from .run_folder import check_run
 
 __all__ = ["Job", "run_jobs", "train_seeds", "train_together"]
@@ -127,7 +128,8 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
     environment = {**defaults, **os.environ, "PYTHONUNBUFFERED": "1"}
     console = Console(quiet=is_quiet(), highlight=False, emoji=False)
     waiting, processes, unstarted = list(jobs), list[_Process](), list[str]()
-    deadline = time.monotonic() + 60 * minutes if minutes is not None else None
+    began, images = time.monotonic(), _images(jobs)
+    deadline = began + 60 * minutes if minutes is not None else None
     with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
         try:
             stopping, killed = False, float("inf")
@@ -160,6 +162,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
             # a second Ctrl-C, or an error of ours: leave no process running
             _kill(processes)
     _tell(processes, console)
+    _tell_rate(console, _images(jobs) - images, time.monotonic() - began)
     failed = [
         one.job.out.name
         for one in processes
@@ -200,6 +203,21 @@ def _tell(processes: list[_Process], console: Any) -> None:
         if not one.running and not one.told:
             one.told = True
             console.print(f"{one.job.out.name}: {one.state}: {one.last_line()}", soft_wrap=True, markup=False)
+
+
+def _images(jobs: Sequence[Job]) -> int:
+    return sum(trained_images(job.out) for job in jobs)
+
+
+def _tell_rate(console: Any, images: int, seconds: float) -> None:
+    """Report what all runs together trained on: a single run's rate says little where runs share a device."""
+    if images > 0:
+        console.print(
+            f"{images:,} images of complete epochs in {seconds:,.0f} s: {images / seconds:,.0f} images/s over all "
+            "runs, start, validation and evaluation included",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
 def _arguments(

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from capszoo.models._pretrained import WeightsInfo
-from capszoo.recipes.config import RecipeError
+from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.training import queue as module
 from capszoo.recipes.training.distributed import TrainingError
+from capszoo.recipes.training.history import read_records
 from capszoo.recipes.training.multi_run import train_seeds
 from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
 from capszoo.recipes.weights import seeds_summary
@@ -51,7 +52,9 @@ def test_a_queue_that_is_no_text_is_one_line(tmp_path: Path) -> None:
         read_queue(tmp_path / "queue.yaml")
 
 
-def test_seeds_and_queue_train_what_is_not_finished(tmp_path: Path, data: Path) -> None:
+def test_seeds_and_queue_train_what_is_not_finished(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (recipe,) = write_recipes(tmp_path, data, "idx")
     runs = tmp_path / "runs"
     summary = train_seeds(recipe, [0, 1], out=runs, cpu=True, parallel=2)
@@ -73,7 +76,11 @@ def test_seeds_and_queue_train_what_is_not_finished(tmp_path: Path, data: Path) 
         train_queue(runs, only=["idpa_cnn.other"], path=queue)
     with pytest.raises(RecipeError, match="the queue states the seeds of its items: leave --seed out"):
         train_queue(runs, overrides=["seed=3"], path=queue)
+    capsys.readouterr()
     assert train_queue(runs, cpu=True, path=queue)
+    (record,) = read_records(runs / "idpa_cnn.other" / "metrics.jsonl")
+    images = record["step"] * load_recipe(recipe).batch_size
+    assert f"{images} images of complete epochs in " in capsys.readouterr().out, "those of this call alone"
     assert all(state.finished and state.epoch == 1 for state in queue_state(read_queue(queue), runs))
     assert (runs / "idpa_cnn.other").is_dir()
     assert [path.stat().st_size for path in sorted(runs.glob("*seed*.log"))] == logs, "finished ones are left"
