@@ -8,7 +8,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-__all__ = ["CapszooError", "UnknownArgument", "UnknownModel", "UsageError", "WeightsError", "require"]
+__all__ = [
+    "CapszooError",
+    "UnknownArgument",
+    "UnknownModel",
+    "UsageError",
+    "WeightsError",
+    "install_hint",
+    "require",
+]
 
 
 class CapszooError(Exception):
@@ -54,6 +62,11 @@ class WeightsError(RuntimeError):
     exit_code = 1
 
 
+def install_hint(extra: str) -> str:
+    """The command that installs an extra of this package, which is installed from its checkout."""
+    return f"in the checkout: pip install -e '.[{extra}]'"
+
+
 def require(what: str, modules: Sequence[str], extra: str, error: type[CapszooError] = CapszooError) -> None:
     """Raise ``error`` if modules that ``what`` needs are not installed, before anything else is done.
 
@@ -64,4 +77,4 @@ def require(what: str, modules: Sequence[str], extra: str, error: type[CapszooEr
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise error(f"{what} needs {', '.join(missing)}", f"pip install 'capszoo[{extra}]'")
+        raise error(f"{what} needs {', '.join(missing)}", install_hint(extra))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, install_hint
 
 from .atomic import workplace
 from .options import BuildOptions
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 #: Installation instructions; printed if TensorRT is missing.
-INSTALL = "pip install 'capszoo[tensorrt]' on a machine with an NVIDIA GPU (TensorRT 10.9 or later)"
+INSTALL = f"on a machine with an NVIDIA GPU (TensorRT 10.9 or later), {install_hint('tensorrt')}"
 
 _FOLDER = "tensorrt"
 

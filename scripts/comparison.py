@@ -259,7 +259,8 @@ def _entropy(row: Row) -> str:
     return f"{statistics.mean(values):.2f}" if values else "–"
 
 
-def _plus_minus(row: Row) -> str:
+def plus_minus(row: Row) -> str:
+    """Mean of the test accuracies ± standard deviation over the seeds."""
     return f"{row.mean:.2f}" + ("" if math.isnan(row.deviation) else f" ± {row.deviation:.2f}")
 
 
@@ -285,7 +286,7 @@ def table(found: list[Row]) -> list[str]:
             sorted({f"{run['hardware']}, {run['recipe']['precision']}" for run in row.runs})
         )
         lines.append(
-            f"| {row.head} | {size} | {_plus_minus(row)} | {len(row.runs)} | {validation:.2f} | {training:.2f} "
+            f"| {row.head} | {size} | {plus_minus(row)} | {len(row.runs)} | {validation:.2f} | {training:.2f} "
             f"| {_entropy(row)} | {seconds:,.0f} | {machines} |"
         )
     return lines
@@ -325,7 +326,7 @@ def conclusion(found: list[Row]) -> str:
         said.append("No head is shown to be more accurate: the comparison shows no gain from routing")
     missing = [f"`{row.head}`" for row in found if row.head != "avg" and row.head not in enough]
     return (
-        f"Against average pooling ({_plus_minus(twin)}), in points. {'. '.join(said)}. ± is half the width "
+        f"Against average pooling ({plus_minus(twin)}), in points. {'. '.join(said)}. ± is half the width "
         "of the 95% confidence interval of the difference (Welch's t: every head has its own variance; no correction "
         "for several comparisons). With three seeds it is wide for a head whose seeds differ much. It covers the "
         "variation over seeds only: all runs share the 10,000 test images, whose sampling error is 0.3 points for one "

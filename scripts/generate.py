@@ -43,6 +43,7 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
 from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy  # noqa: E402
 from capszoo.recipes.training.run_folder import MACHINE_KEYS  # noqa: E402
 from capszoo.summary import summarise  # noqa: E402
+from scripts.comparison import PROFILE, plus_minus, rows  # noqa: E402
 from scripts.help_page import help_page  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, stale_times, write_curves  # noqa: E402
@@ -194,6 +195,7 @@ def recipe_table() -> str:
         "|---|---|---|---|---|",
     ]
     trained = bundled_tags()
+    compared = {row.recipe: row for row in rows() if row.runs}
     for name in list_recipes():
         recipe = load_recipe(name)
         title = dataset_spec(recipe.data.name).title
@@ -212,6 +214,11 @@ def recipe_table() -> str:
             accuracy = stated.metrics["test"].top1
             ours = f"{accuracy:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'}): `{train_command(trained[name])}`"
             cost = f"{stated.train_seconds:,} s for that run, measured on {stated.hardware}"
+        elif name in compared:
+            ours = (
+                f"no bundled weights; {plus_minus(compared[name])} (n = {len(compared[name].runs)} seeds, "
+                f"[comparison](../docs/comparison.md)): `capszoo train {name} --profile {PROFILE}`"
+            )
         command = f"`capszoo train {name}`"
         profiles = list_profiles(name)
         if profiles:

@@ -40,6 +40,8 @@ with them.
 Accuracies are those of the stored file, in one pass over the whole test set in float32; `make eval-weights` repeats it.
 ± is the sampling standard error for the number of test images. An accuracy is that of one run; where several seeds
 were trained, a line states their mean and standard deviation. The papers' errors are given as accuracies, too.
+Runs on the H200 shared the GPU with up to four other runs: their times are not those of the GPU alone. Those
+with dynamic routing used a kernel that has since been removed.
 [reproduce.md](reproduce.md) says how to train one again, [publish.md](publish.md) how a model card is made of the same
 metadata."""
 

@@ -53,7 +53,7 @@ def _libraries() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")
     no_tensorrt = pytest.mark.skip(
-        reason="needs TensorRT: neither tensorrt nor tensorrt_rtx is installed (pip install 'capszoo[tensorrt]')"
+        reason="needs TensorRT: neither tensorrt nor tensorrt_rtx is installed (pip install -e '.[tensorrt]')"
     )
     has_tensorrt = any(importlib.util.find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
     for item in items:

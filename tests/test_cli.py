@@ -414,7 +414,7 @@ def test_explain_without_matplotlib_names_the_extra(
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
     )
     line = fails(1, "explain", "heatmap", trained, pictures / "a.png", "--out", tmp_path / "x.png")
-    assert line == "error: explain needs matplotlib: pip install 'capszoo[explain]'"
+    assert line == "error: explain needs matplotlib: in the checkout: pip install -e '.[explain]'"
     assert not list(tmp_path.iterdir())
 
 

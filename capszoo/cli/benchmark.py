@@ -82,8 +82,8 @@ def benchmark_command(
             "--runtimes",
             "--runners",
             metavar="NAME,NAME,…",
-            help="What is timed, the reference first: eager, compiled, onnxruntime; of a bundle also "
-            "onnxruntime-cuda, tensorrt, aoti.",
+            help="What is timed, the reference first. Of a model: eager, compiled, onnxruntime; of a bundle: eager, "
+            "onnxruntime, onnxruntime-cuda, tensorrt, aoti.",
         ),
     ] = "",
     batch: BatchOption = "1,8,32",

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, install_hint
 
 from .errors import DataError
 
@@ -233,7 +233,7 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise DataError('reading parquet needs pyarrow: pip install "capszoo[train]"') from error
+        raise DataError(f"reading parquet needs pyarrow: {install_hint('train')}") from error
     try:
         groups = pq.read_metadata(path)
         columns = pq.read_schema(path).names
@@ -357,7 +357,7 @@ def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
     try:
         from scipy.io import loadmat, whosmat
     except ImportError as error:
-        raise DataError('reading .mat files needs scipy: pip install "capszoo[train]"') from error
+        raise DataError(f"reading .mat files needs scipy: {install_hint('train')}") from error
     path = Path(file)
     raw = _read_bytes(path)
     try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 from .._files import PICTURE_SUFFIXES, replacing, write_csv
 from .._suggest import unknown_name
-from ..errors import CapszooError, UsageError, require
+from ..errors import CapszooError, UsageError, install_hint, require
 
 __all__ = [
     "STYLES",
@@ -96,7 +96,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise CapszooError("pictures need matplotlib", "pip install 'capszoo[explain]'") from None
+        raise CapszooError("pictures need matplotlib", install_hint("explain")) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -224,7 +224,7 @@ def open_runner(
     """
     folder, manifest = Path(folder), manifest or read_manifest(folder)
     if kind not in compare.RUNNERS:
-        raise UsageError(f"unknown runner '{kind}'", f"use {', '.join(compare.RUNNERS)}")
+        raise UsageError(f"unknown runtime '{kind}'", f"use {', '.join(compare.RUNNERS)}")
     if kind == "eager":
         return compare.EagerRunner(_original(manifest, model).original)
     if kind.startswith("onnxruntime"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import CapszooError, UsageError, install_hint
 from capszoo.explain.plotting import new_figure, save, write_numbers
 
 from ..training.checkpoints import write_atomically
@@ -50,7 +50,7 @@ def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("curves need matplotlib: pip install 'capszoo[train]'") from error
+        raise ModuleNotFoundError(f"curves need matplotlib: {install_hint('train')}") from error
 
     kind = path.suffix.lstrip(".")
     # Text stays text and nothing depends on the date, so that the same curves give the same file.

@@ -121,6 +121,12 @@ def _own_validation(info: WeightsInfo) -> bool:
     return (info.raw.get("recipe") or {}).get("data", {}).get("validation") == "own"
 
 
+def _carved(info: WeightsInfo) -> int:
+    """Training images that the recipe held out; a file of another precision than its run has no validation accuracy."""
+    data = (info.raw.get("recipe") or {}).get("data", {})
+    return int(data.get("val_size") or 0) if data.get("validation") == "carved" else 0
+
+
 def figures_table(info: WeightsInfo) -> list[str]:
     """Our and the papers' results as the lines of a markdown table."""
     lines = [f"| result | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
@@ -163,15 +169,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def recipe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ between two recipes, by dotted key.
 
-    A key that only one of them has counts if both have its section and it is set (recipes of earlier versions
-    lack later keys).
+    A key that only one of them has counts if it is an argument of the model, or an option of the optimiser or the loss.
+    Other such keys are later ones, which recipes of earlier versions lack.
     """
     first, second = dict(_flat(one)), dict(_flat(other))
     return {
         key: (first.get(key), second.get(key))
         for key in sorted(first.keys() | second.keys())
         if first.get(key) != second.get(key)
-        and (key in first) + (key in second) + key.startswith("model_args") > 1
+        and (key in first) + (key in second) + (key.startswith("model_args") or ".options." in key) > 1
     }
 
 
@@ -218,10 +224,11 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         looks = "at the end of both runs" if again else "once, at the end"
         lines.append(f"- The test set was evaluated {looks}. Nothing was selected by it.")
     validation = stated.metrics.get("validation")
+    held_out = validation.n if validation else _carved(info)
     if validation and _own_validation(info):
         lines.append(f"- The data set's validation split has {validation.n:,} images.")
-    elif validation:
-        lines.append(f"- {validation.n:,} training images were held out for validation, and not trained on.")
+    elif held_out:
+        lines.append(f"- {held_out:,} training images were held out for validation, and not trained on.")
     unlike = settings_unlike_the_recipe(info)
     if unlike:
         listed = "; ".join(

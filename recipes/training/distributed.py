@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, install_hint
 
 from ..config import Recipe
 
@@ -22,7 +22,7 @@ try:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType, gather_object, set_seed
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("training needs accelerate: pip install 'capszoo[train]'") from error
+    raise ModuleNotFoundError(f"training needs accelerate: {install_hint('train')}") from error
 
 __all__ = [
     "PeerLost",

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from capszoo._verbosity import is_quiet
+from capszoo.errors import install_hint
 
 from ..evaluation.plots import draw_curves
 from .checkpoints import write_atomically
@@ -31,7 +32,7 @@ try:
     from torch.utils.tensorboard import SummaryWriter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "training needs matplotlib and tensorboard: pip install 'capszoo[train]'"
+        f"training needs matplotlib and tensorboard: {install_hint('train')}"
     ) from error
 
 __all__ = ["RunLog", "accuracy_line", "epoch_line", "setback_line", "weights_line"]

@@ -333,7 +333,7 @@ def test_write_without_tensorrt(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mo
     _, job, report = toy
     monkeypatch.setattr(to_tensorrt, "find_tensorrt", lambda: None)
     described, steps = to_tensorrt.write(job, report, tmp_path, BuildOptions())
-    assert "pip install 'capszoo[tensorrt]'" in described["note"] and described["file"] is None
+    assert "pip install -e '.[tensorrt]'" in described["note"] and described["file"] is None
     assert [step.passed for step in steps] == [None, None]
     with pytest.raises(ExportError, match="TensorRT is not installed: pip install"):
         build_engine(tmp_path / "model.onnx", tmp_path / "x.plan", report)

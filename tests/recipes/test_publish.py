@@ -232,7 +232,7 @@ def test_fine_tuned_from_the_hub_and_published_again(
 
 @pytest.mark.slow
 def test_export_from_the_hub(hub: Hub, client: Client, run: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'capszoo[export]'")
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install -e '.[export]'")
     assert client.capszoo("publish", run, "me/exported").code == 0
     out = tmp_path / "bundle"
     done = client.capszoo("export", "hf-hub:me/exported", "--out", out, "--quick")

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capszoo.errors import install_hint
+
 from ..errors import DataError
 from ..readers import decode_image, image_below, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet
@@ -141,7 +143,7 @@ def hub_splits(
     try:
         import datasets
     except ImportError as error:
-        raise DataError("hf: needs the library datasets: pip install 'capszoo[train]'") from error
+        raise DataError(f"hf: needs the library datasets: {install_hint('train')}") from error
     read: Callable[..., Any] = datasets.load_dataset
     try:
         found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))

@@ -547,7 +547,7 @@ def test_compare_on_the_command_line(served: tuple[Path, dict[str, Any]]) -> Non
     assert as_json["reference"] == "onnxruntime"
     for extra, message in (
         (["--runners", "eager"], "alone cannot be compared"),
-        (["--runners", "eager,java"], "unknown runner 'java'"),
+        (["--runners", "eager,java"], "unknown runtime 'java'"),
         (["--batch", "0"], "makes no sense"),
     ):
         failed = CliRunner().invoke(app, ["compare", str(served[0]), *extra])
