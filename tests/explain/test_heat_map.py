@@ -211,5 +211,5 @@ def test_missing_matplotlib_says_what_to_install(
 
     explanation = explain(model, picture)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(CapszooError, match=r"pip install 'capszoo\[explain\]'"):
+    with pytest.raises(CapszooError, match=r"pip install -e '\.\[explain\]'"):
         save_figure(explanation, tmp_path / "heat.png")

@@ -128,7 +128,7 @@ def test_manifest_names_every_file_and_every_step(served: tuple[Path, dict[str, 
 def test_without_tensorrt_all_but_the_engine_is_written(served: tuple[Path, dict[str, Any]]) -> None:
     out, manifest = served
     (note,) = manifest["notes"]
-    assert "capszoo[tensorrt]" in note and "\n" not in note
+    assert "'.[tensorrt]'" in note and "\n" not in note
     assert manifest["engines"]["tensorrt"]["file"] is None
     profile = json.loads((out / "tensorrt" / "profile.json").read_text())
     assert profile["shapes"] == {"min": [1, 1, 28, 28], "opt": [4, 1, 28, 28], "max": [8, 1, 28, 28]}
