@@ -54,6 +54,9 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 FIXED = ("arch", "tag", "profile", "profiles", "data.name")
 """What a profile cannot change: it trains the same model on the same data."""
 
+DATA_ARGS = ("num_classes", "in_chans", "img_size", "pretrained")
+"""Arguments of a model that are determined by the data, not by `model_args`."""
+
 BACKBONE = "backbone:"
 """Begins `init.weights` where they are those of a timm backbone."""
 
@@ -207,6 +210,13 @@ class ScheduleConfig(_Section):
     decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Factor of the drops of "step" and "multistep"; power of "poly" (1: a straight line to min_lr)."""
 
+    @field_validator("milestones")
+    @classmethod
+    def _ascend(cls, milestones: tuple[float, ...]) -> tuple[float, ...]:
+        if list(milestones) != sorted(set(milestones)):
+            raise ValueError(f"milestones must ascend, not {', '.join(f'{epoch:g}' for epoch in milestones)}")
+        return milestones
+
 
 class LossConfig(_Section):
     """A loss of `capszoo.losses`, and its arguments."""
@@ -296,6 +306,11 @@ class Recipe(_Section):
     @classmethod
     def _states_no_source(cls, args: dict[str, Any]) -> dict[str, Any]:
         """Weights with such arguments could not be loaded, so refuse them before training, not after."""
+        decided = next((key for key in DATA_ARGS if key in args), None)
+        if decided:
+            raise ValueError(
+                f"the recipe names '{decided}', which its data decide: leave it out (data.size sets the images' size)"
+            )
         try:
             check_model_args(args, "the recipe")
         except WeightsError as error:

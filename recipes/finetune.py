@@ -30,7 +30,7 @@ from capszoo.models._heads import HEADS, unknown_routing
 from capszoo.preprocess import per_channel
 from capszoo.scores import score_kind
 
-from .config import BACKBONE, Recipe, list_recipes, load_recipe
+from .config import BACKBONE, DATA_ARGS, Recipe, list_recipes, load_recipe
 from .evaluation.metrics import assess
 from .evaluation.report_plots import draw_confusion
 from .evaluation.target import prepare
@@ -43,7 +43,7 @@ from .release.model_card import (
 from .release.public import public
 from .train import train
 from .training.checkpoints import write_atomically
-from .training.setup import DATA_ARGS, RunData, check_classes, load_data, read_split
+from .training.setup import RunData, check_classes, load_data, read_split
 from .weights import amend_metadata
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]

@@ -298,9 +298,16 @@ def test_a_recipe_that_cannot_be_written_leaves_nothing(
 
 @needs_training
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path, bundle: Path, pictures: Path) -> None:  # noqa: F811
-    for option, line in (("--epochs", "epochs=9"), ("--img-size", "data.size=9"), ("--tag", "tag=x")):
+    for option, line in (
+        ("--epochs", "epochs=9"),
+        ("--img-size", "data.size=9"),
+        ("--tag", "tag=x"),
+        ("--lr", "optimizer.lr=9"),
+    ):
         found = fails(2, "finetune", MODEL, "--data", pictures, option, 3, "--set", line)
         assert f"--set {line} and {option} exclude each other" in found
+    found = fails(2, "train", "idpa_cnn.mnist", "--batch-size", 3, "--set", "batch_size=9")
+    assert "--set batch_size=9 and --batch-size exclude each other" in found
     assert "--data has no effect on a bundle" in fails(2, "compare", bundle, "--data", pictures)
     files = tmp_path, tmp_path / "out", "--accuracies", tmp_path / "nosuch.json"
     assert "--device has no effect with" in fails(2, "data", "h-imagenet", *files, "--device", "cuda")

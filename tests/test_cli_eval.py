@@ -12,11 +12,12 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import capszoo
-from capszoo.data import Batches, load_dataset
+from capszoo.data import Batches, DataError, load_dataset
+from capszoo.data.folders.common import locate
 from capszoo.errors import CapszooError
 from capszoo.preprocess import model_transform
 from capszoo.recipes.evaluation.metrics import assess
-from capszoo.recipes.evaluation.target import prepare
+from capszoo.recipes.evaluation.target import _check_root, prepare
 from tests.recipes.conftest import tiny_mnist
 from tests.test_cli import fails, run, succeeds, trained, write_run
 
@@ -126,6 +127,25 @@ def test_eval_of_a_folder_goes_by_the_names_of_classes(
         assert warned == (right is None)
         if right:
             assert assess(target).errors == 40 - right
+
+
+def test_the_recorded_folder_does_not_replace_a_wrong_one(tmp_path: Path) -> None:
+    """`--data` that holds no images by class was ignored, and the accuracy that of the folder of the training."""
+    recorded = f"imagefolder:{tmp_path / 'trained'}"
+    with pytest.raises(DataError, match="missing: no such folder"):
+        _check_root(recorded, tmp_path / "missing")
+    (tmp_path / "deeper" / "cat" / "one").mkdir(parents=True)
+    Image.new("L", (28, 28)).save(tmp_path / "deeper" / "cat" / "one" / "0.png")
+    with pytest.raises(DataError, match="has no sub-folders of images per class, and no photos"):
+        _check_root("imagefolder:photos", tmp_path / "deeper")
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(DataError, match="has no sub-folders of images per class, and no /"):
+        _check_root(f"imagefolder:{tmp_path / 'photos'}", tmp_path / "deeper")
+    _check_root("imagefolder:photos", tmp_path)
+    _check_root("mnist", tmp_path / "missing")  # the data set's own reader says so
+    with pytest.raises(DataError, match="missing: no such folder"):
+        locate("imagefolder:photos", str(tmp_path / "photos"), tmp_path / "missing")
+    assert locate("imagefolder:photos", "photos", tmp_path) == tmp_path / "photos"
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from .._catalogue import HEAD_ROUTINGS, check_model_argument
-from ..errors import UsageError
 from .common import refuse_unused
 from .training import (
     AcceptDataOption,
@@ -20,6 +19,7 @@ from .training import (
     TrainingDeviceOption,
     check_training,
     print_run,
+    refuse_set_twice,
     settings,
     use_cpu,
 )
@@ -137,12 +137,10 @@ def finetune_command(
         refuse_unused(context, ["head"], "without --backbone", "give --backbone NAME in place of MODEL")
     if from_scratch:
         refuse_unused(context, ["layer_decay"], "with --from-scratch", "leave one of them out")
-    stated = {"epochs": epochs, "tag": tag, "data.size": img_size, "optimizer.layer_decay": layer_decay}
-    for line in overrides or ():
-        key = line.partition("=")[0].strip()
-        if stated.get(key) is not None:
-            option = {"data.size": "img-size"}.get(key, key.rpartition(".")[2].replace("_", "-"))
-            raise UsageError(f"--set {line} and --{option} exclude each other", "give one of them")
+    refuse_set_twice(
+        overrides,
+        {"epochs": epochs, "tag": tag, "data.size": img_size, "optimizer.layer_decay": layer_decay},
+    )
     check_training()
     from ..data.specs import source_name
 

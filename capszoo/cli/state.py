@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,5 @@ def import_command(
     from ..recipes.training.transfer import import_state
 
     out = import_state(folder, run)
-    stdout().print(
-        escape(f"run: {out}\nresume: capszoo train {out / 'recipe.yaml'} --out {out}"), soft_wrap=True
-    )
+    command = ["capszoo", "train", str(out / "recipe.yaml"), "--out", str(out)]
+    stdout().print(escape(f"run: {out}\nresume: {shlex.join(command)}"), soft_wrap=True)

@@ -134,7 +134,10 @@ def train_command(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="CPU threads (default: PyTorch's number; a resumed run keeps its own)."
+            min=1,
+            max=1024,
+            metavar="N",
+            help="CPU threads (default: PyTorch's number; a resumed run keeps its own).",
         ),
     ] = None,
 ) -> None:
@@ -259,10 +262,11 @@ def _train_seeds(
         if split in summary:
             found = summary[split]
             each = ", ".join(f"{value:.2f}" for value in found["values"])
-            spread = f" ± {found['sd']:.2f}" if "sd" in found else ""
+            many = "sd" in found
+            spread = f" ± {found['sd']:.2f}" if many else ""
+            of = f"mean ± standard deviation of {len(found['values'])} seeds ({each})" if many else "one seed"
             stdout().print(
-                f"{split}: {found['mean']:.2f}{spread} % on {found['n']:,} images, "
-                f"mean ± standard deviation of {len(found['values'])} seeds ({each})",
+                f"{split}: {found['mean']:.2f}{spread} % on {found['n']:,} images, {of}",
                 soft_wrap=True,
             )
 

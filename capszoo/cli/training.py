@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,13 +130,34 @@ TrainingDeviceOption = Annotated[
 ]
 CpuOption = Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")]
 AcceptDataOption = Annotated[
-    bool, typer.Option("--accept-data", help="Continue a run although its images have changed.")
+    bool,
+    typer.Option(
+        "--accept-data", help="Continue a run although its images have changed (but not their number)."
+    ),
 ]
 
 
+def refuse_set_twice(overrides: list[str] | None, stated: Mapping[str, Any]) -> None:
+    """Refuse a `--set` line whose key an option sets, too: `stated` has the options' values by key.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for line in overrides or ():
+        key = line.partition("=")[0].strip()
+        if stated.get(key) is not None:
+            option = {"data.size": "img-size"}.get(key, key.rpartition(".")[2].replace("_", "-"))
+            raise UsageError(f"--set {line} and --{option} exclude each other", "give one of them")
+
+
 def settings(overrides: list[str] | None, **options: Any) -> list[str]:
-    """The `--set` lines, followed by lines for the options that abbreviate one, so that these take precedence."""
+    """The `--set` lines, and lines for the options that abbreviate one.
+
+    Raises:
+        UsageError: an option and a `--set` line set the same key.
+    """
     keys = {"lr": "optimizer.lr"}
+    refuse_set_twice(overrides, {keys.get(name, name): value for name, value in options.items()})
     short = [f"{keys.get(name, name)}={value}" for name, value in options.items() if value is not None]
     return [*(overrides or ()), *short]
 

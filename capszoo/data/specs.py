@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -268,7 +269,9 @@ def source_name(data: str | Path) -> str:
         raise DataError(
             f"{text}: no such folder; --data takes a folder with a sub-folder of images per class, or hf:OWNER/NAME"
         )
-    return f"imagefolder:{text}"
+    if not text.isprintable() and "\udc80" <= max(text) <= "\udcff":
+        raise DataError(f"{text!r}: the folder's name is not UTF-8, and metadata cannot state it: rename it")
+    return f"imagefolder:{os.path.normpath(text)}"  # photos/ is photos
 
 
 def check_name(name: str) -> str:

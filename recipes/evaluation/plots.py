@@ -71,7 +71,7 @@ def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **
             axes.grid(alpha=0.3)
             if drawn > 1:
                 axes.legend()
-        figure.suptitle(f"Training of {title}")
+        figure.suptitle(f"Training of {title}", parse_math=False)  # a folder $A_$B is no formula
         picture = io.BytesIO()
         about: dict[str, Any] = {**metadata, **({"Date": None} if kind == "svg" else {})}
         figure.savefig(picture, format=kind, dpi=100, metadata=about)

@@ -178,6 +178,7 @@ def prepare(
         if info is None or not info.metadata.dataset.name:
             raise DataError("name the data set: the model does not say which one it was trained on")
         dataset = info.metadata.dataset.name
+        _check_root(dataset, data)
     recipe = info.metadata.trained if info else RecipeRecord()
     views: Crops | None = None
     if isinstance(dataset, str):
@@ -225,6 +226,25 @@ def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> Image
         return images
     order = torch.randperm(len(images), generator=keyed_generator(seed))
     return images.fixed().subset(order[:limit].sort().values)
+
+
+def _check_root(dataset: str, data: str | Path | None) -> None:
+    """Refuse a `--data` that holds neither images by class nor the folder that the model was trained on.
+
+    Otherwise the accuracy would be that of the recorded folder.
+    """
+    prefix = next((prefix for prefix in PREFIXES if dataset.startswith(prefix)), "")
+    if data is None or not prefix:
+        return
+    root, where = Path(data).expanduser(), dataset.removeprefix(prefix)
+    if not root.is_dir():
+        raise DataError(f"{data}: no such folder")
+    # an absolute path is not below the root: Path(root) / "/photos" is /photos
+    if prefix == "imagefolder:" and (Path(where).is_absolute() or not (root / where).is_dir()):
+        raise DataError(
+            f"{data} has no sub-folders of images per class, and no {where}, on which the model was trained",
+            f"name the images: --data imagefolder:{data}",
+        )
 
 
 def _load(

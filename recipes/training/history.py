@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from capszoo.errors import CapszooError
 from capszoo.models._pretrained import bundled_tags
+
+from ..yaml_tree import YamlError, read_yaml
 
 __all__ = ["find_runs", "history_of", "read_records", "records_of", "trained_images"]
 
@@ -61,9 +61,15 @@ def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def trained_images(run: Path) -> int:
-    """Training images processed in the complete epochs of a run's folder; 0 for a folder without one."""
-    records = _folder_records(run) if (run / "recipe.yaml").is_file() else []
-    return int(records[-1]["images"]) if records else 0
+    """Training images up to the newest checkpoint or the last complete epoch of a run's folder; 0 without either."""
+    file = run / "recipe.yaml"
+    try:
+        batch = _batch_size(file) if file.is_file() else 0
+    except (CapszooError, OSError):
+        return 0  # damaged: the run itself says so
+    epochs = [record.get("step", 0) for record in read_records(run / "metrics.jsonl")]
+    saved = [int(folder.name.partition("-")[2]) for folder in run.glob("checkpoints/step-[0-9]*")]
+    return batch * max([0, *epochs, *saved])
 
 
 def _records(name: str) -> list[dict[str, Any]]:
@@ -78,5 +84,14 @@ def _records(name: str) -> list[dict[str, Any]]:
 
 
 def _folder_records(folder: Path) -> list[dict[str, Any]]:
-    batch = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))["batch_size"]
+    batch = _batch_size(folder / "recipe.yaml")
     return [record | {"images": record["step"] * batch} for record in read_records(folder / "metrics.jsonl")]
+
+
+def _batch_size(file: Path) -> int:
+    try:
+        return int(read_yaml(file.read_text(encoding="utf-8"))["batch_size"])
+    except (YamlError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        raise CapszooError(
+            f"{file} is no recipe of a run", "put it back, or choose another folder"
+        ) from error

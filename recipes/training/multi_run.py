@@ -213,7 +213,7 @@ def _tell_rate(console: Any, images: int, seconds: float) -> None:
     """Report what all runs together trained on: a single run's rate says little where runs share a device."""
     if images > 0:
         console.print(
-            f"{images:,} images of complete epochs in {seconds:,.0f} s: {images / seconds:,.0f} images/s over all "
+            f"{images:,} images in {seconds:,.0f} s: {images / seconds:,.0f} images/s over all "
             "runs, start, validation and evaluation included",
             soft_wrap=True,
             markup=False,
@@ -307,13 +307,20 @@ def train_seeds(
     if missing:
         raise TrainingError(f"{missing[0]} holds no finished run: the same command resumes it")
     found = {seed: info for seed, info in runs.items() if info is not None}
+    images = {seed: info.get("dataset", {}).get("sha256") for seed, info in found.items()}
+    other = next((seed for seed in images if images[seed] != images[seeds[0]]), None)
+    if other is not None:
+        raise TrainingError(
+            f"{folders[other]} was trained on other images than {folders[seeds[0]]}, so they have no mean: "
+            "choose another --out"
+        )
     for folder in parent.glob(f"{resolved.name}.seed*"):
         number = folder.name.removeprefix(f"{resolved.name}.seed")
         info = finished_metadata(folder) if number.isdecimal() and int(number) not in folders else None
         if info is None:
             continue
-        seed, images = int(number), next(iter(found.values())).get("dataset", {})
-        if info.get("dataset", {}).get("sha256") != images.get("sha256"):
+        seed = int(number)
+        if info.get("dataset", {}).get("sha256") != images[seeds[0]]:
             continue  # trained on others
         with suppress(TrainingError):  # other settings: no run of this recipe
             wanted = load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile)

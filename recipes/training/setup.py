@@ -31,11 +31,10 @@ from capszoo.errors import CapszooError
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 from capszoo.models._pretrained import WeightsError
 
-from ..config import BACKBONE, DataConfig, Recipe, RecipeError
+from ..config import BACKBONE, DATA_ARGS, DataConfig, Recipe, RecipeError
 from ..evaluation.target import create_for
 
 __all__ = [
-    "DATA_ARGS",
     "RunData",
     "check_classes",
     "create_feedback",
@@ -46,9 +45,6 @@ __all__ = [
     "load_data",
     "read_split",
 ]
-
-DATA_ARGS = ("num_classes", "in_chans", "img_size", "pretrained")
-"""Arguments of a model that are determined by the data, not by `model_args`."""
 
 
 def evaluation_batch(batch_size: int, device: torch.device) -> int:

@@ -31,11 +31,17 @@ __all__ = ["PART_BYTES", "export_state", "import_state"]
 #: Maximum bytes of a part; larger tensors are cut.
 PART_BYTES = 15_000_000
 FORMAT = 1
+#: Key of a number in a parameter group that was a tensor (the count of updates of some optimisers).
+TENSOR = "tensor"
 COPIED = ("recipe.yaml", "sessions.json", "metrics.jsonl")
 
 
 def _optimizer_tensors(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimiser's state as tensors by name, and the rest as JSON."""
+    """An optimiser's state as tensors by name, and the rest as JSON.
+
+    Raises:
+        TrainingError: a setting of the optimiser is no number or word; the message names it.
+    """
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for index, entries in optimizer["state"].items():
@@ -44,7 +50,29 @@ def _optimizer_tensors(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], di
                 tensors[f"optimizer/{index}/{key}"] = value
             else:
                 numbers.setdefault(str(index), {})[key] = value
-    return tensors, {"param_groups": optimizer["param_groups"], "numbers": numbers}
+    groups = [{key: _as_number(value) for key, value in group.items()} for group in optimizer["param_groups"]]
+    for key, value in [item for group in [*groups, *numbers.values()] for item in group.items()]:
+        try:
+            json.dumps(value)
+        except TypeError:
+            raise TrainingError(
+                f"the optimizer's {key} is a {type(value).__name__}, which an exported state cannot hold"
+            ) from None
+    return tensors, {"param_groups": groups, "numbers": numbers}
+
+
+def _as_number(value: Any) -> Any:
+    """A tensor of one number as JSON; anything else unchanged."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {TENSOR: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    return value
+
+
+def _from_number(stored: Any) -> Any:
+    """Inverse of `_as_number`."""
+    if isinstance(stored, dict) and TENSOR in stored:
+        return torch.tensor(stored[TENSOR], dtype=getattr(torch, stored["dtype"]))
+    return stored
 
 
 def _pieces(tensors: dict[str, Tensor], limit: int) -> Iterator[tuple[str, Tensor]]:
@@ -168,9 +196,11 @@ def _read(source: Path) -> Checkpoint:
             state.setdefault(int(index), {})[key] = tensor
         else:
             weights.setdefault(part, {})[rest] = tensor
-    optimizer: dict[str, Any] = {
-        "optimizer": {"state": state, "param_groups": manifest["optimizer"]["param_groups"]}
-    }
+    groups = [
+        {key: _from_number(value) for key, value in group.items()}
+        for group in manifest["optimizer"]["param_groups"]
+    ]
+    optimizer: dict[str, Any] = {"optimizer": {"state": state, "param_groups": groups}}
     if manifest["scaler"] is not None:
         optimizer["scaler"] = manifest["scaler"]
     check_position(manifest["state"])

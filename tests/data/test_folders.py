@@ -18,6 +18,7 @@ from capszoo.data import folders as folders_module
 from capszoo.data.__main__ import main
 from capszoo.data.commands import check_set
 from capszoo.data.folders import find_splits
+from capszoo.data.specs import source_name
 from tests.data.formats import write_idx, write_image, write_parquet
 
 
@@ -106,6 +107,16 @@ def test_a_damaged_image_is_one_line(pictures: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(DataError, match="1.jpg holds a damaged image") as caught:
         list(Batches(replace(read, workers=workers), 12).epoch())
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_has_one_name(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(pictures.parent)
+    names = [source_name(text) for text in (pictures.name, f"{pictures.name}/", f"./{pictures.name}")]
+    assert set(names) == {f"imagefolder:{pictures.name}"}
+    other = Path(os.fsdecode(b"not-\xff-utf8"))
+    other.mkdir()
+    with pytest.raises(DataError, match="the folder's name is not UTF-8"):
+        source_name(other)
 
 
 def test_imagefolder_mistakes(pictures: Path) -> None:

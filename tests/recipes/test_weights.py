@@ -325,5 +325,6 @@ def test_the_same_curves_give_the_same_picture(tmp_path: Path, kind: str) -> Non
         draw_curves(tmp_path / f"{name}.{kind}", "a run", HISTORY, **about)
         pictures.append((tmp_path / f"{name}.{kind}").read_bytes())
     assert pictures[0] == pictures[1] and b"what it is" in pictures[0]
+    draw_curves(tmp_path / f"formula.{kind}", "$EXP_$SEED", HISTORY)  # a folder's name is no formula
     draw_curves(tmp_path / f"one.{kind}", "a run", [{**r, "train_loss": math.pi} for r in HISTORY])
     assert (tmp_path / f"one.{kind}").read_bytes() != pictures[0]

@@ -42,11 +42,19 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def locate(name: str, where: str, data: str | Path | None) -> Path:
-    """The folder itself, or the one below a data folder."""
-    roots = (
-        [data] if data else [part for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep) if part]
-    )
-    places = [Path(where).expanduser(), *(Path(root).expanduser() / where for root in roots)]
+    """The folder below a data folder, or the one itself; that one first if no data folder is given.
+
+    Raises:
+        DataError: there is neither, or no folder `data`.
+    """
+    itself = Path(where).expanduser()
+    if data:
+        if not Path(data).expanduser().is_dir():
+            raise DataError(f"{data}: no such folder")
+        places = [Path(data).expanduser() / where, itself]
+    else:
+        roots = [part for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep) if part]
+        places = [itself, *(Path(root).expanduser() / where for root in roots)]
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
         raise DataError(f"{name}: no such folder: {', '.join(dict.fromkeys(map(str, places)))}")

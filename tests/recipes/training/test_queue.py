@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from capszoo.errors import CapszooError
 from capszoo.models._pretrained import WeightsInfo
 from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.training import queue as module
 from capszoo.recipes.training.distributed import TrainingError
-from capszoo.recipes.training.history import read_records
+from capszoo.recipes.training.history import find_runs, read_records, trained_images
 from capszoo.recipes.training.multi_run import train_seeds
 from capszoo.recipes.training.queue import queue_state, read_queue, train_queue
 from capszoo.recipes.weights import seeds_summary
@@ -80,10 +81,23 @@ def test_seeds_and_queue_train_what_is_not_finished(
     assert train_queue(runs, cpu=True, path=queue)
     (record,) = read_records(runs / "idpa_cnn.other" / "metrics.jsonl")
     images = record["step"] * load_recipe(recipe).batch_size
-    assert f"{images} images of complete epochs in " in capsys.readouterr().out, "those of this call alone"
+    assert f"{images} images in " in capsys.readouterr().out, "those of this call alone"
     assert all(state.finished and state.epoch == 1 for state in queue_state(read_queue(queue), runs))
     assert (runs / "idpa_cnn.other").is_dir()
     assert [path.stat().st_size for path in sorted(runs.glob("*seed*.log"))] == logs, "finished ones are left"
+    # a damaged folder has no images, and stops no other run
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "recipe.yaml").touch()
+    assert trained_images(tmp_path / "empty") == 0 < trained_images(runs / "idpa_cnn.other")
+    with pytest.raises(CapszooError, match="recipe.yaml is no recipe of a run"):
+        find_runs([tmp_path / "empty"])
+    # no mean of runs on different images
+    changed = runs / "idpa_cnn.idx.seed1" / "idpa_cnn.idx.json"
+    kept = changed.read_text()
+    changed.write_text(json.dumps(json.loads(kept) | {"dataset": {"sha256": {"test": "0"}}}))
+    with pytest.raises(TrainingError, match="seed1 was trained on other images than .*seed0"):
+        train_seeds(recipe, [0, 1], out=runs, cpu=True)
+    changed.write_text(kept)
     # a finished run with other settings is not the recipe's
     with pytest.raises(
         TrainingError, match="idpa_cnn.idx.seed0 holds a run with epochs=1, this recipe says 2"

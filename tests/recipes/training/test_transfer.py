@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from capszoo.recipes.train import train
+from capszoo.recipes.training.checkpoints import latest_checkpoint
 from capszoo.recipes.training.distributed import TrainingError
-from capszoo.recipes.training.transfer import export_state, import_state
+from capszoo.recipes.training.transfer import _optimizer_tensors, export_state, import_state
 
 from .test_stages import staged_recipe
 
@@ -38,6 +39,25 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(tiny_mnist: Path, tmp_path: Path, c
     result = train(there / "recipe.yaml", out=there, data=tiny_mnist)
     expected, found = load_file(whole["weights"]), load_file(result["weights"])
     assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_an_optimiser_whose_settings_hold_a_tensor(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = staged_recipe(optimizer={"name": "lamb", "lr": 0.003}, ema_decay=None)
+    train(recipe, out=tmp_path / "run", data=tiny_mnist, stop_after=1)
+    export_state(tmp_path / "run", tmp_path / "state")
+    there = import_state(tmp_path / "state", tmp_path / "there")
+    (before, _), (after, _) = latest_checkpoint(tmp_path / "run"), latest_checkpoint(there)
+    assert before and after
+    for one, other in zip(
+        *(found.optimizer["optimizer"]["param_groups"] for found in (before, after)), strict=True
+    ):
+        assert isinstance(one["step"], torch.Tensor), "otherwise this test shows nothing"
+        assert one.keys() == other.keys() and other["lr"] == one["lr"]
+        assert torch.equal(other["step"], one["step"]) and other["step"].dtype == one["step"].dtype
+    with pytest.raises(
+        TrainingError, match="the optimizer's kind is a dtype, which an exported state cannot hold"
+    ):
+        _optimizer_tensors({"state": {}, "param_groups": [{"kind": torch.float32}]})
 
 
 def test_what_cannot_be_imported_is_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
