@@ -55,7 +55,7 @@ def list_models(
     Args:
         filter: shell pattern, or several, one of which must match; a word without wildcards matches anywhere in a name.
         pretrained: list ``name.tag`` of every checkpoint instead.
-        exclude_filters: shell patterns of names to leave out.
+        exclude_filters: shell patterns of names to leave out; a word without wildcards is a whole name.
 
     Examples:
         >>> list_models("encapnet_v?")
@@ -68,7 +68,8 @@ def list_models(
         if pretrained
         else sorted({name for module in MODULES for name in timm.list_models(module=module)})
     )
-    wanted, unwanted = _patterns(filter), _patterns(exclude_filters)
+    wanted = [shell_pattern(one) for one in _several(filter)]
+    unwanted = _several(exclude_filters)  # as in timm: a word is the whole name
     return [
         name
         for name in names
@@ -77,9 +78,8 @@ def list_models(
     ]
 
 
-def _patterns(filters: str | Sequence[str]) -> list[str]:
-    given = [filters] if isinstance(filters, str) else list(filters)
-    return [shell_pattern(one) for one in given if one]
+def _several(filters: str | Sequence[str]) -> list[str]:
+    return [one for one in ([filters] if isinstance(filters, str) else filters) if one]
 
 
 def list_pretrained(filter: str | Sequence[str] = "") -> list[str]:

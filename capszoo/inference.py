@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._modes import evaluating
 from .checkpoint import NoWeights, resolve
 from .errors import CapszooError, UsageError
 from .predictions import ImagePrediction, ScoredClass
@@ -55,7 +56,10 @@ def load_model(
     """
     net = resolve(name).create(pretrained, device, **kwargs)
     untrained = getattr(net, "untrained", ())
-    if untrained and "num_classes" not in kwargs:
+    stated = (getattr(net, "pretrained_cfg", None) or {}).get("num_classes")
+    if (
+        untrained and kwargs.get("num_classes", stated) == stated
+    ):  # for other classes it is to be trained anyway
         rows, columns = net.img_size  # type: ignore[misc]
         raise NoWeights(
             f"{name} has no trained weights for {rows}x{columns} images: {untrained[0]} depends on the size",
@@ -162,7 +166,7 @@ def _predict_chunk(
     found: Iterator[tuple[Any, ...]] = iter(())
     if tensors:
         like = next(model.parameters())
-        with torch.inference_mode():
+        with evaluating(model), torch.inference_mode():
             scores = model(torch.stack(tensors).to(like.device, like.dtype)).float().cpu()
         values, indices = scores.topk(topk, dim=1)
         shares = probabilities(scores, kind).gather(1, indices)

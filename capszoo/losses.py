@@ -39,7 +39,7 @@ __all__ = [
 
 def _presence(target: Tensor, scores: Tensor) -> Tensor:
     """Targets ``[b]`` or ``[b, n]`` as ``[b, n]`` of zeros and ones, in the dtype of the scores."""
-    if target.dim() == 1:
+    if target.dim() == 1 and len(target) == len(scores):  # a target of length 1 would be broadcast
         return F.one_hot(target.long(), scores.shape[1]).to(scores.dtype)
     if target.shape != scores.shape:
         raise ValueError(
@@ -82,9 +82,9 @@ def spread_loss(scores: Tensor, target: Tensor, margin: float = 0.9) -> Tensor:
     if target.dim() != 1:
         raise ValueError(f"the spread loss needs one class index per image, [b], not {tuple(target.shape)}")
     scores = upcast_half(scores)
+    others = 1.0 - _presence(target, scores)
     labelled = scores.gather(1, target.long()[:, None])  # [b, 1]
     short = F.relu(margin - (labelled - scores)).square()
-    others = 1.0 - _presence(target, scores)
     return (short * others).sum(dim=1).mean()
 
 

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 #: Installation instructions; printed if TensorRT is missing.
-INSTALL = f"on a machine with an NVIDIA GPU (TensorRT 10.9 or later), {install_hint('tensorrt')}"
+INSTALL = f"{install_hint('tensorrt')}, on a machine with an NVIDIA GPU (TensorRT 10.9 or later)"
 
 _FOLDER = "tensorrt"
 

@@ -556,8 +556,8 @@ def test_short_options_of_training_and_devices(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(module, "train", lambda *a, **options: calls.append({"set": a[1], **options}) or {})
     monkeypatch.setattr(finetune_module, "finetune", lambda *a, **options: calls.append(options) or {})
     short = ("--lr", 0.01, "--batch-size", 8, "--seed", 5, "--device", "cpu")
-    succeeds("train", f"{MODEL}.mnist", "--set", "epochs=2", "--epochs", 1, *short)
-    assert calls[0]["set"] == ["epochs=2", "epochs=1", "optimizer.lr=0.01", "batch_size=8", "seed=5"]
+    succeeds("train", f"{MODEL}.mnist", "--set", "ema_decay=0.9", "--epochs", 1, *short)
+    assert calls[0]["set"] == ["ema_decay=0.9", "epochs=1", "optimizer.lr=0.01", "batch_size=8", "seed=5"]
     assert calls[0]["cpu"] is True
     succeeds("finetune", f"{MODEL}.mnist", "--data", tmp_path, "--epochs", 1, *short)
     assert calls[1]["overrides"] == ["optimizer.lr=0.01", "batch_size=8", "seed=5"]

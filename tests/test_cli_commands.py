@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from typer.main import get_command
 
+import capszoo
 from capszoo.cli import app
 from capszoo.cli.examples import EXAMPLES
 from capszoo.cli.help import HelpCommand
@@ -402,3 +403,13 @@ def test_files_that_are_no_models_get_the_way_on(tmp_path: Path) -> None:
     assert "digits is an exported bundle, not a model: run `python" in line and "infer.py IMAGE`" in line
     assert "digits is an exported bundle, not a model" in fails(1, "serve", bundle)
     assert "of weights, only .safetensors files are loaded" in fails(1, "predict", other, tmp_path)
+
+
+def test_a_picture_without_out_does_not_replace_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heatmap.csv").write_text("mine")
+    digit = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
+    assert "heatmap.csv exists" in fails(1, "explain", "heatmap", MODEL, digit)
+    assert (tmp_path / "heatmap.csv").read_text() == "mine" and not (tmp_path / "heatmap.png").exists()

@@ -149,3 +149,31 @@ def test_options_and_what_it_says_of_itself() -> None:
     assert repr(once) == "LoadedModel('resnet20_routingcaps.mnist', input=1x28x28, classes=10)"
     with pytest.raises(capszoo.UnknownModel, match="did you mean"):
         capszoo.load("resnet20_routingcap")
+
+
+def test_prediction_leaves_a_network_in_training_mode_as_it_is() -> None:
+    loaded = capszoo.load("resnet20_routingcaps", device="cpu")
+    expected = loaded.predict(DIGIT).label
+    before = {key: value.clone() for key, value in loaded.net.state_dict().items()}
+    loaded.net.train()
+    assert loaded.predict(DIGIT).label == expected and loaded.net.training
+    assert all(torch.equal(value, before[key]) for key, value in loaded.net.state_dict().items())
+
+
+def test_scores_that_are_not_those_of_the_weights_have_their_own_kind() -> None:
+    kinds = {
+        scores: capszoo.load("capsnet_em_norb_small.mnist", device="cpu", scores=scores)
+        for scores in ("logits", "activations")
+    }
+    found = {scores: (loaded.score_kind, loaded.predict(DIGIT).top[0]) for scores, loaded in kinds.items()}
+    assert {scores: kind for scores, (kind, _) in found.items()} == {one: one for one in kinds}
+    assert found["activations"][1].label == found["logits"][1].label
+    assert found["activations"][1].probability > 0.5, "not the softmax of activations"
+
+
+def test_the_weights_own_number_of_classes_does_not_excuse_another_size() -> None:
+    with pytest.raises(CapszooError, match="no trained weights for 48x48 images"):
+        capszoo.load("resnet20_idpa.cifar10", img_size=48, num_classes=10, device="cpu")
+    assert (
+        capszoo.load("resnet20_idpa.cifar10", img_size=48, num_classes=3, device="cpu").net.num_classes == 3
+    )

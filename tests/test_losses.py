@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,3 +161,10 @@ def test_label_smoothing_by_hand() -> None:
     expected = -(0.9 * logp[range(5), target] + 0.1 * logp.mean(1)).mean().item()
     for labels in (target, F.one_hot(target, 4).float()):
         assert cross_entropy_loss(scores, labels, 0.1).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [margin_loss, spread_loss])
+def test_a_target_of_another_batch_is_refused(loss: Any) -> None:
+    for count in (1, 2):
+        with pytest.raises(ValueError, match="class indices"):
+            loss(torch.rand(4, 5), torch.zeros(count, dtype=torch.long))

@@ -261,13 +261,14 @@ def picture(
             raise UsageError(
                 f"--out {out}: cannot write this kind of file", f"use one of {', '.join(PICTURE_SUFFIXES)}"
             )
-        table = out.with_suffix(".csv")
-        if numbers and table.exists() and not out.exists():
-            raise CapszooError(
-                f"{table} exists, and the picture's numbers would replace it", "choose another --out"
-            )
-        check_writable(out)
-    return Picture(out or Path(f"{name}.{format or 'png'}"), dpi, style)
+    path = out or Path(f"{name}.{format or 'png'}")
+    table = path.with_suffix(".csv")
+    if numbers and table.exists() and not path.exists():
+        raise CapszooError(
+            f"{table} exists, and the picture's numbers would replace it", "choose another --out"
+        )
+    check_writable(path)
+    return Picture(path, dpi, style)
 
 
 def _width(stream: Any) -> int | None:

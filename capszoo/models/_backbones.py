@@ -206,8 +206,8 @@ def _saved_file(folder: str, name: str) -> Path:
     path = Path(folder) / name
     if not path.is_file():
         raise WeightsError(
-            f"{folder} has no {name}: save the backbone with timm's save_for_hf(model, folder), which writes "
-            "config.json and model.safetensors; nothing else is loaded"
+            f"{folder} has no {name}: save the backbone with timm's save_for_hf(model, folder, "
+            "safe_serialization=True), which writes config.json and model.safetensors; nothing else is loaded"
         )
     return path
 

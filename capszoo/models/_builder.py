@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -176,17 +177,23 @@ def _is_json(value: Any) -> bool:
     return True
 
 
+_DEFAULT_DTYPE = threading.RLock()
+
+
 @contextlib.contextmanager
 def _placement(device: Any, dtype: torch.dtype | None) -> Iterator[None]:
     """Create parameters on ``device`` and in ``dtype`` (timm's factory arguments, for every model at once)."""
-    previous = torch.get_default_dtype()
-    try:
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
-        with torch.device(device) if device is not None else contextlib.nullcontext():
+    with torch.device(device) if device is not None else contextlib.nullcontext():
+        if dtype is None:
             yield
-    finally:
-        torch.set_default_dtype(previous)
+            return
+        with _DEFAULT_DTYPE:  # the default is the process's: two threads would restore each other's
+            previous = torch.get_default_dtype()
+            try:
+                torch.set_default_dtype(dtype)
+                yield
+            finally:
+                torch.set_default_dtype(previous)
 
 
 def trusted_tag(architecture: str, tag: str | None, sha256: str | None) -> str | None:
@@ -370,5 +377,7 @@ def _record(model: Any, args: dict[str, Any], own_keys: Mapping[str, Any]) -> No
     kept = {"model_args": described} if described and _is_json(described) else {}
     # the arguments among them may be those of another network
     own = {key: value for key, value in own_keys.items() if key != "model_args"}
+    if "scores" in args and args["scores"] != own_keys.get("model_args", {}).get("scores", "logits"):
+        own.pop("score_kind", None)  # that of the weights' own scores; the network states the others'
     if own or kept:
         model.pretrained_cfg["capszoo"] = {**own, **kept}

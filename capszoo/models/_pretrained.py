@@ -119,7 +119,8 @@ def local_weights(folder: str | Path) -> tuple[Path, str | None]:
     path = Path(folder) / HUB_FILENAME
     if not path.is_file():
         raise WeightsError(
-            f"{folder}: no {HUB_FILENAME} in this folder, and nothing else is loaded: name another folder"
+            f"{folder}: no {HUB_FILENAME} in this folder, and nothing else is loaded: timm's "
+            "save_for_hf(model, folder, safe_serialization=True) writes it"
         )
     stated = ModelConfig.read(path.parent / "config.json").sha256
     if stated and sha256_of(path) != stated:

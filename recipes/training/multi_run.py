@@ -117,11 +117,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
             other runs have ended or saved a checkpoint.
     """
     parallel = min(parallel or len(jobs), len(jobs))
-    for job in jobs:
-        try:
-            job.out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainingError(f"cannot write to {job.out.parent}: {error.strerror or error}") from error
+    _make_parents(jobs)
     # Each run gets its share of the cores; otherwise all would use all of them and wait for each other.
     threads = str(max(1, usable_cores() // max(parallel, 1)))
     defaults = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
@@ -203,6 +199,14 @@ def _tell(processes: list[_Process], console: Any) -> None:
         if not one.running and not one.told:
             one.told = True
             console.print(f"{one.job.out.name}: {one.state}: {one.last_line()}", soft_wrap=True, markup=False)
+
+
+def _make_parents(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        try:
+            job.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(f"cannot write to {job.out.parent}: {error.strerror or error}") from error
 
 
 def _images(jobs: Sequence[Job]) -> int:

@@ -258,7 +258,7 @@ def test_a_fixed_batch_needs_no_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"version": "10.8.0"}, "10.8.0 is too old: pip install"),
+        ({"version": "10.8.0"}, "10.8.0 is too old: in the checkout: pip install"),
         ({"version": "8.6.1"}, "too old"),
         (
             {"parse": ["no importer", "bad\nshape"]},
@@ -335,7 +335,7 @@ def test_write_without_tensorrt(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mo
     described, steps = to_tensorrt.write(job, report, tmp_path, BuildOptions())
     assert "pip install -e '.[tensorrt]'" in described["note"] and described["file"] is None
     assert [step.passed for step in steps] == [None, None]
-    with pytest.raises(ExportError, match="TensorRT is not installed: pip install"):
+    with pytest.raises(ExportError, match="TensorRT is not installed: in the checkout: pip install"):
         build_engine(tmp_path / "model.onnx", tmp_path / "x.plan", report)
     with pytest.raises(CapszooError, match="TensorRT is not installed"):
         TensorRTRunner(tmp_path / "x.plan")

@@ -244,6 +244,7 @@ def test_names_are_listed_as_timm_lists_them() -> None:
     several = capszoo.list_models(["encapnet_v*", "idpa_cnn"])
     assert several == ["encapnet_v1", "encapnet_v2", "encapnet_v3", "idpa_cnn", "idpa_cnn_cifar100"]
     assert capszoo.list_models("encapnet_v*", exclude_filters=["*v2", "*v3"]) == ["encapnet_v1"]
+    assert capszoo.list_models("cnn6*", exclude_filters="cnn6") == ["cnn6_wide"], "a word is the whole name"
 
 
 def test_numpy_integers_are_integers() -> None:
