@@ -13,7 +13,7 @@ A MODEL is, in this order:
 3. a folder with a ``config.json`` (the layout of timm and the Hub), with or without ``local-dir:``,
 4. the folder of a finished training run,
 5. a ``.safetensors`` file, or the ``.json`` file of its metadata, which lie side by side,
-6. any other name that timm knows.
+6. any other name that timm knows (in Python; the command line refuses it).
 """
 
 from __future__ import annotations

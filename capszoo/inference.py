@@ -57,9 +57,8 @@ def load_model(
     net = resolve(name).create(pretrained, device, **kwargs)
     untrained = getattr(net, "untrained", ())
     stated = (getattr(net, "pretrained_cfg", None) or {}).get("num_classes")
-    if (
-        untrained and kwargs.get("num_classes", stated) == stated
-    ):  # for other classes it is to be trained anyway
+    # for other classes it is to be trained anyway
+    if untrained and kwargs.get("num_classes", stated) == stated:
         rows, columns = net.img_size  # type: ignore[misc]
         raise NoWeights(
             f"{name} has no trained weights for {rows}x{columns} images: {untrained[0]} depends on the size",
