@@ -10,7 +10,16 @@ from capszoo._suggest import unknown_name
 
 from .errors import DataError
 
-__all__ = ["DATASETS", "PREFIXES", "DatasetSpec", "check_name", "dataset_spec", "list_sets", "source_name"]
+__all__ = [
+    "DATASETS",
+    "PREFIXES",
+    "DatasetSpec",
+    "check_name",
+    "dataset_spec",
+    "is_text",
+    "list_sets",
+    "source_name",
+]
 
 
 @dataclass(frozen=True)
@@ -256,6 +265,11 @@ def _prefix(name: str) -> str | None:
     return next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
 
 
+def is_text(name: str) -> bool:
+    """False for a name with bytes that are no UTF-8: metadata and tables could not state it."""
+    return name == name.encode(errors="ignore").decode()
+
+
 def source_name(data: str | Path) -> str:
     """Source of the images that `data` names: a data set's name, a prefixed name, or a prefixed folder of images.
 
@@ -269,7 +283,7 @@ def source_name(data: str | Path) -> str:
         raise DataError(
             f"{text}: no such folder; --data takes a folder with a sub-folder of images per class, or hf:OWNER/NAME"
         )
-    if not text.isprintable() and "\udc80" <= max(text) <= "\udcff":
+    if not is_text(text):
         raise DataError(f"{text!r}: the folder's name is not UTF-8, and metadata cannot state it: rename it")
     return f"imagefolder:{os.path.normpath(text)}"  # photos/ is photos
 

@@ -117,6 +117,9 @@ def test_a_folder_has_one_name(pictures: Path, monkeypatch: pytest.MonkeyPatch) 
     other.mkdir()
     with pytest.raises(DataError, match="the folder's name is not UTF-8"):
         source_name(other)
+    (other / "\U0001f600").mkdir()  # a character above the bytes that are no text hid them
+    with pytest.raises(DataError, match="the folder's name is not UTF-8"):
+        source_name(other / "\U0001f600")
 
 
 def test_imagefolder_mistakes(pictures: Path) -> None:

@@ -17,7 +17,7 @@ from capszoo.images import files_below, is_visible_image
 from ..errors import DataError
 from ..readers import decode_image, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet, sized
-from ..specs import DatasetSpec
+from ..specs import DatasetSpec, is_text
 from .common import SPLIT_NAMES, SPLITS, decode_or_stream, folder_spec, sides, to_tensor
 
 __all__ = ["FileDecoder", "holds_classes", "open_h_imagenet", "open_images", "split_folder"]
@@ -67,8 +67,7 @@ def open_images(
     if not classes:
         raise DataError(f"{name}: {training} has no class folders")
     _refuse_splits_as_classes(name, training, classes)
-    # bytes that are no UTF-8: metadata and tables could not state the name
-    unreadable = [kind for kind in classes if kind != kind.encode(errors="ignore").decode()]
+    unreadable = [kind for kind in classes if not is_text(kind)]
     if unreadable:
         raise DataError(
             f"{name}: the folder {unreadable[0]!a} in {training} has a name that is no text: rename it"
