@@ -146,7 +146,9 @@ class Checkpoint:
                 f"no pretrained weights of {name} exist",
                 "`capszoo list --pretrained` shows those that do; `capszoo train` makes them",
             )
-        return create_model(name, pretrained=pretrained, **kwargs)
+        if name in list_models() or self.info is not None:
+            return create_model(name, pretrained=pretrained, **kwargs)
+        return self._from_hub(pretrained, kwargs)  # timm downloads its weights from there
 
     def _from_hub(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         name = self.argument

@@ -11,6 +11,7 @@ it, ``[b, n]`` with a one for each class that is present (MultiMNIST).
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -231,13 +232,18 @@ def create_loss(name: str, **options: Any) -> nn.Module:
         **options: arguments of its class.
 
     Raises:
-        ValueError: unknown name; TypeError: unknown option. Both suggest the nearest valid one.
+        ValueError: unknown name; TypeError: unknown option, or one that is no number. The first two suggest the nearest
+            valid name.
     """
     if name not in LOSSES:
         raise ValueError(unknown_name("loss", name, LOSSES))
     parameters = inspect.signature(LOSSES[name]).parameters.values()
-    valid = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for option in options:
+    valid = {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    for option, value in options.items():
         if option not in valid:
             raise TypeError(unknown_name(f"option of loss '{name}'", option, valid))
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        # None is a value of margin_low alone: a fixed margin
+        if not number and not (value is None and option == "margin_low"):
+            raise TypeError(f"option {option} of loss '{name}' must be a finite number, not {value!r}")
     return LOSSES[name](**options)

@@ -119,7 +119,7 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
             num_classes=int(getattr(model, "num_classes", 0)),
             input_size=model_input_size(model),
             weights=weights,
-            paper_ids=like.paper_ids if like and not _other_head(architecture, weights) else (),
+            paper_ids=like.paper_ids if like and not _other_head(architecture, model) else (),
             license=weights[0].license if weights else "",
         )
     return ModelSummary(
@@ -130,11 +130,10 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
     )
 
 
-def _other_head(architecture: str, weights: tuple[WeightsInfo, ...]) -> bool:
-    """Whether weights of `caps_head` have another routing than its default, whose paper the registry names."""
-    return architecture == "caps_head" and any(
-        info.model_args.get("routing", "idpa") != "idpa" for info in weights
-    )
+def _other_head(architecture: str, model: nn.Module) -> bool:
+    """Whether a `caps_head` has another routing than its default, whose paper the registry names."""
+    routing = getattr(getattr(model, "head", None), "routing", "idpa")
+    return architecture == "caps_head" and routing != "idpa"
 
 
 def engine_rows(name: str, batch: int = 32, training: bool = False, **kwargs: Any) -> list[dict[str, Any]]:

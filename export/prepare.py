@@ -25,7 +25,7 @@ from . import unroll
 from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError, first_line
 
-__all__ = ["PreparedModel", "check_dtype", "prepare", "quiet"]
+__all__ = ["PreparedModel", "prepare", "quiet"]
 
 
 @dataclass
@@ -122,7 +122,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
 
     Raises:
         ExportError: a model that cannot be exported.
-        UsageError: invalid options.
+        UsageError: invalid options, or real images that are not the graph's input.
     """
     options = collect(ExportOptions, options, changes)
     name = options.name
@@ -131,6 +131,10 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
 
         name, model = name or model, capszoo.create_model(model, pretrained=options.pretrained)
     name = name or type(model).__name__
+    if any(p.is_meta for p in model.parameters()):
+        raise ExportError(
+            f"{name}: its weights are on the meta device, without values", "load weights into it"
+        )
     bad = unroll.non_finite_weights(model)
     if bad:
         raise ExportError(f"{name}: weights hold NaN or infinity ({', '.join(bad[:3])})", "train it again")
@@ -154,7 +158,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         served = unroll.prepare_for_export(model, options.routing_iters).cpu()
         output_names = _output_names(model, outputs, size)
     plain = outputs == ("scores",) and not mean
-    return PreparedModel(
+    prepared = PreparedModel(
         name=name,
         original=original if plain else unroll.Served(original, outputs, mean, std).eval(),
         served=served
@@ -168,6 +172,8 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         routing_iters=unroll.routing_iterations(served),
         options=options,
     )
+    _check_images(prepared)
+    return prepared
 
 
 def _check_outputs(model: nn.Module, outputs: Sequence[str]) -> None:
@@ -197,10 +203,22 @@ def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int
     return names
 
 
-def check_dtype(images: torch.Tensor, prepared: PreparedModel) -> None:
-    """Refuse images (UsageError) of another dtype than the graph's input."""
-    if str(images.dtype) != f"torch.{prepared.input_dtype}":
-        raise UsageError(f"the images are {images.dtype}", f"the graph takes {prepared.input_dtype} images")
+def _check_images(prepared: PreparedModel) -> None:
+    """Refuse real images (UsageError) that are not the graph's input."""
+    options = prepared.options
+    for real in (options.real_images, options.ranges):
+        if real is None:
+            continue
+        images = real.images
+        if str(images.dtype) != f"torch.{prepared.input_dtype}":
+            raise UsageError(
+                f"the images are {images.dtype}", f"the graph takes {prepared.input_dtype} images"
+            )
+        if tuple(images.shape[1:]) != tuple(prepared.size) or not len(images):
+            raise UsageError(
+                f"the images are {list(images.shape)}",
+                f"the graph takes [b, {', '.join(map(str, prepared.size))}], at least one image",
+            )
 
 
 @contextmanager

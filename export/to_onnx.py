@@ -30,7 +30,7 @@ from .atomic import workplace
 from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
-from .prepare import PreparedModel, check_dtype, prepare, quiet
+from .prepare import PreparedModel, prepare, quiet
 from .report import ExportError, ExportReport, GateStep, first_line
 from .to_tensorrt import rtx_step
 from .unroll import Served
@@ -201,7 +201,6 @@ def _quantised(
         session.real_images(images)
         session.both_graphs(plain, run=full and plain is not proto)
     say("quantising")
-    check_dtype(calibration.images, prepared)
     weights = int8.plain_layers(prepared.served)
     nodes = set(int8.quantisable(proto, weights))
     if not nodes:

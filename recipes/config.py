@@ -57,6 +57,16 @@ FIXED = ("arch", "tag", "profile", "profiles", "data.name")
 DATA_ARGS = ("num_classes", "in_chans", "img_size", "pretrained")
 """Arguments of a model that are determined by the data, not by `model_args`."""
 
+SCHEDULE_KEYS = {
+    "milestones": ("multistep",),
+    "decay_epochs": ("step",),
+    "decay_rate": ("step", "multistep", "poly"),
+    "min_lr": ("cosine", "tanh", "poly", "step"),
+    "warmup_epochs": ("cosine", "tanh", "step", "multistep", "poly"),
+    "warmup_lr": ("cosine", "tanh", "step", "multistep", "poly"),
+}
+"""The schedules that each key of `schedule` has an effect on."""
+
 BACKBONE = "backbone:"
 """Begins `init.weights` where they are those of a timm backbone."""
 
@@ -217,6 +227,12 @@ class ScheduleConfig(_Section):
             raise ValueError(f"milestones must ascend, not {', '.join(f'{epoch:g}' for epoch in milestones)}")
         return milestones
 
+    @model_validator(mode="after")
+    def _has_milestones(self) -> ScheduleConfig:
+        if self.name == "multistep" and not self.milestones:
+            raise ValueError("multistep needs milestones, the epochs of its drops: set schedule.milestones")
+        return self
+
 
 class LossConfig(_Section):
     """A loss of `capszoo.losses`, and its arguments."""
@@ -225,6 +241,13 @@ class LossConfig(_Section):
     options: dict[str, Any] = {}
     reconstruction: NonNegativeRate = 0.0
     """Weight of the decoder's summed squared error (the papers': 0.0005); needs `model_args: {decoder: true}`."""
+
+    @field_validator("name")
+    @classmethod
+    def _compares_scores(cls, name: str) -> str:
+        if name == "reconstruction":
+            raise ValueError("it is added to a loss of the scores: set loss.reconstruction to its weight")
+        return name
 
 
 class FeedbackConfig(_Section):
@@ -316,6 +339,14 @@ class Recipe(_Section):
         except WeightsError as error:
             raise ValueError(str(error)) from error
         return args
+
+    @model_validator(mode="after")
+    def _divides(self) -> Recipe:
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size {self.batch_size} cannot be divided into {self.accumulate} equal parts (accumulate)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_be_sharded(self) -> Recipe:
@@ -506,4 +537,23 @@ def load_recipe(
         where = f"{where}, profile {profile}"
     for override in overrides or ():
         _apply(tree, override)
-    return _validate(tree, where)
+    result = _validate(tree, where)
+    _check_schedule_keys(result, overrides or ())
+    return result
+
+
+def _check_schedule_keys(recipe: Recipe, overrides: Sequence[str]) -> None:
+    """Refuse an override of `schedule` that the recipe's schedule ignores.
+
+    A file may have such keys: a profile with another schedule inherits them.
+    """
+    name = recipe.schedule.name
+    for override in overrides:
+        section, _, key = override.partition("=")[0].strip().partition(".")
+        if section != "schedule" or name in SCHEDULE_KEYS.get(key, (name,)):
+            continue
+        if getattr(recipe.schedule, key):
+            raise RecipeError(
+                f"--set {override} has no effect on the schedule {name} (only on {', '.join(SCHEDULE_KEYS[key])}): "
+                "set schedule.name too, or leave it out"
+            )

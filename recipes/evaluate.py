@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from capszoo.data import DataError, ImageSet, StreamedSet
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.models._pretrained import WeightsError
 
 from .evaluation.metrics import assess, reproduced, stated_top1
@@ -48,6 +48,8 @@ def evaluate(
         of `top1`, "top-1" or, for images with several labels, the "exact set"; `stated` is the metadata's top1
         for a whole test split, else None.
     """
+    if batch_size < 1:
+        raise UsageError(f"batch_size must be at least 1, not {batch_size}")
     target = prepare(model, dataset, split, data, device=device)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # float32, as stated, on a GPU too
         result = assess(target, batch_size)

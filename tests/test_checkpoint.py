@@ -23,6 +23,7 @@ from capszoo.models._pretrained import (
     bundled_tags,
     locate_weights,
 )
+from capszoo.summary import summarise
 
 NAME = "resnet20_routingcaps.mnist"
 
@@ -210,6 +211,24 @@ def test_metadata_of_the_zoo(name: str) -> None:
     assert test.n and test.top1 == raw["metrics"]["test"]["top1"]
     assert stated.trained.epochs == raw["recipe"]["epochs"] and stated.dataset.sha256
     assert json.dumps(stated.history) == json.dumps(raw.get("history", {})), "numbers stay of their type"
+
+
+def test_timm_s_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no connection\nmore about it")
+
+    monkeypatch.setattr("capszoo.checkpoint.create_model", offline)
+    with pytest.raises(
+        CapszooError, match=r"^resnet18: the Hub gives no such model \(no connection\): check"
+    ):
+        resolve("resnet18").create()
+
+
+@pytest.mark.parametrize("routing, papers", [("idpa", True), ("em", False)])
+def test_a_saved_head_names_its_own_paper(routing: str, papers: bool, tmp_path: Path) -> None:
+    net = capszoo.create_model("caps_head", backbone="resnet10t", routing=routing, num_classes=3)
+    save_for_hf(net, str(tmp_path), safe_serialization=True)
+    assert bool(summarise(f"local-dir:{tmp_path}").info.paper_ids) == papers
 
 
 def test_a_wrong_argument_is_not_blamed_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

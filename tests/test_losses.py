@@ -146,6 +146,15 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         create_loss("cross_entropy", label_smoothing=2.0)
 
 
+@pytest.mark.parametrize("value", ["abc", True, float("nan"), [0.9]])
+def test_options_are_numbers(value: Any) -> None:
+    with pytest.raises(TypeError, match="option margin of loss 'spread' must be a finite number, not"):
+        create_loss("spread", margin=value)
+    with pytest.raises(TypeError, match="option margin of loss 'spread'"):
+        create_loss("spread", margin=None)
+    assert create_loss("spread", margin=1, margin_low=None).current == 1  # a fixed margin
+
+
 def test_wrong_shapes_say_what_is_right() -> None:
     with pytest.raises(ValueError, match="one class index per image"):
         spread_loss(torch.rand(2, 3), torch.zeros(2, 3))

@@ -80,13 +80,13 @@ def finetune_command(
         ),
     ] = None,
     freeze: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="body, all (but the class capsules), or modules by name, with commas.",
+            help="body, all (but the class capsules), or modules by name, with commas; repeatable.",
             metavar="NAME",
             rich_help_panel="Settings",
         ),
-    ] = "",
+    ] = None,
     layer_decay: Annotated[
         float | None,
         typer.Option(
@@ -157,7 +157,7 @@ def finetune_command(
         head=head,
         tag=tag,
         img_size=img_size,
-        freeze=[part.strip() for part in freeze.split(",") if part.strip()],
+        freeze=[part.strip() for given in freeze or () for part in given.split(",") if part.strip()],
         layer_decay=layer_decay,
         epochs=epochs,
         from_scratch=from_scratch,

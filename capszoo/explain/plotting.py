@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -126,12 +128,49 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
         raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg")
     scales = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log"]
     powers = {text for axis in scales for text in axis.findobj(Text)}  # their 10^2 is a formula
-    for text in set(figure.findobj(Text)) - powers:
+    words = set(figure.findobj(Text)) - powers
+    for text in words:
         text.set_parse_math(False)  # the name of a class such as $1_$5 is none
+    _add_fonts(words)
     # TrueType: journals refuse Type 3 fonts, matplotlib's default
-    with replacing(path) as temporary, matplotlib.rc_context({"pdf.fonttype": 42}):
+    with (
+        replacing(path) as temporary,
+        matplotlib.rc_context({"pdf.fonttype": 42}),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing"
+        )  # a line per character; `_add_fonts` has one for all
         figure.savefig(temporary, dpi=chosen.dpi, metadata=metadata)  # its suffix determines the format
     return path
+
+
+def _add_fonts(texts: Iterable[Any]) -> None:
+    """Add installed fonts that have the characters which the default font lacks, such as names in Chinese."""
+    from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+
+    default = get_font(findfont(FontProperties())).get_charmap()
+    foreign = {text: missing for text in texts if (missing := _printed(text.get_text()) - default.keys())}
+    missing = set().union(*foreign.values())
+    families: list[str] = []
+    for font in fontManager.ttflist if missing else ():
+        if font.style != "normal" or font.name.startswith("Last Resort"):  # boxes with the names of scripts
+            continue
+        found = missing & get_font(font.fname).get_charmap().keys()
+        if found:
+            families.append(font.name)
+            missing -= found
+    for text in foreign:
+        text.set_fontfamily([*text.get_fontfamily(), *families])
+    if missing:
+        characters = "".join(map(chr, sorted(missing)[:10]))
+        logging.getLogger(__name__).warning(
+            "no installed font has the characters %s: they become boxes", characters
+        )
+
+
+def _printed(text: str) -> set[int]:
+    return {ord(character) for character in text if not character.isspace()}
 
 
 def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:

@@ -1,8 +1,13 @@
-"""Operators whose gradient is itself an operator, and which can therefore be differentiated only once."""
+"""Engines that can be differentiated only once, because their gradient is computed by an operator or by hand."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["refuse_second_gradient"]
+import torch
+from torch import Tensor
+
+__all__ = ["differentiable_once", "refuse_second_gradient"]
 
 
 def refuse_second_gradient(backward: Any) -> None:
@@ -13,7 +18,39 @@ def refuse_second_gradient(backward: Any) -> None:
     backward.register_autograd(_refuse)
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the ``backward`` of an autograd function: its own gradient is a RuntimeError that names the remedy.
+
+    Unlike ``torch.autograd.function.once_differentiable``, the gradients stay connected to what they depend on: a
+    second gradient with respect to one input is refused too, instead of missing.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *given: Any) -> Any:
+        with torch.no_grad():
+            grads = backward(ctx, *given)
+        if not torch.is_grad_enabled():  # nobody can differentiate again
+            return grads
+        sources = [value for value in (*given, *ctx.saved_tensors) if isinstance(value, Tensor)]
+        whole = grads if isinstance(grads, tuple) else (grads,)
+        return tuple(_Once.apply(grad, *sources) if isinstance(grad, Tensor) else grad for grad in whole)
+
+    return once
+
+
 def _refuse(ctx: Any, *grads: Any) -> None:
     raise RuntimeError(
         "this engine is differentiable once: compute within capszoo.layers.use_engines('reference')"
     )
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that depends on ``sources``; it cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        _refuse(ctx)

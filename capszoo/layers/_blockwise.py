@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ._autograd import differentiable_once
 
 __all__ = ["blockwise"]
 
@@ -86,7 +87,7 @@ class _Blockwise(torch.autograd.Function):
         return _run(function, tensors, in_dims, out_dims, block, size)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         function, in_dims, out_dims, block, size = ctx.plan

@@ -13,7 +13,7 @@ import torch
 
 from .. import compare
 from ..passes import int8
-from ..prepare import PreparedModel, check_dtype
+from ..prepare import PreparedModel
 from ..report import ExportError, ExportReport, GateStep, first_line
 from .graph_rules import FLOAT32_OPS, HEAVY_OPS, MAX_TENSORRT_OPSET, half_squares, inspect_graph, widened
 from .images import RealImages
@@ -247,7 +247,6 @@ def _on_images(
     into: list[compare.Difference],
 ) -> list[list[np.ndarray]]:
     """Outputs of both on all images, compared batch by batch."""
-    check_dtype(images, prepared)
     smallest, _, largest = prepared.batch
     gathered: list[list[list[np.ndarray]]] = []
     for chunk in images.cpu().split(largest):

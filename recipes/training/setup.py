@@ -282,7 +282,7 @@ def create_optimizer(
     if settings.layer_decay and recipe.feedback:
         raise RecipeError(f"{recipe.name}: optimizer.layer_decay and feedback do not go together")
     try:
-        return create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             _Trained(net, feedback) if feedback else net,
             opt=settings.name,
             lr=settings.lr,
@@ -296,6 +296,12 @@ def create_optimizer(
         if settings.name.lower().rpartition("_")[2] not in known and settings.name.lower() not in known:
             raise RecipeError(f"{recipe.name}: {unknown_name('optimizer', settings.name, known)}") from error
         raise RecipeError(f"{recipe.name}: optimizer {settings.name}: {error}") from error
+    if getattr(optimizer, "is_second_order", False):
+        raise RecipeError(
+            f"{recipe.name}: optimizer {settings.name} needs second derivatives, which training does not compute: "
+            "choose another"
+        )
+    return optimizer
 
 
 def create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler | None:

@@ -13,7 +13,7 @@ from capszoo.data import Batch
 from capszoo.losses import create_loss, reconstruction_loss
 from capszoo.models._feedback import FeedbackAgreement
 
-from ..config import Recipe
+from ..config import Recipe, RecipeError
 from ..evaluation.metrics import all_right
 from ..evaluation.target import score_threshold
 from .state import Run, TrainState
@@ -51,6 +51,23 @@ class TrainStep(nn.Module):
         part_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss (mean over the batch, a scalar) and the scores [b, n]."""
+        try:
+            return self._loss(images, labels, pixels, parts, part_labels)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):  # of torch's batch_norm
+                raise
+            raise RecipeError(
+                "BatchNorm has no variance of one value: raise batch_size, so that each part of a batch has two images"
+            ) from error
+
+    def _loss(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        pixels: Tensor,
+        parts: Tensor | None,
+        part_labels: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         if self.reconstruction:
             scores, poses = self.forward_poses(images)
             loss = self._criterion(scores, labels)

@@ -95,6 +95,18 @@ def test_streamed_sets_split_and_tell_their_files(pictures: Path, monkeypatch: p
     assert before != load_dataset(f"imagefolder:{pictures}", "train", size=14).fingerprint()
 
 
+def test_a_broken_link_is_an_unreadable_image(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (pictures / "train" / "dog" / "link.png").symlink_to(pictures / "gone.png")
+    streamed(monkeypatch)
+    read = load_dataset(f"imagefolder:{pictures}", "train", size=14)
+    assert "link.png 0" in read.decoder.fingerprint() and len(read) == 13
+    with pytest.raises(DataError, match="link.png"):
+        list(Batches(read, 13).epoch())
+    skipped: list[str] = []
+    assert len(load_dataset(f"imagefolder:{pictures}", "train", size=14, skipped=skipped)) == 12
+    assert len(skipped) == 1 and "link.png" in skipped[0]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_image_is_one_line(pictures: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     path = pictures / "train" / "dog" / "1.jpg"

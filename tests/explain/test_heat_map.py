@@ -6,15 +6,18 @@ import builtins
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from matplotlib import font_manager
 from PIL import Image
 
 import capszoo
 from capszoo.errors import CapszooError, UsageError
 from capszoo.explain import Explanation, explain, save_figure
+from capszoo.explain.plotting import save_columns
 from capszoo.preprocess import model_transform
 from tests.export.toys import ToyCaps
 
@@ -27,6 +30,23 @@ def model() -> ToyCaps:
 @pytest.fixture
 def picture() -> Image.Image:
     return Image.effect_noise((14, 10), 90)
+
+
+def test_characters_that_the_default_font_lacks(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another font that comes with matplotlib has the first; none that it brings has the second."""
+    own = [font for font in font_manager.fontManager.ttflist if matplotlib.get_data_path() in font.fname]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", own)
+    pictures = [torch.zeros(1, 8, 8)]
+    save_columns([("\u1d81", pictures), ("plain", pictures)], ["row"], tmp_path / "a.png")
+    assert not caplog.messages
+    save_columns([("\u732b", pictures)], ["row"], tmp_path / "b.png")
+    assert caplog.messages == ["no installed font has the characters \u732b: they become boxes"]
+    assert not [w for w in recwarn if "Glyph" in str(w.message)]
 
 
 def test_explanation(model: ToyCaps, picture: Image.Image) -> None:

@@ -279,6 +279,21 @@ def test_uint8_input(tmp_path: Path) -> None:
         export(model, path, uint8_input=True, gate="quick", images=normalised)
 
 
+def test_real_images_are_the_graph_s_input(tmp_path: Path) -> None:
+    model = capszoo.create_model("resnet20_routingcaps.mnist", pretrained=True).eval()
+    for shape in ((4, 1, 32, 32), (4, 3, 28, 28), (1, 28, 28), (0, 1, 28, 28)):
+        with pytest.raises(UsageError, match=r"the graph takes \[b, 1, 28, 28\], at least one image"):
+            export(model, tmp_path / "net.onnx", images=torch.rand(shape))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_values_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = capszoo.create_model("resnet20_routingcaps", depth=8)
+    with pytest.raises(ExportError, match="its weights are on the meta device, without values"):
+        export(model, tmp_path / "net.onnx")
+
+
 # -- what must fail, and leave nothing ----------------------------------------------------------------------------
 
 

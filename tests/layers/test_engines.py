@@ -510,7 +510,8 @@ def test_compiles(case: Case, engine: type[Engine]) -> None:
 
 
 ONCE = ("idpa fc: blocked", "idpa fc: native", "dynamic: blocked", "dynamic: native", "em conv: blocked")
-ONCE += ("em conv: native", "self-routing: vote_free")
+ONCE += ("em conv: native", "em, shared: blocked", "self-routing: vote_free")
+ONCE += ("capconv: recompute", "capconv, master alone: recompute")
 
 
 @pytest.mark.parametrize(("case", "engine"), [p for p in PAIRS if p.id in ONCE])
@@ -520,7 +521,7 @@ def test_a_second_gradient_names_the_remedy(case: Case, engine: type[Engine]) ->
         total = torch.stack([t.square().sum() for t in flat(module(*x))]).sum()
     (grad,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"use_engines\('reference'\)"):
-        grad.sum().backward()
+        torch.autograd.grad(grad.sum(), x, allow_unused=True)
 
 
 # -- choice -------------------------------------------------------------------------------------------------------

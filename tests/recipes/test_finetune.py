@@ -166,6 +166,8 @@ def test_defaults_follow_from_the_data(photos: Path) -> None:
     same = scratch.model_copy(update={"init": recipe.init, "optimizer": recipe.optimizer})
     assert same.model_copy(update={"description": recipe.description}) == recipe, "the same budget"
     assert finetune_recipe(MODEL, photos, overrides=["optimizer.lr=0.5"]).optimizer.lr == 0.5
+    long = photos.rename(photos.parent / f"{'a' * 99}-{'b' * 50}")
+    assert finetune_recipe(MODEL, long).tag == "a" * 99  # a tag has at most 100 characters
     assert find_source("resnet20_routingpool.cifar10").loss["name"] == "cross_entropy"
     # the EM recipes train activations with the spread loss; a bare network's scores are logits
     assert find_source("capsnet_em_norb", weights=False).loss["name"] == "cross_entropy"

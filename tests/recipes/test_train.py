@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from capszoo.recipes.training import begin, checkpoints, finish, step
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.training.distributed import StopRequest
 from capszoo.recipes.training.log import RunLog
+from capszoo.recipes.training.run_folder import RunLock
 from capszoo.recipes.weights import bundle
 
 
@@ -451,7 +453,9 @@ def test_mistakes_are_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
     assert "adamw" in message(RecipeError, optimizer={"name": "adamw", "options": {"betaz": 1}})
     assert "unknown optimizer 'no_such'" in message(RecipeError, optimizer={"name": "no_such"})
     assert "no_such" in message(RecipeError, loss={"name": "no_such"})
-    assert "cannot be shared" in message(RecipeError, accumulate=3)
+    assert "margin of loss 'spread' must be a finite number" in message(
+        RecipeError, loss={"name": "spread", "options": {"margin": "wide"}}
+    )
     assert "do not fill one batch" in message(DataError, batch_size=101)
     assert "cannot be carved" in message(DataError, data={"name": "mnist", "val_size": 120})
     with pytest.raises(DataError, match="does not exist"):
@@ -472,6 +476,24 @@ def test_another_recipe_s_run_is_not_overwritten(tiny_mnist: Path, tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match="cannot write to"):
         train(tiny_recipe(), out=tmp_path / "file", data=tiny_mnist)
+
+
+def test_a_batch_is_shared_evenly(tiny_mnist: Path, tmp_path: Path) -> None:
+    three: Any = SimpleNamespace(num_processes=3, device=torch.device("cpu"), is_main_process=True)
+    with pytest.raises(RecipeError, match="batch_size 32 cannot be shared by 3 processes in 1 parts each"):
+        train_module._prepare(
+            tiny_recipe(), tmp_path / "run", tiny_mnist, True, None, three, None, RunLock(tmp_path), False
+        )
+
+
+def test_one_image_is_too_few_for_batch_norm() -> None:
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10), torch.nn.BatchNorm1d(10))
+    module = step.TrainStep(net, tiny_recipe())
+    batch = (torch.rand(1, 1, 28, 28), torch.tensor([3]), torch.zeros(1, 1, 28, 28))
+    with pytest.raises(RecipeError, match="BatchNorm has no variance of one value: raise batch_size"):
+        module(*batch)
+    loss, scores = module(*(part.repeat_interleave(2, 0) for part in batch))
+    assert loss.isfinite() and scores.shape == (2, 10)
 
 
 def test_reconstruction_without_a_decoder_is_refused(tiny_mnist: Path, tmp_path: Path) -> None:

@@ -37,9 +37,15 @@ class FileDecoder:
         return to_tensor(decode_image(path, self.mode, path, self.side))
 
     def fingerprint(self) -> str:
-        return (
-            "\n".join(f"{path} {(self.root / path).stat().st_size}" for path in self.paths) + f"\n{self.side}"
-        )
+        return "\n".join(f"{path} {_size(self.root / path)}" for path in self.paths) + f"\n{self.side}"
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0 for a broken link, which decoding reports by its name, or leaves out."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def open_images(

@@ -9,8 +9,8 @@ from typing import Any, List, NamedTuple, Tuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from .._autograd import differentiable_once
 from ..engine import Call, Engine, Routed
 from ..squash import squared_lengths, squash_factor, squash_gradient
 from ..tuning import TUNING
@@ -87,7 +87,7 @@ class _NormSquash(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         n, *kept = ctx.saved_tensors
         norm, split = Norm(*kept, *ctx.how), (ctx.groups, -1)
@@ -132,7 +132,7 @@ class _Branches(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         coef, maps, *kept = ctx.saved_tensors
         branches = [(kept[k], Norm(*kept[k + 1 : k + 5], *ctx.how[k // 5])) for k in (0, 5)]

@@ -8,9 +8,8 @@ from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 
-from .._autograd import refuse_second_gradient
+from .._autograd import differentiable_once, refuse_second_gradient
 from ..tuning import TUNING
 from .routing import route_moments
 from .steps import Settings, first_weights
@@ -50,7 +49,7 @@ class _WeightedSum(torch.autograd.Function):
         return torch.bmm(weights, votes.values.transpose(1, 2))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
         (weights,) = ctx.saved_tensors
         ctx.votes.terms.append((grad.transpose(1, 2), weights))
@@ -68,7 +67,7 @@ class _Project(torch.autograd.Function):
         return torch.bmm(row, votes.values).transpose(1, 2)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Tuple[None, Tensor]:
         (directions,) = ctx.saved_tensors
         grad = _row(grad)

@@ -79,6 +79,12 @@ def _recipe(**more: Any) -> Recipe:
     return load_recipe({"arch": "a", "tag": "b", "data": {"name": "mnist"}, "epochs": 10, **more})
 
 
+def test_an_optimiser_of_second_order_is_refused() -> None:
+    recipe = _recipe(optimizer={"name": "adahessian"})
+    with pytest.raises(RecipeError, match="optimizer adahessian needs second derivatives"):
+        create_optimizer(recipe, torch.nn.Linear(2, 2))
+
+
 def test_multistep_by_hand() -> None:
     recipe = _recipe(schedule={"name": "multistep", "milestones": [3, 6], "decay_rate": 0.1})
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
