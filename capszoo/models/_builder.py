@@ -347,6 +347,7 @@ def build_capsule_model(
             return model_cls(**args)
 
     if kwargs.get("features_only"):
+        _check_extractor(kwargs.get("feature_cls"), kwargs.get("out_indices"))
         kwargs.setdefault("out_indices", None)
     model = build_model_with_cfg(
         make,  # type: ignore[arg-type]
@@ -365,6 +366,16 @@ def build_capsule_model(
         about["hf_hub_id"] = weights_id
     _record(model, recorded, own_keys)
     return model
+
+
+def _check_extractor(feature_cls: Any, out_indices: Any) -> None:
+    """Refuse an extractor of timm's for which the feature maps are no direct children of the network."""
+    if feature_cls in (None, "getter") or not isinstance(feature_cls, str):
+        return
+    if feature_cls not in ("hook", "fx"):
+        raise ValueError(f"feature_cls={feature_cls!r} does not go with these networks: use 'getter', 'hook' or 'fx'")
+    if out_indices is None:
+        raise ValueError(f"feature_cls={feature_cls!r} needs out_indices, such as (0, 1)")
 
 
 def _record(model: Any, args: dict[str, Any], own_keys: Mapping[str, Any]) -> None:

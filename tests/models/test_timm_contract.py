@@ -150,6 +150,20 @@ def test_intermediates_and_features_only(name: str) -> None:
     torch.testing.assert_close(first[0], levels[0])
 
 
+@pytest.mark.parametrize("extractor", ["hook", "fx"])
+def test_timm_s_other_extractors(extractor: str) -> None:
+    name = "resnet20_routingpool"
+    backbone = small(name, features_only=True, feature_cls=extractor, out_indices=(1, 2)).eval()
+    x = images(small(name), 1)
+    with torch.no_grad():
+        for found, same in zip(backbone(x), small(name).eval().forward_intermediates(x)[1][1:3], strict=True):
+            assert found.shape == same.shape
+    with pytest.raises(ValueError, match="needs out_indices, such as"):
+        small(name, features_only=True, feature_cls=extractor)
+    with pytest.raises(ValueError, match="feature_cls='list' does not go with these networks: use 'getter'"):
+        small(name, features_only=True, feature_cls="list")
+
+
 @each_family()
 def test_pruned_layers_leave_nothing_unused(name: str) -> None:
     model = small(name)
