@@ -25,7 +25,7 @@ from ._devices import check_device
 from ._suggest import unknown_name
 from .errors import UnknownArgument, UnknownModel, UsageError, WeightsError
 from .models import MODULES
-from .models._builder import stranger_cfg, trusted_tag
+from .models._builder import plain, stranger_cfg, trusted_tag
 from .models._metadata import ModelConfig, check_demand, fitting
 from .models._pretrained import (
     WeightsInfo,
@@ -112,7 +112,9 @@ def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[s
     else:
         path = Path(target) / "config.json"
         if not path.is_file():
-            raise WeightsError(f"{target}: no config.json in this folder: name one that has it")
+            raise WeightsError(
+                f"{target}: no config.json in this folder: name one that has it; capszoo.load reads runs of training"
+            )
         config = ModelConfig.read(path)
     if not is_model(config.architecture):
         known = list_models()
@@ -176,13 +178,21 @@ def create_model(
         Traceback (most recent call last):
         capszoo.errors.UnknownModel: ...
     """
-    source, target = parse_model_name(name)
+    try:
+        source, target = parse_model_name(name)
+    except ValueError as error:  # a path, or an unknown prefix
+        if not Path(name).exists():
+            raise UnknownModel(str(error)) from None
+        saved = (Path(name) / "config.json").is_file()
+        remedy = f"local-dir:{name}" if saved else f"capszoo.load({name!r}).net"
+        raise UnknownModel(f"{name} is a path: use {remedy}") from None
     if not source:
         _check_name(target)
     elif source == "local-dir" and not Path(target).is_dir():
         raise UnknownModel(f"{target}: no such folder")
     given = dict(num_classes=num_classes, in_chans=in_chans, img_size=img_size, routing_iters=routing_iters)
     kwargs.update({k: v for k, v in given.items() if v is not None})
+    kwargs = {k: plain(v) for k, v in kwargs.items()}
     if source:
         return _create_described(source, target, pretrained, kwargs)
     model = timm.create_model(name, pretrained=pretrained, **kwargs)

@@ -22,6 +22,7 @@ from .reading import default_background, flatten
 
 __all__ = [
     "IMAGE_SUFFIXES",
+    "JPEG_SCALE",
     "MAX_PIXELS",
     "files_below",
     "find_images",
@@ -40,6 +41,9 @@ IMAGE_SUFFIXES = frozenset(
 
 #: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller sets another limit.
 MAX_PIXELS = 64_000_000
+
+#: A JPEG is decoded at a smaller scale only if that is at least so many times the size that the caller scales to.
+JPEG_SCALE = 8
 
 _SMALLER = "scale it down, or allow more with CAPSZOO_MAX_PIXELS"
 
@@ -137,7 +141,8 @@ def open_image(
         channels: 1 converts to grey, 3 to RGB (see :func:`to_mode`); None leaves the mode.
         name: name in error messages; None uses the path.
         max_pixels: an image with more is refused before it is decoded; None uses :func:`pixel_limit`.
-        side: size in pixels to which the caller scales, so that a JPEG may be decoded at a smaller scale.
+        side: size in pixels to which the caller scales with a filter. A JPEG may then be decoded at a smaller scale, of
+            at least :data:`JPEG_SCALE` times the side; after the filter, pixels differ by at most 1 of 255.
 
     Raises:
         CapszooError: the file is missing, not an image, damaged, or has too many pixels.
@@ -156,7 +161,8 @@ def open_image(
                     f"{name}: {image.width}x{image.height} are more than {limit:,} pixels", smaller
                 )
             if side is not None:
-                image.draft({1: "L", 3: "RGB"}.get(channels or 0), (side, side))
+                smallest = JPEG_SCALE * side
+                image.draft({1: "L", 3: "RGB"}.get(channels or 0), (smallest, smallest))
             upright = _upright(image, name)
             return upright if channels is None else to_mode(upright, channels)
 

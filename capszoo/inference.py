@@ -74,6 +74,11 @@ def label_names(model: nn.Module) -> list[str]:
     return [str(name) for name in names] if len(names) == count else [str(i) for i in range(count)]
 
 
+def label_lines(labels: Sequence[str]) -> list[str]:
+    """The lines of ``labels.txt``, one per class; a name's own line breaks become spaces."""
+    return [" ".join(label.splitlines()) for label in labels]
+
+
 def class_positions(own: Sequence[str], names: Sequence[str]) -> list[int] | None:
     """Index in a model's classes ``own`` of each class of a data set; None if the names are other ones.
 

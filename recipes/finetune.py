@@ -24,10 +24,11 @@ from capszoo.data import DATASETS, DataError, split_validation
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import source_name
 from capszoo.errors import UsageError
+from capszoo.inference import label_lines
 from capszoo.metadata import Metadata
 from capszoo.models._backbones import backbone_args, create_backbone_cfg, described_backbone
 from capszoo.models._heads import HEADS, unknown_routing
-from capszoo.preprocess import per_channel
+from capszoo.preprocess import model_input_size, per_channel
 from capszoo.scores import score_kind
 
 from .config import BACKBONE, DATA_ARGS, Recipe, list_recipes, load_recipe
@@ -112,7 +113,7 @@ def find_source(model: str, weights: bool = True) -> Source:
         loss = {"name": "cross_entropy"}
     if not args.get("decoder"):
         loss = {**loss, "reconstruction": 0.0}
-    size = (int(getattr(net, "in_chans", cfg["input_size"][0])), *tuple(cfg["input_size"])[-2:])
+    size = model_input_size(net)  # a saved network may take another one than its weights' images had
     names = tuple(cfg.get("label_names") or ())
     return Source(architecture, args, size, tuple(cfg["mean"]), tuple(cfg["std"]), loss, names)
 
@@ -353,7 +354,7 @@ def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[
     counts = {"images": result.confusion.sum(1).tolist(), "right": result.confusion.diagonal().tolist()}
     info = amend_metadata(weights, per_class={"split": split, **counts})
     paths = {kind: weights.with_name(name) for kind, name in FINISHED.items()}
-    write_atomically(paths["labels"], "".join(f"{label}\n" for label in info.label_names or ()))
+    write_atomically(paths["labels"], "".join(f"{line}\n" for line in label_lines(info.label_names or ())))
     draw_confusion(result, f"{target.name}, {result.n:,} images of {split}", paths["confusion"])
     pictures = [file for file in (CURVES, CONFUSION) if weights.with_name(file).is_file()]
     card = model_card(info, weights.parent.resolve().name, pictures=pictures, local=True)

@@ -231,6 +231,17 @@ def test_a_saved_head_names_its_own_paper(routing: str, papers: bool, tmp_path: 
     assert bool(summarise(f"local-dir:{tmp_path}").info.paper_ids) == papers
 
 
+def test_a_path_is_no_name(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(capszoo.UnknownModel, match=r"run is a path: use capszoo.load\('.*run'\).net"):
+        capszoo.create_model(str(tmp_path / "run"))
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(capszoo.UnknownModel, match="run is a path: use local-dir:"):
+        capszoo.create_model(str(tmp_path / "run"))
+    with pytest.raises(capszoo.UnknownModel, match="looks like a Hugging Face Hub repo"):
+        capszoo.create_model("me/digits")
+
+
 def test_a_wrong_argument_is_not_blamed_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("img_size=(4, 4) is too small")

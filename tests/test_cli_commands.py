@@ -413,3 +413,9 @@ def test_a_picture_without_out_does_not_replace_a_table(
     digit = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
     assert "heatmap.csv exists" in fails(1, "explain", "heatmap", MODEL, digit)
     assert (tmp_path / "heatmap.csv").read_text() == "mine" and not (tmp_path / "heatmap.png").exists()
+    (tmp_path / "heatmap.csv").unlink()
+    own = tmp_path / "heatmap.png"  # the name that the picture would have
+    own.write_bytes(digit.read_bytes())
+    for options in ((), ("--out", tmp_path / "." / "heatmap.png")):
+        assert "the picture would replace" in fails(2, "explain", "heatmap", MODEL, own, *options)
+    assert own.read_bytes() == digit.read_bytes()

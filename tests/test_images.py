@@ -146,6 +146,19 @@ def test_predict_sees_the_pixels_of_eval_and_training(infer, tmp_path: Path, siz
         assert np.abs(np.rint((seen * 0.25 + 0.5) * 255) - evaluated).max() <= 1
 
 
+@pytest.mark.parametrize(("width", "side"), [(64, 32), (300, 32), (640, 37), (2100, 224)])
+def test_a_jpeg_has_the_same_pixels_at_any_scale(tmp_path: Path, width: int, side: int) -> None:
+    """Stripes and noise, which a smaller decoded scale changes most."""
+    noise = np.random.default_rng(0).integers(0, 256, (width, width, 3), dtype=np.uint8)
+    noise[: width // 2] = np.where(np.arange(width) % 7 < 2, 255, 0)[None, :, None]
+    Image.fromarray(noise).save(tmp_path / "a.jpg", quality=95)
+    read = decode_image(tmp_path / "a.jpg", "RGB", "a", side).astype(int)
+    seen = resize_and_crop(open_image(tmp_path / "a.jpg"), (side, side), 1.0, Image.Resampling.BILINEAR)
+    assert np.abs(read - np.asarray(seen, dtype=int)).max() <= 1
+    with Image.open(tmp_path / "a.jpg") as whole:
+        assert open_image(tmp_path / "a.jpg", 3, side=width // 20).width < whole.width
+
+
 def test_postscript_is_not_handed_to_ghostscript(
     infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

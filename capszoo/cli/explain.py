@@ -249,6 +249,8 @@ def _draw_image(
 ) -> None:
     check_model_argument(name)
     check_paths([image])
+    if file.path.exists() and file.path.samefile(image):
+        raise UsageError(f"the picture would replace {image}", "give another file as --out")
     from ..explain.plotting import require_matplotlib
 
     require_matplotlib("explain")  # fails before the model is loaded and run

@@ -7,6 +7,7 @@ number of classes; this base class creates and replaces them.
 """
 
 import math
+import operator
 from collections import OrderedDict
 from numbers import Integral
 from typing import (
@@ -331,14 +332,21 @@ class CapsuleNet(nn.Module):
             global_pool: new pooling; None keeps the current one.
 
         Raises:
-            ValueError: a negative number, or a pooling that the model does not have; nothing is changed.
+            ValueError: a number that is negative or too small for the head, or a pooling that the model does not have.
+            TypeError: no whole number. Nothing is changed then.
         """
+        num_classes = operator.index(num_classes)  # of numpy's integers too, which could not be saved
         if num_classes < 0:
             raise ValueError(f"num_classes must be 0 or more, not {num_classes}")
         self._check_pool(global_pool)
-        self.num_classes = num_classes
+        before, self.num_classes = self.num_classes, num_classes
+        try:
+            layer = self._make_classifier()
+        except Exception:
+            self.num_classes = before
+            raise
         self._set_pool(global_pool)
-        self._make_head()
+        self._make_head(layer)
         cfg: Any = getattr(self, "pretrained_cfg", None)
         if num_classes and isinstance(cfg, dict):
             cfg.pop("label_names", None)  # the names of the new classes are not known
@@ -350,9 +358,10 @@ class CapsuleNet(nn.Module):
     def _set_classifier(self, layer: nn.Module) -> None:
         setattr(self, self.classifier_name, layer)
 
-    def _make_head(self) -> None:
-        """Set a new class layer and, for a model with a decoder, a new decoder."""
-        self._set_classifier(self._like_parameters(self._make_classifier()))
+    def _make_head(self, layer: Optional[nn.Module] = None) -> None:
+        """Set a new class layer (``layer``, if it exists already) and, for a model with a decoder, a new decoder."""
+        made = self._make_classifier() if layer is None else layer
+        self._set_classifier(self._like_parameters(made))
         self.decoder = None
         if self.with_decoder and self.num_classes:
             decoder = Decoder(self.num_classes, self.class_dim, self.in_chans, self.img_size)

@@ -13,6 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg
 from timm.models._builder import resolve_pretrained_cfg
@@ -310,8 +311,7 @@ def build_capsule_model(
         WeightsError: weights are requested but missing or damaged, or do not fit.
     """
     own_args = _own_args(model_cls, variant, kwargs)
-    # numpy's integers, such as labels.max() + 1, are no JSON
-    kwargs |= {name: int(kwargs[name]) for name in _COUNTS if kwargs.get(name) is not None}
+    kwargs = {name: plain(value) for name, value in kwargs.items()}
     given, overlay, own_keys = _without_own_keys(
         kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
     )
@@ -368,12 +368,23 @@ def build_capsule_model(
     return model
 
 
+def plain(value: Any) -> Any:
+    """The same value with numpy's numbers, such as labels.max() + 1, as Python's: they are no JSON."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    return value
+
+
 def _check_extractor(feature_cls: Any, out_indices: Any) -> None:
     """Refuse an extractor of timm's for which the feature maps are no direct children of the network."""
     if feature_cls in (None, "getter") or not isinstance(feature_cls, str):
         return
     if feature_cls not in ("hook", "fx"):
-        raise ValueError(f"feature_cls={feature_cls!r} does not go with these networks: use 'getter', 'hook' or 'fx'")
+        raise ValueError(
+            f"feature_cls={feature_cls!r} does not go with these networks: use 'getter', 'hook' or 'fx'"
+        )
     if out_indices is None:
         raise ValueError(f"feature_cls={feature_cls!r} needs out_indices, such as (0, 1)")
 

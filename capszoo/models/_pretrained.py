@@ -382,6 +382,7 @@ def adapt_state_dict(
     if untrained := tuple(key for key in fresh if not key.startswith("decoder.")):
         model.untrained = untrained  # type: ignore[assignment]
     if fresh:
-        why = [w for w, on in (("num_classes", other_classes), ("img_size", other_size)) if on] or ["decoder"]
+        outside = other_size and not (other_classes and all(map(in_head, fresh)))
+        why = [w for w, on in (("num_classes", other_classes), ("img_size", outside)) if on] or ["decoder"]
         _logger.warning("re-initialised for another %s: %s", " and ".join(why), ", ".join(fresh))
     return fitted

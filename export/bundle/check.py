@@ -13,7 +13,7 @@ import numpy as np
 
 from capszoo._npz import read_npz
 from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import load_model
+from capszoo.inference import label_lines, load_model
 from capszoo.models._pretrained import WeightsError, sha256_of
 from capszoo.preprocess import load_image, model_input_size
 
@@ -22,7 +22,7 @@ from ..prepare import PreparedModel, prepare
 from ..report import GateStep, first_line
 from ..verify.graph_rules import inspect_graph, require_libraries, widened
 from . import infer
-from .manifest import label_lines, read_manifest, state_digest
+from .manifest import read_manifest, state_digest
 
 __all__ = ["BundleCheck", "check_bundle", "compare_bundle", "open_runner"]
 

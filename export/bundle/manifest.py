@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ __all__ = [
     "SCHEMA",
     "describe_model",
     "figures",
-    "label_lines",
     "meaning",
     "preprocessing",
     "read_manifest",
@@ -62,11 +60,6 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as e:
         raise CapszooError(f"{path}: cannot be read ({first_line(e)})", "export again") from None
     return check_manifest(manifest, path)
-
-
-def label_lines(labels: Sequence[str]) -> list[str]:
-    """The lines of ``labels.txt``, one per class; a name's own line breaks become spaces."""
-    return [" ".join(label.splitlines()) for label in labels]
 
 
 def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportReport) -> dict[str, Any]:

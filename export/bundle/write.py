@@ -22,7 +22,7 @@ import torch.nn as nn
 
 import capszoo
 from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import label_names
+from capszoo.inference import label_lines, label_names
 from capszoo.models._pretrained import sha256_of
 from capszoo.preprocess import model_transform
 
@@ -35,7 +35,6 @@ from .manifest import (
     SCHEMA,
     describe_model,
     figures,
-    label_lines,
     meaning,
     preprocessing,
     read_manifest,

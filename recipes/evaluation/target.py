@@ -335,7 +335,10 @@ def _read_split(
         return replace(load("val"), split="validation")
     held_out = trained.val_size or 0
     if not held_out:
-        raise DataError("the model does not say which images its training held out: use --split test")
+        raise DataError(
+            "it is not known which images of this data set training held out (a set is known by the name or path that "
+            "training had): use --split train or test"
+        )
     stratified = trained.validation == "stratified"
     return split_validation(load("train"), held_out, trained.val_seed or 0, stratified)[1]
 

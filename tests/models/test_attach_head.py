@@ -336,6 +336,16 @@ def test_a_backbone_without_network(
     assert "\n" not in str(caught.value)
 
 
+def test_weights_of_the_zoo_are_a_backbone_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    name = "resnet20_routingpool.cifar10"
+    net = capszoo.attach_head(name, "dynamic", num_classes=3, img_size=32, pretrained=True).eval()
+    own = capszoo.create_model(name, pretrained=True).eval()
+    x = torch.rand(1, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(net.stages(x), own.forward_features(x))
+
+
 def test_create_model_and_attach_head_make_the_same_network() -> None:
     one = attached("resnet18", "em")
     two = capszoo.create_model(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
-from timm.models import FeatureInfo
+from timm.models import FeatureInfo, save_for_hf
 from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
 from torch import fx
@@ -162,6 +163,24 @@ def test_timm_s_other_extractors(extractor: str) -> None:
         small(name, features_only=True, feature_cls=extractor)
     with pytest.raises(ValueError, match="feature_cls='list' does not go with these networks: use 'getter'"):
         small(name, features_only=True, feature_cls="list")
+
+
+@pytest.mark.parametrize("name", ["resnet20_em", "resnet20_selfrouting"])
+def test_a_refused_classifier_changes_nothing(name: str) -> None:
+    model = small(name).eval()
+    x, layer = images(model, 1), model.get_classifier()
+    for wrong, error in ((1, ValueError), (2.0, TypeError), (-1, ValueError)):
+        with pytest.raises(error):
+            model.reset_classifier(wrong)
+    assert model.get_classifier() is layer and model(x).shape == (1, model.num_classes)
+
+
+def test_numbers_of_numpy_can_be_saved(tmp_path: Path) -> None:
+    model = small("resnet20_routingpool", img_size=np.int64(16), lam=np.float32(2.0), num_classes=np.int64(3))
+    model.reset_classifier(np.int64(4))
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    again = capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert again.num_classes == 4 and again.img_size == (16, 16)
 
 
 @each_family()

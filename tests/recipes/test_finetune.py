@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
+from timm.models import save_for_hf
 from typer.testing import CliRunner, Result
 
 import capszoo
@@ -171,6 +172,13 @@ def test_defaults_follow_from_the_data(photos: Path) -> None:
     assert find_source("resnet20_routingpool.cifar10").loss["name"] == "cross_entropy"
     # the EM recipes train activations with the spread loss; a bare network's scores are logits
     assert find_source("capsnet_em_norb", weights=False).loss["name"] == "cross_entropy"
+
+
+def test_the_size_is_that_of_the_network_not_of_its_first_images(photos: Path, tmp_path: Path) -> None:
+    net = capszoo.create_model(MODEL, pretrained=True, num_classes=3, img_size=36)
+    save_for_hf(net, str(tmp_path / "saved"), safe_serialization=True)
+    recipe = finetune_recipe(str(tmp_path / "saved"), photos)
+    assert recipe.data.size == recipe.data.augment.resize == 36
 
 
 def test_more_processes_than_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,9 @@ def unreadable(failures: Sequence[str]) -> DataError:
     more = "" if len(failures) == 1 else f", and {len(failures) - 1} more: {others}"
     more += "; …" if len(failures) > 4 else ""
     first = failures[0].partition(": give")[0]
-    return DataError(f"{first}{more}: mend or remove what cannot be read, or leave it out (skip_bad)")
+    return DataError(
+        f"{first}{more}: mend or remove what cannot be read (training can leave it out: --skip-bad)"
+    )
 
 
 def sides(size: int | None, resize: int | None) -> tuple[int, int]:

@@ -152,7 +152,7 @@ class CapsuleHead(nn.Module):
         if num_classes == 1 and self.relative:
             raise ValueError(
                 f"the {self.routing} head normalises its scores over the classes, so that one class has a constant "
-                "score: use num_classes=2, or routing='idpa', 'routing_pool' or 'avg'"
+                "score: use num_classes=2, or a network with another head, such as one with routing='idpa'"
             )
         return self._class_layer(num_classes) if num_classes else nn.Identity()
 
