@@ -136,9 +136,10 @@ class LoadedModel:
         try:
             net = self.net.cpu()
             if alone:
-                written = to_onnx.export(net, path, name=Path(self.name).name, **options)
+                written = to_onnx.export(net, path, **{"name": Path(self.name).name, **options})
                 return ExportedModel(path, written.passed, written.to_dict())
-            manifest = bundle.export_bundle(net, path, source=self.name, name=Path(self.name).name, **options)
+            about = {"source": self.name, "name": Path(self.name).name}
+            manifest = bundle.export_bundle(net, path, **{**about, **options})
         finally:
             self.net.to(device)
         return ExportedModel(path, all(step["passed"] is not False for step in manifest["gates"]), manifest)

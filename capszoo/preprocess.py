@@ -186,7 +186,9 @@ def model_input_size(model: nn.Module) -> tuple[int, int, int]:
     channels = getattr(model, "in_chans", configured[0] if configured else None)
     size = getattr(model, "img_size", configured[-2:])
     if channels is None or not size:
-        raise UsageError(f"{type(model).__name__} does not say its input size", "give input_size=(c, h, w)")
+        raise UsageError(
+            f"{type(model).__name__} does not say its input size", "set its in_chans and img_size"
+        )
     height, width = (size, size) if isinstance(size, int) else size
     return int(channels), int(height), int(width)
 

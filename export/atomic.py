@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from capszoo.errors import CapszooError
+
 __all__ = ["old_name", "remove_stale", "workplace"]
 
 _MARK = "capszoo-export"
@@ -26,16 +28,22 @@ def workplace(target: Path, folder: bool) -> Iterator[Path]:
 
     It is locked while it is in use. The system releases the lock when the process ends for any reason, so that
     :func:`remove_stale`, which is called first, can distinguish remains from work in progress.
+
+    Raises:
+        CapszooError: nothing can be written there.
     """
     made = [parent for parent in target.parents if not parent.exists()]  # the nearest first
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale(target)
     # random, because a process in another container may have the same number
     place = target.with_name(f".{_short(target)}.{_MARK}.{secrets.token_hex(8)}.tmp")
-    if folder:
-        place.mkdir()
-    else:
-        place.touch(exist_ok=False)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(target)
+        if folder:
+            place.mkdir()
+        else:
+            place.touch(exist_ok=False)
+    except OSError as e:
+        raise CapszooError(f"{target}: cannot be written ({e.strerror})", "choose another place") from None
     handle = os.open(place, os.O_RDONLY)
     try:
         _lock(handle)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -145,6 +146,8 @@ class ExportOptions:
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("gate", self.gate, GATES)
         _one_of("runtime", self.runtime or RUNTIMES[0], RUNTIMES)
+        if isinstance(self.outputs, str):
+            raise UsageError(f"outputs are a sequence, not {self.outputs!r}", f"give ({self.outputs!r},)")
         _each_of("output", self.outputs, OUTPUTS)
         if self.opset is not None and self.opset < MIN_OPSET:
             raise UsageError(
@@ -152,8 +155,10 @@ class ExportOptions:
             )
         if len(set(self.outputs)) < len(self.outputs):
             raise UsageError(f"outputs {', '.join(self.outputs)} name one twice", "name each once")
+        if self.input_size is not None and not _are_counts(self.input_size, 3):
+            raise UsageError(f"invalid input_size {self.input_size!r}", "give (channels, height, width)")
         values = self._batch()
-        if len(values) != 3 or not 1 <= values[0] <= values[1] <= values[2]:
+        if not _are_counts(values, 3) or not 1 <= values[0] <= values[1] <= values[2]:
             raise UsageError(
                 f"invalid batch {self.batch}", "give smallest, usual and largest, such as 1,8,32"
             )
@@ -163,7 +168,8 @@ class ExportOptions:
             )
 
     def _batch(self) -> tuple[int, ...]:
-        return (self.batch,) * 3 if isinstance(self.batch, int) else tuple(self.batch)
+        given: Any = self.batch
+        return tuple(given) if isinstance(given, Sequence) else (given,) * 3
 
     def check_images(self) -> None:
         """Refuse int8 without its required images, and images that are not needed.
@@ -196,7 +202,7 @@ class ExportOptions:
     @property
     def profile(self) -> tuple[int, int, int]:
         """Smallest, usual and largest batch."""
-        smallest, usual, largest = self._batch()
+        smallest, usual, largest = map(int, self._batch())  # numpy's are no JSON
         return (smallest, usual, largest) if self.dynamic_batch else (usual, usual, usual)
 
     @property
@@ -253,7 +259,8 @@ class BundleOptions(ExportOptions):
             raise UsageError("a bundle requires the gate", "remove check=False")
         if self.input_size is not None:
             raise UsageError(
-                "a bundle's images have the size of its model", "create the model with another img_size"
+                "a bundle's images have the size of its model",
+                "create the model with another img_size; in a module of your own, set in_chans and img_size",
             )
         if self.precision == "int8" and "aoti" in self.formats:
             raise UsageError("AOTInductor takes no int8", "leave the format aoti out")
@@ -291,6 +298,15 @@ def collect(kind: type[Options], options: Options | None, changes: Mapping[str, 
         if name not in known:
             raise TypeError(unknown_name("option of the export", name, known))
     return kind(**changes) if options is None else replace(options, **changes)
+
+
+def _is_count(value: Any) -> bool:
+    """True for a whole number above 0, of numpy's too."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
+
+
+def _are_counts(values: Any, length: int) -> bool:
+    return isinstance(values, Sequence) and len(values) == length and all(map(_is_count, values))
 
 
 def _one_of(what: str, given: str, known: Sequence[str] | Mapping[str, Any]) -> None:

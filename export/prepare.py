@@ -77,7 +77,10 @@ class PreparedModel:
     def example(self, count: int) -> torch.Tensor:
         """A batch of zeros."""
         dtype = torch.uint8 if self.input_dtype == "uint8" else torch.float32
-        return torch.zeros(count, *self.size, dtype=dtype, device=next(self.served.parameters()).device)
+        parameter = next(self.served.parameters(), None)
+        return torch.zeros(
+            count, *self.size, dtype=dtype, device=None if parameter is None else parameter.device
+        )
 
     def trace(self, target: str = "gpu") -> torch.export.ExportedProgram:
         """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
@@ -140,7 +143,8 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         raise ExportError(f"{name}: weights hold NaN or infinity ({', '.join(bad[:3])})", "train it again")
     if any(p.dtype != torch.float32 for p in model.parameters()):
         raise ExportError(f"{name}: only float32 models are exported", "call model.float() first")
-    size = options.input_size or model_input_size(model)
+    channels, height, width = map(int, options.input_size or model_input_size(model))
+    size = (channels, height, width)
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
     if options.uint8_input:

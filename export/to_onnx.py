@@ -105,6 +105,8 @@ def export(
     target = Path(path)
     if target.is_dir():
         raise UsageError(f"{target} is a folder", "give the name of a file, such as model.onnx")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"{target} is no regular file", "give the name of a file, such as model.onnx")
     options.check_images()
     return write(prepare(model, options), target)
 
@@ -130,6 +132,9 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
     opset, full = options.onnx_opset, options.gate == "full"
     require_libraries(options.check or prepared.precision == "int8")
     target, name = Path(path), prepared.name
+    place = target.resolve()  # a link stays, its target is replaced
+    with workplace(place, folder=False):
+        pass  # fails now rather than after tracing, if nothing can be written there
     stored = sum(t.numel() * t.element_size() for t in prepared.served.state_dict().values())
     if stored >= MAX_BYTES:
         raise ExportError(
@@ -158,7 +163,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
             prepared, proto, plain if options.check else None, target, full, real, ranges, say
         )
     _describe_in_file(proto, prepared, report)
-    with workplace(target, folder=False) as temporary:
+    with workplace(place, folder=False) as temporary:
         data = proto.SerializeToString()
         temporary.write_bytes(data)
         report.file_bytes = len(data)
@@ -177,7 +182,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
             report.gate.append(rtx_step(temporary, report))
         else:
             report.gate.append(GateStep("gate", None, "not run: check=False"))
-        os.replace(temporary, target)
+        os.replace(temporary, place)
     return report
 
 

@@ -117,7 +117,7 @@ def built_later(folder: Path, name: str) -> set[str]:
         cache = json.loads((folder / _FOLDER / "profile.json").read_text("utf-8"))["options"]["timing_cache"]
     except (OSError, ValueError, KeyError, TypeError):
         return files
-    return files | ({(Path(_FOLDER) / cache).as_posix()} if cache else set())
+    return files | ({Path(os.path.normpath(Path(_FOLDER) / cache)).as_posix()} if cache else set())
 
 
 def shapes(report: ExportReport) -> dict[str, list[int]]:

@@ -50,10 +50,12 @@ def prepare_for_export(model: nn.Module, routing_iters: int | None = None, fold:
         UsageError: ``routing_iters`` below 1, or given for a model without routing.
     """
     prepared = copy.deepcopy(model).eval().requires_grad_(False)
+    prepared = prepared.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     if routing_iters is not None:
         set_routing_iterations(prepared, routing_iters)
-    if isinstance(getattr(prepared, "decoder", None), nn.Module):
-        setattr(prepared, "decoder", None)  # noqa: B010 - reconstructions are not an output of the graph
+    # reconstructions are not an output of the graph; a network without them may compute with its decoder
+    if isinstance(getattr(prepared, "decoder", None), nn.Module) and hasattr(prepared, "reconstruct"):
+        setattr(prepared, "decoder", None)  # noqa: B010
     if fold:
         fold_batchnorm(prepared)
     _call_hooks(prepared)
@@ -84,13 +86,15 @@ def fold_batchnorm(model: nn.Module) -> int:
     """Fold each eval-mode BatchNorm into the convolution before it, in place; return how many were folded.
 
     A pair qualifies if the symbolically traced graph shows that the convolution's output is used only by that
-    BatchNorm, and that each module runs once. A subclass of a convolution may compute with other weights than its own,
-    so it qualifies only if it declares ``folds_batchnorm = True``. A model that cannot be traced is not changed.
+    BatchNorm, that each module runs once, and that it has one name. A subclass of a convolution may compute with other
+    weights than its own, so it qualifies only if it declares ``folds_batchnorm = True``. A model that cannot be traced
+    is not changed.
     """
     graph = _trace(model)
     if graph is None:
         return 0
     modules = dict(model.named_modules())
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     # a parameter that is also read directly must keep its value
     read_apart = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
@@ -107,7 +111,7 @@ def fold_batchnorm(model: nn.Module) -> int:
             continue
         if calls[conv_name] != 1 or calls[norm_name] != 1 or {conv_name, norm_name} & read_apart:
             continue
-        if has_hooks(conv) or has_hooks(norm):
+        if has_hooks(conv) or has_hooks(norm) or max(names[id(conv)], names[id(norm)]) > 1:
             continue
         _replace(model, conv_name, _fold(conv, norm))
         _replace(model, norm_name, nn.Identity())

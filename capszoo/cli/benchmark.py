@@ -18,6 +18,7 @@ from .common import (
     ItersOption,
     JsonOption,
     ModelArgument,
+    OriginalOption,
     SizeOption,
     complete_model,
     given,
@@ -90,10 +91,7 @@ def benchmark_command(
     repeats: RepeatsOption = 20,
     img_size: SizeOption = None,
     routing_iters: ItersOption = None,
-    original: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="A bundle's model, if its manifest's name finds none."),
-    ] = None,
+    original: OriginalOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:

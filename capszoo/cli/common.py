@@ -41,6 +41,7 @@ __all__ = [
     "ItersOption",
     "JsonOption",
     "ModelArgument",
+    "OriginalOption",
     "Picture",
     "SizeOption",
     "StyleOption",
@@ -109,6 +110,10 @@ ModelArgument = Annotated[
 ImagesArgument = Annotated[
     list[Path],
     typer.Argument(metavar="IMAGE...", help="Image files or folders of images.", show_default=False),
+]
+OriginalOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", help="A bundle's model, if its manifest's name finds none."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 

@@ -19,6 +19,7 @@ from .common import (
     MODEL_HELP,
     ItersOption,
     JsonOption,
+    OriginalOption,
     SizeOption,
     given,
     parse_size,
@@ -351,11 +352,11 @@ def _export(
         console.print(f"note: {escape(note)}", soft_wrap=True)
 
 
-def check_bundle_folder(folder: str, as_json: bool) -> None:
+def check_bundle_folder(folder: str, as_json: bool, model: str | None = None) -> None:
     """Verify a bundle and print each step; raises `CapszooError` if one fails."""
     from ..export.bundle import check_bundle
 
-    found = check_bundle(folder)
+    found = check_bundle(folder, model)
     if as_json:
         print_json(found.to_dict())
     else:
@@ -369,10 +370,11 @@ def check_command(
     bundle: Annotated[
         Path, typer.Argument(metavar="DIR", help="A bundle, as capszoo export wrote it.", show_default=False)
     ],
+    original: OriginalOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Verify an existing bundle: checksums, graph structure, outputs against the original."""
-    check_bundle_folder(str(bundle), as_json)
+    check_bundle_folder(str(bundle), as_json, original)
 
 
 def _print_report(report: ExportReport) -> None:

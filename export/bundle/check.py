@@ -42,14 +42,18 @@ class BundleCheck:
         return {**asdict(self), "passed": self.passed}
 
 
-def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
+def check_bundle(folder: str | os.PathLike[str], model: str | None = None) -> BundleCheck:
     """Check an existing bundle: its files, its graph, its outputs.
 
     The outputs are compared with the original's at export (``reference.npz``), and, if the model can be created
     from its name with the same weights, with the model itself.
 
+    Args:
+        folder: the bundle.
+        model: name of the model that it was made from; None uses the name in the manifest.
+
     Raises:
-        CapszooError: no bundle.
+        CapszooError: no bundle, or ``model`` is not the one that it was made from.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -85,7 +89,7 @@ def check_bundle(folder: str | os.PathLike[str]) -> BundleCheck:
         check.steps.append(GateStep("parity with the stored answers", False, f"does not run: {reason}"))
         return check
     check.steps.append(_verified("parity with the stored answers", expected, got, manifest))
-    check.steps.append(_against_original(runner, images, index, manifest))
+    check.steps.append(_against_original(runner, images, index, manifest, model))
     if "tensorrt" in manifest["engines"]:
         check.steps.append(_engine(folder, images, expected, index, manifest))
     return check
@@ -159,19 +163,21 @@ def _verified(name: str, expected: np.ndarray, got: np.ndarray, manifest: dict[s
     int8 = manifest["precision"]["model"] == "int8"
     found = compare.compare_outputs([expected], [got]) if int8 else compare.compare_by_input(expected, got)
     limit = float(manifest["tolerance"])
-    detail = f"{found.relative:.1e} of the largest output on {len(expected)} inputs, the limit is {limit:.0e}"
+    detail = f"{found.relative:.1e} of the largest output on {len(expected)} inputs, the limit is {limit:g}"
     if found.top1_agreement is not None:
         detail += f"; top-1 equal on {found.top1_agreement:.0%}"
     return GateStep(name, found.passed(limit), detail)
 
 
 def _against_original(
-    runner: compare.Runner, images: np.ndarray, index: int, manifest: dict[str, Any]
+    runner: compare.Runner, images: np.ndarray, index: int, manifest: dict[str, Any], model: str | None
 ) -> GateStep:
     name = "parity with eager"
     try:
-        prepared = _original(manifest)
+        prepared = _original(manifest, model)
     except (CapszooError, WeightsError, ValueError, OSError) as e:
+        if model is not None:
+            raise
         return GateStep(name, None, f"not run: the model cannot be created here ({first_line(e)})")
     return _verified(
         name, compare.EagerRunner(prepared.original)(images)[index], runner(images)[index], manifest
@@ -188,7 +194,14 @@ def _original(manifest: dict[str, Any], model: str | None = None) -> PreparedMod
     source = model or about["source"]
     if not source:
         raise CapszooError("the bundle does not say where its model comes from", "name it: --model")
-    net, size = load_model(source, device="cpu"), tuple(manifest["input"]["size"])
+    try:
+        net, size = load_model(source, device="cpu"), tuple(manifest["input"]["size"])
+    except (CapszooError, WeightsError, ValueError, OSError) as e:
+        if model is not None:
+            raise
+        raise CapszooError(
+            f"{source}, which the bundle was made from: {first_line(e)}", "name it: --model"
+        ) from e
     if model_input_size(net)[1:] != size:
         net = load_model(source, device="cpu", img_size=size)
     if state_digest(net) != about["state_sha256"]:

@@ -55,6 +55,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
+    except NotADirectoryError:
+        raise CapszooError(f"{folder} is a file", "give the bundle's folder") from None
     except FileNotFoundError:
         raise CapszooError(f"{folder}: no bundle (no manifest.json)", "write one: capszoo export") from None
     except (OSError, ValueError, RecursionError) as e:

@@ -70,7 +70,7 @@ def export_bundle(
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
     prepared = prepare(model, options)
-    safe = re.sub(r"[^\w.-]+", "_", prepared.name)
+    safe = re.sub(r"[^\w.-]+", "_", prepared.name).strip(".") or "model"  # it is a folder's name for Triton
     with workplace(target, folder=True) as work:
         report = to_onnx.write(prepared, work / "model.onnx")
         engines, notes = _write_engines(prepared, report, work, options)
@@ -160,6 +160,10 @@ def _checked_target(out: Path) -> Path:
     if out.is_file():
         raise UsageError(f"{out} is a file", "give the name of a folder, or FILE.onnx for the file alone")
     target = out.resolve()
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{out} is no folder", "give the name of a folder")
+    if target.is_mount():
+        raise UsageError(f"{out} is a mount point, which cannot be replaced", f"give {out / 'model'}")
     if target == Path.cwd():
         raise UsageError(
             f"{out} is the current folder, which cannot be replaced", "give the name of a folder"

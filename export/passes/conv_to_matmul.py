@@ -65,7 +65,8 @@ class WindowProduct(nn.Module):
         y = torch.matmul(windows, self.weight)
         if self.bias is not None:
             y = y + self.bias
-        return y.transpose(1, 2).unflatten(2, self.size)
+        # contiguous: of other strides, some operators read the storage by numbers that ONNX has no shapes for
+        return y.transpose(1, 2).contiguous().unflatten(2, self.size)
 
 
 class PixelProduct(nn.Module):

@@ -235,7 +235,7 @@ def _check(prepared: PreparedModel, found: compare.Difference, what: str) -> Non
     if not found.passed(prepared.tolerance):
         raise ExportError(
             f"{prepared.name}: {what} by {found.relative:.1e} of the largest output for {found.probe} input "
-            f"at batch {found.batch}; the limit is {prepared.tolerance:.0e}"
+            f"at batch {found.batch}; the limit is {prepared.tolerance:g}"
         )
 
 

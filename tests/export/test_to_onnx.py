@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import capszoo
-from capszoo.errors import UsageError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.export import options, to_onnx, unroll
 from capszoo.export.compare import EagerRunner, OnnxRunner
 from capszoo.export.to_onnx import ExportError, ExportReport, export, inspect_graph
@@ -292,6 +293,40 @@ def test_a_model_without_values_is_refused(tmp_path: Path) -> None:
         model = capszoo.create_model("resnet20_routingcaps", depth=8)
     with pytest.raises(ExportError, match="its weights are on the meta device, without values"):
         export(model, tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_pooled_map_of_few_pixels(channels_last: bool, tmp_path: Path) -> None:
+    """A convolution that becomes a product, and one in channels_last: neither may change the strides of the graph."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 256, 3, padding=1),
+        nn.Conv2d(256, 256, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ).eval()
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    report = export(model, tmp_path / "x.onnx", input_size=(3, 2, 2), gate="quick", batch=(1, 2, np.int64(4)))
+    assert report.passed
+    if channels_last:
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)  # the user's own stays
+
+
+def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link.onnx").symlink_to(tmp_path / "target.onnx")
+    export(ToyCaps(1).eval(), tmp_path / "link.onnx", gate="quick", batch=1)
+    assert (tmp_path / "link.onnx").is_symlink() and (tmp_path / "target.onnx").is_file()
+
+
+def test_an_impossible_place_is_refused_before_tracing(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("x")
+    os.mkfifo(tmp_path / "pipe.onnx")
+    said: list[str] = []
+    with pytest.raises(CapszooError, match=r"plain.x\.onnx: cannot be written"):
+        export(ToyCaps(1), tmp_path / "plain" / "x.onnx", progress=said.append)
+    with pytest.raises(UsageError, match="is no regular file"):
+        export(ToyCaps(1), tmp_path / "pipe.onnx", progress=said.append)
+    assert said in ([], ["preparing"]) and sorted(os.listdir(tmp_path)) == ["pipe.onnx", "plain"]
 
 
 # -- what must fail, and leave nothing ----------------------------------------------------------------------------

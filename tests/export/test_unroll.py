@@ -146,10 +146,39 @@ class Untraceable(nn.Module):
         return self.norm(self.conv(x)) if x.sum() > -1e9 else x
 
 
+class TwoNames(nn.Module):
+    """The convolution is registered twice, and runs under its second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        self.stem = nn.Sequential(self.conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.stem(x))
+
+
+class Autoencoder(nn.Module):
+    """Computes with its decoder, and rebuilds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+def test_a_decoder_that_computes_the_scores_stays() -> None:
+    model, x = Autoencoder().double(), torch.randn(2, 4, dtype=torch.float64)
+    torch.testing.assert_close(prepare_for_export(model)(x), model(x))
+
+
 @pytest.mark.parametrize(
     "model",
     [
         TwoReaders(),
+        TwoNames(),
         SharedNorm(),
         SharedConv(),
         WeightReadApart(),

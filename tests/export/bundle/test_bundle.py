@@ -26,9 +26,8 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.export import bundle, compare, to_onnx, to_tensorrt
 from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, read_manifest, write
 from capszoo.export.bundle.check import _verified, open_runner
-from capszoo.export.bundle.manifest import label_lines
 from capszoo.export.verify.images import load_images
-from capszoo.inference import load_model, predict
+from capszoo.inference import label_lines, load_model, predict
 from capszoo.models._pretrained import bundled_tags, sha256_of
 from tests.export.toys import ToyCaps
 from tests.support import load_script
@@ -507,6 +506,9 @@ def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Pa
 def test_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(CapszooError, match="no bundle"):
         check_bundle(tmp_path)
+    (tmp_path / "model.onnx").write_text("x")
+    with pytest.raises(CapszooError, match="model.onnx is a file: give the bundle's folder"):
+        check_bundle(tmp_path / "model.onnx")
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(CapszooError, match="cannot be read"):
         check_bundle(tmp_path)
@@ -559,6 +561,11 @@ def test_compare_on_the_command_line(served: tuple[Path, dict[str, Any]]) -> Non
 def test_eager_needs_the_same_weights(served: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(CapszooError, match="other weights than the bundle"):
         bundle.open_runner("eager", served[0], model="idpa_cnn.mnist")
+    with pytest.raises(CapszooError, match="other weights than the bundle"):
+        check_bundle(served[0], model="idpa_cnn.mnist")
+    moved = {**served[1], "model": {**served[1]["model"], "source": str(tmp_path / "moved")}}
+    with pytest.raises(CapszooError, match="moved, which the bundle was made from: .*: name it: --model"):
+        bundle.open_runner("eager", served[0], moved)
 
 
 def test_runners_are_timed_in_turns() -> None:
@@ -643,7 +650,14 @@ def test_wrong_usage(tmp_path: Path) -> None:
         export_bundle(ToyCaps(), tmp_path / "mine")
     with pytest.raises(UsageError, match="is a file"):
         export_bundle(ToyCaps(), tmp_path / "file")
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["file", "mine"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is no folder"):
+        export_bundle(ToyCaps(), tmp_path / "pipe")
+    with pytest.raises(
+        UsageError, match="/proc is a mount point, which cannot be replaced: give /proc/model"
+    ):
+        export_bundle(ToyCaps(), "/proc")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["file", "mine", "pipe"]
 
 
 def test_only_a_bundle_is_replaced(
