@@ -337,7 +337,7 @@ def _read_split(
     if not held_out:
         raise DataError(
             "it is not known which images of this data set training held out (a set is known by the name or path that "
-            "training had): use --split train or test"
+            "training had): use --split test or train"
         )
     stratified = trained.validation == "stratified"
     return split_validation(load("train"), held_out, trained.val_seed or 0, stratified)[1]

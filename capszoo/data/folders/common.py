@@ -163,7 +163,7 @@ def unreadable(failures: Sequence[str]) -> DataError:
     more += "; …" if len(failures) > 4 else ""
     first = failures[0].partition(": give")[0]
     return DataError(
-        f"{first}{more}: mend or remove what cannot be read (training can leave it out: --skip-bad)"
+        f"{first}{more}: mend or remove what cannot be read (training can leave it out: data.skip_bad, finetune --skip-bad)"
     )
 
 
