@@ -162,9 +162,8 @@ def unreadable(failures: Sequence[str]) -> DataError:
     more = "" if len(failures) == 1 else f", and {len(failures) - 1} more: {others}"
     more += "; …" if len(failures) > 4 else ""
     first = failures[0].partition(": give")[0]
-    return DataError(
-        f"{first}{more}: mend or remove what cannot be read (training can leave it out: data.skip_bad, finetune --skip-bad)"
-    )
+    leave_out = "training can leave it out: data.skip_bad, finetune --skip-bad"
+    return DataError(f"{first}{more}: mend or remove what cannot be read ({leave_out})")
 
 
 def sides(size: int | None, resize: int | None) -> tuple[int, int]:
