@@ -226,7 +226,7 @@ def write_weights(
     history = history_of(read_records(folder / "metrics.jsonl"))
     # a name alone is not enough: images of a user may be in a folder `cifar10`
     start = (details.get("recipe", {}).get("init") or {}).get("weights")
-    own_weights = start is None or continues(stem, start)
+    own_weights = start is None or start == stem or continues(stem, start)  # that name is the zoo's
     of_zoo = stem in list_recipes() and spec.name in DATASETS and own_weights
     metadata = {
         "architecture": architecture,

@@ -38,6 +38,7 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     paper_figures,
     recipe_differences,
     seeds_note,
+    trained_further,
     went_on,
 )
 from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy  # noqa: E402
@@ -179,6 +180,11 @@ def train_command(info: WeightsInfo) -> str:
     meant = load_recipe(info.name, (), profile).model_dump(mode="json")
     changed = recipe_differences(trained, meant)
     words = ["capszoo train", info.name, *([f"--profile {profile}"] if profile else [])]
+    if trained_further(info):  # the name has other weights now: RUN is the earlier run
+        words += [
+            "--set init.weights=RUN",
+            f"--set init.new_classes={str(trained['init']['new_classes']).lower()}",
+        ]
     words += [f"--set {key}={was}" for key, (was, _) in changed.items() if key not in MACHINE_KEYS]
     return " ".join(words)
 
@@ -211,6 +217,8 @@ def recipe_table() -> str:
             run = f"seed {stated.seed}, {stated.trained.epochs} epochs"
             if went_on(trained[name]):
                 run += " after those of a run broken off"
+            elif began_with(trained[name]):
+                run += " after those of an earlier run"
             accuracy = stated.metrics["test"].top1
             ours = f"{accuracy:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'}): `{train_command(trained[name])}`"
             cost = f"{stated.train_seconds:,} s for that run, measured on {stated.hardware}"

@@ -23,6 +23,7 @@ from .paper_results import (
     figures_table,
     paper_figures,
     protocol_lines,
+    trained_further,
     went_on,
 )
 from .public import public
@@ -148,7 +149,11 @@ def model_card(
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
     about = stated.description or f"{info.architecture} trained on {title}"
     start = began_with(info)
-    trained = f"Fine-tuned from `{public(start)}` on" if start and not went_on(info) else "Trained on"
+    trained = (
+        f"Fine-tuned from `{public(start)}` on"
+        if start and not went_on(info) and not trained_further(info)
+        else "Trained on"
+    )
     shown = ", ".join(labels[:20]) + (
         f" and {len(labels) - 20} more (`{LABELS}`)" if len(labels) > 20 else ""
     )

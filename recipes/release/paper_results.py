@@ -34,6 +34,7 @@ __all__ = [
     "settings_unlike_the_recipe",
     "shown",
     "twin_groups",
+    "trained_further",
     "went_on",
 ]
 
@@ -114,6 +115,11 @@ def continues(name: str, start: str) -> bool:
 def went_on(info: WeightsInfo) -> bool:
     """True if a run continued an interrupted one of the same recipe (from the repository's `unfinished/`)."""
     return continues(info.name, began_with(info) or "")
+
+
+def trained_further(info: WeightsInfo) -> bool:
+    """True if a run began with the checkpoint that had its name before, which the recipe's header describes."""
+    return began_with(info) == info.name
 
 
 def _own_validation(info: WeightsInfo) -> bool:
@@ -213,7 +219,12 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
             lines[-1] += " The paper's result is what its note says (a mean of runs, or the best test epoch)."
     start = began_with(info)
-    if start:
+    if trained_further(info):
+        lines.append(
+            "- It began with the weights of an earlier run of this recipe, whose epochs come on top: the recipe's "
+            "header has both commands."
+        )
+    elif start:
         whose = ", of a run that was broken off," if went_on(info) else ","
         lines.append(f"- It began with the weights of `{public(start)}`{whose} whose epochs come on top.")
     if counted(info) == "exact set":

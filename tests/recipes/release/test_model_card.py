@@ -197,6 +197,13 @@ def test_a_checkpoint_that_was_trained_on() -> None:
         assert f"- Trained on a processor in 1,000 s{part}." in lines
         card = model_card(info, "me/it").content
         assert ("Fine-tuned from" in card) == (start != broken_off)
+    further = info_of(OURS, recipe=recipe | {"init": {"weights": OURS}}, metrics={"test": {}})
+    said = "\n".join(protocol_lines(further))
+    assert (
+        "- It began with the weights of an earlier run of this recipe, whose epochs come on top: the recipe's"
+        in said
+    )
+    assert "at the end of both runs" in said and "Fine-tuned from" not in model_card(further, "me/it").content
 
 
 def test_twins_differ_in_one_thing() -> None:
