@@ -155,9 +155,9 @@ def _against_reference(package: Path, program: Path, device: str) -> str:
     if not found.passed(limit):
         raise ExportError(
             f"{package.name} differs from the stored answers by {found.relative:.1e} of the largest output; "
-            f"the limit is {limit:.0e}"
+            f"the limit is {limit:g}"
         )
-    return f"{found.relative:.1e} of the largest output on {found.batch} inputs, the limit is {limit:.0e}"
+    return f"{found.relative:.1e} of the largest output on {found.batch} inputs, the limit is {limit:g}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -67,7 +67,7 @@ def through_the_gate(
     except ExportError as error:
         if not must_fail:
             raise
-        assert re.search("of the largest output .* the limit is 2e-02", str(error))
+        assert re.search("of the largest output .* the limit is 0.02", str(error))
         assert list(folder.iterdir()) == []
         return None
     assert not must_fail or (name, batch) == HALF_COUPLINGS_UNSURE, "the gate let couplings through"
