@@ -187,7 +187,8 @@ def model_input_size(model: nn.Module) -> tuple[int, int, int]:
     size = getattr(model, "img_size", configured[-2:])
     if channels is None or not size:
         raise UsageError(
-            f"{type(model).__name__} does not say its input size", "set its in_chans and img_size"
+            f"{type(model).__name__} does not say its input size",
+            "set its in_chans and img_size, or give export input_size=(c, h, w)",
         )
     height, width = (size, size) if isinstance(size, int) else size
     return int(channels), int(height), int(width)

@@ -25,7 +25,7 @@ from . import unroll
 from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError, first_line
 
-__all__ = ["PreparedModel", "prepare", "quiet"]
+__all__ = ["PreparedModel", "check_images", "prepare", "quiet"]
 
 
 @dataclass
@@ -176,7 +176,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         routing_iters=unroll.routing_iterations(served),
         options=options,
     )
-    _check_images(prepared)
+    check_images(prepared)
     return prepared
 
 
@@ -207,7 +207,7 @@ def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int
     return names
 
 
-def _check_images(prepared: PreparedModel) -> None:
+def check_images(prepared: PreparedModel) -> None:
     """Refuse real images (UsageError) that are not the graph's input."""
     options = prepared.options
     for real in (options.real_images, options.ranges):

@@ -30,7 +30,7 @@ from .atomic import workplace
 from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
-from .prepare import PreparedModel, prepare, quiet
+from .prepare import PreparedModel, check_images, prepare, quiet
 from .report import ExportError, ExportReport, GateStep, first_line
 from .to_tensorrt import rtx_step
 from .unroll import Served
@@ -128,6 +128,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
         raise UsageError(f"{fixed[0]} is an option of prepare()", f"write() takes {', '.join(WRITE_OPTIONS)}")
     options = prepared.options = collect(type(prepared.options), prepared.options, changes)
     options.check_images()
+    check_images(prepared)
     real, ranges, say = options.real_images, options.ranges, options.say
     opset, full = options.onnx_opset, options.gate == "full"
     require_libraries(options.check or prepared.precision == "int8")

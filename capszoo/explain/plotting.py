@@ -138,9 +138,8 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
         matplotlib.rc_context({"pdf.fonttype": 42}),
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings(
-            "ignore", "Glyph .* missing"
-        )  # a line per character; `_add_fonts` has one for all
+        # a line per missing character; `_add_fonts` has one for all
+        warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(temporary, dpi=chosen.dpi, metadata=metadata)  # its suffix determines the format
     return path
 

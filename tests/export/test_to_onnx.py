@@ -285,6 +285,8 @@ def test_real_images_are_the_graph_s_input(tmp_path: Path) -> None:
     for shape in ((4, 1, 32, 32), (4, 3, 28, 28), (1, 28, 28), (0, 1, 28, 28)):
         with pytest.raises(UsageError, match=r"the graph takes \[b, 1, 28, 28\], at least one image"):
             export(model, tmp_path / "net.onnx", images=torch.rand(shape))
+    with pytest.raises(UsageError, match=r"the graph takes \[b, 1, 28, 28\]"):
+        to_onnx.write(to_onnx.prepare(model), tmp_path / "net.onnx", images=torch.rand(4, 1, 32, 32))
     assert not list(tmp_path.iterdir())
 
 
