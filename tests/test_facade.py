@@ -140,6 +140,8 @@ def test_export(model: capszoo.LoadedModel, tmp_path: Path) -> None:
     assert folder.passed and (folder.path / "infer.py").is_file() and folder.report["labels"] == model.labels
     dotted = model.export(tmp_path / "digits.v1", gate="quick", batch=1)
     assert (dotted.path / "manifest.json").is_file()
+    named = model.export(tmp_path / "named", gate="quick", batch=1, name="..", source="")
+    assert named.report["name"] == "model" and not named.report["model"]["source"]
     with pytest.raises(UsageError, match="no .onnx file"):
         model.export(tmp_path / "m.pt")
 

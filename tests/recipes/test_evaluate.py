@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from capszoo.data import Augment, Batches, ImageSet, dataset_spec
 from capszoo.data.sources import compose
+from capszoo.errors import UsageError
 from capszoo.losses import margin_loss
 from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
 from capszoo.recipes.evaluate import evaluate
@@ -33,6 +34,11 @@ def test_an_image_counts_where_exactly_its_labels_are_found() -> None:
     assert all_right(LENGTHS[::2], LABELS[::2], count=2).tolist() == [True, False], "the highest two"
     assert all_right(LENGTHS, torch.tensor([0, 1, 1])).tolist() == [True, True, False]
     assert score_threshold("margin") == 0.5 and score_threshold("bce") == 0.0
+
+
+def test_a_batch_has_an_image() -> None:
+    with pytest.raises(UsageError, match="batch_size must be at least 1, not 0"):
+        evaluate("resnet20_routingcaps.mnist", batch_size=0)
 
 
 class Oracle(nn.Module):

@@ -283,6 +283,17 @@ def test_frozen_modules_by_name_and_mistakes(photos: Path, tmp_path: Path) -> No
     assert not (tmp_path / "no").exists()
 
 
+def test_freeze_may_be_repeated(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "capszoo.recipes.finetune.finetune", lambda *a, **options: asked.update(options) or {}
+    )
+    monkeypatch.setattr("capszoo.cli.finetune.print_run", lambda result: None)
+    line = ["finetune", MODEL, "--data", str(photos), "--freeze", "body, stages.stem", "--freeze", "decoder"]
+    assert CliRunner().invoke(app, line).exit_code == 0
+    assert asked["freeze"] == ["body", "stages.stem", "decoder"]
+
+
 def check_groups(name: str) -> None:
     """With layer decay each parameter is in one group; rates rise from the stem to the head, which has the full one."""
     net = small(name)

@@ -683,7 +683,7 @@ def test_only_a_bundle_is_replaced(
     (bundle / "triton-tensorrt" / served[1]["name"] / "1").mkdir(parents=True, exist_ok=True)
     (bundle / "triton-tensorrt" / served[1]["name"] / "1" / "model.plan").write_text("the same")
     profile = json.loads((bundle / "tensorrt" / "profile.json").read_text())
-    profile["options"]["timing_cache"] = "timings"
+    profile["options"]["timing_cache"] = "../tensorrt/timings"  # as a user may write it
     (bundle / "tensorrt" / "profile.json").write_text(json.dumps(profile))
     (bundle / "tensorrt" / "timings").write_text("x")
     link = tmp_path / "link"
