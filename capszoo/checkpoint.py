@@ -141,12 +141,13 @@ class Checkpoint:
 
     def _named(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         name = self.argument
-        if pretrained and name in list_models() and not list_pretrained(f"{name}.*"):
+        ours = name in list_models()
+        if pretrained and ours and not list_pretrained(f"{name}.*"):
             raise NoWeights(
                 f"no pretrained weights of {name} exist",
                 "`capszoo list --pretrained` shows those that do; `capszoo train` makes them",
             )
-        if name in list_models() or self.info is not None:
+        if ours or self.info is not None:
             return create_model(name, pretrained=pretrained, **kwargs)
         return self._from_hub(pretrained, kwargs)  # timm downloads its weights from there
 

@@ -238,7 +238,7 @@ def create_loss(name: str, **options: Any) -> nn.Module:
     if name not in LOSSES:
         raise ValueError(unknown_name("loss", name, LOSSES))
     parameters = inspect.signature(LOSSES[name]).parameters.values()
-    valid = {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    valid = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for option, value in options.items():
         if option not in valid:
             raise TypeError(unknown_name(f"option of loss '{name}'", option, valid))

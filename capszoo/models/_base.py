@@ -341,12 +341,11 @@ class CapsuleNet(nn.Module):
         self._check_pool(global_pool)
         before, self.num_classes = self.num_classes, num_classes
         try:
-            layer = self._make_classifier()
+            self._make_head()
         except Exception:
             self.num_classes = before
             raise
         self._set_pool(global_pool)
-        self._make_head(layer)
         cfg: Any = getattr(self, "pretrained_cfg", None)
         if num_classes and isinstance(cfg, dict):
             cfg.pop("label_names", None)  # the names of the new classes are not known
@@ -358,10 +357,9 @@ class CapsuleNet(nn.Module):
     def _set_classifier(self, layer: nn.Module) -> None:
         setattr(self, self.classifier_name, layer)
 
-    def _make_head(self, layer: Optional[nn.Module] = None) -> None:
-        """Set a new class layer (``layer``, if it exists already) and, for a model with a decoder, a new decoder."""
-        made = self._make_classifier() if layer is None else layer
-        self._set_classifier(self._like_parameters(made))
+    def _make_head(self) -> None:
+        """Set a new class layer and, for a model with a decoder, a new decoder."""
+        self._set_classifier(self._like_parameters(self._make_classifier()))
         self.decoder = None
         if self.with_decoder and self.num_classes:
             decoder = Decoder(self.num_classes, self.class_dim, self.in_chans, self.img_size)

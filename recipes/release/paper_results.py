@@ -33,8 +33,8 @@ __all__ = [
     "seeds_note",
     "settings_unlike_the_recipe",
     "shown",
-    "twin_groups",
     "trained_further",
+    "twin_groups",
     "went_on",
 ]
 
