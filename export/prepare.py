@@ -106,6 +106,12 @@ class PreparedModel:
                         "keep x.shape[0] as it is (no int(), no len()), or fix the batch with a profile of one number",
                     ) from e
                 raise ExportError(f"{self.name}: torch.export cannot trace it: {first_line(e)}") from e
+        returned = program.call_spec.out_spec
+        if returned is not None and not returned.is_leaf() and returned.type not in (tuple, list):
+            raise ExportError(
+                f"{self.name}: its forward returns a {returned.type.__name__}, a graph has tensors only",
+                "wrap it in a module that returns the scores",
+            )
         names = {module: name for name, module in self.served.named_modules()}
         self.engines = {names[choice.layer]: choice.engine.name for choice in choices}
         return program

@@ -247,6 +247,8 @@ def test_predict_writes_a_table(trained: Path, pictures: Path, tmp_path: Path) -
     finally:
         (pictures / "bad.png").unlink()
     assert result.exit_code == 1 and "bad.png" in out.read_text(encoding="utf-8")
+    succeeds("predict", trained, pictures, "--out", out)  # an older table is replaced
+    assert "bad.png" not in out.read_text(encoding="utf-8")
     assert "is no .csv file" in fails(2, "predict", trained, pictures, "--out", tmp_path / "a.txt")
 
 
@@ -261,10 +263,15 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_work(
     (tmp_path / "folder.csv").mkdir()
     for out in (tmp_path / "file" / "a.csv", tmp_path / "folder.csv", tmp_path / ("n" * 255 + ".csv")):
         assert "cannot be written" in fails(1, "predict", trained, pictures, "--out", out)
-    (tmp_path / "old.csv").write_text("old")
-    run("predict", trained, pictures, "--out", tmp_path / "old.csv")
-    assert (tmp_path / "old.csv").read_text() == "old"
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.csv", "old.csv"}
+    (tmp_path / "labels.csv").write_text("image,label\n")
+    line = fails(1, "predict", trained, pictures, "--out", tmp_path / "labels.csv")
+    assert "labels.csv exists and is no table of predictions: choose another --out" in line
+    assert (tmp_path / "labels.csv").read_text() == "image,label\n"
+    table = "image,rank,index,class,probability,score,error\n"
+    (tmp_path / "old.csv").write_text(table)
+    run("predict", trained, pictures, "--out", tmp_path / "old.csv")  # ends in the error above
+    assert (tmp_path / "old.csv").read_text() == table
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.csv", "labels.csv", "old.csv"}
 
 
 @pytest.mark.parametrize("charset", ["utf-8", "latin-1"])

@@ -439,7 +439,7 @@ def _batch(text: str) -> tuple[int, int, int] | int:
     parts = text.split(",")
     if len(parts) not in (1, 3) or not all(part.strip().isdecimal() for part in parts):
         raise UsageError(
-            f"invalid --batch {text}",
+            f"invalid --batch-profile {text}",
             "give one number, or smallest, usual and largest, such as 1,8,32",
         )
     numbers = [int(part) for part in parts]

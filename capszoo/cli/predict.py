@@ -13,7 +13,7 @@ from rich.table import Table
 from .._catalogue import check_model_argument
 from .._files import check_writable, write_csv
 from .._suggest import unknown_name
-from ..errors import UsageError, require
+from ..errors import CapszooError, UsageError, require
 from .common import (
     BackgroundOption,
     BatchSizeOption,
@@ -106,7 +106,8 @@ def predict_command(
             "--out",
             "-o",
             metavar="FILE",
-            help="Write a table to a .csv file, a row per image and class; with --ray a folder of .parquet files.",
+            help="Write a table to a .csv file, a row per image and class (an older table of predictions is "
+            "replaced); with --ray a folder of .parquet files.",
             show_default=False,
         ),
     ] = None,
@@ -139,6 +140,7 @@ def predict_command(
         return _by_ray(model, files, out, ray, workers, shard_size, job)
     if out is not None:
         check_writable(out)
+        _check_replaced(out)
     cached = _cached(model, runtime, device, options)
     if cached is None:
         results, kind, size, canvas = _by_torch(model, files, topk, batch_size, device, options, reading)
@@ -174,6 +176,19 @@ def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -
     if as_json or runtime == "onnx":
         raise UsageError(f"--ray and {'--json' if as_json else '--runtime onnx'} exclude each other")
     require("--ray", ("ray", "pyarrow"), "ray")
+
+
+def _check_replaced(out: Path) -> None:
+    """Refuse to replace a file that is no table of predictions, such as the labels of the images."""
+    if not out.is_file():
+        return
+    try:
+        with open(out, "rb") as file:
+            header = file.readline(1000)
+    except OSError:  # it may still be replaced by one who may write into its folder, but not unread
+        raise CapszooError(f"{out} exists and cannot be read", "choose another --out") from None
+    if header and header.strip() != ",".join(_COLUMNS).encode():
+        raise CapszooError(f"{out} exists and is no table of predictions", "choose another --out")
 
 
 def _by_ray(

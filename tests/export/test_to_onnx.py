@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -375,9 +376,14 @@ def _einsum(x: Tensor) -> Tensor:
     return torch.einsum("bn,bn->bn", x, x)
 
 
+def _dictionary(x: Tensor) -> Any:
+    return {"logits": x}
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (_dictionary, "its forward returns a dict, a graph has tensors only"),
         (_vanishing_eps, "NaN or infinity in the output for zero input"),
         (_branching, "cannot trace"),
         (_frozen, "turns the batch size into a number"),
