@@ -97,6 +97,21 @@ def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> Non
     assert "validation split" in fails(1, "eval", MODEL, *options, "--split", "val"), "5,000 of 120 images"
 
 
+def test_eval_skips_unreadable_images_on_request(tmp_path: Path) -> None:
+    for k in range(10):
+        (tmp_path / f"digit {k}").mkdir()
+        Image.new("L", (28, 28), 25 * k).save(tmp_path / f"digit {k}" / "a.png")
+    (tmp_path / "digit 3" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    options = ("eval", MODEL, "--data", tmp_path, "--split", "train", "--device", "cpu", "--json")
+    line = fails(1, *options)
+    assert "broken.png" in line and "eval by --skip-bad" in line
+    done = run(*options, "--skip-bad")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0 and (found["n"], found["of"]) == (10, 10)
+    (skipped,) = found["skipped"]
+    assert "broken.png" in skipped and f"note: left out: {skipped}" in done.stderr
+
+
 def test_eval_of_a_folder_goes_by_the_names_of_classes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, tiny_mnist: Path
 ) -> None:

@@ -23,6 +23,7 @@ from .common import (
     print_json,
     progress_bar,
     refuse_unused,
+    stderr,
     stdout,
 )
 
@@ -136,6 +137,10 @@ def eval_command(
         ),
     ] = 0,
     batch_size: BatchSizeOption = 500,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out images that cannot be read.", rich_help_panel="Images"),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -172,7 +177,11 @@ def eval_command(
 
     _check_options(eps, robustness, routing, crops, out)
     counts = () if routing_iters is None else parse_iterations(routing_iters)
-    target = prepare(model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device)
+    target = prepare(
+        model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device, skip_bad=skip_bad
+    )
+    for line in target.skipped:
+        stderr().print(f"note: left out: {escape(line)}", soft_wrap=True)
     if target.images.spec.multi_label:
         why = "on images with several labels: PGD is defined for one"
         refuse_unused(context, ["eps", "steps"], why, "leave it out")

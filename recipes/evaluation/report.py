@@ -74,6 +74,7 @@ class Report:
             "split": target.images.split,
             "n": result.n,
             "of": target.whole,
+            "skipped": list(target.skipped),
             "seed": self.seed,
             "crops": str(target.crops) if target.crops else "single",
             "threshold": target.threshold if target.images.spec.labels_per_image is None else None,

@@ -96,6 +96,7 @@ class EvalTarget:
         threshold: score from which a class counts as present (`score_threshold`).
         info: the weights' metadata, if known.
         crops: None for one view of each image.
+        skipped: a line about each image that was skipped because it cannot be read.
     """
 
     name: str
@@ -107,6 +108,7 @@ class EvalTarget:
     threshold: float
     info: WeightsInfo | None
     crops: Crops | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def n(self) -> int:
@@ -148,6 +150,7 @@ def prepare(
     seed: int = 0,
     crops: str = "single",
     device: str | torch.device | None = None,
+    skip_bad: bool = False,
 ) -> EvalTarget:
     """Resolve a model and its images.
 
@@ -160,6 +163,7 @@ def prepare(
         seed: of the sample.
         crops: "single", or "multi" (see `evaluation.crops`).
         device: None selects CUDA if available.
+        skip_bad: skip images that cannot be read, as training with `data.skip_bad` does; the target lists them.
 
     Raises `DataError`, `WeightsError` or `CapszooError`, one line each, if something is missing or does not fit.
     """
@@ -181,8 +185,12 @@ def prepare(
         _check_root(dataset, data)
     recipe = info.metadata.trained if info else RecipeRecord()
     views: Crops | None = None
+    # skip the images that training skipped: a validation split is drawn by the images' indices
+    skipped: list[str] | None = (
+        [] if skip_bad or recipe.data.skip_bad and recipe.data.name == dataset else None
+    )
     if isinstance(dataset, str):
-        images, views = _load(dataset, split, data, net, recipe, crops == "multi")
+        images, views = _load(dataset, split, data, net, recipe, crops == "multi", skipped)
     elif crops == "multi":
         raise UsageError("several crops need a data set's name", "give it, so that its images can be resized")
     else:
@@ -212,6 +220,7 @@ def prepare(
         threshold=score_threshold(recipe.loss.name) if recipe.loss else _threshold_of(score_kind(net)),
         info=info,
         crops=views,
+        skipped=tuple(skipped or ()),
     )
 
 
@@ -248,7 +257,13 @@ def _check_root(dataset: str, data: str | Path | None) -> None:
 
 
 def _load(
-    dataset: str, split: str, data: str | Path | None, net: nn.Module, recipe: RecipeRecord, multi: bool
+    dataset: str,
+    split: str,
+    data: str | Path | None,
+    net: nn.Module,
+    recipe: RecipeRecord,
+    multi: bool,
+    skipped: list[str] | None,
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
     """Images at the model's input size, or at the size that crops are taken from."""
     known = recipe.data.name == dataset
@@ -268,7 +283,9 @@ def _load(
             raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
     size = trained.size
     if objects and not composed:
-        found = load_dataset(dataset, split, data, size=objects, resize=objects if folder else None)
+        found = load_dataset(
+            dataset, split, data, size=objects, resize=objects if folder else None, skipped=skipped
+        )
         return _on_canvas(found, model_size), None
     if model_size != native and size is None and not composed:
         if model_size[0] != model_size[1]:
@@ -286,7 +303,7 @@ def _load(
     if multi and not shift and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
-    images = _read_split(dataset, split, data, trained, size, side)
+    images = _read_split(dataset, split, data, trained, size, side, skipped)
     if not multi:
         return images, None
     rows, cols = images.spec.input_size[1:]
@@ -306,6 +323,7 @@ def _read_split(
     trained: DataRecord,
     size: int | None,
     side: int | None,
+    skipped: list[str] | None,
 ) -> ImageSet | StreamedSet:
     """The images of a split; for "val" exactly those that training held out, or the data set's validation split.
 
@@ -313,9 +331,8 @@ def _read_split(
 
     Args:
         trained: `data` of the recipe that the model was trained with, if it was trained on this data set.
+        skipped: receives a line for each image that cannot be read; None refuses such images.
     """
-    # skip the images that training skipped: a validation split is drawn by the images' indices
-    skipped: list[str] | None = [] if trained.skip_bad else None
 
     def load(part: str) -> ImageSet | StreamedSet:
         return load_dataset(dataset, part, data, size=size, resize=side, skipped=skipped)

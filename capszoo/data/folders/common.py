@@ -162,7 +162,7 @@ def unreadable(failures: Sequence[str]) -> DataError:
     more = "" if len(failures) == 1 else f", and {len(failures) - 1} more: {others}"
     more += "; …" if len(failures) > 4 else ""
     first = failures[0].partition(": give")[0]
-    leave_out = "training can leave it out: data.skip_bad, finetune --skip-bad"
+    leave_out = "a recipe can leave it out by data.skip_bad, finetune and eval by --skip-bad"
     return DataError(f"{first}{more}: mend or remove what cannot be read ({leave_out})")
 
 
