@@ -20,6 +20,7 @@ import math
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,7 @@ def rows(kept: Path = KEPT) -> list[Row]:
     return [*(row(*item) for item in HEADS.items()), last]
 
 
+@cache
 def cost(recipe: str) -> tuple[int, float]:
     """Parameters, and millions of multiply-adds of an image."""
     loaded = load_recipe(recipe, profile=PROFILE)

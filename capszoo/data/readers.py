@@ -217,8 +217,11 @@ def image_below(folder: Path, named: str, source: Path | str) -> Path:
 
 
 def _unpacked_bytes(groups: Any, columns: Sequence[str]) -> int:
-    """Bytes of some columns of a parquet file, uncompressed, from its metadata."""
-    parts = (groups.row_group(k) for k in range(groups.num_row_groups))
+    """Bytes of some columns of a parquet file, uncompressed, from its metadata; of all of them if those are few."""
+    parts = [groups.row_group(k) for k in range(groups.num_row_groups)]
+    whole = sum(part.total_byte_size for part in parts)
+    if whole <= 2 * MAX_FILE_BYTES:
+        return whole  # pyarrow ends the process at `column` of some damaged files
     return sum(
         part.column(i).total_uncompressed_size
         for part in parts
