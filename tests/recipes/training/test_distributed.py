@@ -231,15 +231,14 @@ def test_two_processes_train_as_one(
     ]
     assert records[0]["val_top1"] == records[1]["val_top1"]
     assert records[0]["train_loss"] == pytest.approx(records[1]["train_loss"], rel=1e-4)
+    _finished_run_is_left_alone(root, command(tmp_path / "by-2", data, recipe, mode, 2), tmp_path / "by-2")
 
 
-def test_two_processes_leave_a_finished_run_alone(root: Path, tmp_path: Path, data: Path) -> None:
+def _finished_run_is_left_alone(root: Path, argv: list[str], out: Path) -> None:
     """Also one without checkpoints, which do not come along from another machine."""
-    out, recipe = tmp_path / "run", {**TINY, "epochs": 1}
-    assert run(root, command(out, data, recipe)).returncode == 0
     shutil.rmtree(out / "checkpoints")
     before = (out / "metrics.jsonl").read_bytes()
-    done = run(root, command(out, data, recipe, processes=2))
+    done = run(root, argv)
     assert done.returncode == 0 and done.stderr.count("already finished") == 1, done.stderr
     assert (out / "metrics.jsonl").read_bytes() == before and not (out / "checkpoints").exists()
 
