@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "CapszooError",
+    "NoCapsules",
     "UnknownArgument",
     "UnknownModel",
     "UsageError",
@@ -42,6 +43,10 @@ class UsageError(CapszooError, ValueError):
     """The call itself is invalid (an impossible batch profile, an unknown gate)."""
 
     exit_code = 2
+
+
+class NoCapsules(RuntimeError):
+    """A plain network, one of the papers' baselines, was asked for capsules."""
 
 
 class UnknownModel(ValueError):

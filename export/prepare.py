@@ -16,9 +16,8 @@ import torch.nn as nn
 
 from capszoo._modes import evaluating
 from capszoo._verbosity import is_verbose
-from capszoo.errors import UsageError
+from capszoo.errors import NoCapsules, UsageError
 from capszoo.layers.engine_choice import record_engines, use_engines
-from capszoo.models._base import NoCapsules
 from capszoo.preprocess import model_input_size, model_transform
 
 from . import unroll

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,33 @@ class AotiRunner:
     Args:
         path: the ``.pt2`` file.
         device: device that it was compiled for.
+        size: channels, height and width of its images, which compiled code does not check; None checks nothing.
+        dtype: type of its images.
     """
 
     name = "aoti"
 
-    def __init__(self, path: str | os.PathLike[str], device: str = "cpu") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        device: str = "cpu",
+        size: Sequence[int] | None = None,
+        dtype: str = "float32",
+    ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise CapszooError(
                 f"{path} was compiled for CUDA", "run it where there is a GPU, or recompile it"
             )
-        self.device = device
+        self.path, self.device, self.size, self.dtype = path, device, size, dtype
         self.model = torch._inductor.aoti_load_package(str(path))
 
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
+        """Outputs for images ``[b, c, h, w]``; `CapszooError` for images of another size or type."""
+        if self.size is not None and (images.shape[1:], str(images.dtype)) != (tuple(self.size), self.dtype):
+            raise CapszooError(
+                f"{self.path} takes {self.dtype} images [b, {', '.join(map(str, self.size))}], "
+                f"not {images.dtype} {list(images.shape)}"
+            )
         without_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
         with torch.inference_mode(), without_tf32:
             outputs = self.model(torch.from_numpy(images).to(self.device))
@@ -122,7 +136,9 @@ def write(
     say("AOTInductor compiles (about half a minute)")
     compile_program(program, folder / file, device)
     say("AOTInductor against eager")
-    words, worst = verify_against_eager(prepared, AotiRunner(folder / file, device))
+    words, worst = verify_against_eager(
+        prepared, AotiRunner(folder / file, device, prepared.size, prepared.input_dtype)
+    )
     return {
         "file": file,
         "program": PROGRAM,
@@ -133,7 +149,8 @@ def write(
         "detail": f"{device}, {words}",
         "readme": [
             f"AOTInductor: `{file}` runs on {device} with torch {torch.__version__} "
-            f'(`torch._inductor.aoti_load_package("{file}")`). For another device, there: `{recompile_command()}`.'
+            f'(`torch._inductor.aoti_load_package("{file}")`). For another device, there: `{recompile_command()}`.',
+            "The package does not check the size of its images: with another one it answers wrongly.",
         ],
     }
 
@@ -172,6 +189,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if not program.is_file():
             raise CapszooError(f"there is no file {program}")
+        if out.is_dir():
+            raise CapszooError(f"{out} is a folder", "give the name of a .pt2 file")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise CapszooError(
+                "there is no CUDA device here", "leave --device cuda out, or compile it on another machine"
+            )
         with workplace(out.with_suffix(".pt2"), folder=True) as work:
             made = compile_program(program, work / "model.pt2", device)
             said = _against_reference(made, program, device)

@@ -380,6 +380,8 @@ def test_kinds_and_styles_of_pictures(
     image = min(pictures.iterdir())
     succeeds("explain", "heatmap", trained, image, "--format", "pdf")
     assert Path("heatmap.pdf").read_bytes().startswith(b"%PDF") and Path("heatmap.csv").is_file()
+    succeeds("explain", "heatmap", trained, image)  # the numbers are those of the .pdf
+    assert Path("heatmap.png").is_file()
     Path("mine.csv").write_text("my predictions")
     assert "mine.csv exists" in fails(1, "explain", "heatmap", trained, image, "--out", "mine.png")
     assert Path("mine.csv").read_text() == "my predictions" and not Path("mine.png").exists()

@@ -268,7 +268,8 @@ def picture(
             )
     path = out or Path(f"{name}.{format or 'png'}")
     table = path.with_suffix(".csv")
-    if numbers and table.exists() and not path.exists():
+    drawn = (path.with_suffix(suffix).exists() for suffix in PICTURE_SUFFIXES)  # the table is of this command
+    if numbers and table.exists() and not any(drawn):
         raise CapszooError(
             f"{table} exists, and the picture's numbers would replace it", "choose another --out"
         )

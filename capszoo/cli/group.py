@@ -50,6 +50,8 @@ class OneLineErrors(HelpGroup):
         logging.disable(logging.WARNING if is_quiet() else logging.NOTSET)
         if is_verbose():
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
+        else:  # without a network it prints two lines for each of its retries before the error
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by the caller (`2>&-`)
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

@@ -106,8 +106,7 @@ def predict_command(
             "--out",
             "-o",
             metavar="FILE",
-            help="Write a table to a .csv file, a row per image and class (an older table of predictions is "
-            "replaced); with --ray a folder of .parquet files.",
+            help="Write a table to a .csv file, a row per image and class; with --ray a folder of .parquet files.",
             show_default=False,
         ),
     ] = None,
@@ -139,8 +138,7 @@ def predict_command(
         }
         return _by_ray(model, files, out, ray, workers, shard_size, job)
     if out is not None:
-        check_writable(out)
-        _check_replaced(out)
+        _check_table(out)
     cached = _cached(model, runtime, device, options)
     if cached is None:
         results, kind, size, canvas = _by_torch(model, files, topk, batch_size, device, options, reading)
@@ -178,8 +176,9 @@ def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -
     require("--ray", ("ray", "pyarrow"), "ray")
 
 
-def _check_replaced(out: Path) -> None:
-    """Refuse to replace a file that is no table of predictions, such as the labels of the images."""
+def _check_table(out: Path) -> None:
+    """Refuse a table that cannot be written or would replace another file, such as the labels of the images."""
+    check_writable(out)
     if not out.is_file():
         return
     try:

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._modes import evaluating
-from ..errors import CapszooError, UsageError
+from ..errors import CapszooError, NoCapsules, UsageError
 from ..inference import label_names
-from ..models._base import NoCapsules
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from .._modes import evaluating
-from ..errors import CapszooError
-from ..models._base import CouplingLayout, NoCapsules
+from ..errors import CapszooError, NoCapsules
+from ..models._base import CouplingLayout
 
 __all__ = ["AgreementCurve", "LayerStats", "RoutingStats", "canonical", "coupling_entropy", "routing_stats"]
 

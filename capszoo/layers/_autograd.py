@@ -21,17 +21,21 @@ def refuse_second_gradient(backward: Any) -> None:
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the ``backward`` of an autograd function: its own gradient is a RuntimeError that names the remedy.
 
+    ``backward`` is called with the context, the saved tensors, which activation checkpointing allows to read once, and
+    the gradients of the outputs.
+
     Unlike ``torch.autograd.function.once_differentiable``, the gradients stay connected to what they depend on: a
     second gradient with respect to one input is refused too, instead of missing.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *given: Any) -> Any:
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            grads = backward(ctx, *given)
+            grads = backward(ctx, saved, *given)
         if not torch.is_grad_enabled():  # nobody can differentiate again
             return grads
-        sources = [value for value in (*given, *ctx.saved_tensors) if isinstance(value, Tensor)]
+        sources = [value for value in (*given, *saved) if isinstance(value, Tensor)]
         whole = grads if isinstance(grads, tuple) else (grads,)
         return tuple(_Once.apply(grad, *sources) if isinstance(grad, Tensor) else grad for grad in whole)
 

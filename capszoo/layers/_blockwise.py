@@ -88,8 +88,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
+    def backward(ctx: Any, tensors: tuple[Tensor, ...], *given: Tensor | None) -> tuple[Tensor | None, ...]:
         function, in_dims, out_dims, block, size = ctx.plan
         needed = ctx.needs_input_grad[4:]
         grads: list[Tensor | None] = [None] * len(tensors)

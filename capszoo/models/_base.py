@@ -37,7 +37,6 @@ __all__ = [
     "CapsuleNet",
     "CapsuleOutput",
     "CouplingLayout",
-    "NoCapsules",
     "Votes",
     "feature_levels",
     "to_2tuple",
@@ -59,10 +58,6 @@ class CapsuleOutput(NamedTuple):
     poses: Tensor
     activations: Tensor
     couplings: Tuple[Tensor, ...]
-
-
-class NoCapsules(RuntimeError):
-    """Raised when a plain network, one of the papers' baselines, is asked for capsules."""
 
 
 class CouplingLayout(NamedTuple):

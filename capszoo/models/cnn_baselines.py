@@ -20,7 +20,8 @@ import torch.nn as nn
 from timm.models import register_model
 from torch import Tensor
 
-from ._base import CapsuleNet, CapsuleOutput, NoCapsules, feature_levels
+from ..errors import NoCapsules
+from ._base import CapsuleNet, CapsuleOutput, feature_levels
 from ._blocks import ConvBnAct, init_conv_weights
 from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from capszoo.layers.capconv import CapFC, EncapModule
 from capszoo.layers.squash import capsule_lengths
 
-from ._base import CapsuleNet, CapsuleOutput, NoCapsules, Votes, feature_levels
+from ..errors import NoCapsules
+from ._base import CapsuleNet, CapsuleOutput, Votes, feature_levels
 from ._blocks import BasicBlock, ConvBnAct, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 

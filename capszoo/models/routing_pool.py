@@ -21,7 +21,8 @@ from torch import Tensor
 from capszoo.layers import upcast_half
 from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
 
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, NoCapsules, Votes, feature_levels
+from ..errors import NoCapsules
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import check_caps_dim, cifar_resnet_stages, init_conv_weights, score_parts
 from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 

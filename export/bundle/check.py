@@ -261,7 +261,8 @@ def open_runner(
         )
     path = folder / file
     if kind == "aoti":
-        return to_aoti.AotiRunner(path, described["device"])
+        spec = manifest["input"]
+        return to_aoti.AotiRunner(path, described["device"], (spec["channels"], *spec["size"]), spec["dtype"])
     return to_tensorrt.TensorRTRunner(path)
 
 

@@ -171,12 +171,7 @@ def prepare(
         raise UsageError(f"a limit of {limit} images makes no sense", "give 1 or more")
     if crops not in ("single", "multi"):
         raise UsageError(f"unknown crops '{crops}'", "use single or multi")
-    if data is not None and dataset is None and holds_classes(Path(data)):
-        data = f"imagefolder:{data}"
-    if data is not None and str(data).startswith(tuple(PREFIXES)):
-        if dataset is not None:
-            raise UsageError(f"--data {data} names a data set already", "leave --dataset out")
-        dataset, data = str(data), None
+    dataset, data = _named_by(data, dataset)
     net, info = find_model(model)
     if dataset is None:
         if info is None or not info.metadata.dataset.name:
@@ -222,6 +217,19 @@ def prepare(
         crops=views,
         skipped=tuple(skipped or ()),
     )
+
+
+def _named_by(
+    data: str | Path | None, dataset: str | ImageSet | StreamedSet | None
+) -> tuple[str | ImageSet | StreamedSet | None, str | Path | None]:
+    """The data set and its folder, where ``data`` of `prepare` may be a data set itself."""
+    if data is not None and dataset is None and holds_classes(Path(data)):
+        data = f"imagefolder:{data}"
+    if data is None or not str(data).startswith(tuple(PREFIXES)):
+        return dataset, data
+    if dataset is not None:
+        raise UsageError(f"--data {data} names a data set already", "leave --dataset out")
+    return str(data), None
 
 
 def names_data_set(data: str | Path | None) -> bool:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import capszoo
+from capszoo.errors import NoCapsules
 from capszoo.models import MODULES
-from capszoo.models._base import NoCapsules
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.preprocess import model_input_size
 from capszoo.recipes.release.model_card import paper_link

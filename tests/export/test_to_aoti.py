@@ -15,7 +15,7 @@ import torch
 
 from capszoo.errors import CapszooError
 from capszoo.export import to_aoti, to_onnx
-from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle
+from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, open_runner
 from capszoo.export.compare import EagerRunner
 from capszoo.export.to_onnx import ExportError
 from tests.export.toys import ToyCaps
@@ -54,6 +54,10 @@ def test_bundle_with_a_package(tmp_path: Path, root: Path) -> None:
     assert done.returncode == 0, done.stderr
     images = np.random.default_rng(0).standard_normal((3, 1, 10, 10), dtype=np.float32)
     again = to_aoti.AotiRunner(out / "again.pt2")(images)
+    runner = open_runner("aoti", out)
+    for wrong in (images[:, :, :9, :9], images.astype(np.float64)):
+        with pytest.raises(CapszooError, match=r"takes float32 images \[b, 1, 10, 10\], not float"):
+            runner(wrong)
     job = to_onnx.prepare(model, outputs=("scores", "poses"))
     for mine, theirs in zip(again, EagerRunner(job.original)(images), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
@@ -65,7 +69,7 @@ def test_a_package_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.M
     class Wrong:
         name = "aoti"
 
-        def __init__(self, path: Path, device: str) -> None:
+        def __init__(self, path: Path, device: str, *spec: object) -> None:
             assert (path.parent / "program.pt2").is_file()
 
         def __call__(self, images: np.ndarray) -> list[np.ndarray]:
@@ -95,7 +99,12 @@ def test_the_command_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert to_aoti.main([str(tmp_path / "missing.pt2"), str(tmp_path / "out.pt2")]) == 1
     (tmp_path / "bad.pt2").write_text("no program")
     assert to_aoti.main([str(tmp_path / "bad.pt2"), str(tmp_path / "out.pt2"), "--device", "cpu"]) == 1
-    lines = capsys.readouterr().err.splitlines()
+    assert to_aoti.main([str(tmp_path / "bad.pt2"), str(tmp_path), "--device", "cpu"]) == 1
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path} is a folder" in last
+    if not torch.cuda.is_available():
+        assert to_aoti.main([str(tmp_path / "bad.pt2"), str(tmp_path / "out.pt2"), "--device", "cuda"]) == 1
+        assert "there is no CUDA device here" in capsys.readouterr().err
     assert len(lines) == 2 and lines[0].startswith("error: there is no file")
     assert "no program of torch.export can be read" in lines[1]
     assert [file.name for file in tmp_path.iterdir()] == ["bad.pt2"]
@@ -113,7 +122,7 @@ def test_a_package_that_is_compiled_again_is_compared_with_the_stored_answers(
     class Package:
         name = "aoti"
 
-        def __init__(self, path: Path, device: str) -> None:
+        def __init__(self, path: Path, device: str, *spec: object) -> None:
             pass
 
         def __call__(self, images: np.ndarray) -> list[np.ndarray]:

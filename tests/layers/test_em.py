@@ -598,3 +598,15 @@ def test_bad_settings_shared() -> None:
 def test_wrong_map_is_refused(layer: nn.Module) -> None:
     with pytest.raises(AssertionError, match="51 channels"):
         layer(torch.randn(2, 48, 5, 5))
+
+
+def test_a_single_child_has_no_variance_to_compute_from_moments() -> None:
+    layer = ConvEM(1, 3, 4, kernel_size=1, num_iters=3)
+    x = torch.cat([torch.randn(2, 16, 3, 3) * 1000, torch.rand(2, 1, 3, 3)], dim=1)
+    with use_engines("reference"):
+        expected = layer.route(x)
+    with use_engines(target="onnx_cpu"), record_engines() as choices:
+        found = layer.route(x)
+    assert [choice.engine.name for choice in choices] == ["frozen"]
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(one, other)

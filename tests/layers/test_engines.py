@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from capszoo import create_model
 from capszoo.layers import (
@@ -273,11 +274,11 @@ def routed(case: Case, name: str, module: nn.Module, x: Sequence[Tensor]) -> lis
     return given
 
 
-def gradients(values: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def gradients(values: Sequence[Tensor], inputs: Sequence[Tensor], again: bool = False) -> list[Tensor]:
     """Those of a random functional of float results; zero where a parameter has no part."""
     torch.manual_seed(1)
     terms = [(v.double() * torch.randn(v.shape, dtype=F64)).sum() for v in values if v.requires_grad]
-    grads = torch.autograd.grad(torch.stack(terms).sum(), list(inputs), allow_unused=True)
+    grads = torch.autograd.grad(torch.stack(terms).sum(), list(inputs), allow_unused=True, create_graph=again)
     return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True)]
 
 
@@ -367,9 +368,23 @@ def test_autocast(case: Case, engine: type[Engine]) -> None:
             return
         with use_engines("reference"):
             expected = flat(case.route(module, *x))
+    assert [t.dtype for t in found] == [t.dtype for t in expected]  # whichever engine a batch's size selects
     exact = routed(case, "reference", module.double(), [t.double() for t in x])
     allowed = max(engine.atol.get(torch.bfloat16, 0.0), 2 * distance(expected, exact))
     assert distance(found, exact) < allowed
+
+
+@pytest.mark.parametrize(("case", "engine"), PAIRS)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "create_graph"])
+def test_checkpointing(case: Case, engine: type[Engine], again: bool) -> None:
+    """Activation checkpointing lets a backward pass read its saved tensors once."""
+    module, x = case.module(), case.inputs(7)
+    inputs = [*x, *module.parameters()]
+    expected = gradients(routed(case, engine.name, module, x), inputs)
+    with tuned(**case.tuning), use_engines(engine.name):
+        found = checkpoint(lambda *x: tuple(flat(case.route(module, *x))), *x, use_reentrant=False)
+        grads = gradients(found, inputs, again)
+    assert deviation(grads, expected) < 1e-9
 
 
 @pytest.mark.parametrize(("case", "engine"), PAIRS)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import capszoo
+from capszoo.errors import NoCapsules
 from capszoo.layers import RoutingCaps, RoutingPool2d
-from capszoo.models._base import NoCapsules
 from tests.models.zoo_cases import slow_unless
 from tests.reference import routing_pool as reference
 

@@ -26,9 +26,10 @@ from torch import nn
 
 import capszoo
 from capszoo import CapsuleNet, CapsuleOutput
+from capszoo.errors import NoCapsules
 from capszoo.inference import NoWeights, label_names, load_model
 from capszoo.layers import FCIDPA
-from capszoo.models._base import NoCapsules, to_2tuple
+from capszoo.models._base import to_2tuple
 from capszoo.models._heads import CapsuleHead
 from tests.models.zoo_cases import (
     REPRESENTATIVES,

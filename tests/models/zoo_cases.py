@@ -18,7 +18,7 @@ from torch import nn
 
 import capszoo
 from capszoo import CapsuleNet
-from capszoo.models._base import NoCapsules
+from capszoo.errors import NoCapsules
 
 #: Arguments that make a large model small; its structure stays.
 SMALLER: dict[str, dict[str, Any]] = {

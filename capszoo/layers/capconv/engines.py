@@ -88,8 +88,8 @@ class _NormSquash(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        n, *kept = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        n, *kept = saved
         norm, split = Norm(*kept, *ctx.how), (ctx.groups, -1)
         found = torch.empty_like(n)
         for block in _blocks(n):
@@ -133,8 +133,8 @@ class _Branches(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        coef, maps, *kept = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        coef, maps, *kept = saved
         branches = [(kept[k], Norm(*kept[k + 1 : k + 5], *ctx.how[k // 5])) for k in (0, 5)]
         found = [torch.empty_like(n) for n, _ in branches]
         grad_coef, grad_bias = torch.zeros_like(coef), coef.new_zeros(len(coef))

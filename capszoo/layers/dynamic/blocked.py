@@ -209,8 +209,9 @@ def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-    start = ctx.saved_tensors[2]
-    found = _route_votes_backward(*ctx.saved_tensors, ctx.axis, given[0], given[1])
+    saved = ctx.saved_tensors  # read once: activation checkpointing allows no second time
+    start = saved[2]
+    found = _route_votes_backward(*saved, ctx.axis, given[0], given[1])
     return found[0], found[1], None if start is None else found[2], None, None, None
 
 

@@ -119,17 +119,17 @@ class DynamicRouting(_DynamicLayer):
         total = torch.matmul(x.flatten(1) * scale, weight.reshape(self.in_caps * self.in_dim, -1))
         return total.reshape(-1, self.out_caps, self.out_dim)
 
-    def first_couplings(self, x: Tensor) -> Tensor:
-        """The couplings ``[b, j, i]`` of the first iteration, the same for every image."""
+    def first_couplings(self, like: Tensor) -> Tensor:
+        """The couplings ``[b, j, i]`` of the first iteration, the same for every image, in batch and type of `like`."""
         start = self.start
         if start is not None:
             couplings = torch.softmax(upcast_half(start), dim=0 if self.softmax_over == "parents" else 1)
-            couplings = couplings.to(x.dtype).unsqueeze(0)
+            couplings = couplings.to(like.dtype).unsqueeze(0)
         else:
-            couplings = x.new_ones((1, 1, 1)) / (
+            couplings = like.new_ones((1, 1, 1)) / (
                 self.out_caps if self.softmax_over == "parents" else self.in_caps
             )
-        return couplings.expand(x.shape[0], self.out_caps, self.in_caps)
+        return couplings.expand(like.shape[0], self.out_caps, self.in_caps)
 
     @torch.jit.unused
     def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
@@ -139,7 +139,8 @@ class DynamicRouting(_DynamicLayer):
         """Procedure 1: votes, then :func:`dynamic_routing`; a single iteration is :meth:`sum_of_votes`."""
         x = inputs[0]
         if num_iters == 1:
-            poses, couplings = squash(self.sum_of_votes(x)), self.first_couplings(x)
+            poses = squash(self.sum_of_votes(x))
+            couplings = self.first_couplings(poses)
         else:
             poses, couplings = dynamic_routing(self.votes(x), num_iters, self.softmax_over, self.start)
         return Routed([poses], [], couplings if need_couplings else None)

@@ -132,7 +132,7 @@ def shared_dynamic_routing(
         poses = squash(total.reshape(-1, j, e) * (p / count))  # line 6: [b, j, e]
         pose_sum = poses
         if need_couplings:
-            couplings = (x.new_ones((1, 1, 1)) / count).expand(b, j, g * p)
+            couplings = (poses.new_ones((1, 1, 1)) / count).expand(b, j, g * p)
     for t in range(first, num_iters):
         if t == 0:
             assert start is not None
@@ -151,7 +151,7 @@ def shared_dynamic_routing(
         if need_couplings and t == num_iters - 1:
             if over_children:
                 share = share / share.sum(dim=1, keepdim=True)
-            couplings = share.transpose(1, 2).to(x.dtype).expand(b, j, g * p)
+            couplings = share.transpose(1, 2).to(poses.dtype).expand(b, j, g * p)
         pose_sum = poses if t == 0 else pose_sum + poses
     return poses, couplings
 

@@ -50,8 +50,8 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
-        (weights,) = ctx.saved_tensors
+    def backward(ctx: Any, saved: Tuple[Tensor, ...], grad: Tensor) -> Tuple[Tensor, None]:
+        (weights,) = saved
         ctx.votes.terms.append((grad.transpose(1, 2), weights))
         return torch.bmm(grad, ctx.votes.values), None
 
@@ -68,8 +68,8 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Tuple[None, Tensor]:
-        (directions,) = ctx.saved_tensors
+    def backward(ctx: Any, saved: Tuple[Tensor, ...], grad: Tensor) -> Tuple[None, Tensor]:
+        (directions,) = saved
         grad = _row(grad)
         ctx.votes.terms.append((directions.transpose(1, 2), grad))
         return None, torch.bmm(grad, ctx.votes.values.transpose(1, 2)).transpose(1, 2)

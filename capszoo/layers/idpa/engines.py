@@ -63,7 +63,11 @@ class Iterated(Engine):
                 parents = poses[s - 1] if s > 0 else layer.start.expand(layer.routings(inputs[0]), -1, -1)
                 new, couplings = work.iterate(given, parents, call.couplings and s == call.num_iters - 1)
             poses.append(new)
-        return Routed(poses, [], couplings if call.couplings else None)
+        # under autocast, engines that iterate in float32 return what the reference does
+        poses = [pose.to(call.dtype) for pose in poses]
+        return Routed(
+            poses, [], couplings.to(call.dtype) if call.couplings and couplings is not None else None
+        )
 
     def first(self, children: Tensor) -> Tensor:
         """Poses ``[n, j, e]`` after an iteration in which all parents are zero: no vote is formed."""

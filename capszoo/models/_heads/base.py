@@ -10,7 +10,8 @@ from torch import Tensor
 
 from capszoo._suggest import unknown_name
 
-from .._base import CouplingLayout, NoCapsules, Votes
+from ...errors import NoCapsules
+from .._base import CouplingLayout, Votes
 from .._blocks import ConvBnAct, init_conv_weights
 
 __all__ = [
