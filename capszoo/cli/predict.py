@@ -184,7 +184,7 @@ def _check_table(out: Path) -> None:
     try:
         with open(out, "rb") as file:
             header = file.readline(1000)
-    except OSError:  # it may still be replaced by one who may write into its folder, but not unread
+    except OSError:
         raise CapszooError(f"{out} exists and cannot be read", "choose another --out") from None
     if header and header.strip() != ",".join(_COLUMNS).encode():
         raise CapszooError(f"{out} exists and is no table of predictions", "choose another --out")
