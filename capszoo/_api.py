@@ -192,9 +192,8 @@ def create_model(
         raise UnknownModel(f"{target}: no such folder")
     given = dict(num_classes=num_classes, in_chans=in_chans, img_size=img_size, routing_iters=routing_iters)
     kwargs.update({k: v for k, v in given.items() if v is not None})
-    kwargs = {
-        k: plain(v) for k, v in kwargs.items()
-    }  # here too: timm records the caller's, for `save_for_hf`
+    # here too: timm records the caller's, for `save_for_hf`
+    kwargs = {k: plain(v) for k, v in kwargs.items()}
     if source:
         return _create_described(source, target, pretrained, kwargs)
     model = timm.create_model(name, pretrained=pretrained, **kwargs)

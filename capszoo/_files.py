@@ -16,7 +16,15 @@ from .errors import CapszooError, UsageError
 #: Formats of pictures that are written; matplotlib's others need LaTeX (.pgf) or are no pictures (.raw).
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
 
-__all__ = ["PICTURE_SUFFIXES", "cache_folder", "check_writable", "names_onnx_file", "replacing", "write_csv"]
+__all__ = [
+    "PICTURE_SUFFIXES",
+    "cache_folder",
+    "check_writable",
+    "created_folder",
+    "names_onnx_file",
+    "replacing",
+    "write_csv",
+]
 
 
 def cache_folder() -> Path:
@@ -43,6 +51,19 @@ def names_onnx_file(path: Path) -> bool:
     if path.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
         raise UsageError(f"{path} is no .onnx file", "give a name such as model.onnx, or a folder")
     return path.suffix == ".onnx"
+
+
+@contextmanager
+def created_folder(folder: Path) -> Iterator[None]:
+    """Create a folder and its parents; at the end, those of them that are empty are removed again."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]  # the innermost first
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with suppress(OSError):  # not empty
+            for one in made:
+                one.rmdir()
 
 
 @contextmanager

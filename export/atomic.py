@@ -9,9 +9,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from capszoo._files import created_folder
 from capszoo.errors import CapszooError
 
 __all__ = ["old_name", "remove_stale", "workplace"]
@@ -32,28 +33,27 @@ def workplace(target: Path, folder: bool) -> Iterator[Path]:
     Raises:
         CapszooError: nothing can be written there.
     """
-    made = [parent for parent in target.parents if not parent.exists()]  # the nearest first
     # random, because a process in another container may have the same number
     place = target.with_name(f".{_short(target)}.{_MARK}.{secrets.token_hex(8)}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(target)
-        if folder:
-            place.mkdir()
-        else:
-            place.touch(exist_ok=False)
-    except OSError as e:
-        raise CapszooError(f"{target}: cannot be written ({e.strerror})", "choose another place") from None
-    handle = os.open(place, os.O_RDONLY)
-    try:
-        _lock(handle)
-        yield place
-    finally:
-        os.close(handle)
-        _remove(place)
-        with suppress(OSError):  # not empty
-            for parent in made:
-                parent.rmdir()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(created_folder(target.parent))
+            remove_stale(target)
+            if folder:
+                place.mkdir()
+            else:
+                place.touch(exist_ok=False)
+        except OSError as e:
+            raise CapszooError(
+                f"{target}: cannot be written ({e.strerror})", "choose another place"
+            ) from None
+        handle = os.open(place, os.O_RDONLY)
+        try:
+            _lock(handle)
+            yield place
+        finally:
+            os.close(handle)
+            _remove(place)
 
 
 def _short(target: Path) -> str:

@@ -87,10 +87,12 @@ def compile_program(
         device: ``cpu`` or ``cuda``; None selects CUDA if available.
 
     Raises:
-        CapszooError: the program cannot be read.
+        CapszooError: the program cannot be read, or there is no such device.
         ExportError: no C++ compiler, or the compiler failed.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CapszooError("there is no CUDA device here", "compile for cpu, or on another machine")
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ExportError(f"AOTInductor needs a C++ compiler, and there is no {compiler}", "install g++")
@@ -191,10 +193,6 @@ def main(arguments: list[str] | None = None) -> int:
             raise CapszooError(f"there is no file {program}")
         if out.is_dir():
             raise CapszooError(f"{out} is a folder", "give the name of a .pt2 file")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise CapszooError(
-                "there is no CUDA device here", "leave --device cuda out, or compile it on another machine"
-            )
         with workplace(out.with_suffix(".pt2"), folder=True) as work:
             made = compile_program(program, work / "model.pt2", device)
             said = _against_reference(made, program, device)

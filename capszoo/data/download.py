@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tarfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._files import created_folder
 from .errors import DataError
 
 __all__ = ["RemoteFile", "fetch", "remote_files"]
@@ -103,19 +103,14 @@ def fetch(name: str, split: str, folder: str | Path) -> Path:
     files = remote_files(name, split)
     if not files:
         raise DataError(f"{name} cannot be fetched")
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            _fetch_file(file, target)
-            for member in file.members:
-                _extract(target / file.name, member, target)
+        with created_folder(target):
+            for file in files:
+                _fetch_file(file, target)
+                for member in file.members:
+                    _extract(target / file.name, member, target)
     except OSError as error:
         raise DataError(f"cannot write to {target}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):  # not empty
-            for folder in made:
-                folder.rmdir()
     return target
 
 

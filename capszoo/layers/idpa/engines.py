@@ -65,9 +65,9 @@ class Iterated(Engine):
             poses.append(new)
         # under autocast, engines that iterate in float32 return what the reference does
         poses = [pose.to(call.dtype) for pose in poses]
-        return Routed(
-            poses, [], couplings.to(call.dtype) if call.couplings and couplings is not None else None
-        )
+        if not call.couplings or couplings is None:
+            return Routed(poses, [], None)
+        return Routed(poses, [], couplings.to(call.dtype))
 
     def first(self, children: Tensor) -> Tensor:
         """Poses ``[n, j, e]`` after an iteration in which all parents are zero: no vote is formed."""
@@ -174,8 +174,7 @@ class Native(Iterated):
         _, sums, _, couplings = routing_pass(
             *given, self.weight, mean, None, toward, height, 0.0, layer.num_children, False, need_couplings
         )
-        poses = layer._normalise(sums.to(self.child_type))
-        return poses, couplings.to(self.child_type) if need_couplings else None
+        return layer._normalise(sums.to(self.child_type)), couplings if need_couplings else None
 
 
 class Chunked(Iterated):
