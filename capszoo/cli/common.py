@@ -267,12 +267,10 @@ def picture(
                 f"--out {out}: cannot write this kind of file", f"use one of {', '.join(PICTURE_SUFFIXES)}"
             )
     path = out or Path(f"{name}.{format or 'png'}")
-    table = path.with_suffix(".csv")
-    drawn = (path.with_suffix(suffix).exists() for suffix in PICTURE_SUFFIXES)  # the table is of this command
-    if numbers and table.exists() and not any(drawn):
-        raise CapszooError(
-            f"{table} exists, and the picture's numbers would replace it", "choose another --out"
-        )
+    if numbers:
+        from ..explain.plotting import numbers_file
+
+        numbers_file(path)
     check_writable(path)
     return Picture(path, dpi, style)
 

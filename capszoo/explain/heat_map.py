@@ -21,7 +21,7 @@ from ..inference import label_names
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind
-from .plotting import for_display, image_style, new_figure, save, show, write_numbers
+from .plotting import for_display, image_style, new_figure, numbers_file, save, show, write_numbers
 
 __all__ = ["Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]
 
@@ -215,9 +215,12 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
         about: a note stored in the file.
 
     Raises:
-        CapszooError: matplotlib is not installed, or the file cannot be written.
+        CapszooError: matplotlib is not installed, the file cannot be written, or its numbers would replace a table
+            that is not theirs.
         UsageError: a suffix that is no image format.
     """
+    if about is None:
+        numbers_file(path)  # refused before a picture of that name exists
     count = 3 if explanation.reconstruction is None else 4
     figure = new_figure(2.6 * count + (0 if explanation.is_even else 0.7), 3.1)
     axes = figure.subplots(1, count)

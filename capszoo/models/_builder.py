@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -178,25 +177,6 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-_DEFAULT_DTYPE = threading.RLock()
-
-
-@contextlib.contextmanager
-def _placement(device: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """Create parameters on ``device`` and in ``dtype`` (timm's factory arguments, for every model at once)."""
-    with torch.device(device) if device is not None else contextlib.nullcontext():
-        if dtype is None:
-            yield
-            return
-        with _DEFAULT_DTYPE:  # the default is the process's: two threads would restore each other's
-            previous = torch.get_default_dtype()
-            try:
-                torch.set_default_dtype(dtype)
-                yield
-            finally:
-                torch.set_default_dtype(previous)
-
-
 def trusted_tag(architecture: str, tag: str | None, sha256: str | None) -> str | None:
     """The tag stated by a third-party configuration; None if the zoo has other weights under that name."""
     info = bundled_tags().get(f"{architecture}.{tag}")
@@ -343,8 +323,10 @@ def build_capsule_model(
     def make(*, device: Any = None, dtype: torch.dtype | None = None, **args: Any) -> ModelT:
         # timm adds defaults that a model may not accept
         args = {k: v for k, v in args.items() if k in own_args}
-        with _placement(device, dtype):
-            return model_cls(**args)
+        with torch.device(device) if device is not None else contextlib.nullcontext():
+            net = model_cls(**args)
+        # not PyTorch's default type, which other threads share
+        return net if dtype is None else net.to(dtype)
 
     if kwargs.get("features_only"):
         _check_extractor(kwargs.get("feature_cls"), kwargs.get("out_indices"))

@@ -217,6 +217,10 @@ def test_figure_errors(model: ToyCaps, picture: Image.Image, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(CapszooError, match="cannot be written"):
         save_figure(explanation, tmp_path / "file" / "heat.png")
+    (tmp_path / "mine.csv").write_text("mine")
+    with pytest.raises(CapszooError, match="mine.csv exists, and the picture's numbers would replace it"):
+        explanation.save(tmp_path / "mine.png")
+    assert (tmp_path / "mine.csv").read_text() == "mine" and not (tmp_path / "mine.png").exists()
 
 
 def test_missing_matplotlib_says_what_to_install(

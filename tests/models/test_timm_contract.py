@@ -230,6 +230,17 @@ def test_change_of_dtype_after_a_forward_pass(name: str) -> None:
 
 
 @each_family()
+def test_dtype_is_that_of_the_model_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dtype=` does not change PyTorch's default type, which other threads use."""
+    monkeypatch.setattr(torch, "set_default_dtype", None)
+    model = _meta(name, dtype=torch.bfloat16)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.bfloat16}
+    x = torch.randn(1, *model.default_cfg["input_size"], device="meta", dtype=torch.bfloat16)
+    assert model(x).dtype == torch.bfloat16
+
+
+@each_family()
 def test_copies_and_pickles(name: str) -> None:
     model = small(name).eval()
     x = images(model, 1)
