@@ -188,6 +188,7 @@ def _note_session(run: Run, state: TrainState) -> None:
         "hardware": hardware(run.device),
         "precision": run.recipe.precision,
         "compile": run.recipe.compile,
+        "channels_last": run.recipe.channels_last,
         "versions": versions(),
         "data": run.data.fingerprints,
         "engines": training_engines(run, state.net, state.batches.target),

@@ -88,7 +88,7 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
 
 #: Keys of a recipe that suit the processor and may differ between the sessions of a run: the updates stay the same up
 #: to rounding. `sessions.json` states them.
-MACHINE_KEYS = frozenset({"compile", "precision"})
+MACHINE_KEYS = frozenset({"channels_last", "compile", "precision"})
 
 #: Keys of a recipe that change no update: they may differ between a run's sessions, and between runs of one recipe.
 NEUTRAL_KEYS = frozenset({"description", "checkpoint_every", "routing_images"})

@@ -26,13 +26,13 @@ class TrainStep(nn.Module):
 
     def __init__(self, net: Any, recipe: Recipe, feedback: FeedbackAgreement | None = None) -> None:
         super().__init__()
-        mode = recipe.compile if isinstance(recipe.compile, str) else None
-        self.net: Any = torch.compile(net, mode=mode) if recipe.compile else net
+        how = _compile_options(recipe, net)
+        self.net: Any = torch.compile(net, **how) if recipe.compile else net
         self.reconstruct: Any = getattr(net, "reconstruct", None)
         self.forward_poses: Any = getattr(net, "forward_poses", None)
         if recipe.compile and recipe.loss.reconstruction:
             # a compiled net compiles only its `forward`
-            self.forward_poses = torch.compile(self.forward_poses, mode=mode)
+            self.forward_poses = torch.compile(self.forward_poses, **how)
         self.feedback = feedback
         self.criterion: Any = create_loss(recipe.loss.name, **recipe.loss.options)
         self.reconstruction = recipe.loss.reconstruction
@@ -90,6 +90,17 @@ class TrainStep(nn.Module):
         rebuilt = self.reconstruct(poses, labels.clamp(min=0)).float()
         rebuilt = torch.where((labels >= 0)[:, None, None, None], rebuilt, 0.0)  # -1: black pixels
         return reconstruction_loss(rebuilt, pixels.float() / 255, self.reconstruction)
+
+
+def _compile_options(recipe: Recipe, net: nn.Module) -> dict[str, Any]:
+    """Arguments of torch.compile for a recipe's network."""
+    if isinstance(recipe.compile, str):
+        return {"mode": recipe.compile}
+    on_cpu = all(parameter.device.type == "cpu" for parameter in net.parameters())
+    if on_cpu and not recipe.channels_last:
+        # Inductor would run convolutions channels-last nevertheless, and convert between the two layouts
+        return {"options": {"layout_optimization": False}}
+    return {}
 
 
 def seed_update(seed: int, step: int, rank: int) -> None:

@@ -235,16 +235,23 @@ def test_a_compiled_net_resumes_bit_for_bit(
 
 
 def test_compile_modes(tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str | None] = []
+    calls: list[dict[str, Any]] = []
 
-    def compile_(net: Any, mode: str | None) -> Any:
-        modes.append(mode)
+    def compile_(net: Any, **how: Any) -> Any:
+        calls.append(how)
         return net
 
     monkeypatch.setattr(torch, "compile", compile_)
-    for mode in (True, "reduce-overhead"):  # a run may change it
-        train(recipe(compile=mode), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
-    assert modes == [None, "reduce-overhead"]
+    wanted: list[dict[str, Any]] = [
+        {"compile": True},
+        {"compile": "reduce-overhead"},
+        {"compile": True, "channels_last": False},
+    ]
+    for changes in wanted:  # a run may change them
+        train(recipe(**changes), out=tmp_path / "run", data=tiny_mnist, stop_after=1, cpu=True)
+    assert calls == [{}, {"mode": "reduce-overhead"}, {"options": {"layout_optimization": False}}]
+    sessions = json.loads((tmp_path / "run" / "sessions.json").read_text())
+    assert [session["channels_last"] for session in sessions] == [True, True, False]
     with pytest.raises(RecipeError, match="compile"):
         train(recipe(), ["compile=max-autotune"], out=tmp_path / "other", data=tiny_mnist)
 
