@@ -38,6 +38,7 @@ from .routing import (
     grouped_pointwise,
     groups_together,
     merge_groups,
+    multiplied_pointwise,
     squash_groups,
 )
 
@@ -55,5 +56,6 @@ __all__ = [
     "grouped_pointwise",
     "groups_together",
     "merge_groups",
+    "multiplied_pointwise",
     "squash_groups",
 ]

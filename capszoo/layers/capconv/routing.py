@@ -66,14 +66,16 @@ def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups:
     return y.unflatten(2, (x.shape[2], x.shape[3]))
 
 
-def multiplied_pointwise(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
+def multiplied_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups: int) -> Tensor:
     """:func:`grouped_pointwise` as products and sums, which torch.compile fuses with the steps before and after.
 
     Computed in float32, or the wider type of the arguments; the result has the type of a matrix product with ``x``.
     """
     matrices = upcast_half(weight).unflatten(0, (groups, -1)).flatten(2).unsqueeze(3)  # [g, e, d, 1]
     children = upcast_half(x).unflatten(1, (groups, 1, -1)).flatten(4)  # [b, g, 1, d, h*w]
-    y = (matrices * children).sum(3).flatten(1, 2) + bias[:, None]
+    y = (matrices * children).sum(3).flatten(1, 2)  # [b, g*e, h*w]
+    if bias is not None:
+        y = y + bias[:, None]
     return y.to(working_type(x)).unflatten(2, (x.shape[2], x.shape[3]))
 
 
