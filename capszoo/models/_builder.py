@@ -267,6 +267,21 @@ def _own_args(model_cls: type[nn.Module], variant: str, given: Mapping[str, Any]
     return own_args
 
 
+def _created(
+    model_cls: type[ModelT],
+    own_args: list[str],
+    *,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    **args: Any,
+) -> ModelT:
+    """The network on ``device`` and in ``dtype``, without the defaults of timm's that it does not accept."""
+    with torch.device(device) if device is not None else contextlib.nullcontext():
+        net = model_cls(**{name: value for name, value in args.items() if name in own_args})
+    # not PyTorch's default type, which other threads share
+    return net if dtype is None else net.to(dtype)
+
+
 def build_capsule_model(
     model_cls: type[ModelT],
     variant: str,
@@ -320,19 +335,11 @@ def build_capsule_model(
         args = {name: value for name, value in args.items() if name in own_args}
         check_demand(partial(model_cls, **args), cfg.state_dict or {}, str(weights_id or variant))
 
-    def make(*, device: Any = None, dtype: torch.dtype | None = None, **args: Any) -> ModelT:
-        # timm adds defaults that a model may not accept
-        args = {k: v for k, v in args.items() if k in own_args}
-        with torch.device(device) if device is not None else contextlib.nullcontext():
-            net = model_cls(**args)
-        # not PyTorch's default type, which other threads share
-        return net if dtype is None else net.to(dtype)
-
     if kwargs.get("features_only"):
         _check_extractor(kwargs.get("feature_cls"), kwargs.get("out_indices"))
         kwargs.setdefault("out_indices", None)
     model = build_model_with_cfg(
-        make,  # type: ignore[arg-type]
+        partial(_created, model_cls, own_args),  # type: ignore[arg-type]
         variant,
         pretrained,
         # without first_conv: older timm would adapt it as well, and only from three channels
