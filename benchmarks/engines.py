@@ -7,6 +7,10 @@ compares two values of a threshold instead: the present one with the one that it
 
     python benchmarks/engines.py capsnet_dynamic --tuning strided_conv_min_kernel=99 --batch 128 --train --autocast
 
+``--contiguous`` compares the layouts of the images and weights: contiguous with channels-last.
+
+    python benchmarks/engines.py encapnet_v1:mode=master --contiguous --batch 128 --train --autocast --compile
+
 A ratio below 1 is a speed-up. The interval is that of the median (sign test, 95%). ``--memory`` adds the peak
 memory above start-up of a training step, each in a separate process.
 """
@@ -26,6 +30,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 import torch  # noqa: E402
 
 from benchmarks.models import Form, _peak_mib, forward_of, timed, train_step_of  # noqa: E402
+from capszoo._memory import keep_freed_memory  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
 from capszoo.layers.engine import Call, Engine, RoutingLayer  # noqa: E402
 from capszoo.layers.engine_choice import record_engines, use_engines  # noqa: E402
@@ -81,6 +86,8 @@ def median_interval(ratios: list[float]) -> tuple[float, float, float]:
 
 def without_it(args: argparse.Namespace) -> AbstractContextManager[None]:
     """The context of "without": another threshold, another engine, or none of this name."""
+    if args.contiguous:
+        return nullcontext()
     if args.tuning:
         return tuned(**args.tuning)
     return use_engines(args.without) if args.without else refused(args.engine)
@@ -94,9 +101,12 @@ def threshold(text: str) -> dict[str, int]:
     return {name: int(value)}
 
 
-def runner(spec: str, batch: int, train: bool, args: argparse.Namespace) -> Callable[[], object]:
+def runner(
+    spec: str, batch: int, train: bool, args: argparse.Namespace, with_it: bool = True
+) -> Callable[[], object]:
     """A forward pass or training step, under bfloat16 autocast if requested."""
-    form = Form(torch.device(args.device), args.channels_last or args.autocast)
+    channels_last = not with_it if args.contiguous else args.channels_last or args.autocast
+    form = Form(torch.device(args.device), channels_last, args.compile)
     step = (train_step_of if train else forward_of)(spec, batch, form)
 
     def run() -> None:
@@ -108,10 +118,11 @@ def runner(spec: str, batch: int, train: bool, args: argparse.Namespace) -> Call
 
 def measure(spec: str, batch: int, train: bool, args: argparse.Namespace) -> str:
     run, device = runner(spec, batch, train, args), torch.device(args.device)
+    same = runner(spec, batch, train, args, False) if args.contiguous else run
 
     def without() -> None:
         with without_it(args):
-            run()
+            same()
 
     with record_engines() as choices:
         run()
@@ -141,15 +152,17 @@ def peak_mib(spec: str, batch: int, args: argparse.Namespace, with_engine: bool)
     command += (
         ["--tuning", *(f"{name}={value}" for name, value in args.tuning.items())] if args.tuning else []
     )
-    command += ["--autocast"] if args.autocast else ["--channels-last"] if args.channels_last else []
+    flags = ("contiguous", "autocast", "channels_last", "compile")
+    command += [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def print_peak(spec: str, batch: int, args: argparse.Namespace) -> None:
     before = _peak_mib()
-    step = runner(spec, batch, True, args)
+    with_it = args.peak == "with"
+    step = runner(spec, batch, True, args, with_it)
     for _ in range(2):
-        with nullcontext() if args.peak == "with" else without_it(args):
+        with nullcontext() if with_it else without_it(args):
             step()
     print(round(_peak_mib() - before))
 
@@ -162,6 +175,7 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--engine", default="")
     which.add_argument("--tuning", type=threshold, metavar="NAME=VALUE")
+    which.add_argument("--contiguous", action="store_true", help="against channels-last")
     parser.add_argument("--without", default="", help="engine that is forced in its place")
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--train", action="store_true", help="training steps too")
@@ -171,15 +185,18 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--autocast", action="store_true", help="bfloat16, channels-last")
+    parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--peak", choices=("with", "without"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory and torch.device(args.device).type != "cpu":
         parser.error("--memory measures the memory of the CPU: leave it out, or --device")
-    if args.tuning and args.without:
-        parser.error("--without names another engine than --engine: leave it out with --tuning")
+    if args.without and not args.engine:
+        parser.error("--without names another engine than --engine: leave it out")
     if args.peak:
         print_peak(args.models[0], args.batch[0], args)
         return
+    if torch.device(args.device).type == "cpu":
+        keep_freed_memory()  # as `capszoo train` does
     print(
         "| model | batch | | layers with it | ms with it | with / without |\n|---|---:|---|---:|---:|---:|",
         flush=True,

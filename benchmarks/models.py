@@ -184,7 +184,12 @@ class Form:
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         model = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
         x = torch.rand(batch, *size, device=self.device).contiguous(memory_format=layout)
-        return (torch.compile(model) if self.compiled else model), x  # type: ignore[return-value]
+        if not self.compiled:
+            return model, x
+        # as `capszoo train` compiles: Inductor would run convolutions channels-last nevertheless
+        contiguous = not self.channels_last and self.device.type == "cpu"
+        options = {"layout_optimization": False} if contiguous else None
+        return torch.compile(model, options=options), x  # type: ignore[return-value]
 
 
 def forward_of(spec: str, batch: int, form: Form) -> Callable[[], object]:

@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.support import load_script
 
@@ -289,3 +291,33 @@ def test_two_values_of_a_threshold_are_compared(
     with pytest.raises(SystemExit):
         script.main()
     assert "expected NAME=NUMBER, NAME one of native_min_votes," in capsys.readouterr().err
+
+
+def test_two_layouts_are_compared(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load_script(root / "benchmarks" / "engines.py")
+    options = ["--batch", "2", "--train", "--autocast", "--compile", "--iters", "1", "--memory"]
+    compiled: list[Any] = []
+
+    def compile_(model: nn.Module, options: Any) -> nn.Module:
+        layouts = {p.is_contiguous() for p in model.parameters() if p.dim() == 4 and min(p.shape[1:]) > 1}
+        compiled.append((layouts, options))
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(script.subprocess, "run", lambda command, **_: compiled.append(command) or Printed())
+    monkeypatch.setattr(sys, "argv", ["x", "resnet20_routingpool:depth=8", "--contiguous", *options])
+    script.main()
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert ["| forward |" in rows[0], "| training step |" in rows[1], "| 7 / 7 |" in rows[2]] == [True] * 3
+    assert compiled[:4] == [({True}, {"layout_optimization": False}), ({False}, None)] * 2
+    for command, which in zip(compiled[4:], ("with", "without"), strict=True):
+        assert command[command.index("--peak") + 1] == which
+        assert {"--contiguous", "--autocast", "--compile"} < set(command)
+
+
+class Printed:
+    """Of a process that ends with this line."""
+
+    stdout = "7\n"

@@ -76,8 +76,6 @@ class Tuning:
     capconv_block_elements: int = 1 << 19
     #: pose dimension of the children up to which one convolution costs less than a grouped and an ungrouped one
     capconv_one_convolution_max_child_dim: int = 4
-    #: pose dimension up to which a compiled 1x1 convolution multiplies and adds instead of calling a matrix product
-    capconv_fused_max_child_dim: int = 4
     #: elements of the maps of all images from which blocks pay without gradients too
     capconv_recompute_min_elements: int = 1 << 18
 

@@ -22,7 +22,6 @@ from capszoo.layers.capconv import (
     grouped_pointwise,
     groups_together,
     merge_groups,
-    multiplied_pointwise,
     squash_groups,
 )
 from capszoo.layers.engine_choice import record_engines, use_engines
@@ -263,45 +262,6 @@ def test_pointwise_is_a_grouped_convolution(groups, d, e) -> None:
         grouped_pointwise(x.to(memory_format=torch.channels_last), weight, None, groups),
         want - bias[:, None, None],
     )
-
-
-@pytest.mark.parametrize("groups, d, e", [(2, 2, 2), (4, 4, 3), (1, 1, 1)])
-def test_a_fused_pointwise_convolution_is_the_matrix_product(groups: int, d: int, e: int) -> None:
-    x = torch.randn(2, groups * d, 3, 5, dtype=torch.float64)
-    weight = torch.randn(groups * e, d, 1, 1, dtype=torch.float64)
-    bias = torch.randn(groups * e, dtype=torch.float64)
-    given = [t.requires_grad_() for t in (x, weight, bias)]
-    found, want = multiplied_pointwise(*given, groups), grouped_pointwise(*given, groups)
-    torch.testing.assert_close(found, want)
-    up = torch.randn_like(want)
-    torch.testing.assert_close(torch.autograd.grad(found, given, up), torch.autograd.grad(want, given, up))
-    halves = [t.detach().float() for t in given]
-    with torch.autocast("cpu", torch.bfloat16):
-        for image in (halves[0], halves[0].bfloat16()):
-            narrow = multiplied_pointwise(image, *halves[1:], groups)
-            assert narrow.dtype == grouped_pointwise(image, *halves[1:], groups).dtype == torch.bfloat16
-            torch.testing.assert_close(narrow.double(), want.detach(), rtol=0.03, atol=0.05)
-
-
-@pytest.mark.parametrize("d, fused", [(2, True), (4, True), (8, False)])
-def test_torch_compile_fuses_the_products_of_small_capsules(d: int, fused: bool) -> None:
-    layer = CapGroupConv2d(4 * d, 4 * d, 1, 1, 4)
-    x = torch.randn(2, 4 * d, 3, 3)
-    products: list[bool] = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> object:
-        products.append(any("matmul" in str(node.target) for node in graph.graph.nodes))
-        return graph.forward
-
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
-    assert products == [not fused]
-    exported = torch.export.export(layer, (x,)).graph.nodes
-    assert any("matmul" in str(node.target) for node in exported)  # as before, for other runtimes
-    torch._dynamo.reset()
-    with use_engines("reference"):
-        torch.compile(layer, backend=backend)(x)
-    assert products[1:] == [True]
 
 
 @pytest.mark.parametrize(

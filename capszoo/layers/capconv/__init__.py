@@ -38,7 +38,6 @@ from .routing import (
     grouped_pointwise,
     groups_together,
     merge_groups,
-    multiplied_pointwise,
     squash_groups,
 )
 
@@ -56,6 +55,5 @@ __all__ = [
     "grouped_pointwise",
     "groups_together",
     "merge_groups",
-    "multiplied_pointwise",
     "squash_groups",
 ]

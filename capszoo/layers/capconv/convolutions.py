@@ -7,10 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._tracing import is_tracing
-from ..engine_choice import STATE
-from ..tuning import TUNING
-from .routing import grouped_pointwise, groups_together, merge_groups, multiplied_pointwise
+from .routing import grouped_pointwise, groups_together, merge_groups
 
 __all__ = ["CapGroupConv2d", "CoefficientConv2d", "XavierConv2d"]
 
@@ -59,11 +56,7 @@ class CoefficientConv2d(XavierConv2d):
 
 
 class CapGroupConv2d(XavierConv2d):
-    """A biased convolution grouped by capsule channel; 1x1 of stride 1 runs as a matrix product.
-
-    torch.compile fuses that of small capsules with its neighbours on a CPU: a product of 2x2 matrices costs more than
-    its arithmetic.
-    """
+    """A biased convolution grouped by capsule channel; 1x1 of stride 1 runs as a matrix product."""
 
     def __init__(self, in_chans: int, out_chans: int, kernel_size: int, stride: int, groups: int) -> None:
         super().__init__(in_chans, out_chans, kernel_size, stride, kernel_size // 2, groups=groups)
@@ -71,18 +64,5 @@ class CapGroupConv2d(XavierConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pointwise:
-            if not torch.jit.is_scripting():
-                if self._is_fused(x):
-                    return multiplied_pointwise(x, self.weight, self.bias, self.groups)
             return grouped_pointwise(x, self.weight, self.bias, self.groups)
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
-    @torch.jit.unused
-    def _is_fused(self, x: Tensor) -> bool:
-        return (
-            torch.compiler.is_compiling()
-            and not is_tracing(x)
-            and "reference" not in STATE.names
-            and x.device.type == "cpu"
-            and self.weight.shape[1] <= TUNING.capconv_fused_max_child_dim
-        )

@@ -9,7 +9,6 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from .._precision import upcast_half, working_type
 from ..squash import squash
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "grouped_pointwise",
     "groups_together",
     "merge_groups",
-    "multiplied_pointwise",
     "squash_groups",
 ]
 
@@ -64,19 +62,6 @@ def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups:
     if bias is not None:
         y = y + bias.to(y.dtype)[:, None]  # under autocast y is in half precision, and stays so
     return y.unflatten(2, (x.shape[2], x.shape[3]))
-
-
-def multiplied_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups: int) -> Tensor:
-    """:func:`grouped_pointwise` as products and sums, which torch.compile fuses with the steps before and after.
-
-    Computed in float32, or the wider type of the arguments; the result has the type of a matrix product with ``x``.
-    """
-    matrices = upcast_half(weight).unflatten(0, (groups, -1)).flatten(2).unsqueeze(3)  # [g, e, d, 1]
-    children = upcast_half(x).unflatten(1, (groups, 1, -1)).flatten(4)  # [b, g, 1, d, h*w]
-    y = (matrices * children).sum(3).flatten(1, 2)  # [b, g*e, h*w]
-    if bias is not None:
-        y = y + bias[:, None]
-    return y.to(working_type(x)).unflatten(2, (x.shape[2], x.shape[3]))
 
 
 def capconv_combine(master: Tensor, aide: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
