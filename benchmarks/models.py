@@ -188,7 +188,7 @@ class Form:
             return model, x
         # as `capszoo train` compiles: Inductor would run convolutions channels-last nevertheless
         contiguous = not self.channels_last and self.device.type == "cpu"
-        options = {"layout_optimization": False} if contiguous else None
+        options: Any = {"layout_optimization": False} if contiguous else None
         return torch.compile(model, options=options), x  # type: ignore[return-value]
 
 
