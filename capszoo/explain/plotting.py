@@ -199,9 +199,9 @@ def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[
         rows: values of the rows; None is left empty.
 
     Raises:
-        CapszooError: the file cannot be written.
+        CapszooError: the file cannot be written, or is another table.
     """
-    return write_csv(picture.with_suffix(".csv"), header, rows)
+    return write_csv(numbers_file(picture), header, rows)
 
 
 def save_columns(

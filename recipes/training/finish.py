@@ -141,9 +141,8 @@ def _machines(out: Path) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     for session in read_sessions(out):
         part = {key: session.get(key) for key in keys} | {"torch": session.get("versions", {}).get("torch")}
-        part["channels_last"] = session.get(
-            "channels_last", True
-        )  # sessions of earlier versions do not state it
+        # sessions of earlier versions do not state it
+        part["channels_last"] = session.get("channels_last", True)
         if parts and part["from_update"] == parts[-1]["from_update"]:
             parts.pop()  # the session before made no update
         if parts and part | {"from_update": None} == parts[-1] | {"from_update": None}:
