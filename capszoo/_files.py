@@ -22,6 +22,7 @@ __all__ = [
     "check_writable",
     "created_folder",
     "names_onnx_file",
+    "numbers_file",
     "replacing",
     "write_csv",
 ]
@@ -108,6 +109,23 @@ def _temporary(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def numbers_file(picture: str | Path) -> Path:
+    """The ``.csv`` file for the data of a picture, beside it.
+
+    Raises:
+        CapszooError: it exists without a picture of that name, and so is another table.
+    """
+    picture = Path(picture)
+    table = picture.with_suffix(".csv")
+    drawn = (picture.with_suffix(suffix).exists() for suffix in PICTURE_SUFFIXES)
+    if table.exists() and not any(drawn):
+        raise CapszooError(
+            f"{table} exists, and the picture's numbers would replace it",
+            "choose another name for the picture",
+        )
+    return table
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:

@@ -114,6 +114,7 @@ def test_the_old_spelling_of_explain_works_with_a_note(trained: Path, pictures: 
         assert found.exit_code == 0, found.output
         assert "note: `capszoo explain heatmap` is the new spelling" in found.stderr and out.is_file()
         out.unlink()
+        out.with_suffix(".csv").unlink()
     assert "unknown picture 'heatt'" in fails(2, "explain", trained, pictures / "a.png", "--what", "heatt")
     assert "Missing argument 'IMAGE'" in fails(2, "explain", trained)
 

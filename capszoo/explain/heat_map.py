@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._files import numbers_file
 from .._modes import evaluating
 from ..errors import CapszooError, NoCapsules, UsageError
 from ..inference import label_names
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind
-from .plotting import for_display, image_style, new_figure, numbers_file, save, show, write_numbers
+from .plotting import for_display, image_style, new_figure, save, show, write_numbers
 
 __all__ = ["Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]
 

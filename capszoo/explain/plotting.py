@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-from .._files import PICTURE_SUFFIXES, replacing, write_csv
+from .._files import PICTURE_SUFFIXES, numbers_file, replacing, write_csv
 from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError, install_hint, require
 
@@ -23,7 +23,6 @@ __all__ = [
     "for_display",
     "image_style",
     "new_figure",
-    "numbers_file",
     "require_matplotlib",
     "save",
     "save_columns",
@@ -171,23 +170,6 @@ def _add_fonts(texts: Iterable[Any]) -> None:
 
 def _printed(text: str) -> set[int]:
     return {ord(character) for character in text if not character.isspace()}
-
-
-def numbers_file(picture: str | Path) -> Path:
-    """The ``.csv`` file for the data of a picture, beside it.
-
-    Raises:
-        CapszooError: it exists without a picture of that name, and so is another table.
-    """
-    picture = Path(picture)
-    table = picture.with_suffix(".csv")
-    drawn = (picture.with_suffix(suffix).exists() for suffix in PICTURE_SUFFIXES)
-    if table.exists() and not any(drawn):
-        raise CapszooError(
-            f"{table} exists, and the picture's numbers would replace it",
-            "choose another name for the picture",
-        )
-    return table
 
 
 def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
