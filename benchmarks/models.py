@@ -51,6 +51,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import capszoo  # noqa: E402
+from capszoo._devices import inductor_options  # noqa: E402
 from capszoo.layers.capconv import CapConv, CoefficientConv2d, MasterAide, SquashGroups  # noqa: E402
 from capszoo.layers.engine import Reference  # noqa: E402
 from capszoo.layers.engine_choice import use_engines  # noqa: E402
@@ -186,9 +187,7 @@ class Form:
         x = torch.rand(batch, *size, device=self.device).contiguous(memory_format=layout)
         if not self.compiled:
             return model, x
-        # as `capszoo train` compiles: Inductor would run convolutions channels-last nevertheless
-        contiguous = not self.channels_last and self.device.type == "cpu"
-        options: Any = {"layout_optimization": False} if contiguous else None
+        options: Any = inductor_options(self.device.type, channels_last=self.channels_last)
         return torch.compile(model, options=options), x  # type: ignore[return-value]
 
 

@@ -19,10 +19,10 @@ PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".
 __all__ = [
     "PICTURE_SUFFIXES",
     "cache_folder",
+    "check_numbers_file",
     "check_writable",
     "created_folder",
     "names_onnx_file",
-    "numbers_file",
     "replacing",
     "write_csv",
 ]
@@ -111,8 +111,8 @@ def _temporary(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def numbers_file(picture: str | Path) -> Path:
-    """The ``.csv`` file for the data of a picture, beside it.
+def check_numbers_file(picture: str | Path) -> None:
+    """Check that the ``.csv`` file beside a picture, for its data, is not another table.
 
     Raises:
         CapszooError: it exists without a picture of that name, and so is another table.
@@ -125,7 +125,6 @@ def numbers_file(picture: str | Path) -> Path:
             f"{table} exists, and the picture's numbers would replace it",
             "choose another name for the picture",
         )
-    return table
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:

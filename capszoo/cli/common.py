@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .._backgrounds import check_background
 from .._catalogue import architectures, checkpoints
 from .._devices import DEVICES, check_device
-from .._files import PICTURE_SUFFIXES, check_writable, numbers_file
+from .._files import PICTURE_SUFFIXES, check_numbers_file, check_writable
 from .._suggest import unknown_name
 from .._verbosity import is_quiet
 from ..errors import CapszooError, UsageError
@@ -268,7 +268,7 @@ def picture(
             )
     path = out or Path(f"{name}.{format or 'png'}")
     if numbers:
-        numbers_file(path)
+        check_numbers_file(path)
     check_writable(path)
     return Picture(path, dpi, style)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._files import numbers_file
+from .._files import check_numbers_file
 from .._modes import evaluating
 from ..errors import CapszooError, NoCapsules, UsageError
 from ..inference import label_names
@@ -221,7 +221,7 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
         UsageError: a suffix that is no image format.
     """
     if about is None:
-        numbers_file(path)  # refused before a picture of that name exists
+        check_numbers_file(path)  # refused before a picture of that name exists
     count = 3 if explanation.reconstruction is None else 4
     figure = new_figure(2.6 * count + (0 if explanation.is_even else 0.7), 3.1)
     axes = figure.subplots(1, count)

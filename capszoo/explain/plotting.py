@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-from .._files import PICTURE_SUFFIXES, numbers_file, replacing, write_csv
+from .._files import PICTURE_SUFFIXES, replacing, write_csv
 from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError, install_hint, require
 
@@ -181,9 +181,9 @@ def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[
         rows: values of the rows; None is left empty.
 
     Raises:
-        CapszooError: the file cannot be written, or is another table.
+        CapszooError: the file cannot be written.
     """
-    return write_csv(numbers_file(picture), header, rows)
+    return write_csv(picture.with_suffix(".csv"), header, rows)
 
 
 def save_columns(

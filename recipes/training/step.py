@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from capszoo._devices import inductor_options
 from capszoo.data import Batch
 from capszoo.losses import create_loss, reconstruction_loss
 from capszoo.models._feedback import FeedbackAgreement
@@ -96,11 +97,8 @@ def _compile_options(recipe: Recipe, net: nn.Module) -> dict[str, Any]:
     """Arguments of torch.compile for a recipe's network."""
     if isinstance(recipe.compile, str):
         return {"mode": recipe.compile}
-    on_cpu = all(parameter.device.type == "cpu" for parameter in net.parameters())
-    if on_cpu and not recipe.channels_last:
-        # Inductor would run convolutions channels-last nevertheless, and convert between the two layouts
-        return {"options": {"layout_optimization": False}}
-    return {}
+    device_type = next(net.parameters()).device.type
+    return {"options": inductor_options(device_type, channels_last=recipe.channels_last)}
 
 
 def seed_update(seed: int, step: int, rank: int) -> None:

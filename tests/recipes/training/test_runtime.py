@@ -249,7 +249,11 @@ def test_compile_modes(tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ]
     for changes in wanted:  # a run may change them
         train(recipe(**changes), out=tmp_path / "run", data=tiny_mnist, stop_after=1, cpu=True)
-    assert calls == [{}, {"mode": "reduce-overhead"}, {"options": {"layout_optimization": False}}]
+    assert calls == [
+        {"options": None},
+        {"mode": "reduce-overhead"},
+        {"options": {"layout_optimization": False}},
+    ]
     sessions = json.loads((tmp_path / "run" / "sessions.json").read_text())
     assert [session["channels_last"] for session in sessions] == [True, True, False]
     with pytest.raises(RecipeError, match="compile"):
