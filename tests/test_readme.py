@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -12,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 
 import capszoo
-from tests.support import packed
+from tests.support import load_script, packed
 
 
 def _documents(root: Path) -> list[Path]:
@@ -169,6 +171,48 @@ def test_commands_of_the_documents_parse(root: Path) -> None:
                 raise AssertionError(f"{path.name}: {line}: {error}") from error
             seen.add(command.name)
     assert {"list", "info", "predict", "heatmap", "export", "train", "finetune", "eval"} <= seen
+
+
+def _benchmark_commands(path: Path) -> Iterator[list[str]]:
+    """Words of the `python benchmarks/…` commands of a page or a docstring; not those with a part left open."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```|`([^`]+)`", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block, _ in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += [inline.replace("\n", " ") for _, inline in blocks]
+    if path.suffix == ".py":
+        lines = re.findall(r"^    (python benchmarks/.*)", text, flags=re.MULTILINE)
+    for line in lines:
+        for command in re.findall(r"(?<!\")python3? (benchmarks/\w+\.py.*)", line):
+            if not re.search(r"…|\bNAME\b", command):
+                yield [word for word in shlex.split(command, comments=True) if word != "&"]
+
+
+class _ParsedError(Exception):
+    """Raised in place of a benchmark's run."""
+
+
+def test_commands_of_the_benchmarks_parse(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, args: Any = None) -> None:
+        parse_args(parser, args)
+        raise _ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    seen = set()
+    scripts = sorted((root / "benchmarks").glob("*.py"))
+    for path in [*_documents(root), *sorted((root / "docs" / "dev").glob("*.md")), *scripts]:
+        for words in _benchmark_commands(path):
+            monkeypatch.setattr("sys.argv", words)
+            try:
+                load_script(root / words[0]).main()
+            except _ParsedError:
+                seen.add(words[0])
+            except SystemExit:
+                raise AssertionError(f"{path.name}: {' '.join(words)}") from None
+    assert {f"benchmarks/{script.name}" for script in scripts} - seen == {
+        "benchmarks/gpu_report.py"
+    }  # a module
 
 
 def test_make_targets_of_the_documents_exist(root: Path) -> None:
