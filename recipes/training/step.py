@@ -97,7 +97,9 @@ def _compile_options(recipe: Recipe, net: nn.Module) -> dict[str, Any]:
     """Arguments of torch.compile for a recipe's network."""
     if isinstance(recipe.compile, str):
         return {"mode": recipe.compile}
-    device_type = next(net.parameters()).device.type
+    device_type = next(
+        (weight.device.type for weight in net.parameters()), "cpu"
+    )  # a net may have no weights
     return {"options": inductor_options(device_type, channels_last=recipe.channels_last)}
 
 
