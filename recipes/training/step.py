@@ -27,7 +27,7 @@ class TrainStep(nn.Module):
 
     def __init__(self, net: Any, recipe: Recipe, feedback: FeedbackAgreement | None = None) -> None:
         super().__init__()
-        how = _compile_options(recipe, net)
+        how = _compile_options(recipe, net) if recipe.compile else {}
         self.net: Any = torch.compile(net, **how) if recipe.compile else net
         self.reconstruct: Any = getattr(net, "reconstruct", None)
         self.forward_poses: Any = getattr(net, "forward_poses", None)
@@ -97,9 +97,7 @@ def _compile_options(recipe: Recipe, net: nn.Module) -> dict[str, Any]:
     """Arguments of torch.compile for a recipe's network."""
     if isinstance(recipe.compile, str):
         return {"mode": recipe.compile}
-    device_type = next(
-        (weight.device.type for weight in net.parameters()), "cpu"
-    )  # a net may have no weights
+    device_type = next(net.parameters()).device.type
     return {"options": inductor_options(device_type, channels_last=recipe.channels_last)}
 
 
