@@ -328,6 +328,12 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
     return weights
 
 
+def images_sha256(metadata: Mapping[str, Any]) -> dict[str, str] | None:
+    """The sha256 of the images of each split that a run used; None: not recorded."""
+    found: dict[str, str] | None = metadata.get("dataset", {}).get("sha256")
+    return found
+
+
 def run_metrics(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The accuracies of a run's own file, also in the metadata of its copy in half precision (:func:`store_half`)."""
     return dict(metadata.get("run_metrics") or metadata["metrics"])
@@ -438,7 +444,7 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
                 f"{where} was trained with {key}={was}, {name} with {wanted}: "
                 "these are not runs of the same recipe"
             )
-        images, ours = (one.get("dataset", {}).get("sha256") for one in (known, metadata))
+        images, ours = map(images_sha256, (known, metadata))
         if images and ours and images != ours:
             raise WeightsError(f"{where} was trained on other images than {name}")
         if int(known["seed"]) in taken:

@@ -133,6 +133,12 @@ if __name__ == "__main__":
 """
 
 
+def _code(page: str) -> tuple[list[str], str]:
+    """The code blocks of a page, with continued lines joined, and the page without them."""
+    fence = re.compile(r"^ *```\w*\n(.*?)^ *```", flags=re.MULTILINE | re.DOTALL)
+    return [block.replace("\\\n", " ") for block in fence.findall(page)], fence.sub("", page)
+
+
 def _written_commands(path: Path) -> Iterator[str]:
     """Complete `capszoo` commands of a page or a notebook; in prose those that begin with an argument."""
     text = path.read_text(encoding="utf-8")
@@ -141,9 +147,9 @@ def _written_commands(path: Path) -> Iterator[str]:
         text = "".join(
             f"```\n{source}\n```\n" if kind == "code" else f"{source}\n" for kind, source in sources
         )
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        yield from re.findall(r"^[!$]? ?(capszoo .*)", block.replace("\\\n", " "), flags=re.MULTILINE)
+    blocks, prose = _code(text)
+    for block in blocks:
+        yield from re.findall(r"^ *[!$]? ?(capszoo .*)", block, flags=re.MULTILINE)
     for words in (line.split() for line in re.findall(r"`(capszoo [a-z][^`]*)`", prose)):
         groups = ("explain", "data", "recipes", "state")
         arguments = words[3 if words[1] in groups else 2 :]
@@ -180,9 +186,9 @@ def _benchmark_commands(path: Path) -> Iterator[list[str]]:
     if path.suffix == ".py":
         lines = re.findall(r"^    (python benchmarks/.*)", text, flags=re.MULTILINE)
     else:
-        blocks = re.findall(r"^ *```\w*\n(.*?)^ *```|`([^`]+)`", text, flags=re.MULTILINE | re.DOTALL)
-        lines = [line for block, _ in blocks for line in block.replace("\\\n", " ").splitlines()]
-        lines += [inline.replace("\n", " ") for _, inline in blocks]
+        blocks, prose = _code(text)
+        lines = [line for block in blocks for line in block.splitlines()]
+        lines += [inline.replace("\n", " ") for inline in re.findall(r"`([^`]+)`", prose)]
     for line in lines:
         for command in re.findall(r"(?<!\")python3? (benchmarks/\w+\.py.*)", line):
             if not re.search(r"…|\bNAME\b", command):

@@ -296,10 +296,10 @@ def _measure_agreement(
 ) -> dict[str, Any]:
     """Accuracy and agreement on the same images."""
     from ..recipes.evaluation.agreement import agreement
-    from ..recipes.evaluation.target import names_data_set, prepare
+    from ..recipes.evaluation.target import data_set_of, prepare
 
     first = prepare(names[0], dataset, data=data, limit=limit, seed=seed, device=device)
-    if dataset is None and not names_data_set(data):
+    if dataset is None and data_set_of(data) is None:
         dataset = first.images.spec.name
     second = prepare(names[1], dataset, data=data, limit=limit, seed=seed, device=device)
     with progress_bar("comparing", first.n) as advance:

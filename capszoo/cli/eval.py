@@ -173,7 +173,7 @@ def eval_command(
     from ..recipes.evaluation.metrics import reproduced
     from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
-    from ..recipes.evaluation.target import names_data_set, prepare
+    from ..recipes.evaluation.target import data_set_of, prepare
 
     _check_options(eps, robustness, routing, crops, out)
     counts = () if routing_iters is None else parse_iterations(routing_iters)
@@ -193,7 +193,7 @@ def eval_command(
         counts=counts,
         radii=None if eps is None else parse_radii(eps),
         steps=steps,
-        data=data if data and Path(data).is_dir() and not names_data_set(data) else None,
+        data=data if data and Path(data).is_dir() and data_set_of(data) is None else None,
         limit=limit,
         seed=seed,
         progress=progress_bar,

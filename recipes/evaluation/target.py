@@ -42,7 +42,7 @@ from .crops import Crops, default_side
 
 _logger = logging.getLogger("capszoo.evaluation")
 
-__all__ = ["EvalTarget", "create_for", "drawn", "names_data_set", "prepare", "score_threshold"]
+__all__ = ["EvalTarget", "create_for", "data_set_of", "drawn", "prepare", "score_threshold"]
 
 
 def score_threshold(loss: str) -> float:
@@ -223,18 +223,21 @@ def _named_by(
     data: str | Path | None, dataset: str | ImageSet | StreamedSet | None
 ) -> tuple[str | ImageSet | StreamedSet | None, str | Path | None]:
     """The data set and its folder, where ``data`` of `prepare` may be a data set itself."""
-    if data is not None and dataset is None and holds_classes(Path(data)):
-        data = f"imagefolder:{data}"
-    if data is None or not str(data).startswith(tuple(PREFIXES)):
-        return dataset, data
-    if dataset is not None:
+    named = data_set_of(data)
+    if named is not None and dataset is None:
+        return named, None
+    if named is not None and named == str(data):
         raise UsageError(f"--data {data} names a data set already", "leave --dataset out")
-    return str(data), None
+    return dataset, data
 
 
-def names_data_set(data: str | Path | None) -> bool:
-    """True if ``data`` of `prepare` is a data set itself (`parquet:PATH`, image folders), not a folder of data sets."""
-    return data is not None and (str(data).startswith(tuple(PREFIXES)) or holds_classes(Path(data)))
+def data_set_of(data: str | Path | None) -> str | None:
+    """The data set that ``data`` of `prepare` is itself (`parquet:PATH`, image folders); None if it holds data sets."""
+    if data is None:
+        return None
+    if str(data).startswith(tuple(PREFIXES)):
+        return str(data)
+    return f"imagefolder:{data}" if holds_classes(Path(data)) else None
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:

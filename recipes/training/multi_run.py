@@ -26,7 +26,7 @@ from capszoo._verbosity import is_quiet
 from capszoo.data.folders.common import usable_cores
 
 from ..config import Recipe, RecipeError, load_recipe
-from ..weights import amend_metadata, finished_metadata, finished_run, seeds_summary
+from ..weights import amend_metadata, finished_metadata, finished_run, images_sha256, seeds_summary
 from .checkpoints import write_atomically
 from .distributed import Stopped, StopRequest, TrainingError
 from .history import trained_images
@@ -311,8 +311,8 @@ def train_seeds(
     if missing:
         raise TrainingError(f"{missing[0]} holds no finished run: the same command resumes it")
     found = {seed: info for seed, info in runs.items() if info is not None}
-    images = {seed: info.get("dataset", {}).get("sha256") for seed, info in found.items()}
-    other = next((seed for seed in images if images[seed] != images[seeds[0]]), None)
+    images = images_sha256(found[seeds[0]])
+    other = next((seed for seed in found if images_sha256(found[seed]) != images), None)
     if other is not None:
         raise TrainingError(
             f"{folders[other]} was trained on other images than {folders[seeds[0]]}, so they have no mean: "
@@ -324,7 +324,7 @@ def train_seeds(
         if info is None:
             continue
         seed = int(number)
-        if info.get("dataset", {}).get("sha256") != images[seeds[0]]:
+        if images_sha256(info) != images:
             continue  # trained on others
         with suppress(TrainingError):  # other settings: no run of this recipe
             wanted = load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile)
