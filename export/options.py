@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, TypeVar
@@ -52,6 +53,9 @@ RUNTIMES = ("cpu", "gpu")
 
 #: Formats in a bundle.
 FORMATS = ("onnx", "tensorrt", "aoti")
+
+#: Share of the images that measure int8 which may be calibration images, too: data sets have duplicates.
+MAX_SHARED = 0.01
 
 #: First ONNX opset that torch.onnx writes.
 MIN_OPSET = 18
@@ -145,7 +149,7 @@ class ExportOptions:
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("gate", self.gate, GATES)
-        _one_of("runtime", self.runtime or RUNTIMES[0], RUNTIMES)
+        _one_of("runtime", RUNTIMES[0] if self.runtime is None else self.runtime, RUNTIMES)
         if isinstance(self.outputs, str):
             raise UsageError(f"outputs are a sequence, not {self.outputs!r}", f"give ({self.outputs!r},)")
         _each_of("output", self.outputs, OUTPUTS)
@@ -162,6 +166,8 @@ class ExportOptions:
             raise UsageError(
                 f"invalid batch {self.batch}", "give smallest, usual and largest, such as 1,8,32"
             )
+        if self.precision == "int8" and "scores" not in self.outputs:
+            raise UsageError("int8 is measured by its scores", "add scores to the outputs")
         if self.tolerance is not None and not 0 < self.tolerance <= 1:  # NaN too
             raise UsageError(
                 f"invalid tolerance {self.tolerance}", "give a share of the largest output, 0 to 1"
@@ -187,15 +193,20 @@ class ExportOptions:
                 f"int8 needs at least {MIN_CALIBRATION} real images to calibrate it, there are {have or 'none'}",
                 "--calibrate names a folder of them, or a data set",
             )
-        elif self.images is None and self.check:
+        ranges, real = self.ranges, self.real_images
+        if self.precision != "int8" or not self.check:
+            return
+        if real is None or len(real) < MIN_CALIBRATION:
             raise UsageError(
-                "int8 needs real images that measure what it costs",
+                f"int8 needs at least {MIN_CALIBRATION} real images that measure what it costs, there are "
+                f"{len(real) if real else 'none'}",
                 "--verify-data names a folder, or a data set",
             )
-        ranges, real = self.ranges, self.real_images
-        if ranges and real and torch.equal(ranges.images, real.images):
+        known = set(_hashes(ranges.images)) if ranges else set()
+        shared = sum(one in known for one in _hashes(real.images))
+        if shared > MAX_SHARED * len(real):
             raise UsageError(
-                "the calibration images are the images that measure what int8 costs",
+                f"{shared} of the {len(real)} images that measure what int8 costs are calibration images",
                 "give others for one of them",
             )
 
@@ -320,6 +331,10 @@ def _each_of(what: str, given: Sequence[str], known: Sequence[str]) -> None:
     """Refuse an unknown word, and an empty sequence."""
     for word in given or ("",):
         _one_of(what, word, known)
+
+
+def _hashes(images: torch.Tensor) -> Iterator[bytes]:
+    return (hashlib.sha256(image.contiguous().numpy()).digest() for image in images.cpu())
 
 
 def _real(images: torch.Tensor | RealImages | None) -> RealImages | None:

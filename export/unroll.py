@@ -179,7 +179,7 @@ class Served(nn.Module):
         self.input_dtype = torch.uint8 if mean else torch.float32
         if mean:
             # (x / 255 - mean) / std as one product and one difference; the constants are computed in float64
-            like = next(model.parameters())
+            like = next(model.parameters(), torch.empty(0))
             m, s = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
             self.register_buffer("scale", (1 / (255 * s)).float().to(like.device), persistent=False)
             self.register_buffer("shift", (m / s).float().to(like.device), persistent=False)

@@ -6,6 +6,7 @@ is no incomplete bundle under that name, and an older one is unchanged.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -100,7 +101,7 @@ def export_bundle(
             if file.is_file()
         }
         _write_json(work / "manifest.json", manifest)
-        _put_in_place(work, target)
+        _put_in_place(work, _checked_target(Path(out)))  # again: the export took its time
     return manifest
 
 
@@ -193,9 +194,11 @@ def _put_in_place(work: Path, target: Path) -> None:
         os.replace(target, old)
     try:
         os.replace(work, target)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             os.replace(old, target)
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has just put its own there
+            raise UsageError(f"{target} was written meanwhile", "run the command again") from None
         raise
     shutil.rmtree(old, ignore_errors=True)
 

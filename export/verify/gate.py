@@ -219,8 +219,9 @@ class Gate:
 def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
     """Batches to test: 1, 2, an odd one and the largest if the profile contains them; quick: two of them."""
     smallest, _, largest = batch
-    wanted = (smallest, 1, 2, 5, largest) if full else (smallest, min(3, largest))
-    return sorted({count for count in wanted if smallest <= count <= largest})
+    wanted = (smallest, 1, 2, 5, largest) if full else (smallest, max(3, smallest + 1), largest)
+    found = sorted({count for count in wanted if smallest <= count <= largest})
+    return found if full else found[:2]
 
 
 def _check_finite(prepared: PreparedModel, found: compare.Difference) -> None:
@@ -298,7 +299,8 @@ def _int8_accuracy(
     such labels do not fit the model, and no loss could be seen with them.
     """
     answers = _on_images(prepared, reference, candidate, real.images, into)
-    at = prepared.scores_at or 0
+    at = prepared.scores_at
+    assert at is not None, "the options refuse int8 without scores"
     guesses, classes = [side[at].argmax(1) for side in answers], answers[0][at].shape[1]
     turned = 100 * float((guesses[0] != guesses[1]).mean())
     changed = f"{turned:.2f}% of the predictions changed"

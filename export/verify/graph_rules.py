@@ -104,6 +104,9 @@ def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 3
 
     for value in [*proto.graph.input, *proto.graph.output]:
         shape = shape_of(value)
+        if not shape:
+            problems.append(f"{value.name} is a scalar, without a batch")
+            continue
         fixed = shape[0] == batch[1] if batch[0] == batch[2] else isinstance(shape[0], str)
         if not fixed and value in proto.graph.input:
             problems.append(f"the batch of {value.name} is {shape[0]}")
@@ -215,7 +218,7 @@ def _result_types(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def half_squares(proto: onnx.ModelProto) -> list[str]:
-    """Sums of squares in half precision that are written as products, such as ``(x * x).sum()``."""
+    """Sums and means of squares in half precision that are written as products, such as ``(x * x).sum()``."""
     import onnx
 
     half = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -231,7 +234,7 @@ def half_squares(proto: onnx.ModelProto) -> list[str]:
     return [
         f"{node.op_type} of squares"
         for node in proto.graph.node
-        if node.op_type == "ReduceSum" and node.input[0] in squares
+        if node.op_type in ("ReduceSum", "ReduceMean") and node.input[0] in squares
     ]
 
 

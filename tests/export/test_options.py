@@ -44,6 +44,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tolerance": float("nan")}, "invalid tolerance nan"),
     ({"gate": "none"}, "unknown gate 'none'.*full or quick"),
     ({"runtime": "tpu"}, "unknown runtime 'tpu'.*cpu or gpu"),
+    ({"runtime": ""}, "unknown runtime ''"),
+    ({"precision": "int8", "outputs": ("poses",)}, "int8 is measured by its scores: add scores"),
     ({"precision": "int4"}, "unknown precision 'int4'"),
     ({"outputs": ("scores", "scores")}, "name one twice"),
     ({"outputs": ()}, "unknown output ''"),
@@ -93,7 +95,15 @@ def test_int8_needs_its_images_before_anything_is_done() -> None:
         ({"precision": "fp16", "calibration": images}, "fp16 is not calibrated"),
         (
             {"precision": "int8", "calibration": images, "images": images.clone()},
-            "give others for one of them",
+            "16 of the 16 images .* are calibration images: give others for one of them",
+        ),
+        (
+            {"precision": "int8", "calibration": images, "images": torch.cat([images[:1], images + 1])},
+            "1 of the 17 images",
+        ),
+        (
+            {"precision": "int8", "calibration": images, "images": images[:3] + 1},
+            "at least 16 real images that measure what it costs, there are 3",
         ),
     ):
         with pytest.raises(UsageError, match=message):

@@ -187,14 +187,35 @@ def test_norms_in_half_precision_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_squares_in_half_precision_are_refused_as_a_product_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("reduce", "name"), [(torch.sum, "ReduceSum"), (torch.mean, "ReduceMean")])
+def test_squares_in_half_precision_are_refused_as_a_product_too(
+    reduce: Callable[..., Tensor], name: str, tmp_path: Path
+) -> None:
     class Narrow(ToyCaps):
         def forward(self, x: Tensor) -> Tensor:
             poses, _ = self.class_caps(self._children(x))
-            return (poses * poses).sum(-1).float().sqrt()
+            return reduce(poses * poses, -1).float().sqrt()
 
-    with pytest.raises(ExportError, match="ReduceSum of squares in float16: compute it in float32"):
+    with pytest.raises(ExportError, match=f"{name} of squares in float16: compute it in float32"):
         export(Narrow(), tmp_path / "bad.onnx", precision="fp16", gate="quick")
+
+
+def test_a_scalar_output_is_refused(tmp_path: Path) -> None:
+    class Scalar(ToyCaps):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum()
+
+    with pytest.raises(ExportError, match="is a scalar, without a batch"):
+        export(Scalar(), tmp_path / "bad.onnx", gate="quick")
+
+
+def test_uint8_input_of_a_model_without_parameters() -> None:
+    class Mean(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean((2, 3))
+
+    graph = unroll.Served(Mean(), mean=(0.5,), std=(0.25,))
+    assert graph(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).item() == pytest.approx(2.0)
 
 
 def test_the_top_1_is_that_of_the_scores_wherever_they_are(tmp_path: Path) -> None:
@@ -230,6 +251,7 @@ def test_a_quick_gate_tests_two_batches() -> None:
         3,
     ]
     assert _probe_batches((4, 4, 4), full=False) == [4]
+    assert _probe_batches((4, 8, 32), full=False) == [4, 5]
 
 
 def test_weights_beyond_the_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,7 +400,7 @@ def test_every_file_that_is_changed_swapped_or_missing_is_named(fixed: Path, tmp
     names = list(json.loads((folder / "manifest.json").read_text())["files"])
     assert {"model.onnx", "labels.txt", "README.md"} < set(names) and len(names) >= 8
     contents = {name: (folder / name).read_bytes() for name in names}
-    for number, name in enumerate(names):
+    for name in names:
         content = bytearray(contents[name])
         content[len(content) // 2] ^= 1
         other = contents[next(n for n in names if contents[n] != contents[name])]
@@ -410,7 +410,6 @@ def test_every_file_that_is_changed_swapped_or_missing_is_named(fixed: Path, tmp
         (folder / name).unlink()
         assert f"{name} is missing" in _wrong(folder)
         (folder / name).write_bytes(contents[name])
-        assert number < len(names)
     assert check_bundle(folder).passed
 
 
@@ -626,6 +625,35 @@ def test_nothing_is_left_of_a_failure(fixed: Path, tmp_path: Path, monkeypatch: 
         export_bundle(ToyCaps(1), folder, gate="quick")
     assert {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()} == before
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_files_that_come_while_it_works_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+
+    def progress(_: str) -> None:
+        (folder / "thesis.tex").write_text("x")
+
+    with pytest.raises(UsageError, match="holds files and is no bundle"):
+        export_bundle(ToyCaps(1), folder, gate="quick", progress=progress)
+    assert list(tmp_path.rglob("*")) == [folder, folder / "thesis.tex"]
+
+
+def test_a_bundle_that_another_process_has_just_written_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, replace = tmp_path / "new", os.replace
+
+    def just_before(source: Any, target: Any) -> None:
+        if target == folder:
+            folder.mkdir()
+            (folder / "manifest.json").write_text("theirs")
+        replace(source, target)
+
+    monkeypatch.setattr(write.os, "replace", just_before)
+    with pytest.raises(UsageError, match="new was written meanwhile: run the command again"):
+        export_bundle(ToyCaps(1), folder, gate="quick")
+    assert [f.name for f in tmp_path.rglob("*")] == ["new", "manifest.json"]
 
 
 def test_an_older_bundle_is_replaced_whole(fixed: Path, tmp_path: Path) -> None:
