@@ -36,7 +36,7 @@ from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, 
 from capszoo.reading import default_background
 from capszoo.scores import kind_for
 
-from .config import Recipe, list_recipes
+from .config import list_recipes
 from .evaluate import evaluate
 from .release.paper_results import continues
 from .training.checkpoints import write_atomically, write_safetensors
@@ -423,14 +423,7 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
         WeightsError: a run of another recipe, with other settings or images, with the seed of another one, or with
             accuracies on other splits.
     """
-    from .training.run_folder import MACHINE_KEYS, NEUTRAL_KEYS, first_difference
-
-    def settings(known: Mapping[str, Any]) -> dict[str, Any]:
-        # metadata of earlier versions lack newer keys
-        whole = Recipe.model_validate(known["recipe"]).model_dump(mode="json")
-        return {
-            key: value for key, value in whole.items() if key not in MACHINE_KEYS | NEUTRAL_KEYS | {"seed"}
-        }
+    from .training.run_folder import compared_settings, first_difference
 
     name = f"{metadata['architecture']}.{metadata['tag']}"
     measured, own = run_metrics(metadata), int(metadata["seed"])
@@ -438,7 +431,8 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
     runs.setdefault(own, {**metadata, "metrics": measured})
     taken = {own}
     for where, known in others.items():
-        key, was, wanted = first_difference(settings(known), settings(metadata))
+        settings = compared_settings(known["recipe"])
+        key, was, wanted = first_difference(settings, compared_settings(metadata["recipe"]))
         if key:
             raise WeightsError(
                 f"{where} was trained with {key}={was}, {name} with {wanted}: "

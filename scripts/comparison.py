@@ -31,6 +31,7 @@ import capszoo  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
 from capszoo.recipes.config import load_recipe  # noqa: E402
 from capszoo.recipes.release.paper_results import seeds_note  # noqa: E402
+from capszoo.recipes.training.run_folder import compared_settings  # noqa: E402
 from capszoo.summary import count_multiply_adds  # noqa: E402
 
 __all__ = ["HEADS", "Row", "collect", "commands", "page", "rows"]
@@ -74,10 +75,10 @@ test images. The last row is one of three heads with two capsule layers: a trial
 the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Training
 accuracy is that of the last epoch, on augmented images. A low one suggests underfitting within 20 epochs:
 longer training may raise its test accuracy. Seconds are wall-clock times on shared cores: do not compare heads by them.
-A run computes in bf16 (autocast) where the processor gains by it, else in float32: the last column states it.
+The profile computes in bf16 (autocast). Runs on processors without fast bf16 units had `--set precision=fp32`: the last
+column states it. The precision differs between heads, too, which may explain a small part of a difference.
 
-Accuracies are those of the runs' float32 weights. Bundled files of these runs are stored in float16 and differ by up to
-0.01 points."""
+Accuracies are those of the runs' own files: in float32, of `dynamic` in float16."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,7 @@ class Row:
 
 def recipe_settings(name: str, trial: bool = False) -> dict[str, Any]:
     """Settings that a run must have been trained with to count."""
-    tree = load_recipe(name, TRIAL if trial else (), PROFILE).model_dump(mode="json")
-    keys = (
-        "arch",
-        "tag",
-        "model_args",
-        "data",
-        "epochs",
-        "batch_size",
-        "optimizer",
-        "schedule",
-        "loss",
-        "clip_grad",
-    )
-    return {key: tree[key] for key in keys}
+    return compared_settings(load_recipe(name, TRIAL if trial else (), PROFILE).model_dump(mode="json"))
 
 
 def commands(seeds: tuple[int, ...] = SEEDS, kept: Path = KEPT) -> list[str]:
@@ -153,8 +141,8 @@ def collect(folder: Path, kept: Path = KEPT) -> list[str]:
             raw = json.loads(path.read_text(encoding="utf-8"))
         if "test" not in raw.get("metrics", {}):
             continue
-        wanted = recipe_settings(name, trial)
-        different = [key for key, value in wanted.items() if raw["recipe"].get(key) != value]
+        stated, wanted = compared_settings(raw["recipe"]), recipe_settings(name, trial)
+        different = [key for key, value in wanted.items() if stated[key] != value]
         if different:
             lines.append(f"left out: {path.parent}: {', '.join(different)} not as in --profile {PROFILE}")
             continue
@@ -304,6 +292,21 @@ def difference(row: Row, twin: Row) -> tuple[float, float]:
     return row.mean - twin.mean, (high - low) / 2
 
 
+def differ_by_holm(enough: list[Row], twin: Row) -> list[Row]:
+    """Heads whose difference to the twin remains significant at 5% with Holm's correction for their number."""
+    from scipy.stats import ttest_ind
+
+    p = {
+        row.head: float(ttest_ind(row.figures("test"), twin.figures("test"), equal_var=False).pvalue)
+        for row in enough
+    }
+    ascending = sorted(enough, key=lambda row: p[row.head])
+    first_kept = next(
+        (k for k, row in enumerate(ascending) if p[row.head] > 0.05 / (len(ascending) - k)), len(ascending)
+    )
+    return [row for row in enough if row in ascending[:first_kept]]
+
+
 def conclusion(found: list[Row]) -> str:
     """Each head of three seeds against average pooling: the difference with its 95% interval."""
     enough = {row.head: row for row in found if len(row.runs) >= len(SEEDS)}
@@ -326,13 +329,16 @@ def conclusion(found: list[Row]) -> str:
     ]
     if not parts["more"]:
         said.append("No head is shown to be more accurate: the comparison shows no gain from routing")
+    remain = ", ".join(f"`{row.head}`" for row in differ_by_holm(list(enough.values()), twin)) or "none"
+    holm = f"with Holm's correction for {len(enough)}, these differ at the level of 5%: {remain}"
     missing = [f"`{row.head}`" for row in found if row.head != "avg" and row.head not in enough]
     return (
         f"Against average pooling ({plus_minus(twin)}), in points. {'. '.join(said)}. ± is half the width "
-        "of the 95% confidence interval of the difference (Welch's t: every head has its own variance; no correction "
-        "for several comparisons). With three seeds it is wide for a head whose seeds differ much. It covers the "
-        "variation over seeds only: all runs share the 10,000 test images, whose sampling error is 0.3 points for one "
-        "accuracy." + (f" Seeds are missing for {', '.join(missing)}." if missing else "")
+        "of the 95% confidence interval of the difference (Welch's t: every head has its own variance). The intervals "
+        f"are not corrected for the number of comparisons; {holm}. With three seeds an interval is wide for a head "
+        "whose seeds differ much. It covers the variation over seeds only: all runs share the 10,000 test images, "
+        "whose sampling error is 0.3 points for one accuracy."
+        + (f" Seeds are missing for {', '.join(missing)}." if missing else "")
     )
 
 

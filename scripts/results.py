@@ -58,7 +58,7 @@ the standard error of the difference of the means.
 TIMES = """## Time to accuracy
 
 When each run reached 90, 95 and 99% of its final validation accuracy. An image counts each time it is used. ~ marks
-minutes that are estimated from the run's total time.
+minutes that are estimated from the run's total time. Runs that began with trained weights are left out.
 
 ![Time to accuracy](curves/time_to_accuracy.svg)
 """
@@ -192,7 +192,7 @@ def _target_line(item: QueueItem) -> str:
 
     info = bundled_tags().get(item.tag)
     test = info.metadata.metrics.get("test") if info else None
-    ours, reached, trained = "–", "no run yet", "–"
+    ours, reached, trained = "–", "no run yet", ""
     if info is not None and test is not None and test.top1 is not None:
         seeds, wanted = info.metadata.seeds.test, len(item.seeds)
         runs = max(1, len(seeds.values))
@@ -205,7 +205,7 @@ def _target_line(item: QueueItem) -> str:
         trained = f"{recipe['epochs']} epochs, " + (
             f"`{recipe['profile']}`" if recipe.get("profile") else "other settings"
         )
-    trained = "; ".join(part for part in (trained, item.tried) if part)
+    trained = "; ".join(part for part in (trained, item.tried) if part) or "–"
     row = (
         f"`{item.tag}`",
         f"{item.tier}",

@@ -363,6 +363,10 @@ def test_a_dry_run_prints_settings_and_time() -> None:
     assert found.exit_code == 0, found.output
     assert "epochs: 2\n" in found.stdout and "batch_size: 8\n" in found.stdout
     assert "80 images x 2 epochs = 20 updates: about" in found.stderr and "images/s on cpu" in found.stderr
+    assert "without torch.compile" not in found.stderr
+    staged = ("--set", "compile=true", "--set", "stages=[{size: 20, epochs: 1}]")
+    unlike = run("train", "capsnet_em_norb_small.mnist", *settings, *staged).stderr
+    assert "; timed without torch.compile and all epochs at the full image size; evaluation" in unlike
     unbuilt = run("train", "encapnet_v1.h_imagenet", "--cpu", "--dry-run")
     assert (
         unbuilt.exit_code == 0 and "note: no estimate: the number of classes of h_imagenet" in unbuilt.stderr

@@ -114,6 +114,9 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
         run(comparison, runs, name, 0, top1, trial=True)
     run(comparison, runs, "resnet20_conv.cifar10", 0, 99.0, epochs=3)  # another recipe: it does not count
     lines = comparison.collect(runs, kept)
+    run(comparison, runs, "resnet20_idpa.cifar10", 0, 99.0, ema_decay=0.9)
+    (left_out,) = [line for line in comparison.collect(runs, kept) if "idpa" in line]
+    assert "left out" in left_out and "ema_decay" in left_out
     assert sum(line.startswith("kept") for line in lines) == 11
     assert any("left out" in line and "epochs" in line for line in lines)
     page = comparison.page(kept)
@@ -133,6 +136,7 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
     assert "dynamic, 2 layers" in rows and "91.00 | 1" in rows["dynamic, 2 layers"]
     # two heads of three seeds, deviation 0.2 each, so Welch's degrees of freedom are 4: 2.776 * 0.2 * sqrt(2 / 3)
     assert "More accurate: em (+1.00 ± 0.45). ±" in page
+    assert "with Holm's correction for 1, these differ at the level of 5%: `em`." in page
     assert (
         "Seeds are missing for `routing_pool`, `conv`, `dynamic`, `idpa`, `self_routing`, `dynamic, 2 layers`"
         in page
@@ -168,6 +172,7 @@ def test_a_head_whose_seeds_differ_much_widens_its_own_interval_alone(
     page = comparison.page(kept)
     # routing_pool: 2.776 * 0.1 * sqrt(2 / 3); conv: degrees of freedom 2.01, so 4.27 * sqrt((3 + 0.01) / 3)
     assert "Less accurate: routing_pool (-0.40 ± 0.23). No difference shown: conv (-4.10 ± 4.28)." in page
+    assert "for 2, these differ at the level of 5%: `routing_pool`." in page  # p = 0.008 and 0.054
     assert "rises, to 5.1 in epoch 2 (seed 0), 5.1 in epoch 2 (seed 1), 5.1 in epoch 2 (seed 2)" in page
 
 

@@ -236,7 +236,12 @@ def _dry_run(
         if found.seconds is not None and found.updates is not None:
             took = f"{found.seconds:,.0f} s" if found.seconds < 600 else f"{found.seconds / 3600:,.1f} hours"
             line += f"; {found.images:,} images x {recipe.epochs} epochs = {found.updates:,} updates: about {took}"
-        stderr().print(escape(f"estimate: {line}; evaluation and augmentation come on top"), soft_wrap=True)
+        unlike = ["without torch.compile"] if recipe.compile else []
+        unlike += ["all epochs at the full image size"] if recipe.stages else []
+        how = f"; timed {' and '.join(unlike)}" if unlike else ""
+        stderr().print(
+            escape(f"estimate: {line}{how}; evaluation and augmentation come on top"), soft_wrap=True
+        )
 
 
 def _train_seeds(

@@ -233,7 +233,12 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         # the same checkpoint, trained further; an interrupted run had not been tested yet
         again = start and Path(start).name.startswith(info.name) and not went_on(info)
         looks = "at the end of both runs" if again else "once, at the end"
-        lines.append(f"- The test set was evaluated {looks}. Nothing was selected by it.")
+        lines.append(f"- The test set was evaluated {looks}. No epoch or setting was selected by it.")
+        if again:
+            lines[-1] += (
+                " The first run's accuracy on it was known when the second was started, and the better of the two is "
+                "here: this accuracy is slightly optimistic."
+            )
     validation = stated.metrics.get("validation")
     held_out = validation.n if validation else _carved(info)
     if validation and _own_validation(info):

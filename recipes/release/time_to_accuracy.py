@@ -15,6 +15,7 @@ from capszoo.explain.plotting import new_figure
 from capszoo.models._pretrained import WeightsInfo
 
 from ..training.checkpoints import write_atomically
+from .paper_results import began_with
 
 __all__ = ["SHARES", "Reached", "draw_time_to_accuracy", "time_table", "time_to_accuracy", "times_source"]
 
@@ -41,7 +42,12 @@ class Reached:
 
 
 def time_to_accuracy(info: WeightsInfo, shares: Sequence[float] = SHARES) -> list[Reached]:
-    """When the run of a checkpoint reached shares of its final validation accuracy; empty without a history."""
+    """When the run of a checkpoint reached shares of its final validation accuracy.
+
+    Empty without a history, and for a run that began with trained weights, whose own time is not recorded.
+    """
+    if began_with(info):
+        return []
     history: Mapping[str, Any] = info.raw.get("history") or {}
     accuracy = history.get("val_top1")
     recipe, seconds = info.raw.get("recipe"), info.raw.get("train_seconds")

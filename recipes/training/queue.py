@@ -137,6 +137,11 @@ def choose_items(items: Sequence[QueueItem], only: Sequence[str]) -> list[QueueI
     return [item for item in items if not only or item.tag in only]
 
 
+def _started(one: QueueState) -> bool:
+    """True if a run has a checkpoint, maybe of its first epoch."""
+    return one.epoch > 0 or any((one.out / "checkpoints").glob("step-*"))
+
+
 def queue_state(
     items: Sequence[QueueItem], out: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> list[QueueState]:
@@ -242,7 +247,8 @@ def _train_unfinished(
         )
     if not states:
         return True
-    states.sort(key=lambda one: one.epoch == 0)  # stable: started runs first, else the queue's order
+    # stable: started runs first, else the queue's order
+    states.sort(key=lambda one: not _started(one))
     jobs = [
         Job(
             one.item.tag,

@@ -38,6 +38,7 @@ __all__ = [
     "check_room",
     "check_run",
     "closing_lock",
+    "compared_settings",
     "first_difference",
     "note_session",
     "open_run",
@@ -201,6 +202,12 @@ def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
         clear_leftovers(out)
     except OSError as error:
         raise TrainingError(f"cannot write to {out}: {error.strerror or error}") from error
+
+
+def compared_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a recorded recipe that runs of one recipe share, whatever their seed and machine."""
+    whole = Recipe.model_validate(recipe).model_dump(mode="json")  # earlier versions lack newer keys
+    return {key: value for key, value in whole.items() if key not in MACHINE_KEYS | NEUTRAL_KEYS | {"seed"}}
 
 
 def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any]:

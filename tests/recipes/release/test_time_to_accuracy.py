@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from capszoo.models._pretrained import WeightsInfo
+from capszoo.recipes.config import load_recipe
 from capszoo.recipes.release.paper_results import seeds_note
 from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy, time_table, time_to_accuracy
 
@@ -29,6 +30,9 @@ def test_by_hand() -> None:
     timed = info(history={"epoch": [1, 2], "val_top1": [79.9, 80.0], "seconds": [90.0, 120.0]})
     assert [one.minutes for one in time_to_accuracy(timed)] == [1.5, 1.5, 1.5]
     assert time_to_accuracy(info(history={})) == []
+    recipe = load_recipe("idpa_cnn.cifar10", ["init.weights=RUN"]).model_dump(mode="json")
+    assert time_to_accuracy(info(recipe=recipe)) == [], "began with trained weights"
+    assert time_to_accuracy(info(recipe=recipe | {"init": None}))
 
 
 def test_table_and_picture(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from capszoo.cli.train import resolved_yaml
 from capszoo.errors import CapszooError
 from capszoo.models._pretrained import WeightsInfo
 from capszoo.recipes.config import RecipeError, load_recipe
@@ -132,6 +133,22 @@ def test_what_the_zoo_has_is_left_out_unless_it_is_named(
     assert len(said) == 2 and "idx.yaml, seed 0: left out: the zoo has it, 60.00%" in said[0]
     assert train(60.0, recipe) == train(60.1) == train(None) == ["0", "1", "2"]
     assert not capsys.readouterr().out
+
+
+def test_runs_stopped_in_their_first_epoch_come_first(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "idx")
+    item = {"tag": recipe, "seeds": [0, 1, 2]}
+    stopped = tmp_path / "runs" / "idpa_cnn.idx.seed1"
+    (stopped / "checkpoints" / "step-00000005").mkdir(parents=True)
+    (stopped / "recipe.yaml").write_text(resolved_yaml(load_recipe(recipe, ["seed=1"])))
+    order: list[str] = []
+    monkeypatch.setattr(
+        module, "run_jobs", lambda jobs, *_: order.extend(job.out.name[-1] for job in jobs) or True
+    )
+    assert train_queue(tmp_path / "runs", path=write_queue(tmp_path, [item]))
+    assert order == ["1", "0", "2"]
 
 
 def test_progress_counts_the_epochs_of_the_given_settings(tmp_path: Path, data: Path) -> None:
