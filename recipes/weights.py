@@ -224,8 +224,12 @@ def write_weights(
     tensors, storage = _as_stored(net.state_dict())
     write_safetensors(weights, tensors)
     history = history_of(read_records(folder / "metrics.jsonl"))
+    recipe = dict(details.get("recipe", {}))
+    start = (recipe.get("init") or {}).get("weights")
+    if start and _is_run_of_zoo(stem, Path(start)):
+        start = stem  # a folder's name says less
+        recipe["init"] = {**recipe["init"], "weights": stem}
     # a name alone is not enough: images of a user may be in a folder `cifar10`
-    start = (details.get("recipe", {}).get("init") or {}).get("weights")
     own_weights = start is None or start == stem or continues(stem, start)  # that name is the zoo's
     of_zoo = stem in list_recipes() and spec.name in DATASETS and own_weights
     metadata = {
@@ -244,11 +248,18 @@ def write_weights(
         "model_args": dict(model_args),
         **reading_keys(spec, str(details.get("recipe", {}).get("loss", {}).get("name", "cross_entropy"))),
         **details,
+        **({"recipe": recipe} if recipe else {}),
         **({"history": history} if history else {}),
     }
     write_atomically(folder / f"{stem}.json", _metadata_text(metadata))
     _write_golden(weights, golden_pixels.cpu(), spec.mean, spec.std)
     return weights
+
+
+def _is_run_of_zoo(stem: str, run: Path) -> bool:
+    """True for the folder of an earlier run of the same recipe of the zoo, whose weights have the zoo's licence."""
+    found = finished_metadata(run) or {}
+    return found.get("license") == ZOO_LICENSE and f"{found.get('architecture')}.{found.get('tag')}" == stem
 
 
 def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from .test_publish import HISTORY
 NAME = "resnet20_routingcaps.mnist"
 
 
-def run_of(folder: Path, net: nn.Module | None = None, tag: str = "mnist") -> Path:
+def run_of(folder: Path, net: nn.Module | None = None, tag: str = "mnist", start: str = "") -> Path:
     """A run's folder with a net of the zoo that was trained for nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text(
@@ -54,7 +54,11 @@ def run_of(folder: Path, net: nn.Module | None = None, tag: str = "mnist") -> Pa
         model_args=args,
         spec=spec,
         golden_pixels=torch.randint(0, 256, (4, *spec.input_size), dtype=torch.uint8),
-        details={"metrics": {"test": {"top1": 10.0, "errors": 9, "n": 10}}, "dataset": {"name": "mnist"}},
+        details={
+            "metrics": {"test": {"top1": 10.0, "errors": 9, "n": 10}},
+            "dataset": {"name": "mnist"},
+            **({"recipe": {"init": {"weights": start}}} if start else {}),
+        },
     )
     return folder
 
@@ -125,6 +129,20 @@ def test_large_weights_are_stored_in_half_precision(tmp_path: Path, monkeypatch:
         spec, "test", torch.randint(0, 256, (20, 1, 28, 28), dtype=torch.uint8), torch.arange(20) % 10
     )
     assert evaluate(tmp_path / "run" / f"{NAME}.safetensors", images)["n"] == 20
+
+
+def test_a_run_that_began_with_another_of_its_recipe_states_the_name(tmp_path: Path) -> None:
+    def stated(folder: Path) -> tuple[str, str]:
+        metadata = json.loads((folder / f"{NAME}.json").read_text())
+        return metadata["recipe"]["init"]["weights"], metadata["license"]
+
+    first = run_of(tmp_path / "first")
+    assert stated(run_of(tmp_path / "second", start=str(first))) == (NAME, module.ZOO_LICENSE)
+    other = str(run_of(tmp_path / "other", tag="mnist_uniform"))
+    assert stated(run_of(tmp_path / "third", start=other)) == (other, module.USER_LICENSE)
+    mine = json.loads((first / f"{NAME}.json").read_text()) | {"license": module.USER_LICENSE}
+    (first / f"{NAME}.json").write_text(json.dumps(mine))
+    assert stated(run_of(tmp_path / "fourth", start=str(first))) == (str(first), module.USER_LICENSE)
 
 
 def test_small_weights_stay_as_they_are(tmp_path: Path) -> None:
