@@ -212,7 +212,7 @@ def model_transform(
     if channels not in (1, 3):
         raise CapszooError(
             f"the model takes {channels} channels, which is no single image",
-            "call it from Python with a tensor, or create it with in_chans=1 or 3",
+            "call the module itself with a tensor [b, c, h, w], or create it with in_chans=1 or 3",
         )
     check_background(background)
     own: dict[str, Any] = cfg.get("capszoo") or {}

@@ -8,22 +8,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from capszoo._modes import evaluating
 from capszoo.data import DataError, ImageSet, StreamedSet
 from capszoo.errors import CapszooError, UsageError
 from capszoo.models._pretrained import WeightsError
 
 from .evaluation.metrics import assess, reproduced, stated_top1
-from .evaluation.target import prepare
+from .evaluation.target import in_float32, prepare
 
 __all__ = ["evaluate", "main"]
 
 
+@in_float32
 def evaluate(
     model: nn.Module | str | Path,
     dataset: str | ImageSet | StreamedSet | None = None,
@@ -36,7 +39,8 @@ def evaluate(
     """Top-1 accuracy, in float32 and eval mode; an image with several labels counts if exactly these are predicted.
 
     Args:
-        model: a module, a name with weights (`resnet20_routingcaps.mnist`), or the path of a weights file.
+        model: a name with weights (`resnet20_routingcaps.mnist`), the path of a weights file, or a module, which is
+            moved to the device; each of its parts keeps its mode.
         dataset: a name, or images in memory; None uses the data set that the weights were trained on.
         split: "test", "train" or another split of the data set.
         data: folder of the data set; None uses `CAPSZOO_DATA`.
@@ -50,8 +54,8 @@ def evaluate(
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
-    target = prepare(model, dataset, split, data, device=device)
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # float32, as stated, on a GPU too
+    with evaluating(model) if isinstance(model, nn.Module) else nullcontext():
+        target = prepare(model, dataset, split, data, device=device)
         result = assess(target, batch_size)
     return {
         "model": target.name,

@@ -131,6 +131,7 @@ def test_perturb_takes_dimensions_and_a_range(trained: Path, pictures: Path, tmp
         assert large.width == pytest.approx(2 * width, abs=4)
     assert "no dimension 99" in fails(2, "explain", "perturb", *common, "--dims", "99")
     assert "are no dimensions" in fails(2, "explain", "perturb", *common, "--dims", "a")
+    assert "--range inf is no finite number" in fails(2, "explain", "perturb", *common, "--range", "inf")
 
 
 # -- check, compare, benchmark ----------------------------------------------------------------------------------------

@@ -84,15 +84,18 @@ def curves_command(
 
 def _reports(files: list[str]) -> dict[str, dict[str, Any]]:
     """Map names to contents of ``eval.json`` files, or of the folders that contain them."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name in files:
         path = Path(name) / "eval.json" if Path(name).is_dir() else Path(name)
         try:
             report = json.loads(path.read_text(encoding="utf-8"))
             model = str(report["model"])
-            found[f"{model} ({path.parent})" if model in found else model] = report
         except (OSError, ValueError, KeyError, TypeError):
             raise CapszooError(
                 f"{path}: no report of capszoo eval --robustness --out", "name an eval.json"
             ) from None
+        shown = f"{model} ({path})" if model in found else model
+        if shown in found:
+            raise UsageError(f"{path} is given twice", "name each report once")
+        found[shown] = report
     return found

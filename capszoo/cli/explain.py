@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -150,6 +151,8 @@ def perturb_command(
     """Change one dimension of the class capsule at a time and decode it (models with a decoder)."""
     reading = {"background": background, "invert": invert, "fit": fit}
     numbers = _numbers(dims)
+    if not math.isfinite(span):
+        raise UsageError(f"--range {span} is no finite number", "give a number such as 0.25")
     file = picture(out, format, style, dpi, "perturb")
     _draw_image("perturb", model, image, target, device, file, reading, numbers, span)
 

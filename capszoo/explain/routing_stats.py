@@ -82,8 +82,8 @@ class RoutingStats:
 
     Attributes:
         layers: routing layers in order; empty without routing.
-        never_predicted: classes that were predicted for no image.
-        curve: None if the network has no votes.
+        never_predicted: classes that have the highest score for no image.
+        curve: None if the network has no votes, or no image has a class.
     """
 
     n: int
@@ -213,7 +213,7 @@ def routing_stats(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | Non
         n,
         tuple(layer.result() for layer in layers),
         tuple((predicted == 0).nonzero()[:, 0].tolist()),
-        None if curve is None else curve.result(),
+        None if curve is None or not bool(curve.number.sum()) else curve.result(),
     )
 
 

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from capszoo.errors import CapszooError
 
 from .metrics import all_right, predicted
-from .target import EvalTarget
+from .target import EvalTarget, in_float32
 
 __all__ = ["Agreement", "agreement"]
 
@@ -39,6 +40,15 @@ class Agreement:
         return asdict(self)
 
 
+def _order(first: EvalTarget, second: EvalTarget) -> Tensor | None:
+    """Index of each class of the first model among those of the second; None if the order is the same."""
+    one, two = first.images.spec.label_names, second.images.spec.label_names
+    if one == two or len(set(one)) < len(one) or sorted(one) != sorted(two):
+        return None
+    return torch.tensor([two.index(name) for name in one])
+
+
+@in_float32
 @torch.inference_mode()
 def agreement(
     first: EvalTarget,
@@ -62,14 +72,19 @@ def agreement(
             f"{first.n} and {second.n} images cannot be compared", "name one data set for both"
         )
     counts = torch.zeros(5, dtype=torch.long)  # same answer; right: both, only first, only second, neither
-    known = first.images.spec.labels_per_image
+    known, order = first.images.spec.labels_per_image, _order(first, second)
     for a, b in zip(first.batches(batch_size, progress), second.batches(batch_size), strict=True):
-        if not torch.equal(a.labels.cpu(), b.labels.cpu()):
+        labels = b.labels
+        if order is not None:
+            labels = order.argsort().to(labels.device)[labels] if labels.dim() == 1 else labels[:, order]
+        if not torch.equal(a.labels.cpu(), labels.cpu()):
             raise CapszooError("the images of the two models differ", "name one data set for both")
         scores = [target.net(batch.images).float() for target, batch in ((first, a), (second, b))]
+        if order is not None:
+            scores[1] = scores[1][:, order]
         right = [
-            all_right(s, batch.labels, known, target.threshold)
-            for s, batch, target in zip(scores, (a, b), (first, second), strict=True)
+            all_right(s, a.labels, known, target.threshold)
+            for s, target in zip(scores, (first, second), strict=True)
         ]
         given = [
             predicted(s, a.labels, known, target.threshold)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from .robustness import (
     default_eps,
     sweeps,
 )
-from .target import EvalTarget
+from .target import EvalTarget, in_float32
 
 __all__ = ["Report", "measure", "write"]
 
@@ -112,6 +112,7 @@ def _rounded(value: Any) -> Any:
     return value
 
 
+@in_float32
 def measure(
     target: EvalTarget,
     *,
@@ -167,7 +168,10 @@ def measure(
     if routing:
         with bar("routing") as advance:
             batches = ((b.images, b.labels) for b in target.batches(min(batch_size, 50), advance))
-            found["routing"] = routing_stats(target.net, batches)
+            stats = routing_stats(target.net, batches)
+            # with several labels an image has several answers
+            never = tuple(k for k, one in enumerate(result.per_class) if one.precision is None)
+            found["routing"] = replace(stats, never_predicted=never)
             few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
             found["iterations"] = iteration_changes(
                 target.net, (b.images for b in few.batches(min(batch_size, 50)))

@@ -221,13 +221,14 @@ def _draw_routing(
 
 def _draw_layers(axes: Any, stats: RoutingStats, layers: list[int]) -> None:
     for shift, label, values in (
-        (-0.2, "entropy (1: even)", [layer.entropy or 0.0 for layer in stats.layers]),
+        (-0.2, "entropy (1: even)", [layer.entropy for layer in stats.layers]),
         (0.2, "share of dead capsules", [layer.dead / layer.competing for layer in stats.layers]),
     ):
         places = [layer + shift for layer in layers]
-        axes.bar(places, values, width=0.36, label=label)
+        axes.bar(places, [value or 0.0 for value in values], width=0.36, label=label)
         for place, value in zip(places, values, strict=True):
-            axes.text(place, value + 0.01, f"{value:.2f}", ha="center", fontsize=8)
+            text = "none" if value is None else f"{value:.2f}"
+            axes.text(place, (value or 0.0) + 0.01, text, ha="center", fontsize=8)
     axes.set(
         ylim=(0, 1.35),
         yticks=[0, 0.25, 0.5, 0.75, 1],

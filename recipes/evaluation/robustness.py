@@ -276,7 +276,7 @@ def affnist(
     """
     spec = dataset_spec("affnist")
     name = target.recipe.data.name or target.images.spec.name
-    trained = name == "affnist"
+    trained = target.recipe.data.name == "affnist"  # a model without a recipe may be untrained
     reason = ""
     size = tuple(getattr(target.net, "img_size", ()))
     if name not in ("mnist", "affnist") or target.images.spec.multi_label:

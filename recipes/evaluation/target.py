@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,21 @@ from .crops import Crops, default_side
 
 _logger = logging.getLogger("capszoo.evaluation")
 
-__all__ = ["EvalTarget", "create_for", "data_set_of", "drawn", "prepare", "score_threshold"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+__all__ = ["EvalTarget", "create_for", "data_set_of", "drawn", "in_float32", "prepare", "score_threshold"]
+
+
+def in_float32(function: Callable[P, R]) -> Callable[P, R]:
+    """A function during which convolutions on a GPU are computed in float32, as results state, not in TF32."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def score_threshold(loss: str) -> float:

@@ -11,6 +11,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from capszoo import create_model
 from capszoo.data import Augment, Batches, ImageSet, dataset_spec
 from capszoo.data.sources import compose
 from capszoo.errors import UsageError
@@ -18,7 +19,8 @@ from capszoo.losses import margin_loss
 from capszoo.recipes.config import AugmentConfig, Recipe, RecipeError, load_recipe
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation.metrics import all_right, count_correct
-from capszoo.recipes.evaluation.target import score_threshold
+from capszoo.recipes.evaluation.report import measure
+from capszoo.recipes.evaluation.target import prepare, score_threshold
 from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training.run_folder import check_run
 from capszoo.recipes.training.step import TrainStep
@@ -67,6 +69,23 @@ def test_accuracy_on_a_set_of_several_labels() -> None:
     assert right == n == len(test) > 30
     right, _ = count_correct(Oracle(wrong=1), Batches(test, 16), threshold=0.0).tolist()
     assert right == n - 3, "one of each of three batches"
+
+
+def test_a_module_keeps_its_modes_and_is_measured_in_float32() -> None:
+    net = create_model("resnet20_routingcaps", depth=8)
+    net.train()
+    frozen = next(module for module in net.modules() if isinstance(module, nn.BatchNorm2d))
+    frozen.eval()
+    allowed: list[bool] = []
+    net.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cudnn.allow_tf32))
+    images = ImageSet(
+        dataset_spec("mnist"), "test", torch.zeros(4, 1, 28, 28, dtype=torch.uint8), torch.arange(4)
+    )
+    assert evaluate(net, images, device="cpu")["n"] == 4
+    assert net.training and not frozen.training and allowed and not any(allowed)
+    allowed.clear()
+    measure(prepare(net, images, device="cpu"))
+    assert allowed and not any(allowed)
 
 
 def test_augment_keys_are_those_of_the_data_package() -> None:

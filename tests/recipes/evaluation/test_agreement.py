@@ -12,10 +12,12 @@ from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.agreement import agreement
 
 
-def target(answers: list[list[float]], labels: torch.Tensor, known: int | None = 1) -> Any:
+def target(
+    answers: list[list[float]], labels: torch.Tensor, known: int | None = 1, names: tuple[str, ...] = ()
+) -> Any:
     """A model that gives these scores, on images with these labels."""
     batch = SimpleNamespace(images=torch.tensor(answers), labels=labels)
-    spec = SimpleNamespace(labels_per_image=known)
+    spec = SimpleNamespace(labels_per_image=known, label_names=names)
     return SimpleNamespace(
         n=len(labels),
         images=SimpleNamespace(spec=spec),
@@ -38,6 +40,17 @@ def test_counts_by_hand() -> None:
         0,
         1,
     )
+
+
+def test_models_with_another_order_of_the_classes() -> None:
+    first = target(torch.eye(3)[[0, 1, 1]].tolist(), torch.tensor([0, 1, 2]), names=("a", "b", "c"))
+    second = target(torch.eye(3)[[1, 2, 2]].tolist(), torch.tensor([1, 2, 0]), names=("c", "a", "b"))
+    found = agreement(first, second)
+    assert (found.same, found.both_right, found.both_wrong) == (3, 2, 1)
+    several = torch.tensor([[1, 1, 0]])
+    first = target([[0.9, 0.8, 0.1]], several, None, names=("a", "b", "c"))
+    second = target([[0.1, 0.9, 0.2]], several[:, [2, 0, 1]], None, names=("c", "a", "b"))
+    assert agreement(first, second).only_first == 1
 
 
 def test_several_labels_by_hand() -> None:

@@ -11,6 +11,7 @@ from capszoo.data import ImageSet, dataset_spec
 from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.iterations import accuracy_by_iterations
 from capszoo.recipes.evaluation.metrics import predicted
+from capszoo.recipes.evaluation.report import measure
 from capszoo.recipes.evaluation.target import EvalTarget, prepare
 from capszoo.summary import routing_iterations
 
@@ -32,6 +33,18 @@ def _noise(name: str) -> ImageSet:
 def _target(name: str) -> EvalTarget:
     data = "multimnist" if name.endswith("multimnist") else "mnist"
     return prepare(name, _noise(data), device="cpu")
+
+
+def test_classes_that_are_never_predicted_are_those_of_the_whole_answer() -> None:
+    """Each image has two answers: the second of them counts, too."""
+    target = _target("resnet20_routingcaps.multimnist")
+    target = target.on(target.images.fixed().subset(torch.arange(3)))
+    (batch,) = target.batches(3)
+    with torch.no_grad():
+        answers = target.net(batch.images).topk(2).indices.flatten().tolist()
+    report = measure(target, routing=True)
+    assert report.routing is not None
+    assert report.routing.never_predicted == tuple(k for k in range(10) if k not in answers)
 
 
 @pytest.mark.parametrize("name", ["idpa_cnn.mnist", "resnet20_routingcaps.multimnist"])

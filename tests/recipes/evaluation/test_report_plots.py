@@ -98,10 +98,14 @@ def test_the_command_takes_reports(tmp_path: Path) -> None:
     again = tmp_path / "again"
     again.mkdir()
     (again / "eval.json").write_text(json.dumps(_report("a", 70.0)))
-    succeeds(*line, tmp_path / "a", again)
-    assert {row[0] for row in _rows(tmp_path / "both.csv")[1:]} == {"a", f"a ({again})"}, (
-        "no report replaces another"
-    )
+    files = [again / "eval.json", again / "third.json"]
+    files[1].write_text(json.dumps(_report("a", 60.0)))
+    succeeds(*line, tmp_path / "a", *files)
+    assert {row[0] for row in _rows(tmp_path / "both.csv")[1:]} == {
+        "a",
+        *(f"a ({file})" for file in files),
+    }, "no report replaces another"
+    assert "third.json is given twice" in fails(2, *line, tmp_path / "a", files[1], files[1])
     assert "--log has no effect with --what robustness" in fails(2, *line, tmp_path / "a", "--log")
 
 

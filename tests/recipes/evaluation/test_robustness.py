@@ -102,6 +102,19 @@ def test_the_attack_finds_what_is_there() -> None:
     assert pgd(forward, images, 1 - labels, 0.05, 3)[1].tolist() == [False, False], "wrong from the start"
 
 
+def test_the_attack_starts_at_random() -> None:
+    def forward(x: Tensor) -> Tensor:  # right for every image, with a gradient of zero
+        return torch.stack([x.flatten(1).sum(1) * 0 + 1, x.flatten(1).sum(1) * 0], dim=1)
+
+    images, labels = torch.full((2, 1, 3, 3), 0.5), torch.tensor([0, 0])
+    starts = [
+        pgd(forward, images, labels, 0.1, 1, torch.Generator().manual_seed(seed))[0] for seed in (0, 0, 1)
+    ]
+    assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
+    assert 0.05 < float((starts[0] - images).abs().max()) <= 0.1 + 1e-6
+    assert len(starts[0].unique()) == images.numel()
+
+
 def test_attacks_lower_the_accuracy(target: EvalTarget) -> None:
     at_zero, small, large = attack(target, (0.0, 0.05, 0.15), steps=4, batch_size=20)
     assert at_zero.accuracy == assess(target).accuracy
