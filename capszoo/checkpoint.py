@@ -227,8 +227,13 @@ def _folder_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _hub_metadata(repo_id: str) -> dict[str, Any]:
-    """Metadata of a repository whose model has been loaded; only ``model_args`` if it has or provides none."""
-    from huggingface_hub import hf_hub_download
+    """Metadata of a repository whose model has been loaded; only ``model_args`` if it has no such file.
+
+    Raises:
+        WeightsError: the file is not on this machine, and the Hub cannot be asked for it.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     name, _, revision = repo_id.partition("@")
     try:
@@ -236,7 +241,14 @@ def _hub_metadata(repo_id: str) -> dict[str, Any]:
     except Exception as error:
         if not is_hub_error(error):
             raise
-        return {"model_args": hub_config(repo_id).model_args}
+        absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+        known = try_to_load_from_cache(name, METADATA_FILENAME, revision=revision or None)
+        if absent or known is not None:  # it is not there, now or at the last call with a connection
+            return {"model_args": hub_config(repo_id).model_args}
+        raise WeightsError(
+            f"{name}: {METADATA_FILENAME}, which states how the weights were trained, is not on this machine: "
+            "run the command once with a connection"
+        ) from error
     return WeightsInfo.from_json(path).raw
 
 

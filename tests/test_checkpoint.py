@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -249,3 +250,23 @@ def test_a_wrong_argument_is_not_blamed_on_the_hub(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("capszoo.checkpoint.create_model", refuse)
     with pytest.raises(ValueError, match=r"^img_size=\(4, 4\) is too small$"):
         resolve("hf-hub:me/digits").create(img_size=4)
+
+
+def test_offline_metadata_that_exist_are_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them fine-tuning would take another loss than the weights were trained with."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    from capszoo import checkpoint
+
+    def offline(*_: object, **__: object) -> None:
+        raise LocalEntryNotFoundError("no connection")
+
+    known: list[object] = [None]
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: known[0])
+    monkeypatch.setattr(checkpoint, "hub_config", lambda _: SimpleNamespace(model_args={"depth": 8}))
+    with pytest.raises(WeightsError, match="metadata.json, .* run the command once with a connection"):
+        checkpoint._hub_metadata("me/pets")
+    known[0] = object()  # the cache knows that the repository has no such file
+    assert checkpoint._hub_metadata("me/pets") == {"model_args": {"depth": 8}}

@@ -135,16 +135,13 @@ def _fetch_file(file: RemoteFile, target: Path) -> None:
 
 
 def _extract(archive: Path, member: str, target: Path) -> None:
-    """Extract one member of a tar archive to its place below the folder."""
+    """Extract one member of a tar archive to its place below the folder, where it replaces a file."""
     place = target / member
     with tarfile.open(archive) as tar:
         try:
-            info = tar.getmember(member)
-            content = tar.extractfile(info)
+            content = tar.extractfile(member)
         except KeyError as error:
             raise DataError(f"{archive} has no {member}") from error
-        if place.is_file() and place.stat().st_size == info.size:
-            return
         if content is None:
             raise DataError(f"{archive}: {member} is no file")
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -66,6 +66,8 @@ def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
 def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Collection[str]) -> list[Path]:
     """The shards that belong to a split: `train-000000.tar`, or `000000.tar` in a folder `train`.
 
+    The last word of a file's name that is a split's name counts: `crash-test-train-000000.tar` is of "train".
+
     Args:
         paths: the shards.
         names: names of the split; the first that has shards is used. Shards without the name of a split are "train".
@@ -73,8 +75,8 @@ def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Collecti
     """
 
     def split_of(path: Path) -> str:
-        words = [*re.split(r"[-_.\d]+", path.name), path.parent.name]
-        return next((word for word in words if word in known), "train")
+        words = [path.parent.name, *re.split(r"[-_.\d]+", path.name)]
+        return next((word for word in reversed(words) if word in known), "train")
 
     return next((mine for name in names if (mine := [p for p in paths if split_of(p) == name])), [])
 

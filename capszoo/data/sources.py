@@ -197,7 +197,7 @@ def load_dataset(
     if split not in spec.counts:
         raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")
     if spec.base:
-        if size or resize:
+        if {size, resize} - {None, 0, spec.input_size[1]}:
             raise DataError(f"{spec.title} is composed at {spec.input_size[1]} pixels and cannot be resized")
         digits = load_dataset(
             spec.base, "train" if split == "train" else "test", data, count=count, download=download

@@ -129,6 +129,10 @@ def load_data(
     if settings.limit:
         training = training.subset(_limited(len(training), settings))
     fingerprints = {split: part.fingerprint() for split, part in own.items() if part is not None}
+    if own["val"] is not None and fingerprints["val"] == fingerprints.get("test"):
+        raise DataError(
+            f"{settings.name} has no test split besides val, which may choose the epoch: set data.test=false"
+        )
     return RunData(training, validation, test, fingerprints, tuple(skipped))
 
 

@@ -137,3 +137,16 @@ def test_command_line(
     assert main(["list"]) == 0
     listed = capsys.readouterr().out
     assert "smallnorb_azimuth" in listed and "imagefolder:…" in listed
+
+
+def test_a_damaged_file_of_an_archive_is_replaced(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "set.tar", "w") as tar:
+        info = tarfile.TarInfo("set/train.bin")
+        info.size = 4
+        tar.addfile(info, io.BytesIO(b"good"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.bin").write_bytes(b"BAD!")  # as long
+    download_module._extract(tmp_path / "set.tar", "set/train.bin", tmp_path)
+    assert (tmp_path / "set" / "train.bin").read_bytes() == b"good"
+    with pytest.raises(DataError, match="has no absent"):
+        download_module._extract(tmp_path / "set.tar", "absent", tmp_path)

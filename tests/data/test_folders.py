@@ -473,3 +473,19 @@ def test_parquet_reads_two_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(readers, "MAX_FILE_BYTES", 10_000)  # 10,800 decoded
     with pytest.raises(DataError, match="too much for memory"):
         load_dataset(f"parquet:{tmp_path}", "train")
+
+
+def test_idx_images_that_are_not_square_lose_their_sides(tmp_path: Path) -> None:
+    images = np.zeros((2, 20, 40), dtype=np.uint8)
+    images[:, :, :10] = 255  # outside of the middle square, which prediction shows
+    write_idx(tmp_path / "train-images-idx3-ubyte", images)
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.arange(2))
+    found = load_dataset(f"idx:{tmp_path}", "train", size=20)
+    assert isinstance(found, ImageSet)
+    assert found.images.shape[-2:] == (20, 20) and int(found.images.max()) == 0
+
+
+def test_a_missing_file_of_a_repository_is_named_without_this_machine_s_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        folders_module.hub._cell({"bytes": None, "path": "gone.png"}, tmp_path, "row 3 of image")
+    assert str(caught.value) == "row 3 of image: its file 'gone.png' is not in the repository"

@@ -203,6 +203,7 @@ def test_by_name_from_mnist_files(digits: ImageSet, tmp_path: Path, monkeypatch:
     assert len(load_dataset("affnist", "expanded", tmp_path)) == 40
     with pytest.raises(DataError, match="there are train, test, expanded"):
         load_dataset("affnist", "validation", tmp_path)
+    assert len(load_dataset("multimnist", "train", tmp_path, size=36, resize=36)) == 60
     with pytest.raises(DataError, match="composed at 36 pixels and cannot be resized"):
         load_dataset("multimnist", "train", tmp_path, resize=40)
 

@@ -339,3 +339,15 @@ def test_shards_of_the_library_webdataset_are_read(tmp_path: Path) -> None:
     assert len(data.shards.unique()) == 3 and data.labels.tolist() == [k % 3 for k in range(25)]
     (whole,) = data.read([torch.arange(25)])
     assert [image.unique().tolist() for image in whole] == [[5 * k] for k in range(25)]
+
+
+def test_the_last_word_of_a_shard_s_name_is_its_split(tmp_path: Path, pictures: np.ndarray) -> None:
+    for split, count in (("crash-test-train", 4), ("crash-test-val", 2)):
+        write_shards(tmp_path / "set", pictures[:count], [0, 1] * (count // 2), 8, split)
+    assert find_splits(f"wds:{tmp_path / 'set'}") == {"train", "val"}
+    assert len(opened(tmp_path / "set")) == 4 and len(opened(tmp_path / "set", "val")) == 2
+
+
+def test_class_names_beside_the_folder_are_another_set_s(folder: Path) -> None:
+    (folder.parent / "classes.txt").write_text("apple\npear\nplum\n")
+    assert opened(folder).spec.label_names == ("0", "1", "2")

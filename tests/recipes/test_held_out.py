@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from capszoo.data import DataError
+from capszoo.data import DataError, ImageSet
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.evaluation.target import prepare
 from capszoo.recipes.finetune import finetune
@@ -96,3 +96,21 @@ def test_unreadable_images_are_left_out_again(
 def test_weights_of_the_zoo(root: Path) -> None:
     with pytest.raises(DataError, match="MNIST"):  # the recipe says what to hold out; the data are not there
         prepare(MODEL, split="val", data=root / "docs", device="cpu")
+
+
+def test_val_is_not_the_test_set_of_a_run_that_validates_on_it(digits: ImageSet, tmp_path: Path) -> None:  # noqa: F811
+    folder = tmp_path / "own"
+    for number, split in enumerate(("train", "val")):
+        write_digits(digits, folder / split, {"one": 4, "three": 4}, 4 * number)
+    tree = {
+        "arch": "idpa_cnn",
+        "tag": "own",
+        "data": {"name": f"imagefolder:{folder}", "size": 16, "validation": "own"},
+        "epochs": 1,
+    }
+    with pytest.raises(DataError, match="no test split besides val, .*: set data.test=false"):
+        setup.load_data(load_recipe(tree), None)
+    assert setup.load_data(load_recipe(tree, ["data.test=false"]), None).test is None
+    write_digits(digits, folder / "test", {"one": 4, "three": 4}, 8)
+    found = setup.load_data(load_recipe(tree), None)
+    assert found.test is not None and found.fingerprints["test"] != found.fingerprints["val"]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..augment import resize as resize_images
 from ..errors import DataError
 from ..readers import idx_pair
@@ -66,8 +68,16 @@ def open_set(
     spec = folder_spec(name, label_names, native, len(images), split)
     if size or resize:
         spec, side = sized(spec, size, resize)
-        images = resize_images(images, (side, side))
+        images = resize_images(_middle(images), (side, side))
     return ImageSet(spec, split, images, labels)
+
+
+def _middle(images: Tensor) -> Tensor:
+    """The middle square of each image, which prediction shows to the model, too."""
+    height, width = images.shape[-2:]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    return images[..., top : top + side, left : left + side]
 
 
 def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -43,7 +43,13 @@ def _cell(cell: dict[str, Any] | None, folder: Path, row: str) -> bytes | Path:
     """An image's bytes, or its file, which must be in the repository: a table could name any path."""
     if not cell or not (cell["bytes"] or cell["path"]):
         raise DataError(f"{row}: no image")
-    return cell["bytes"] or image_below(folder, str(cell["path"]), f"a table of {folder}")
+    try:
+        return cell["bytes"] or image_below(folder, str(cell["path"]), row)
+    except (
+        DataError
+    ) as error:  # its text has the folder, which would be published with the list of skipped rows
+        file = PurePath(str(cell["path"])).name
+        raise DataError(f"{row}: its file {file[:200]!r} is not in the repository") from error
 
 
 def fetch_repository(repository: str, folder: str | Path) -> Path:

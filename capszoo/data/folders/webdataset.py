@@ -70,11 +70,10 @@ def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
 
 
 def _shard_names(index: ShardIndex, training: ShardIndex) -> list[str]:
-    """Class names from `classes.txt` beside the shards, else numbers."""
+    """Class names from `classes.txt` beside the shards, or beside the folder of their split; else numbers."""
     count = 1 + int(max(index.labels.max(), training.labels.max()))
-    parents = dict.fromkeys(
-        parent for path in index.paths[:1] for parent in (path.parent, path.parent.parent)
-    )
+    folder = index.paths[0].parent
+    parents = [folder, *([folder.parent] if folder.name in SPLIT_NAMES else [])]
     for file in (parent / "classes.txt" for parent in parents):
         if not file.is_file():
             continue
