@@ -36,7 +36,7 @@ def cache_folder() -> Path:
     """
     stated = os.environ.get("CAPSZOO_CACHE")
     if stated:
-        return Path(stated).expanduser()
+        return Path(os.path.expanduser(stated))  # an unknown ~user stays as it is
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
     except RuntimeError:

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = [
     "MAX_PIXELS",
     "files_below",
     "find_images",
+    "image_formats",
     "is_visible_image",
     "open_image",
     "pixel_limit",
@@ -126,6 +128,13 @@ def pixel_limit() -> int:
     return int(stated)
 
 
+@cache
+def image_formats() -> tuple[str, ...]:
+    """Pillow's formats that are read: all but icons, which Pillow decodes before their size can be refused."""
+    Image.init()
+    return tuple(name for name in Image.ID if name not in ("ICO", "CUR", "ICNS"))
+
+
 def open_image(
     source: str | Path | bytes,
     channels: int | None = None,
@@ -153,7 +162,8 @@ def open_image(
         Image.MAX_IMAGE_PIXELS = limit  # Pillow's limit would refuse images that the caller allows
     smaller = "scale it down" if max_pixels else _SMALLER  # the variable does not change a caller's limit
     with _one_line_errors(name, limit, smaller):
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        file = io.BytesIO(source) if isinstance(source, bytes) else source
+        with Image.open(file, formats=image_formats()) as image:
             if image.format == "EPS":  # whatever the file's suffix, Pillow would run Ghostscript to decode it
                 raise CapszooError(f"{name}: in PostScript", "save it as PNG")
             if image.width * image.height > limit:

@@ -60,9 +60,10 @@ class Job:
 
     def key(self, files: Sequence[str]) -> str:
         """Key of a shard of this job; it depends on the model, the options and the images."""
-        same = {
-            name: value for name, value in asdict(self).items() if name not in ("batch_size", "device", "out")
-        }
+        free = {"batch_size", "device", "out"}
+        if all(os.path.isabs(file) for file in files):
+            free.add("root")
+        same = {name: value for name, value in asdict(self).items() if name not in free}
         text = json.dumps([same, list(files)], sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
 
@@ -138,7 +139,9 @@ def _find_done(job: Job, shards: Sequence[Sequence[str]]) -> tuple[Summary, list
         raise CapszooError(
             f"{out} is a file", "with --ray, --out is a folder of parquet files: choose another"
         )
-    strangers = sorted(path.name for path in out.glob("*.parquet") if path.name not in known)
+    # names with a dot are of workers that died: `_clear` removes them
+    found = (path.name for path in out.glob("*.parquet"))
+    strangers = sorted(name for name in found if name not in known and not name.startswith("."))
     other = f"{out} holds %s of another call (other images, model, options or --shard-size)"
     if strangers:
         raise CapszooError(other % strangers[0], "choose another --out")

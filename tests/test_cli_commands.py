@@ -425,3 +425,14 @@ def test_a_picture_without_out_does_not_replace_a_table(
     for options in ((), ("--out", tmp_path / "." / "heatmap.png")):
         assert "the picture would replace" in fails(2, "explain", "heatmap", MODEL, own, *options)
     assert own.read_bytes() == digit.read_bytes()
+
+
+def test_names_of_classes_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Metadata of a downloaded model may hold any text."""
+    from capszoo.cli.predict import _print_table
+    from capszoo.predictions import ImagePrediction, ScoredClass
+
+    top = (ScoredClass(0, "cat\x1b[2J\nfake.png  dog", 0.9, 0.9),)
+    _print_table([ImagePrediction("a.png", top)], "logits")
+    printed = capsys.readouterr().out
+    assert "\x1b[2J" not in printed and len(printed.splitlines()) == 2

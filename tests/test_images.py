@@ -229,6 +229,24 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
         open_image(huge)
 
 
+def test_icons_are_refused_before_pillow_decodes_them(
+    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow decodes an icon when it opens it: its directory may state 16x16 for a PNG of any size."""
+    png = _png(tmp_path / "bomb.png", 13_000, 13_000).read_bytes()
+    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(png), 22)
+    icon = tmp_path / "bomb.ico"
+    icon.write_bytes(struct.pack("<HHH", 0, 1, 1) + entry + png)
+    decoded = []
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: decoded.append(self))
+    for read, error in ((open_image, CapszooError), (infer.open_image, OSError)):
+        with pytest.raises(error):
+            read(icon)
+    with pytest.raises(DataError, match="damaged image"):
+        image_mode(icon, "a table")
+    assert not decoded
+
+
 class Listing:
     """What `os.scandir` returns, in a chosen order."""
 

@@ -295,3 +295,19 @@ def test_a_shard_that_kills_its_workers_is_given_up(root: Path, tmp_path: Path) 
     reason = "shard 1: 3 workers died at it, the first image of which is images/0002.png"
     last = done.stdout.splitlines()[-1]  # Ray's own notices of the dead workers may stand before it
     assert last == f"{reason}: finished shards are kept: the same command answers the others", done
+
+
+def test_a_part_that_a_dead_worker_left_is_not_another_call_s(job: Job) -> None:
+    out = Path(job.out)
+    out.mkdir()
+    (out / ".71.140.part-000001.parquet").write_bytes(b"half")
+    assert _find_done(job, SHARDS)[1] == [0, 1, 2]
+    (out / "mine.parquet").write_bytes(b"x")
+    with pytest.raises(CapszooError, match="holds mine.parquet of another call"):
+        _find_done(job, SHARDS)
+
+
+def test_the_folder_of_the_call_counts_for_relative_names_alone(job: Job) -> None:
+    elsewhere = Job(**{**vars(job), "root": "/elsewhere"})
+    assert job.key(["/images/a.png"]) == elsewhere.key(["/images/a.png"])
+    assert job.key(["a.png"]) != elsewhere.key(["a.png"])

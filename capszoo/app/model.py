@@ -82,9 +82,14 @@ class Answer:
         return self.labels[self.predicted]
 
     def top(self, count: int = 5) -> dict[str, float]:
-        """The classes with the highest scores and their probabilities."""
-        order = np.argsort(-self.scores)[:count]
-        return {self.labels[i]: float(self.probabilities[i]) for i in order}
+        """The classes with the highest scores and their probabilities; names of several classes with their numbers."""
+
+        def name(i: int) -> str:
+            label = self.labels[i]
+            return label if self.labels.count(label) == 1 else f"{label} ({i})"
+
+        order = np.argsort(-self.scores)[:count].tolist()
+        return {name(i): float(self.probabilities[i]) for i in order}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a file."""

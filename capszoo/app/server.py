@@ -9,6 +9,7 @@ One process, one image at a time; further requests wait in a bounded queue, and 
 
 # No `from __future__ import annotations` here: FastAPI resolves annotations in the module, which lacks its classes.
 import asyncio
+import socket
 import tempfile
 import threading
 import time
@@ -169,11 +170,18 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64)
         queue: maximum number of waiting requests.
 
     Raises:
-        CapszooError: an extra is missing, or the model cannot be used.
+        CapszooError: an extra is missing, the model cannot be used, or the address is taken.
     """
     require("serving", EXTRAS["serve"][0], "serve")
     import uvicorn
 
+    try:  # before the export, which takes its time
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise CapszooError(
+            f"{host}:{port} cannot be served ({error.strerror or error})", "choose another --port or --host"
+        ) from None
     with tempfile.TemporaryDirectory(prefix="capszoo-serve-") as folder:
         model = AppModel(name, folder)
     uvicorn.run(

@@ -93,7 +93,7 @@ def _data_folders() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for place in filter(None, os.environ.get("CAPSZOO_DATA", "").split(os.pathsep)):
-        root = Path(place).expanduser()
+        root = Path(os.path.expanduser(place))
         if not root.is_dir():
             found[place] = None
             continue

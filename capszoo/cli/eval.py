@@ -21,6 +21,7 @@ from .common import (
     StyleOption,
     check_picture_options,
     print_json,
+    printable,
     progress_bar,
     refuse_unused,
     stderr,
@@ -286,7 +287,7 @@ def _print_classes(result: EvalResult) -> None:
     table = Table("class", "images", "recall %", "precision %", "F1 %", box=None, pad_edge=False)
     for row in rows:
         values = (_share(row.recall), _share(row.precision), _share(row.f1))
-        table.add_row(escape(row.label), f"{row.n:,}", *values)
+        table.add_row(escape(printable(row.label)), f"{row.n:,}", *values)
     stdout().print(table)
 
 

@@ -303,7 +303,9 @@ def _print_table(results: Sequence[ImagePrediction], kind: str) -> None:
     for result in results:
         for rank, scored in enumerate(result.top):
             shown = f"{scored.probability:.4f}", f"{scored.score:.4f}"
-            table.add_row(escape(printable(result.image)) if rank == 0 else "", escape(scored.label), *shown)
+            table.add_row(
+                escape(printable(result.image)) if rank == 0 else "", escape(printable(scored.label)), *shown
+            )
     if table.row_count:
         stdout().print(table)
 

@@ -169,8 +169,11 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
     """ "L" for a grey image, "RGB" for any other."""
     from PIL import Image
 
+    from capszoo.images import image_formats
+
     try:
-        with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
+        file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
+        with Image.open(file, formats=image_formats()) as image:
             return "L" if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I") else "RGB"
     except Exception as error:  # Pillow raises many kinds of errors for broken files
         raise DataError(f"{source} holds a damaged image: {error}") from error

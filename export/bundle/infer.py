@@ -38,7 +38,10 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An image file, upright, 8 bits per channel; refused before it is decoded if it has too many pixels."""
     if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
         Image.MAX_IMAGE_PIXELS = max_pixels
-    with Image.open(path) as file:
+    Image.init()
+    # Pillow decodes icons when it opens them, before their size can be refused
+    formats = [name for name in Image.ID if name not in ("ICO", "CUR", "ICNS")]
+    with Image.open(path, formats=formats) as file:
         if file.format == "EPS":  # Pillow would run Ghostscript
             raise ValueError("in PostScript: save it as PNG")
         if file.width * file.height > max_pixels:

@@ -12,7 +12,7 @@ import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from PIL import Image
 
 import capszoo
 from capszoo.app import page
-from capszoo.app.model import AppModel, read_drawing, read_upload
+from capszoo.app.model import Answer, AppModel, read_drawing, read_upload
 from capszoo.app.page import Models, _exported
 from capszoo.app.pictures import couplings_picture, overlay_picture
 from capszoo.app.space import REQUIREMENTS, write_space
@@ -165,6 +165,14 @@ def test_capsule_dimensions_and_iterations_change_the_pictures(tmp_path: Path) -
 def test_a_network_without_routing_says_so(tmp_path: Path) -> None:
     answer = AppModel("cnn_routingpool.fashion_mnist_avg", tmp_path).answer(Image.new("L", (28, 28), 200))
     assert answer.explanation is None and answer.top(3)
+
+
+def test_classes_of_one_name_are_told_apart() -> None:
+    probabilities = np.array([0.6, 0.3, 0.1])
+    answer = SimpleNamespace(
+        labels=("crane", "cat", "crane"), scores=probabilities, probabilities=probabilities
+    )
+    assert Answer.top(cast(Any, answer)) == {"crane (0)": 0.6, "cat": 0.3, "crane (2)": 0.1}
 
 
 def test_damaged_weights_are_a_message_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import socket
@@ -17,9 +18,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from PIL import Image
 
 import capszoo
-from capszoo.app.server import BUCKETS, Metrics, create_app
+from capszoo.app.model import MAX_FILE_MB
+from capszoo.app.server import BUCKETS, Metrics, create_app, serve
+from capszoo.errors import CapszooError
 
 from .browser import free_port, served
 
@@ -39,10 +43,10 @@ def test_metrics_count_and_add_up() -> None:
     assert "capszoo_predict_seconds_sum 0.203000" in text
 
 
-def _drive(headers: list[tuple[bytes, bytes]], events: list[dict]) -> tuple[list[dict], str]:
+def _drive(headers: list[tuple[bytes, bytes]], events: list[dict], queue: int = 64) -> tuple[list[dict], str]:
     """Send ASGI events to ``/predict`` of a model that is never called; what was answered, and the metrics."""
     pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
-    served_app = create_app(cast(Any, None))
+    served_app = create_app(cast(Any, None), queue)
     about = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "query_string": b""}
 
     async def call(
@@ -84,6 +88,37 @@ def test_a_client_that_stops_sending_gives_its_place_back(monkeypatch: pytest.Mo
     monkeypatch.setattr("capszoo.app.server.BODY_SECONDS", 0.05)
     sent, metrics = _drive([], [{"type": "http.request", "body": b"half an image", "more_body": True}])
     assert sent[0]["status"] == 408 and b"within 0.05 s" in sent[1]["body"] and 'status="408"} 1' in metrics
+
+
+def test_a_body_without_a_length_is_read_up_to_the_limit() -> None:
+    part = {"type": "http.request", "body": bytes(1_000_000), "more_body": True}
+    sent, metrics = _drive([], [part] * (MAX_FILE_MB + 2))
+    assert sent[0]["status"] == 413 and b"larger than" in sent[1]["body"] and 'status="413"} 1' in metrics
+
+
+def test_an_image_of_too_many_pixels_is_refused() -> None:
+    buffer = io.BytesIO()
+    Image.new("1", (5000, 4000)).save(buffer, "PNG")
+    sent, metrics = _drive([], [{"type": "http.request", "body": buffer.getvalue()}])
+    assert sent[0]["status"] == 422 and b"5000x4000 are more than 16,000,000 pixels" in sent[1]["body"]
+    assert 'status="422"} 1' in metrics
+
+
+def test_a_full_queue_is_refused() -> None:
+    sent, metrics = _drive([], [{"type": "http.request", "body": b"x"}], queue=0)
+    assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
+    assert 'status="503"} 1' in metrics
+
+
+def test_a_taken_port_is_one_line_before_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
+    monkeypatch.setattr("capszoo.app.server.AppModel", lambda *_: pytest.fail("exported first"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            CapszooError, match=f"127.0.0.1:{port} cannot be served .*: choose another --port"
+        ):
+            serve(MODEL, port=port)
 
 
 @pytest.fixture(scope="module")
