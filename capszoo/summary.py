@@ -17,6 +17,7 @@ from .checkpoint import resolve
 from .layers import engine_report, use_engines
 from .models._papers import PAPERS, PaperFigure
 from .models._pretrained import bundled_tags
+from .models.routing_pool import RoutingPoolNet
 from .preprocess import model_input_size
 
 __all__ = [
@@ -86,6 +87,9 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
 
 def iteration_attributes(module: nn.Module) -> list[str]:
     """Names of the iteration counts of this module itself, without its submodules; empty unless it routes."""
+    pools = isinstance(module, RoutingPoolNet) and module.global_pool != "routing"
+    if pools or getattr(module, "lam", None) == 0:  # even weights: one step of no iterations
+        return []
     return [name for name in ITERATION_ATTRIBUTES if type(getattr(module, name, None)) is int]
 
 

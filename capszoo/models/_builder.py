@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -23,6 +23,7 @@ from capszoo._metadata import WeightsInfo, default_weights
 from capszoo._suggest import unknown_name
 from capszoo.errors import UnknownArgument, WeightsError
 
+from ._base import to_2tuple
 from ._metadata import ModelConfig, check_demand, described
 from ._pretrained import (
     adapt_state_dict,
@@ -327,6 +328,7 @@ def build_capsule_model(
         kwargs = {**info.model_args, **kwargs}
     if pretrained:
         cfg = _verified_source(cfg, variant, cache_dir)
+        kwargs = {**_stem_of(cfg.state_dict or {}, own_args, kwargs), **kwargs}
     recorded = {k: v for k, v in kwargs.items() if k in own_args and k not in _NOT_RECORDED}
     kwargs = {**(defaults or {}), **kwargs}
     kwargs.setdefault("img_size", tuple(cfg.input_size[-2:]))
@@ -355,6 +357,17 @@ def build_capsule_model(
         about["hf_hub_id"] = weights_id
     _record(model, recorded, own_keys)
     return model
+
+
+def _stem_of(
+    state: Mapping[str, Any], own_args: Collection[str], kwargs: Mapping[str, Any]
+) -> dict[str, str]:
+    """The argument ``stem`` of an EncapNet's weights, if the size of the images would choose another one."""
+    weight, size = state.get("stages.stem.conv.weight"), kwargs.get("img_size")
+    if "stem" not in own_args or weight is None or size is None:
+        return {}
+    large = weight.shape[-1] == 7
+    return {} if large == (max(to_2tuple(size)) > 64) else {"stem": "resnet" if large else "conv"}
 
 
 def plain(value: Any) -> Any:

@@ -325,7 +325,7 @@ def adapt_state_dict(
     Args:
         state_dict: the checkpoint.
         model: the model to adapt it to; its ``pretrained_cfg`` describes the checkpoint.
-        first_conv: name of the first convolution; None uses the configuration's.
+        first_conv: name of the first convolution, unless the model has one of its own; None uses the configuration's.
 
     Raises:
         WeightsError: a tensor is missing, unknown or of another shape, and no such difference explains it.
@@ -334,10 +334,16 @@ def adapt_state_dict(
     own = model.state_dict()
     classifier = cfg.get("classifier") or ()
     heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    first_conv = first_conv or cfg.get("first_conv")
+    first_conv = getattr(model, "first_conv", None) or first_conv or cfg.get("first_conv")
     other_classes = cfg.get("num_classes") != getattr(model, "num_classes", None)
     source_size = tuple(cfg.get("input_size") or ())[-2:]
     other_size = bool(source_size) and source_size != tuple(getattr(model, "img_size", source_size))
+    if other_size and cfg.get("fixed_input_size") and source_size[::-1] == tuple(model.img_size):  # type: ignore[arg-type]
+        # shapes are equal, but weights of grid positions are in another order
+        raise WeightsError(
+            f"weights of {source_size[0]}x{source_size[1]} images do not fit images of exchanged rows and columns: "
+            "turn the images"
+        )
     without_head = getattr(model, "num_classes", None) == 0
 
     def in_head(key: str) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set, Tupl
 
 import torch
 import torch.nn as nn
+from timm.layers import resample_abs_pos_embed
 from timm.models import register_model
 from timm.models._manipulate import group_parameters
 from torch import Tensor
@@ -28,7 +29,7 @@ from ._backbones import (
     feature_levels_of,
     first_convolution,
 )
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels, to_2tuple
 from ._blocks import cifar_resnet_stages, freeze_batch_statistics, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 from ._heads import HEADS, CapsuleHead, head_arguments, unknown_routing
@@ -292,7 +293,23 @@ class BackboneNet(HeadNet):
         self.feature_info = feature_levels_of(
             backbone, "stages.backbone.model", features.chans, self.img_size, features.grid
         )
+        #: Name of the first convolution, in which weights are adapted to other channels.
+        first = first_convolution(features.model)
+        self.first_conv = f"stages.backbone.model.{first}" if first else None
         self._attach(features.chans, features.grid, routing, options)
+
+    @torch.jit.ignore
+    def _resample(self, name: str, weight: Tensor, img_size: Tuple[int, int]) -> Optional[Tensor]:
+        """Position embeddings of a vision transformer, by timm's interpolation."""
+        model: Any = self.stages.backbone.model  # type: ignore[union-attr]
+        patches: Any = getattr(model, "patch_embed", None)
+        if name != "stages.backbone.model.pos_embed" or not hasattr(patches, "patch_size"):
+            return None
+        prefix = 0 if getattr(model, "no_embed_class", False) else int(getattr(model, "num_prefix_tokens", 0))
+        grid = [side // patch for side, patch in zip(img_size, to_2tuple(patches.patch_size), strict=True)]
+        if weight.dim() != 3 or weight.shape[1] != grid[0] * grid[1] + prefix:
+            return None
+        return resample_abs_pos_embed(weight, list(patches.grid_size), grid, num_prefix_tokens=prefix)
 
     def train(self, mode: bool = True) -> "BackboneNet":
         """As in PyTorch, but frozen parts of the backbone stay in eval mode: their norms keep their statistics."""
@@ -363,8 +380,7 @@ class BackboneNet(HeadNet):
                     cfg[key] = self.backbone_cfg[key]
             if len(cfg["mean"]) != self.in_chans:
                 cfg["mean"], cfg["std"] = (0.5,) * self.in_chans, (0.5,) * self.in_chans
-        first = first_convolution(self.stages.backbone.model)  # type: ignore[union-attr, arg-type]
-        cfg["first_conv"] = f"stages.backbone.model.{first}" if first else None
+        cfg["first_conv"] = self.first_conv
         cfg["input_size"] = (self.in_chans, *self.img_size)
         cfg["pool_size"] = self.stages.backbone.grid  # type: ignore[union-attr]
 

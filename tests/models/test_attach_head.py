@@ -494,3 +494,29 @@ def test_one_class_of_normalised_scores_is_refused(routing: str) -> None:
     net = capszoo.attach_head("resnet18", routing, num_classes=2, img_size=64)
     with pytest.raises(ValueError, match=message):
         net.reset_classifier(1)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "args", "size"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 1, "embed_dim": 32, "num_heads": 2}, 96),
+        ("mobilenetv3_small_050", {}, 64),
+    ],
+)
+def test_saved_weights_at_other_channels_and_sizes(
+    backbone: str, args: dict[str, Any], size: int, tmp_path: Path
+) -> None:
+    net = capszoo.create_model(
+        "caps_head", backbone=backbone, backbone_args=args, routing="avg", img_size=64, num_classes=3
+    )
+    save_for_hf(net, str(tmp_path), safe_serialization=True)
+    grey = capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True, in_chans=1)
+    first = grey.default_cfg["first_conv"]
+    weight = net.state_dict()[f"{first}.weight"]
+    torch.testing.assert_close(grey.state_dict()[f"{first}.weight"], weight.sum(1, keepdim=True))
+    other = capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=size)
+    assert getattr(grey, "untrained", None) is getattr(other, "untrained", None) is None
+    if args:
+        position, theirs = (net.state_dict()["stages.backbone.model.pos_embed"] for net in (net, other))
+        assert (position.shape[1], theirs.shape[1]) == (1 + 4 * 4, 1 + 6 * 6)
+        assert torch.equal(theirs[:, 0], position[:, 0]), "the class token's has no place in the image"

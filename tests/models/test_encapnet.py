@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 from torch import nn
 
 import capszoo  # noqa: F401  (registers the models)
@@ -250,3 +253,17 @@ def test_scores_keep_float64() -> None:
     scores, poses = model.forward_poses(torch.randn(2, 3, 9, 9, dtype=torch.float64))
     assert scores.min() > 1e-5
     torch.testing.assert_close(scores, poses.norm(dim=2).clamp(min=1e-6), rtol=1e-12, atol=0)
+
+
+def test_weights_keep_their_stem_at_a_size_for_which_another_is_built(tmp_path: Path) -> None:
+    arguments = {"depths": (1, 1, 1, 1), "mode": "master"}
+    small = capszoo.create_model("encapnet_v1", img_size=32, **arguments)
+    save_for_hf(small, str(tmp_path / "small"), safe_serialization=True)
+    large = capszoo.create_model(f"local-dir:{tmp_path / 'small'}", pretrained=True, img_size=72)
+    stem = "stages.stem.conv.weight"
+    assert torch.equal(large.state_dict()[stem], small.state_dict()[stem])
+    save_for_hf(large, str(tmp_path / "large"), safe_serialization=True)
+    again = capszoo.create_model(f"local-dir:{tmp_path / 'large'}", pretrained=True)
+    assert again.img_size == (72, 72) and again.state_dict().keys() == large.state_dict().keys()
+    assert again.state_dict()[stem].shape[-1] == 3
+    assert capszoo.create_model("encapnet_v1", img_size=72, **arguments).state_dict()[stem].shape[-1] == 7

@@ -19,6 +19,7 @@ from torch import nn
 import capszoo
 from capszoo import CapsuleNet
 from capszoo.errors import NoCapsules
+from capszoo.layers.self_routing.layers import SelfRouting
 
 #: Arguments that make a large model small; its structure stays.
 SMALLER: dict[str, dict[str, Any]] = {
@@ -122,7 +123,13 @@ def small_arguments(name: str) -> dict[str, Any]:
 def small(name: str, seed: int = 0, **kwargs: Any) -> CapsuleNet:
     """A model of test size, with reproducible random weights."""
     torch.manual_seed(seed)
-    return capszoo.create_model(name, **{**small_arguments(name), **kwargs})
+    model = capszoo.create_model(name, **{**small_arguments(name), **kwargs})
+    for module in model.modules():
+        # it starts with weights of zero, which give the same scores for every image
+        if isinstance(module, SelfRouting) and not kwargs.get("pretrained") and not module.weight.is_meta:
+            nn.init.normal_(module.weight, std=0.1)
+            nn.init.normal_(module.bias, std=0.1)
+    return model
 
 
 def images(
