@@ -45,9 +45,8 @@ def _cell(cell: dict[str, Any] | None, folder: Path, row: str) -> bytes | Path:
         raise DataError(f"{row}: no image")
     try:
         return cell["bytes"] or image_below(folder, str(cell["path"]), row)
-    except (
-        DataError
-    ) as error:  # its text has the folder, which would be published with the list of skipped rows
+    except DataError as error:
+        # its text has the folder, which would be published with the list of skipped rows
         file = PurePath(str(cell["path"])).name
         raise DataError(f"{row}: its file {file[:200]!r} is not in the repository") from error
 
