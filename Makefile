@@ -15,12 +15,12 @@ RAY ?= .venv-ray
 # One thread a process: two pytest workers with two threads each are slower than two with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site test-ray
+.PHONY: named-python help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site test-ray
 
 help:
 	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
 	@echo "make test          lint, types and the quick tests (8 minutes on 2 idle cores)"
-	@echo "make test-slow     the exhaustive sweeps"
+	@echo "make test-slow     the exhaustive sweeps, then test-site and test-ray"
 	@echo "make test-timm     timm's own model tests, unmodified, on our models"
 	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"
 	@echo "make site          the documentation site, in build/site (needs npm)"
@@ -30,7 +30,14 @@ help:
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"
 	@echo "make eval-weights  accuracy of the bundled weights on their test sets (CAPSZOO_DATA names the data)"
-	@echo "make docs          write hubconf.py's entry points, the generated tables and docs/results.md anew"
+	@echo "make docs          write hubconf.py's entry points, the generated tables and pages anew"
+
+# A Python that is named may be another one than the environment's.
+ifeq ($(origin PYTHON),command line)
+$(STAMP): named-python
+endif
+
+named-python:
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup_venv.sh
 	@sh scripts/setup_venv.sh "$(PYTHON)" "$(VENV)"
@@ -51,25 +58,26 @@ format: $(STAMP)
 test: lint
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-test-slow: $(STAMP) test-site test-ray
+test-slow: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 3600
+	@$(MAKE) test-site test-ray
 
 $(DOCS)/.installed: scripts/setup_docs.sh $(STAMP)
 	@sh scripts/setup_docs.sh "$(PY)" "$(DOCS)"
 	@touch $@
 
 site: $(DOCS)/.installed
-	PYTHONPATH=$(CURDIR) $(DOCS)/bin/python -m scripts.site
+	PYTHONPATH="$(CURDIR)" $(DOCS)/bin/python -m scripts.site
 
 test-site: $(DOCS)/.installed site
-	PYTHONPATH=$(CURDIR) $(TEST_ENV) $(DOCS)/bin/python -m pytest tests/app tests/site -m slow -n $(JOBS) --timeout 3600
+	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(DOCS)/bin/python -m pytest tests/app tests/site -m slow -n $(JOBS) --timeout 3600
 
 $(RAY)/.installed: scripts/setup_ray.sh $(STAMP)
 	@sh scripts/setup_ray.sh "$(PY)" "$(RAY)"
 	@touch $@
 
 test-ray: $(RAY)/.installed
-	PYTHONPATH=$(CURDIR) $(TEST_ENV) $(RAY)/bin/python -m pytest tests/test_ray_predict.py tests/data/test_shards.py \
+	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(RAY)/bin/python -m pytest tests/test_ray_predict.py tests/data/test_shards.py \
 		-m slow --timeout 3600
 
 test-timm: $(STAMP)
@@ -96,6 +104,7 @@ eval-weights: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) scripts/generate.py
+	$(PY) scripts/comparison.py
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .timm-tests demo

@@ -41,6 +41,7 @@ from capszoo.errors import CapszooError  # noqa: E402
 from capszoo.export import compare, to_onnx, unroll  # noqa: E402
 from capszoo.export.prepare import quiet  # noqa: E402
 from capszoo.layers.engine_choice import use_engines  # noqa: E402
+from capszoo.recipes.weights import hardware  # noqa: E402
 from tests.support import warm  # noqa: E402
 
 BATCHES = (1, 16)
@@ -65,6 +66,7 @@ class Row:
     Attributes:
         max_rel_diff: largest difference from eager, as a share of the largest output (quick gate).
         times: batch → ``ms``, ``eager``, ``compiled`` (where measured) and ``resnet18``.
+        processor: where the times were measured.
     """
 
     model: str
@@ -72,6 +74,12 @@ class Row:
     file_bytes: int
     max_rel_diff: float
     times: dict[str, dict[str, float]] = field(default_factory=dict)
+    processor: str = ""
+
+    def on(self, processor: str) -> None:
+        """The next times are measured there: those of another processor are dropped."""
+        if processor != self.processor:
+            self.processor, self.times = processor, {}
 
 
 class Fed:
@@ -313,7 +321,7 @@ def read(path: Path, settings: dict[str, Any]) -> dict[str, Row]:
     """Rows of an earlier run, by model; a file with other settings is refused.
 
     Raises:
-        SystemExit: the file has results of another machine or other versions.
+        SystemExit: the file has results of other versions or threads.
     """
     if not path.is_file():
         return {}
@@ -361,9 +369,9 @@ def main() -> None:
         "torch": torch.__version__,
         "onnxruntime": onnxruntime.__version__,
         "python": platform.python_version(),
-        "processor": platform.processor() or platform.machine(),
         "threads": args.threads,
     }
+    processor = hardware(torch.device("cpu"))
     rows = read(args.out, settings) if args.out else {}
     names = [spec for spec in models.chosen(args.models) if args.models or spec not in models.VARIANTS]
     for number, spec in enumerate(names, 1):
@@ -371,13 +379,14 @@ def main() -> None:
         known = rows.get(spec)
         row = known if args.missing and known else row_of(spec)
         if known:
-            row.times = known.times
+            row.times, row.processor = known.times, known.processor
         rows[spec] = row
         for batch in [] if args.prepare else args.batches:
             heavy = any(fnmatch.fnmatch(spec, pattern) for pattern in models.SMALL_BATCH)
             done = row.times.get(str(batch), {})
             if (heavy and batch > 1) or (args.missing and ("compiled" in done or done and not args.compile)):
                 continue
+            row.on(processor)
             row.times[str(batch)] = time_model(spec, batch, args.iters, args.compile)
             if args.out:  # after each, so that an interrupted run keeps its measurements
                 write(args.out, rows, settings)

@@ -172,16 +172,21 @@ def stored(file: Path = RESULTS) -> dict[str, Any]:
 def keep(file: Path, part: str, rows: list[dict[str, Any]], key: str, order: Iterable[str] = ()) -> None:
     """Merge new rows into the stored ones: in existing rows, only the newly measured values change.
 
-    Rows named in ``order`` stay although they were not measured; the others are deleted.
+    Rows named in ``order`` stay although they were not measured; the others are deleted. A row that is measured on
+    another machine or with other versions than before loses its earlier values.
     """
     results = stored(file)
     old = {row[key]: row for row in results.get(part, {}).get("rows", [])}
-    new = {row[key]: {**old.get(row[key], {}), **row} for row in rows}
+    about = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__, "timm": timm.__version__}
+    new = {}
+    for row in rows:
+        before = old.get(row[key], {})
+        same = about.items() <= before.items()
+        new[row[key]] = {**(before if same else {}), **row, **about}
     names = [name for name in order if name in old or name in new] or list(new)
     kept = [new.get(name) or old[name] for name in names]
-    about = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__, "timm": timm.__version__}
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**results, part: {**about, "rows": kept}}, indent=1)
+    text = json.dumps({**results, part: {"rows": kept}}, indent=1)
     file.write_text(text + "\n", encoding="utf-8")
 
 
@@ -189,6 +194,17 @@ def _percent(share: float | None, aim: float) -> str:
     if share is None:
         return "not measured"
     return f"{100 * share:.1f}" + (" (over the aim)" if share > aim else "")
+
+
+def _told(rows: list[dict[str, Any]], *keys: str) -> str:
+    """What the rows were measured with: once if it is the same for all, else with the rows' names."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        about = ", ".join(row[key] if key == "hardware" else f"{key} {row[key]}" for key in keys)
+        found.setdefault(about, []).append(f"`{row.get('backbone') or row['routing']}`")
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{about} ({', '.join(names)})" for about, names in found.items())
 
 
 def cost_table(results: dict[str, Any]) -> str:
@@ -206,14 +222,14 @@ def cost_table(results: dict[str, Any]) -> str:
     if len(lines) == 2:
         return "No figures yet: `python benchmarks/heads.py --cost` makes them."
     aims = f"Aims: at most {100 * TIME_AIM:.0f}% and {100 * MEMORY_AIM:.0f}%."
-    return "\n".join([*lines, "", f"{aims} Measured with {found['hardware']}, torch {found['torch']}."])
+    return "\n".join([*lines, "", f"{aims} Measured with {_told(found['rows'], 'hardware', 'torch')}."])
 
 
 def backbones_table(results: dict[str, Any]) -> str:
     """Six backbones: features, parameters, the exported file."""
     found = results.get("backbones", {})
     lines = [
-        "| backbone | head | input | layout | features | head's grid | parameters | of them head | ONNX nodes "
+        "| backbone | head | input | layout | features | head's grid | parameters | head parameters | ONNX nodes "
         "| largest difference |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
@@ -226,7 +242,7 @@ def backbones_table(results: dict[str, Any]) -> str:
         )
     if len(lines) == 2:
         return "No figures yet: `python benchmarks/heads.py --backbones` makes them."
-    return "\n".join([*lines, "", f"timm {found['timm']}, torch {found['torch']}."])
+    return "\n".join([*lines, "", f"Measured with {_told(found['rows'], 'timm', 'torch')}."])
 
 
 def main(argv: list[str] | None = None) -> int:

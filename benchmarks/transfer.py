@@ -214,7 +214,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--json", type=Path, help="file of the results (default: the one that the page is made of)"
     )
     parser.add_argument(
-        "--tiny", action="store_true", help="a trial: one short epoch each, results in DIR alone"
+        "--tiny", action="store_true", help="a trial: one short epoch each, in DIR/tiny alone"
     )
     parser.add_argument("--photos", type=Path, metavar="FOLDER", help="only write the images of one --seed")
     parser.add_argument("--seed", type=int, default=0, help="of --photos")
@@ -271,7 +271,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.photos is not None:
         write_photos(args.photos, args.seed)
         return 0
-    out: Path = args.out.resolve()
+    out: Path = args.out.resolve() / (
+        "tiny" if args.tiny else ""
+    )  # a trial's runs are not those of the table
     out.mkdir(parents=True, exist_ok=True)
     target = args.json or (out / "transfer.json" if args.tiny else RESULTS)
     print(table({"rows": measure_all(args, out, target)}))

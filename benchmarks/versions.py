@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -154,10 +155,11 @@ def compare_exported(
     from benchmarks.engines import median_interval
     from capszoo.export.compare import OnnxRunner
 
-    files = [
-        Path(checkout.ask(export=str(checkout.folder / "bench" / "versions" / side), spec=spec))
-        for side, checkout in (("before", before), ("after", after))
-    ]
+    files = []
+    for side, checkout in (("before", before), ("after", after)):
+        folder = checkout.folder / "bench" / "versions" / side
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier call's file may be of other code
+        files.append(Path(checkout.ask(export=str(folder), spec=spec)))
     (nodes, content), (nodes_now, content_now) = map(graph_digest, files)
     if content == content_now:
         return [f"| `{spec}` | | ONNX graph, nodes | {nodes} | the same graph | |"]

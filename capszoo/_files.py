@@ -22,10 +22,16 @@ __all__ = [
     "check_numbers_file",
     "check_writable",
     "created_folder",
+    "expanded",
     "names_onnx_file",
     "replacing",
     "write_csv",
 ]
+
+
+def expanded(path: str) -> Path:
+    """A path of an environment variable, with ``~`` expanded; an unknown ``~user`` stays as it is."""
+    return Path(os.path.expanduser(path))
 
 
 def cache_folder() -> Path:
@@ -36,7 +42,7 @@ def cache_folder() -> Path:
     """
     stated = os.environ.get("CAPSZOO_CACHE")
     if stated:
-        return Path(os.path.expanduser(stated))  # an unknown ~user stays as it is
+        return expanded(stated)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
     except RuntimeError:

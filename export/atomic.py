@@ -12,6 +12,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
 from capszoo._files import created_folder
 from capszoo.errors import CapszooError
 
@@ -47,12 +52,10 @@ def workplace(target: Path, folder: bool) -> Iterator[Path]:
             raise CapszooError(
                 f"{target}: cannot be written ({e.strerror})", "choose another place"
             ) from None
-        handle = os.open(place, os.O_RDONLY)
         try:
-            _lock(handle)
-            yield place
+            with _held(place):
+                yield place
         finally:
-            os.close(handle)
             _remove(place)
 
 
@@ -87,18 +90,32 @@ def remove_stale(target: Path) -> list[Path]:
     return []
 
 
+@contextmanager
+def _held(place: Path) -> Iterator[None]:
+    """Lock a file or folder for this process while the block runs, where the system has such locks."""
+    if fcntl is None:  # Windows opens no folders, and renames no open file
+        yield
+        return
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        _lock(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _lock(handle: int) -> bool:
     """Lock an open file or folder for this process; False if another process has it, or without locks."""
     try:
-        import fcntl
-
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):
+    except OSError:
         return False
     return True
 
 
 def _in_use(path: Path) -> bool:
+    if fcntl is None:
+        return True  # it cannot be known
     try:
         if path.suffix == ".tmp" and time.time() - path.stat().st_mtime < _YOUNG:
             return True

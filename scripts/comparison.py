@@ -64,19 +64,20 @@ TRIAL = ("epochs=4", "schedule.warmup_epochs=0.4", "data.val_size=5000")
 
 HEADER = """# Eight classification heads compared
 
-Eight heads on one backbone: the CIFAR ResNet-20 (16-32-64 channels), and the heads of the SR-CapsNet paper with 32
-primary capsules of 16 dimensions. All train on CIFAR-10 with one recipe (`--profile comparison`), each head with three
-seeds; the column *runs* has the number of finished ones. The last epoch's weights are measured once on the 10,000
-test images. The last row is one of three heads with two capsule layers: a trial of four epochs each, on
-5,000 validation images, selects it. `python scripts/comparison.py` writes this page from the metadata of the runs in
-`benchmarks/results/comparison`; `--commands` prints the commands of the runs.
+Eight heads on one backbone, the CIFAR ResNet-20 (16-32-64 channels). The heads with a capsule layer have 32 types of
+primary capsules of 16 dimensions, as in the SR-CapsNet paper. All train on CIFAR-10 with one recipe (`--profile
+comparison`), each head with three seeds; the column *runs* has the number of finished ones. The last epoch's weights
+are measured once on the 10,000 test images. The last row is one of three heads with two capsule layers: a trial of
+four epochs each, on 5,000 validation images, selects it. `python scripts/comparison.py` writes this page from the
+metadata of the runs in `benchmarks/results/comparison`; `--commands` prints the commands of the runs.
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
 the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Training
-accuracy is that of the last epoch, on augmented images. A low one suggests underfitting within 20 epochs:
-longer training may raise its test accuracy. Seconds are wall-clock times on shared cores: do not compare heads by them.
-The profile computes in bf16 (autocast). Runs on processors without fast bf16 units had `--set precision=fp32`: the last
-column states it. The precision differs between heads, too, which may explain a small part of a difference.
+accuracy is that of the last epoch, on augmented images. Low training accuracy suggests underfitting within 20 epochs:
+longer training may raise its test accuracy. Seconds are wall-clock times on shared cores: do not compare heads by
+them. The profile computes in bf16 (autocast). Runs on processors without fast bf16 units had `--set precision=fp32`:
+the last column states it. Precision and processor differ between heads and between seeds of a head, which may explain
+a small part of a difference.
 
 Accuracies are those of the runs' own files: in float32, of `dynamic` in float16."""
 
@@ -282,24 +283,22 @@ def table(found: list[Row]) -> list[str]:
     return lines
 
 
-def difference(row: Row, twin: Row) -> tuple[float, float]:
-    """Difference of two heads' mean accuracies, and half the width of its 95% confidence interval (Welch)."""
+def welch(row: Row, twin: Row) -> Any:
+    """Welch's test of two heads' test accuracies."""
     from scipy.stats import ttest_ind
 
-    low, high = ttest_ind(row.figures("test"), twin.figures("test"), equal_var=False).confidence_interval(
-        0.95
-    )
+    return ttest_ind(row.figures("test"), twin.figures("test"), equal_var=False)
+
+
+def difference(row: Row, twin: Row) -> tuple[float, float]:
+    """Difference of two heads' mean accuracies, and half the width of its 95% confidence interval."""
+    low, high = welch(row, twin).confidence_interval(0.95)
     return row.mean - twin.mean, (high - low) / 2
 
 
 def differ_by_holm(enough: list[Row], twin: Row) -> list[Row]:
     """Heads whose difference to the twin remains significant at 5% with Holm's correction for their number."""
-    from scipy.stats import ttest_ind
-
-    p = {
-        row.head: float(ttest_ind(row.figures("test"), twin.figures("test"), equal_var=False).pvalue)
-        for row in enough
-    }
+    p = {row.head: float(welch(row, twin).pvalue) for row in enough}
     ascending = sorted(enough, key=lambda row: p[row.head])
     first_kept = next(
         (k for k, row in enumerate(ascending) if p[row.head] > 0.05 / (len(ascending) - k)), len(ascending)
@@ -498,7 +497,10 @@ def main() -> int:
         print("\n".join(collect(args.collect)) or f"no finished run of the comparison below {args.collect}")
     text = page()
     if args.check:
-        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text)
+        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+            return 0
+        print(f"error: {PAGE.relative_to(ROOT)} is out of date: run `make docs`", file=sys.stderr)
+        return 1
     PAGE.write_text(text, encoding="utf-8")
     found = rows()
     if _worth_drawing(found):

@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+import capszoo
 from capszoo.data import ImageSet
 from capszoo.errors import CapszooError
-from capszoo.explain import explain, save_heat_grid
+from capszoo.explain import explain, save_figure, save_heat_grid
 from capszoo.explain.reconstructions import answers, overlaps, save_answers, save_overlaps
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.recipes.evaluation.target import create_for, prepare
@@ -30,7 +31,10 @@ ROOT = Path(__file__).resolve().parents[1]
 COUNT, RIGHT, WRONG = 8, 5, 3
 
 #: Version of the drawing code for each kind of picture: a picture of another version is stale.
-STYLES = {"heat": 3, "decoded": 2}
+STYLES = {"heat": 3, "decoded": 2, "explain": 1}
+
+#: The first picture of the README: the heat map of one digit, by these weights.
+FIRST, FIRST_OF = "explain.png", "resnet20_routingcaps.mnist"
 
 #: Data sets whose reconstructions are not shown: affNIST's decoders give uniform blurs.
 NOT_DECODED = ("affnist",)
@@ -117,6 +121,7 @@ def stale_pictures(docs: Path) -> list[Path]:
         for info in bundled_tags().values()
         for kind in kinds_of(info)
     }
+    sources[docs / "pictures" / FIRST] = _source(bundled_tags()[FIRST_OF], "explain")
     there = [path for kind in KINDS for path in sorted((docs / "pictures").glob(f"*.{kind}.png"))]
     return stale_files(sources, there, _states)
 
@@ -128,6 +133,10 @@ def _states(path: Path, source: str) -> bool:
 
 def write_picture(path: Path) -> None:
     """Draw one of :func:`stale_pictures`, or remove it if it is obsolete or its checkpoint no longer exists."""
+    if path.name == FIRST:
+        found = capszoo.load(FIRST_OF, device="cpu").explain(ROOT / "capszoo" / "assets" / "digit_3.png")
+        save_figure(found, path, _source(bundled_tags()[FIRST_OF], "explain"))
+        return
     name, _, kind = path.stem.rpartition(".")
     info = bundled_tags().get(name)
     if info is None or kind not in kinds_of(info):

@@ -33,14 +33,16 @@ from scripts.pictures import caption, kinds_of, stale_files
 
 HEAD = """# Results
 
-Every checkpoint of the zoo: the papers' results, ours, and how ours came about. Written by `make docs` from the
+Every checkpoint of the zoo: the papers' results, ours, and how ours were obtained. Written by `make docs` from the
 metadata beside the weights (`capszoo/weights/*.json`), the recipes and the papers' results; a test compares the page
 with them.
 
 Accuracies are those of the stored file, in one pass over the whole test set in float32; `make eval-weights` repeats it.
 ± is the sampling standard error for the number of test images. An accuracy is that of one run; where several seeds
 were trained, a line states their mean and standard deviation. The papers' errors are given as accuracies, too.
-Runs on the H200 shared the GPU with up to four other runs: their times are not those of the GPU alone. Those
+Where a file replaced one of an earlier run, the [changelog](../CHANGELOG.md) states that run's test accuracy. It was
+known when the new run was started, so the new accuracy may be slightly optimistic.
+Runs on the H200 shared the GPU with up to four other runs: their times are not those of the GPU alone. H200 runs
 with dynamic routing used a kernel that has since been removed.
 [reproduce.md](reproduce.md) says how to train one again, [publish.md](publish.md) how a model card is made of the same
 metadata."""

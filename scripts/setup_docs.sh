@@ -13,7 +13,9 @@ fail() {
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "the site needs Python 3.11 or newer; $("$python" --version) runs the rest of the project"
-if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
+version='import sys; print(sys.version_info[:2])'
+if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1 ||
+    [ "$("$python" -c "$version")" != "$("$folder/bin/python" -c "$version")" ]; then
     echo "making $folder"
     "$python" -m venv --clear "$folder" || fail "could not make $folder"
 fi

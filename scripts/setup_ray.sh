@@ -11,7 +11,9 @@ fail() {
     exit 1
 }
 
-if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
+version='import sys; print(sys.version_info[:2])'
+if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1 ||
+    [ "$("$python" -c "$version")" != "$("$folder/bin/python" -c "$version")" ]; then
     echo "making $folder"
     "$python" -m venv --clear "$folder" || fail "could not make $folder"
 fi

@@ -17,8 +17,10 @@ command -v "$python" >/dev/null 2>&1 ||
 "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python cannot make virtual environments: install its venv module (Debian: apt install python3-venv)"
 
-# An environment whose pip does not start (a broken-off set-up, a removed interpreter) is made anew.
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+# An environment whose pip does not start (an interrupted set-up, a removed interpreter), or of another Python, is made anew.
+version='import sys; print(sys.version_info[:2])'
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
+    [ "$("$python" -c "$version")" != "$("$venv/bin/python" -c "$version")" ]; then
     echo "making $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv" || fail "could not make $venv"
 fi

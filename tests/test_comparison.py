@@ -177,4 +177,4 @@ def test_a_head_whose_seeds_differ_much_widens_its_own_interval_alone(
 
 
 def test_the_page_is_up_to_date(comparison: Any) -> None:
-    assert comparison.PAGE.read_text(encoding="utf-8") == comparison.page()
+    assert comparison.PAGE.read_text(encoding="utf-8") == comparison.page(), "run `make docs`"

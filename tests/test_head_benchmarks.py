@@ -122,9 +122,17 @@ def test_cost_names_what_is_over_its_aim() -> None:
         {"routing": "em", "parameters": 5, "time_share": 0.26, "memory_share": 0.1, "mib": 7.0},
         {"routing": "avg", "parameters": 5, "memory_share": 0.31, "mib": 7.0},
     ]
-    text = heads.cost_table({"cost": {"hardware": "h", "torch": "t", "rows": rows}})
+    text = heads.cost_table({"cost": {"rows": [{"hardware": "h", "torch": "t", **row} for row in rows]}})
     assert "| `em` | 5 | 26.0 (over the aim) | 10.0 | 7 |" in text
     assert "| `avg` | 5 | not measured | 31.0 (over the aim) | 7 |" in text
+    assert text.endswith("Measured with h, torch t.")
+
+
+def test_rows_of_several_machines_are_told_apart() -> None:
+    places = {"a": "x", "b": "y", "c": "x"}
+    rows = [{"routing": k, "parameters": 5, "hardware": h, "torch": "t"} for k, h in places.items()]
+    text = heads.cost_table({"cost": {"rows": rows}})
+    assert text.endswith("Measured with x, torch t (`a`, `c`); y, torch t (`b`).")
 
 
 def test_the_kept_costs_are_within_their_aims() -> None:
@@ -145,7 +153,11 @@ def test_new_figures_are_laid_over_kept_ones(tmp_path: Path) -> None:
     heads.keep(file, "cost", [{"routing": "em", "memory_share": 0.1}], "routing")
     heads.keep(file, "cost", [{"routing": "em", "time_share": 0.2}], "routing")
     (found,) = heads.stored(file)["cost"]["rows"]
-    assert found == {"routing": "em", "memory_share": 0.1, "time_share": 0.2}
+    about = {key: found[key] for key in ("hardware", "torch", "timm")}
+    assert found == {"routing": "em", "memory_share": 0.1, "time_share": 0.2, **about}
+    file.write_text(file.read_text().replace(found["hardware"], "another machine"))
+    heads.keep(file, "cost", [{"routing": "em", "time_share": 0.3}], "routing")
+    assert heads.stored(file)["cost"]["rows"] == [{"routing": "em", "time_share": 0.3, **about}]
     heads.keep(file, "cost", [{"routing": "avg", "time_share": 0.1}], "routing", ("avg", "em"))
     assert [row["routing"] for row in heads.stored(file)["cost"]["rows"]] == ["avg", "em"]
 

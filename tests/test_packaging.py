@@ -126,8 +126,10 @@ def test_wheel_holds_everything_inside_the_package(root: Path, wheel: Path) -> N
     installed = {name.removesuffix(".py").removesuffix("/__init__") for name in names if name.endswith(".py")}
     assert installed == expected
 
-    for pattern in ("weights/*", "assets/*", "layers/_native/*.cpp", "layers/_native/*.h"):
-        for path in (root / "capszoo").glob(pattern):
+    for pattern in _project(root)["tool"]["setuptools"]["package-data"]["capszoo"]:
+        found = list((root / "capszoo").glob(pattern))
+        assert found, pattern
+        for path in found:
             assert f"capszoo/{path.relative_to(root / 'capszoo').as_posix()}" in names
     for path in (*(root / "recipes" / "configs").glob("*.yaml"), root / "recipes" / "queue.yaml"):
         if path.is_file():
@@ -226,11 +228,15 @@ assert torch.isfinite(model(torch.zeros(1, model.in_chans, *model.img_size))).al
 import capszoo.recipes, capszoo.export
 assert capszoo.recipes.__file__.startswith({str(tmp_path)!r})
 assert capszoo.export.__file__.startswith({str(tmp_path)!r})
+sys.argv = ["capszoo", "list"]
+from capszoo.cli import main
+main()
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
+    assert "resnet20_routingcaps" in done.stdout
 
 
 def test_import_leaves_optional_libraries_alone(root: Path) -> None:

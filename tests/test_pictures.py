@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from capszoo.models._pretrained import bundled_tags
-from scripts.pictures import KINDS, kinds_of, picture_file, stale_pictures, write_picture
+from scripts.pictures import FIRST, KINDS, kinds_of, picture_file, stale_pictures, write_picture
 
 DRAWN = [(name, kind) for name, info in bundled_tags().items() for kind in kinds_of(info)]
 
@@ -45,6 +45,14 @@ def test_other_weights_and_lost_checkpoints_are_stale(tmp_path: Path) -> None:
     assert {path, lost} <= set(stale_pictures(tmp_path))
     write_picture(lost)
     assert not lost.exists()
+
+
+def test_the_readme_s_picture_states_its_weights(tmp_path: Path) -> None:
+    path = tmp_path / "pictures" / FIRST
+    path.parent.mkdir()
+    assert path in stale_pictures(tmp_path)
+    write_picture(path)
+    assert path not in stale_pictures(tmp_path)
 
 
 def test_average_pooling_routes_nothing() -> None:

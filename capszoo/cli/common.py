@@ -113,7 +113,11 @@ ImagesArgument = Annotated[
 ]
 OriginalOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME", help="A bundle's model, if its manifest's name finds none."),
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="Model to compare with, if the name in the bundle's manifest is not found.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 

@@ -92,7 +92,10 @@ def h_imagenet_command(
     device: Annotated[
         str,
         typer.Option(
-            "--device", metavar="cpu|cuda|mps", callback=check_device, help="Where to measure them."
+            "--device",
+            metavar="cpu|cuda|mps",
+            callback=check_device,
+            help="Device for measuring the accuracies.",
         ),
     ] = "cpu",
 ) -> None:

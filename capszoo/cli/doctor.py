@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from .. import __version__
 from .._extras import EXTRAS
+from .._files import expanded
 from ..errors import CapszooError
 from .common import JsonOption, print_json, stdout
 
@@ -93,7 +93,7 @@ def _data_folders() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for place in filter(None, os.environ.get("CAPSZOO_DATA", "").split(os.pathsep)):
-        root = Path(os.path.expanduser(place))
+        root = expanded(place)
         if not root.is_dir():
             found[place] = None
             continue

@@ -55,7 +55,7 @@ def publish_command(
 ) -> None:
     """Publish a checkpoint on the Hugging Face Hub: weights, config, model card.
 
-    `hf auth login` or HF_TOKEN says who you are. The same command resumes after a failure.
+    Authenticate with `hf auth login` or HF_TOKEN. The same command resumes after a failure.
     """
     if everything is None and (run is None or repo_id is None):
         raise UsageError(

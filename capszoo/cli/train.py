@@ -111,7 +111,7 @@ def train_command(
         typer.Option(
             min=0,
             metavar="N",
-            help="With --queue: stop all runs with checkpoints after N minutes.",
+            help="With --queue: after N minutes, save the training states and stop all runs.",
             rich_help_panel="Several runs",
         ),
     ] = None,

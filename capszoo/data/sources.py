@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._files import expanded
 from .augment import resize as resize_images
 from .download import fetch, remote_files
 from .errors import DataError
@@ -56,11 +57,7 @@ def _roots(spec: DatasetSpec, data: str | Path | None) -> list[Path]:
         if not root.is_dir():
             raise DataError(f"data folder {root} does not exist")
         return [root]
-    roots = [
-        Path(os.path.expanduser(part))
-        for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep)
-        if part
-    ]
+    roots = [expanded(part) for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep) if part]
     if spec.name in _SYSTEM_FOLDERS:
         roots.append(_SYSTEM_FOLDERS[spec.name])
     return [root for root in roots if root.is_dir()]

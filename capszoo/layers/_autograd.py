@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
-__all__ = ["differentiable_once", "refuse_second_gradient"]
+__all__ = ["differentiable_once", "refuse_batched_gradient", "refuse_second_gradient"]
 
 
 def refuse_second_gradient(backward: Any) -> None:
@@ -16,6 +17,15 @@ def refuse_second_gradient(backward: Any) -> None:
     Without it, PyTorch's own error says only that no formula was registered.
     """
     backward.register_autograd(_refuse)
+
+
+def refuse_batched_gradient(*grads: Any) -> None:
+    """In a gradient without a rule for vmap, under ``is_grads_batched``: a RuntimeError that names the remedy."""
+    batched = (functorch.is_batchedtensor, functorch.is_legacy_batchedtensor)
+    if any(isinstance(grad, Tensor) and any(test(grad) for test in batched) for grad in grads):
+        raise RuntimeError(
+            "this engine computes one gradient at a time: compute within capszoo.layers.use_engines('reference')"
+        )
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,10 +37,14 @@ __all__ = [
     "CapsuleNet",
     "CapsuleOutput",
     "CouplingLayout",
+    "NO_NAMES",
     "Votes",
     "feature_levels",
     "to_2tuple",
 ]
+
+#: Names of no modules. (TorchScript would read the annotation of a class's attribute.)
+NO_NAMES: Tuple[str, ...] = ()
 
 
 class CapsuleOutput(NamedTuple):
@@ -124,6 +128,9 @@ class CapsuleNet(nn.Module):
 
     #: Attribute that holds the class layer: ``classifier`` of the configuration.
     classifier_name = "class_caps"
+
+    #: Modules behind the class layer that serve any number of classes, and are identities without classes.
+    readout = NO_NAMES
 
     #: Kind of the scores if the metadata do not state it (see `capszoo.scores`).
     score_kind = "logits"
@@ -355,6 +362,12 @@ class CapsuleNet(nn.Module):
     def _make_head(self) -> None:
         """Set a new class layer and, for a model with a decoder, a new decoder."""
         self._set_classifier(self._like_parameters(self._make_classifier()))
+        for name in self.readout:
+            path, _, leaf = name.rpartition(".")
+            owner: Any = self.get_submodule(path)
+            present = getattr(owner, leaf, None)  # None: the network is being created
+            if present is not None and isinstance(present, nn.Identity) == (self.num_classes > 0):
+                setattr(owner, leaf, self._like_parameters(owner.make_readout(self.num_classes)))
         self.decoder = None
         if self.with_decoder and self.num_classes:
             decoder = Decoder(self.num_classes, self.class_dim, self.in_chans, self.img_size)

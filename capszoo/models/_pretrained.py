@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -312,6 +313,12 @@ def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
     return weight[:, index] / torch.bincount(index)[index].reshape(1, -1, 1, 1)
 
 
+def _below(modules: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a key belongs to one of these modules."""
+    prefixes = tuple(f"{name}." for name in modules)
+    return lambda key: key.startswith(prefixes)
+
+
 def adapt_state_dict(
     state_dict: dict[str, Tensor], model: nn.Module, first_conv: str | None = None
 ) -> dict[str, Tensor]:
@@ -345,10 +352,7 @@ def adapt_state_dict(
             "turn the images"
         )
     without_head = getattr(model, "num_classes", None) == 0
-
-    def in_head(key: str) -> bool:
-        return any(key.startswith(f"{head}.") for head in heads)
-
+    in_head, in_readout = _below(heads), _below(getattr(model, "readout", ()))
     if other_size and (rule := getattr(model, "resampled", None)):
         kept = {key: value for key, value in state_dict.items() if not (other_classes and in_head(key))}
         resampled: dict[str, Tensor] = rule(kept, source_size)
@@ -366,7 +370,7 @@ def adapt_state_dict(
             fitted[key] = given
         elif (
             key.startswith("decoder.")
-            or (other_classes and in_head(key))
+            or (other_classes and (in_head(key) or (given is None and in_readout(key))))
             or (other_size and given is not None)
         ):
             fitted[key] = value
@@ -378,7 +382,9 @@ def adapt_state_dict(
     unknown = [
         k
         for k in state_dict
-        if k not in own and not k.startswith("decoder.") and not (without_head and in_head(k))
+        if k not in own
+        and not k.startswith("decoder.")
+        and not (without_head and (in_head(k) or in_readout(k)))
     ]
     if wrong or unknown:
         what = "; ".join(wrong[:3] + [f"{k} unknown" for k in unknown[:3]])

@@ -54,6 +54,7 @@ class HeadNet(CapsuleNet):
         self.head = self._like_parameters(CapsuleHead(chans, grid, self.num_classes, routing, **options))
         self.head_hidden_size = self.head.hidden_size
         self.map_quantity = self.head.map_quantity
+        self.readout = tuple(f"head.{name}" for name in self.head.readout)
         self._make_head()
 
     def get_classifier(self) -> nn.Module:
@@ -321,10 +322,14 @@ class BackboneNet(HeadNet):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """As in the backbone; one without this method is recomputed as a whole."""
         model: Any = self.stages.backbone.model  # type: ignore[union-attr]
+        whole = enable
         if hasattr(model, "set_grad_checkpointing"):
-            model.set_grad_checkpointing(enable)
-        else:
-            super().set_grad_checkpointing(enable)
+            try:
+                model.set_grad_checkpointing(enable)
+                whole = False
+            except AssertionError:  # timm's VGG and others have the method, and refuse to enable it
+                pass
+        super().set_grad_checkpointing(whole)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:

@@ -92,6 +92,8 @@ class IdpaNet(CapsuleNet):
         drop_rate: dropout of the sums of votes, before their LayerNorm.
     """
 
+    readout = ("score",)
+
     def __init__(
         self,
         num_classes: int = 10,
@@ -167,7 +169,7 @@ class IdpaNet(CapsuleNet):
         self.primary_activation: nn.Module = (
             nn.Conv2d(self.num_features, num_caps, 1) if activations else nn.Identity()
         )
-        self.score: nn.Module = nn.Linear(pose_dim, 1)  # shared by the classes
+        self.score = self.make_readout(num_classes)
 
     def _feature_grid(self, img_size: Tuple[int, int]) -> Tuple[int, int]:
         """Grid of the primary capsules for a given image size."""
@@ -212,6 +214,11 @@ class IdpaNet(CapsuleNet):
             del self.capsules.classes
         if self.num_classes > 0:
             self.capsules.classes = layer
+
+    @torch.jit.ignore
+    def make_readout(self, num_classes: int) -> nn.Module:
+        """A new Linear from a class pose to its logit, shared by the classes; an identity without classes."""
+        return nn.Linear(self.pose_dim, 1) if num_classes else nn.Identity()
 
     def _primary_capsules(self, x: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """Features ``[b, i*d, h, w]`` to poses ``[b, h, w, i, d]`` and, if the network has them, activations."""
@@ -295,7 +302,6 @@ class IdpaNet(CapsuleNet):
         if prune_head:
             self.capsules = IDPAStack(OrderedDict(), depth=self.hidden + 1)
             self.primary_activation = nn.Identity()
-            self.score = nn.Identity()
         return take
 
 

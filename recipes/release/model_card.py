@@ -175,7 +175,7 @@ def model_card(
         else f'`timm.create_model("{known_as}", pretrained=True)` works after `import capszoo`; on the command line:',
         f"```sh\ncapszoo predict {shlex.quote(known_as)} picture.png\n"
         f"capszoo export {shlex.quote(known_as)} --out bundle\n```",
-        "## Figures",
+        "## Results",
         f"Accuracy of the file in this {'folder' if local else 'repository'}, "
         "± its standard error for that number of images"
         + (
@@ -250,12 +250,14 @@ def _provenance(info: WeightsInfo) -> str:
 
 
 def _limits(info: WeightsInfo, title: str) -> str:
-    height, width = info.input_size[1:]
+    height, width = info.raw.get("object_size") or info.input_size[1:]
+    whole = info.input_size[1:]
+    padded = "" if (height, width) == tuple(whole) else f" and padded to {whole[0]}×{whole[1]}"
     lines = [
         f"- It knows the {info.num_classes} classes of {title} and nothing else: any image gets one of them.",
-        f"- Images are scaled to {height}×{width} pixels: what looks alike at that size, it cannot tell apart.",
-        "- Scores are capsule lengths, activations or logits, made for comparison with each other: no probabilities.",
-        "- Robustness (to noise, shifts, other cameras) and fairness have not been measured.",
+        f"- Images are scaled to {height}×{width} pixels{padded}: what looks alike at that size, it cannot tell apart.",
+        "- Scores are capsule lengths, activations or logits. The probabilities computed from them are not calibrated.",
+        "- This card states no robustness (to noise, shifts, other cameras). Fairness has not been measured.",
     ]
     if "test" not in info.metadata.metrics:
         lines.append("- No test set was available: its accuracy is unknown.")

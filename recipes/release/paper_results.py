@@ -217,23 +217,27 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         if stated.epoch:
             lines[-1] += " It was chosen by the validation images, whose accuracy is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
-            lines[-1] += " The paper's result is what its note says (a mean of runs, or the best test epoch)."
+            lines[-1] += (
+                " The note beside the paper's result states whether it is a mean of runs or the best test epoch."
+            )
     start = began_with(info)
     if trained_further(info):
         lines.append(
-            "- It began with the weights of an earlier run of this recipe, whose epochs come on top: the recipe's "
-            "header has both commands."
+            "- It began with the weights of an earlier run of this recipe. That run's epochs are additional to those "
+            "stated here: the recipe's header has both commands."
         )
     elif start:
-        whose = ", of a run that was broken off," if went_on(info) else ","
-        lines.append(f"- It began with the weights of `{public(start)}`{whose} whose epochs come on top.")
+        whose = ", of an interrupted run" if went_on(info) else ""
+        lines.append(
+            f"- It began with the weights of `{public(start)}`{whose}. The epochs of that run are additional."
+        )
     if counted(info) == "exact set":
-        lines.append("- An image is right where all of its labels are found, and no other.")
+        lines.append("- An image counts as correct if exactly its labels are predicted.")
     if "test" in stated.metrics:
         # the same checkpoint, trained further; an interrupted run had not been tested yet
         again = start and Path(start).name.startswith(info.name) and not went_on(info)
         looks = "at the end of both runs" if again else "once, at the end"
-        lines.append(f"- The test set was evaluated {looks}. No epoch or setting was selected by it.")
+        lines.append(f"- The test set was evaluated {looks}. No epoch was selected by it.")
         if again:
             lines[-1] += (
                 " The first run's accuracy on it was known when the second was started, and the better of the two is "

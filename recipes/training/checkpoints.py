@@ -50,7 +50,12 @@ class Checkpoint:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Have the system write a file or a folder to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    descriptor = os.open(
+        path, os.O_RDWR if os.name == "nt" else os.O_RDONLY
+    )  # Windows syncs what is open for writing
     try:
         os.fsync(descriptor)
     finally:

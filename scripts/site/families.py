@@ -250,13 +250,14 @@ def _speed(names: list[str]) -> list[str]:
                 cells += [f"{at['ms']:.1f}", f"{at['eager']:.2f}"] if at else ["not measured", ""]
         others.append(_row([f"`{name}`", *cells]))
     about = measured["settings"]
+    places = {files[name]["processor"] for name in names if name in files}
     return [
         "## Speed",
         "**GPU**: [training steps on an NVIDIA H200](../performance.md#on-a-gpu). The times below are of CPUs.",
         f"In PyTorch {about['torch']}, untrained, float32, on {about['processor']}; the ResNet-18 is the CIFAR one "
         "at 3x32x32 ([how it was measured](../benchmarks.md)).",
         "\n".join(rows),
-        "Exported, in ONNX Runtime on two threads of an AMD EPYC. Above 1, the file is faster than eager PyTorch "
+        f"Exported, in ONNX Runtime on {' or '.join(sorted(places))}. Above 1, the file is faster than eager PyTorch "
         "([how it was measured](../export-benchmarks.md)).",
         "\n".join(others),
     ]

@@ -214,7 +214,10 @@ def test_autocast(init: str, engine: str, in_dim: int) -> None:
 
 def chosen(images: int, in_dim: int, out_caps: int = 10, dtype: torch.dtype = torch.float32) -> str:
     with torch.device("meta"):
-        layer, x = DynamicRouting(1152, in_dim, out_caps, 16), torch.empty(images, 1152, in_dim, dtype=dtype)
+        layer, x = (
+            DynamicRouting(1152, in_dim, out_caps, 16).to(dtype),
+            torch.empty(images, 1152, in_dim, dtype=dtype),
+        )
     return choose(layer, layer.describe([x], 3, False)._replace(device="cpu")).name
 
 
@@ -483,3 +486,10 @@ def test_eval_is_deterministic(name: str) -> None:
     make, shape = LAYERS[name]
     layer, x = make(init="random").eval(), torch.randn(2, *shape)
     assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("engine", ["native", "blocked"])
+def test_children_and_weights_of_different_types_are_refused(engine: str) -> None:
+    layer, x = DynamicRouting(6, 4, 3, 4, num_iters=2), torch.randn(2, 6, 4, dtype=torch.float64)
+    with use_engines(engine), pytest.raises(RuntimeError, match="same dtype|Double|double"):
+        layer(x)

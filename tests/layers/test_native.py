@@ -53,6 +53,25 @@ def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(fresh.iterdir()) == [file]
 
 
+def test_a_damaged_file_is_compiled_again(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen() == "native"
+    (whole,) = fresh.iterdir()
+    damaged = tmp_path / "other" / "capszoo" / whole.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "other"))
+    for cached in CACHES:
+        cached.cache_clear()
+    assert chosen() == "native" and damaged.stat().st_size > 1000
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="expected all tensors on the CPU, but found one on meta"):
+        call.arguments(torch.ones(2), torch.ones(2, device="meta"))
+
+
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler, or CAPSZOO_NATIVE=0: the next engine, without a warning; the report says why."""
     monkeypatch.setenv("CAPSZOO_NATIVE", "0")
@@ -74,7 +93,9 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning with the compiler's words, then the next engine; nothing half-written is left."""
     script = fresh.parent / "cxx"
-    script.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
+    script.write_text(
+        "#!/bin/sh\necho 'no such flag' >&2\nprintf '\\351' >&2\nexit 1\n"
+    )  # a byte that is no UTF-8
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     with pytest.warns(UserWarning, match="other code is slower.*failed: no such flag") as seen:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor, library, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -344,6 +344,35 @@ def test_what_is_not_a_layer_norm_alone(options: dict[str, Any], monkeypatch: py
     assert len(used) == 2
     for found, expected in zip(*outcomes, strict=True):
         assert error(found, expected.to(F64)) < 1e-4
+
+
+class Half(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "what", ["subclass", "hook", "no bias", "no dropout module", "dropout alone in training"]
+)
+def test_a_layer_s_own_norm_and_dropout_are_called(what: str) -> None:
+    layer, x = layers.FCIDPA(9, 3, 4, num_iters=3, drop=0.5).eval(), torch.randn(2, 9, 4)
+    if what == "subclass":
+        layer.norm = Half(4)
+    elif what == "hook":
+        layer.norm.register_forward_hook(lambda module, given, out: 2 * out)
+    elif what == "no bias":
+        layer.norm = nn.LayerNorm(4, bias=False)
+    elif what == "no dropout module":
+        layer.drop = nn.Identity()
+    else:
+        layer.drop.train()
+    outcomes = []
+    for on in (True, False):
+        layers.use_triton(on)
+        torch.manual_seed(1)
+        outcomes.append(layer(x))
+    layers.use_triton(True)
+    assert error(outcomes[0], outcomes[1].to(F64)) < 1e-4
 
 
 def test_autocast_computes_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,14 @@ def test_every_routing_learns_through_one_backbone(routing: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("routing", list(HEADS))
+def test_without_classes_every_parameter_has_a_gradient(routing: str) -> None:
+    """DistributedDataParallel refuses parameters without one."""
+    net = attached("resnet18", routing, 64, classes=0)
+    net.train()(images(net, 2)).square().mean().backward()
+    assert not [key for key, p in net.named_parameters() if p.grad is None]
+
+
 @pytest.mark.parametrize("backbone", list(BACKBONES))
 def test_no_parameter_is_left_over(backbone: str) -> None:
     """The backbone's own head is gone, so that whatever can be trained gets a gradient."""
@@ -170,6 +178,13 @@ def test_a_module_is_taken_as_it_is() -> None:
     assert torch.equal(net(x), scores)
     net.prune_intermediate_layers(1)
     assert torch.equal(net(x), expected)
+
+
+def test_a_backbone_that_asserts_against_checkpointing_is_recomputed_as_a_whole() -> None:
+    net = attached("vgg11", "avg", 64)
+    for enable in (True, False):
+        net.set_grad_checkpointing(enable)
+        assert net.grad_checkpointing is enable
 
 
 def test_what_the_head_adds_does_not_depend_on_the_backbone_s_width() -> None:

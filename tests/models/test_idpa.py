@@ -10,6 +10,7 @@ from torch import Tensor
 
 import capszoo
 from capszoo.layers import FCIDPA, ConvIDPA
+from capszoo.models._pretrained import adapt_state_dict
 from capszoo.models.idpa import IdpaNet
 from tests.layers.test_idpa import assert_same, describe, shaken
 from tests.reference import idpa as naive
@@ -307,10 +308,28 @@ def test_reset_classifier() -> None:
     torch.testing.assert_close(model(x), pre_logits)
     with pytest.raises(RuntimeError, match="num_classes"):
         model.forward_capsules(x)
+    assert not [key for key in model.state_dict() if key.startswith("score")]  # it would have no gradient
     model.reset_classifier(0, "")
     assert model(x).shape == (2, 8, 10, 9)
     model.reset_classifier(4, "avg")
     assert model(x).shape == (2, 4)
+
+
+@pytest.mark.parametrize(("name", "score"), [("idpa_cnn", "score"), ("resnet20_idpa", "head.score")])
+def test_weights_with_and_without_classes(name: str, score: str) -> None:
+    whole, body = (capszoo.create_model(name, img_size=16, num_classes=n) for n in (3, 0))
+    found = adapt_state_dict(whole.state_dict(), described(body, 3))
+    assert set(found) == set(body.state_dict()) and f"{score}.weight" not in found
+    body.load_state_dict(found)
+    again = described(whole, 0)
+    again.load_state_dict(adapt_state_dict(body.state_dict(), again))
+    assert {f"{score}.weight", f"{score}.bias"} < set(again.untrained)
+
+
+def described(model: Any, num_classes: int) -> Any:
+    """The model, whose configuration describes weights of so many classes."""
+    model.pretrained_cfg = {**model.pretrained_cfg, "num_classes": num_classes, "input_size": (3, 16, 16)}
+    return model
 
 
 def test_classes_may_be_one_or_many() -> None:

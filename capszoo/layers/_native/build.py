@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -62,16 +63,29 @@ def load(source: str, double: bool, **sizes: int) -> ctypes.CDLL:
     key = hashlib.sha256("\0".join([compiler(), *options, _processor(), *texts]).encode()).hexdigest()[:24]
     folder = _folder()
     built = folder / f"{source}-{key}.so"
-    if not built.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            output = Path(temporary) / built.name
-            command = [compiler(), *options, "-o", str(output), str(file)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                lines = "\n".join(done.stderr.splitlines()[:5])
-                raise RuntimeError(f"{' '.join(command)} failed: {lines}")
-            output.replace(built)
+    if built.exists():
+        with suppress(OSError):  # a damaged file is compiled again
+            return ctypes.CDLL(str(built))
+    _compile([compiler(), *options, str(file)], built)
     return ctypes.CDLL(str(built))
+
+
+def _compile(command: list[str], built: Path) -> None:
+    """Run the compiler; ``built`` appears complete or not at all.
+
+    Raises:
+        RuntimeError: the compiler failed.
+    """
+    with tempfile.TemporaryDirectory(dir=built.parent) as temporary:
+        output = Path(temporary) / built.name
+        command = [*command, "-o", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            lines = "\n".join(done.stderr.splitlines()[:5])
+            raise RuntimeError(f"{' '.join(command)} failed: {lines}")
+        with output.open("rb") as written:
+            os.fsync(written.fileno())  # else a power cut may leave the name with half of the content
+        output.replace(built)
 
 
 @functools.cache

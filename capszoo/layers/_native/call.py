@@ -26,7 +26,11 @@ def arguments(*values: Any) -> list[Any]:
 
 
 def _pointer(tensor: Optional[Tensor]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr() if tensor is not None and tensor.numel() else None)
+    if tensor is None or not tensor.numel():
+        return ctypes.c_void_p(None)
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"expected all tensors on the CPU, but found one on {tensor.device}")
+    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def parts_of(count: int) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from .._autograd import refuse_second_gradient
+from .._autograd import refuse_batched_gradient, refuse_second_gradient
 from .build import load
 from .call import arguments, in_threads, parts_of
 
@@ -201,6 +201,7 @@ def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    refuse_batched_gradient(*given)
     *tensors, mass, sums = ctx.saved_tensors
     grad_mass, grad_sums, grad_squares, grad_couplings = given
     grads = _routing_pass_backward(

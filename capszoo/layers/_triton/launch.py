@@ -171,6 +171,11 @@ class Pass:
     ) -> None:
         if not children.dtype == weight.dtype:
             raise ValueError(f"children are {children.dtype} and weights {weight.dtype}: cast one of them")
+        if not children.device == weight.device == parents.device:
+            raise RuntimeError(
+                f"expected all tensors on one device, but found children on {children.device}, weights on "
+                f"{weight.device} and parents on {parents.device}"
+            )
         self.children, self.weight, self.parents = (t.contiguous() for t in (children, weight, parents))
         b, height, width, types, d = children.shape
         self.count, q, j, r = weight.shape

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._autograd import differentiable_once
+from .._autograd import differentiable_once, refuse_batched_gradient
+from .._plain import is_plain
 from ..engine import Call, Engine, Routed
 from ..squash import squared_lengths, squash_factor, squash_gradient
 from ..tuning import TUNING
@@ -89,6 +90,7 @@ class _NormSquash(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        refuse_batched_gradient(grad)
         n, *kept = saved
         norm, split = Norm(*kept, *ctx.how), (ctx.groups, -1)
         found = torch.empty_like(n)
@@ -134,6 +136,7 @@ class _Branches(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        refuse_batched_gradient(grad)
         coef, maps, *kept = saved
         branches = [(kept[k], Norm(*kept[k + 1 : k + 5], *ctx.how[k // 5])) for k in (0, 5)]
         found = [torch.empty_like(n) for n, _ in branches]
@@ -160,20 +163,12 @@ class _Branches(torch.autograd.Function):
         return (master[0], aide[0], None, grad_coef, grad_bias, *master[1:], *aide[1:])
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """True if a call of the module runs its class's ``forward`` and nothing else, such as hooks."""
-    return "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
-
-
 def _is_known(module: nn.Module) -> bool:
     """True for a plain ``nn.BatchNorm2d`` with all its tensors, and for a plain squash."""
     if type(module) is nn.BatchNorm2d:
         tensors = (module.weight, module.running_mean, module.momentum)
-        return _is_plain(module) and all(t is not None for t in tensors)
-    return type(module) is SquashGroups and _is_plain(module)
+        return is_plain(module) and all(t is not None for t in tensors)
+    return type(module) is SquashGroups and is_plain(module)
 
 
 class Recompute(Engine):
@@ -227,7 +222,7 @@ class RecomputeBranches(Recompute):
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         reason = super().unsupported(layer, call)
-        if not reason and not (_is_plain(layer.coef_master) and _is_plain(layer.coef_aide)):
+        if not reason and not (is_plain(layer.coef_master) and is_plain(layer.coef_aide)):
             return cls.altered
         if not reason and layer.coefficients != "both":
             return "each coefficient comes from one branch"
@@ -257,7 +252,7 @@ class OneConvolution(Engine):
     def unsupported(cls, layer: Any, call: Call) -> str:
         master, skip = layer.type1.conv, layer.skip
         known = type(master) is CapGroupConv2d and type(skip) is XavierConv2d
-        if known and all(_is_plain(module) for module in (master, skip, layer.type1)):
+        if known and all(is_plain(module) for module in (master, skip, layer.type1)):
             return ""
         return "a convolution was replaced or has hooks"
 

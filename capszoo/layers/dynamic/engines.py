@@ -12,7 +12,7 @@ from torch import Tensor
 from .._native import does_not_build, not_native, too_few_votes
 from .._native.dynamic_ops import MAX_DIM, dynamic_in_lanes, dynamic_sizes
 from .._native.ops import grouped, ungrouped
-from .._precision import upcast_half, wide_type
+from .._precision import upcast_half, wide_type, working_type
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
 from .blocked import Blocks, route_votes
@@ -38,6 +38,12 @@ def _not_plain(layer: Any) -> str:
     return "" if layer.start is None else "its first logits are zero"
 
 
+def _other_type(layer: Any, call: Call) -> str:
+    """Reason for the reference, which refuses children and weights of different types."""
+    same = call.dtype == working_type(layer.weight)
+    return "" if same else "children and weights have different types"
+
+
 def _vote_type(call: Call) -> torch.dtype:
     """Type in which a CPU forms votes: float32 for short poses in half precision."""
     short = call.child_dim < TUNING.dynamic_half_min_child_dim and call.dtype in _HALF
@@ -59,7 +65,7 @@ class Blocked(Engine):
     def unsupported(cls, layer: Any, call: Call) -> str:
         if call.mode == "compiled" and not call.grad:
             return "without gradients, a compiled graph would unroll its blocks"
-        return _NO_VOTES if call.num_iters == 1 else ""
+        return _NO_VOTES if call.num_iters == 1 else _other_type(layer, call)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
@@ -104,7 +110,7 @@ class Native(Engine):
             return _NO_VOTES
         if call.child_dim > MAX_DIM or call.parent_dim > MAX_DIM:
             return "a pose has more elements than the C++ code is tested for"
-        return not_native(wide_type(call.dtype))
+        return _other_type(layer, call) or not_native(wide_type(call.dtype))
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
@@ -141,6 +147,10 @@ class Float32(Engine):
     devices = ("cpu",)
 
     @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        return _other_type(layer, call)
+
+    @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.dtype not in _HALF:
             return "the children are not in half precision"
@@ -162,6 +172,10 @@ class SharedFloat32(Engine):
     evidence = "Dynamic routing: float32"
     keeps_votes = False
     devices = ("cpu",)
+
+    @classmethod
+    def unsupported(cls, layer: Any, call: Call) -> str:
+        return _other_type(layer, call)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:

@@ -14,6 +14,7 @@ from .._native.ops import (
     routing_pass,
     weight_in_lanes,
 )
+from .._plain import is_plain
 from .._precision import wide_type
 from .._transforms import block_diagonal
 from .._triton import not_fused
@@ -300,9 +301,9 @@ class Fused(Iterated):
         self.dtype = call.dtype
         self.weight = layer._child_weight().to(self.dtype).contiguous()  # cast once, not in each iteration
         self.norm: Tuple[str, Optional[Tensor], Optional[Tensor], float] = ("none", None, None, 0.0)
-        dropped = layer.training and layer.drop.p > 0  # between sums and norm
-        if isinstance(layer.norm, nn.LayerNorm) and not dropped:
-            self.norm = ("layer", layer.norm.weight, layer.norm.bias, layer.norm.eps)
+        norm = layer.norm
+        if _is_known(norm) and _is_idle(layer.drop):  # dropout is between sums and norm
+            self.norm = ("layer", norm.weight, norm.bias, norm.eps)
         self.keep = call.grad
 
     def first(self, children: Tensor) -> Tensor:
@@ -322,6 +323,16 @@ class Fused(Iterated):
 
     def _finished(self, poses: Tensor) -> Tensor:
         return self.layer._normalise(poses) if self.norm[0] == "none" else poses
+
+
+def _is_known(norm: nn.Module) -> bool:
+    """True for a plain LayerNorm with its weight and bias, which the kernels compute."""
+    return type(norm) is nn.LayerNorm and is_plain(norm) and None not in (norm.weight, norm.bias)
+
+
+def _is_idle(drop: nn.Module) -> bool:
+    """True for a dropout that drops nothing now."""
+    return type(drop) is nn.Dropout and is_plain(drop) and not (drop.training and drop.p > 0)
 
 
 def _same_type(layer: Any, call: Call) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from capszoo._suggest import unknown_name
 
 from ...errors import NoCapsules
-from .._base import CouplingLayout, Votes
+from .._base import NO_NAMES, CouplingLayout, Votes
 from .._blocks import ConvBnAct, init_conv_weights
 
 __all__ = [
@@ -109,6 +109,8 @@ class CapsuleHead(nn.Module):
     map_quantity = "coupling"
     #: whether the scores are normalised over the classes, so that a single class would have a constant one
     relative = False
+    #: modules behind the class layer that serve any number of classes, and are identities without classes
+    readout = NO_NAMES
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "CapsuleHead":
         if cls is CapsuleHead:

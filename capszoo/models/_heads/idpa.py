@@ -24,6 +24,8 @@ class IDPAHead(CapsuleLayersHead):
         num_iters: routing iterations.
     """
 
+    readout = ("score",)
+
     def __init__(
         self,
         in_chans: int,
@@ -43,11 +45,16 @@ class IDPAHead(CapsuleLayersHead):
         self._iters = num_iters
         conv = nn.Conv2d(self.chans, self.width, 3, 1, 1, bias=False)
         self.primary = nn.Sequential(conv, CapsuleNorm(caps_dim))
-        self.score = nn.Linear(caps_dim, 1)
+        self.score = self.make_readout(num_classes)
         self._ready(num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
         return FCIDPA(self.num_children, num_classes, self.caps_dim, num_iters=self._iters)
+
+    @torch.jit.ignore
+    def make_readout(self, num_classes: int) -> nn.Module:
+        """A new Linear from a class pose to its logit, shared by the classes; an identity without classes."""
+        return nn.Linear(self.caps_dim, 1) if num_classes else nn.Identity()
 
     def class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.classes(self._poses(self._children(x)))

@@ -127,7 +127,7 @@ def test_several_labels_are_not_called_top_1() -> None:
     several = replace(info, raw={**info.raw, "dataset": {"name": "multimnist", "title": "MultiMNIST"}})
     assert counted(several) == "exact set" and "| exact set, % |" in figures_table(several)[0]
     card = str(model_card(several, "owner/name"))
-    assert "all of its labels" in card and "exact set, % (n = " in card and "top-1" not in card
+    assert "exactly its labels are predicted" in card and "exact set, % (n = " in card and "top-1" not in card
 
 
 def test_the_recipe_names_the_papers_figure() -> None:
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_was_trained_on() -> None:
     for start, whose, looks in (
         (f"runs/{OURS}", "", "at the end of both runs"),
         ("hf-hub:me/other", "", "once, at the end"),
-        (broken_off, ", of a run that was broken off", "once, at the end"),
+        (broken_off, ", of an interrupted run", "once, at the end"),
         ("unfinished/other.safetensors", "", "once, at the end"),
     ):
         trained_on = recipe | {"init": {"weights": start}}
@@ -191,8 +191,9 @@ def test_a_checkpoint_that_was_trained_on() -> None:
             OURS, recipe=trained_on, metrics={"test": {}}, hardware="a processor", train_seconds=1000
         )
         lines = protocol_lines(info)
-        assert f"- It began with the weights of `{start}`{whose}, whose epochs come on top." in lines
-        said = f"- The test set was evaluated {looks}. No epoch or setting was selected by it."
+        began = f"- It began with the weights of `{start}`{whose}. The epochs of that run are additional."
+        assert began in lines
+        said = f"- The test set was evaluated {looks}. No epoch was selected by it."
         (line,) = [line for line in lines if line.startswith(said)]
         assert ("optimistic" in line) == (looks == "at the end of both runs")
         part = " (this part)" if start == broken_off else ""
@@ -202,7 +203,7 @@ def test_a_checkpoint_that_was_trained_on() -> None:
     further = info_of(OURS, recipe=recipe | {"init": {"weights": OURS}}, metrics={"test": {}})
     said = "\n".join(protocol_lines(further))
     assert (
-        "- It began with the weights of an earlier run of this recipe, whose epochs come on top: the recipe's"
+        "- It began with the weights of an earlier run of this recipe. That run's epochs are additional"
         in said
     )
     assert "at the end of both runs" in said and "Fine-tuned from" not in model_card(further, "me/it").content
