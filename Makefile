@@ -23,7 +23,7 @@ help:
 	@echo "make test-slow     the exhaustive sweeps, then test-site and test-ray"
 	@echo "make test-timm     timm's own model tests, unmodified, on our models"
 	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"
-	@echo "make site          the documentation site, in build/site (needs npm)"
+	@echo "make site          the documentation site, in build/site (needs npm and Python 3.11 or newer)"
 	@echo "make test-site     tests of site, notebooks and app, in Chromium (part of test-slow)"
 	@echo "make test-ray      tests on a local Ray cluster (part of test-slow; downloads 200 MB)"
 	@echo "make lint          ruff and mypy alone"
@@ -32,15 +32,19 @@ help:
 	@echo "make eval-weights  accuracy of the bundled weights on their test sets (CAPSZOO_DATA names the data)"
 	@echo "make docs          write hubconf.py's entry points, the generated tables and pages anew"
 
-# A Python that is named may be another one than the environment's.
+# A Python that is named may be another one than the environment's, which is then made anew.
+VERSION := import sys; print(sys.version_info[:2])
 ifeq ($(origin PYTHON),command line)
+ifneq ($(shell "$(PYTHON)" -c '$(VERSION)' 2>&1),$(shell "$(PY)" -c '$(VERSION)' 2>&1))
 $(STAMP): named-python
+ANEW := anew
+endif
 endif
 
 named-python:
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup_venv.sh
-	@sh scripts/setup_venv.sh "$(PYTHON)" "$(VENV)"
+	@sh scripts/setup_venv.sh "$(PYTHON)" "$(VENV)" $(ANEW)
 	@touch $@
 
 demo: $(STAMP)
@@ -70,7 +74,7 @@ site: $(DOCS)/.installed
 	PYTHONPATH="$(CURDIR)" $(DOCS)/bin/python -m scripts.site
 
 test-site: $(DOCS)/.installed site
-	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(DOCS)/bin/python -m pytest tests/app tests/site -m slow -n $(JOBS) --timeout 3600
+	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(DOCS)/bin/python -m pytest tests/app tests/site -m "slow or not slow" -n $(JOBS) --timeout 3600
 
 $(RAY)/.installed: scripts/setup_ray.sh $(STAMP)
 	@sh scripts/setup_ray.sh "$(PY)" "$(RAY)"

@@ -76,6 +76,14 @@ class Row:
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     processor: str = ""
 
+    def missing(self, batches: Sequence[int], processor: str, compiled: bool) -> list[int]:
+        """Batches to be measured; all if any is, and the row's times are of another processor."""
+        times = [self.times.get(str(batch), {}) for batch in batches]
+        lacking = [
+            b for b, at in zip(batches, times, strict=True) if not at or (compiled and "compiled" not in at)
+        ]
+        return list(batches) if lacking and processor != self.processor else lacking
+
     def on(self, processor: str) -> None:
         """The next times are measured there: those of another processor are dropped."""
         if processor != self.processor:
@@ -381,11 +389,9 @@ def main() -> None:
         if known:
             row.times, row.processor = known.times, known.processor
         rows[spec] = row
-        for batch in [] if args.prepare else args.batches:
-            heavy = any(fnmatch.fnmatch(spec, pattern) for pattern in models.SMALL_BATCH)
-            done = row.times.get(str(batch), {})
-            if (heavy and batch > 1) or (args.missing and ("compiled" in done or done and not args.compile)):
-                continue
+        heavy = any(fnmatch.fnmatch(spec, pattern) for pattern in models.SMALL_BATCH)
+        batches = [] if args.prepare else [b for b in args.batches if b == 1 or not heavy]
+        for batch in row.missing(batches, processor, args.compile) if args.missing else batches:
             row.on(processor)
             row.times[str(batch)] = time_model(spec, batch, args.iters, args.compile)
             if args.out:  # after each, so that an interrupted run keeps its measurements

@@ -10,7 +10,7 @@ median (a sign test's, at 95%). Memory is the peak above start-up of two trainin
 checkout, as ``benchmarks/models.py --memory`` measures it; the median of ``--repeats``.
 
 ``--onnx`` compares the exported files instead: whether both checkouts write the same graph with the same weights, and
-where they do not, the times of the two in ONNX Runtime. Files are cached in each checkout's ``bench/versions``.
+where they do not, the times of the two in ONNX Runtime. Files are written to each checkout's ``bench/versions``.
 """
 
 from __future__ import annotations

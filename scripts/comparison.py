@@ -65,10 +65,10 @@ TRIAL = ("epochs=4", "schedule.warmup_epochs=0.4", "data.val_size=5000")
 HEADER = """# Eight classification heads compared
 
 Eight heads on one backbone, the CIFAR ResNet-20 (16-32-64 channels). The heads with a capsule layer have 32 types of
-primary capsules of 16 dimensions, as in the SR-CapsNet paper. All train on CIFAR-10 with one recipe (`--profile
-comparison`), each head with three seeds; the column *runs* has the number of finished ones. The last epoch's weights
-are measured once on the 10,000 test images. The last row is one of three heads with two capsule layers: a trial of
-four epochs each, on 5,000 validation images, selects it. `python scripts/comparison.py` writes this page from the
+primary capsules of 16 dimensions, as in the SR-CapsNet paper. All train on CIFAR-10 with one recipe
+(`--profile comparison`), each head with three seeds; the column *runs* has the number of finished ones. The last
+epoch's weights are measured once on the 10,000 test images. The last row is one of three heads with two capsule
+layers: a trial of four epochs each, on 5,000 validation images, selects it. `make docs` writes this page from the
 metadata of the runs in `benchmarks/results/comparison`; `--commands` prints the commands of the runs.
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after

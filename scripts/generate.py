@@ -163,7 +163,7 @@ def results_table() -> str:
         same = [_paper_accuracy(figure) for figure in paper_figures(info)]
         runs = f"1 (seed {stated.seed}), {stated.trained.epochs} epochs, the last"
         if began_with(info):
-            runs += ", after those of " + ("a run broken off" if went_on(info) else "an earlier run")
+            runs += ", after those of " + ("an interrupted run" if went_on(info) else "an earlier run")
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
             f"| `{name}` | {stated.dataset.name} | {accuracy} | {test.errors:,} of {test.n:,} "
@@ -216,7 +216,7 @@ def recipe_table() -> str:
             stated = trained[name].metadata
             run = f"seed {stated.seed}, {stated.trained.epochs} epochs"
             if went_on(trained[name]):
-                run += " after those of a run broken off"
+                run += " after those of an interrupted run"
             elif began_with(trained[name]):
                 run += " after those of an earlier run"
             accuracy = stated.metrics["test"].top1

@@ -15,7 +15,7 @@ case "$(uname -s) $(uname -m)" in
 *) fail "these packages of TensorRT-RTX are for Linux on x86_64, not $(uname -sm)" ;;
 esac
 
-# Made under another name and renamed: a broken-off download leaves no folder that looks complete.
+# Made under another name and renamed: an interrupted download leaves no folder that looks complete.
 work=$folder.tmp
 rm -rf "$work"
 echo "downloading TensorRT-RTX into $folder (150 MB)"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the virtual environment and installs the project in it, editable, with its development tools.
-# Usage: setup_venv.sh PYTHON VENV. Called by the Makefile when pyproject.toml or constraints.txt changed.
+# Usage: setup_venv.sh PYTHON VENV [anew]. Called by the Makefile when pyproject.toml or constraints.txt changed.
 set -eu
 python=$1
 venv=$2
@@ -17,10 +17,8 @@ command -v "$python" >/dev/null 2>&1 ||
 "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python cannot make virtual environments: install its venv module (Debian: apt install python3-venv)"
 
-# An environment whose pip does not start (an interrupted set-up, a removed interpreter), or of another Python, is made anew.
-version='import sys; print(sys.version_info[:2])'
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
-    [ "$("$python" -c "$version")" != "$("$venv/bin/python" -c "$version")" ]; then
+# An environment whose pip does not start (an interrupted set-up, a removed interpreter) is made anew.
+if [ "${3:-}" = anew ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     echo "making $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv" || fail "could not make $venv"
 fi

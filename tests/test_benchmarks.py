@@ -142,6 +142,19 @@ def test_graphs_are_compared_by_content(root: Path, tmp_path: Path) -> None:
         assert plain != write("c", **change), change
 
 
+def test_times_of_another_processor_are_measured_again(root: Path) -> None:
+    export = load_script(root / "benchmarks" / "export.py")
+    at = {"ms": 1.0, "eager": 1.0, "resnet18": 1.0}
+    row = export.Row("m", 1, 1, 0.0, {"1": at}, "here")
+    assert row.missing([1, 16], "here", False) == [16] and row.missing([1], "here", False) == []
+    assert row.missing([1], "here", True) == [1], "torch.compile was not measured"
+    assert row.missing([1], "there", False) == [] and row.missing([1, 16], "there", False) == [1, 16]
+    row.on("here")
+    assert row.times
+    row.on("there")
+    assert not row.times and row.processor == "there"
+
+
 @pytest.mark.slow
 def test_two_checkouts_exported(root: Path) -> None:
     """A checkout against itself writes the same graph."""
@@ -182,8 +195,14 @@ def routing(root: Path) -> ModuleType:
 
 def test_layers_equal_their_references(routing: ModuleType) -> None:
     """What is timed is the same function: values in float64, of every layer of the table."""
+    taken: dict[str, set[str]] = {}
     for case in routing.cases():
-        assert routing.difference(case, batch=1) < 1e-9, case.name
+        for names in (("native",), ("blocked", "recompute", "one_convolution")):
+            with routing.record_engines() as choices, routing.use_engines(*names):
+                assert routing.difference(case, batch=1) < 1e-9, (case.name, names)
+            taken.setdefault(case.name, set()).update(choice.engine.name for choice in choices)
+    # transforms shared over the grid, and routing pooling, are computed in one way in float64
+    assert sum(engines <= {"reference"} for engines in taken.values()) <= 2, taken
 
 
 def test_stated_multiply_adds(routing: ModuleType) -> None:

@@ -33,7 +33,9 @@ from capszoo.recipes.config import RecipeError, load_recipe
 def test_a_recipe_that_could_not_be_finished_is_refused_at_once(setting: str, key: str) -> None:
     with pytest.raises(RecipeError) as e:
         load_recipe("idpa_cnn.mnist", [setting])
-    assert key in str(e.value) and "\n" not in str(e.value) and printable(str(e.value)) is not None
+    assert key in str(e.value) and "\n" not in str(e.value)
+    done = CliRunner().invoke(app, ["recipes", "validate", "idpa_cnn.mnist", "--set", setting])
+    assert done.exit_code == 2 and done.stderr.rstrip("\n").isprintable()
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ class BackboneNet(HeadNet):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """As in the backbone; one without this method is recomputed as a whole."""
+        """As in the backbone; one without this method, or whose method refuses, is recomputed as a whole."""
         model: Any = self.stages.backbone.model  # type: ignore[union-attr]
         whole = enable
         if hasattr(model, "set_grad_checkpointing"):

@@ -256,7 +256,8 @@ def _limits(info: WeightsInfo, title: str) -> str:
     lines = [
         f"- It knows the {info.num_classes} classes of {title} and nothing else: any image gets one of them.",
         f"- Images are scaled to {height}×{width} pixels{padded}: what looks alike at that size, it cannot tell apart.",
-        "- Scores are capsule lengths, activations or logits. The probabilities computed from them are not calibrated.",
+        "- Scores are logits, log-probabilities, capsule lengths or activations. The probabilities computed from them "
+        "are not calibrated.",
         "- This card states no robustness (to noise, shifts, other cameras). Fairness has not been measured.",
     ]
     if "test" not in info.metadata.metrics:

@@ -229,7 +229,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
     elif start:
         whose = ", of an interrupted run" if went_on(info) else ""
         lines.append(
-            f"- It began with the weights of `{public(start)}`{whose}. The epochs of that run are additional."
+            f"- It began with the weights of `{public(start)}`{whose}. The epochs of that training are additional."
         )
     if counted(info) == "exact set":
         lines.append("- An image counts as correct if exactly its labels are predicted.")

@@ -250,7 +250,9 @@ def _speed(names: list[str]) -> list[str]:
                 cells += [f"{at['ms']:.1f}", f"{at['eager']:.2f}"] if at else ["not measured", ""]
         others.append(_row([f"`{name}`", *cells]))
     about = measured["settings"]
-    places = {files[name]["processor"] for name in names if name in files}
+    places = {files[name]["processor"] for name in names if name in files} - {""} or {
+        "a processor not stated"
+    }
     return [
         "## Speed",
         "**GPU**: [training steps on an NVIDIA H200](../performance.md#on-a-gpu). The times below are of CPUs.",

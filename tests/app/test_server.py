@@ -43,8 +43,13 @@ def test_metrics_count_and_add_up() -> None:
     assert "capszoo_predict_seconds_sum 0.203000" in text
 
 
-def _drive(headers: list[tuple[bytes, bytes]], events: list[dict], queue: int = 64) -> tuple[list[dict], str]:
-    """Send ASGI events to ``/predict`` of a model that is never called; what was answered, and the metrics."""
+def _drive(
+    headers: list[tuple[bytes, bytes]], events: list[dict], queue: int = 64, then: list[dict] | None = None
+) -> tuple[list[dict], str]:
+    """Send ASGI events to ``/predict`` of a model that is never called; what was answered, and the metrics.
+
+    ``then``: the events of a second request.
+    """
     pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
     served_app = create_app(cast(Any, None), queue)
     about = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "query_string": b""}
@@ -68,6 +73,8 @@ def _drive(headers: list[tuple[bytes, bytes]], events: list[dict], queue: int = 
         return sent
 
     sent = asyncio.run(call("POST", "/predict", headers, events))
+    if then is not None:
+        asyncio.run(call("POST", "/predict", [], then))
     text = asyncio.run(call("GET", "/metrics", [], [{"type": "http.request", "body": b""}]))
     return sent, b"".join(message.get("body", b"") for message in text).decode()
 
@@ -86,8 +93,10 @@ def test_a_form_is_refused_with_the_way_to_send_an_image() -> None:
 def test_a_client_that_stops_sending_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
     monkeypatch.setattr("capszoo.app.server.BODY_SECONDS", 0.05)
-    sent, metrics = _drive([], [{"type": "http.request", "body": b"half an image", "more_body": True}])
+    stuck = [{"type": "http.request", "body": b"half an image", "more_body": True}]
+    sent, metrics = _drive([], stuck, queue=1, then=[{"type": "http.request", "body": b"no image"}])
     assert sent[0]["status"] == 408 and b"within 0.05 s" in sent[1]["body"] and 'status="408"} 1' in metrics
+    assert 'status="422"} 1' in metrics and 'status="503"' not in metrics, "its place is free again"
 
 
 def test_a_body_without_a_length_is_read_up_to_the_limit() -> None:

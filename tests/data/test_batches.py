@@ -85,7 +85,10 @@ def test_composed_batches_are_prepared_together(monkeypatch: pytest.MonkeyPatch,
     batches = Batches(digits, 8, train=True, seed=2)
     alone = list(batches.epoch())
     monkeypatch.setattr(Batches, "device", torch.device("cuda"))
+    calls, compose = [], Overlay.compose
+    monkeypatch.setattr(Overlay, "compose", lambda *args: (calls.append(len(args[3])), compose(*args))[1])
     together = list(batches.epoch())
+    assert calls == [48]
     assert len(alone) == len(together) == 6
     for one, other in zip(alone, together, strict=True):
         assert one.parts is not None and all(same(a, b) for a, b in zip(one, other, strict=True))

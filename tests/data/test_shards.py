@@ -134,6 +134,10 @@ def test_an_epoch_shows_each_image_once_and_reads_shard_after_shard(
     for order in epochs:
         assert sorted(order) == list(range(COUNT)) and order != sorted(order)
         assert [number // PER_SHARD for number in order] != sorted(number // PER_SHARD for number in order)
+        assert all(
+            len({number // PER_SHARD for number in order[:k]}) <= (k + 1) // PER_SHARD + 2
+            for k in range(1, COUNT + 1)
+        ), "no further shard before the buffer of 4 needs it"
     assert epochs[0] != epochs[1]
     again = Batches(opened(folder), 5, train=True, seed=3)
     assert sum(numbers(again, 1), []) == epochs[1], "a function of seed and epoch"

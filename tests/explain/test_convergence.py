@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,6 +66,7 @@ def check(name: str) -> None:
     assert len(changes) == (0 if name in WITHOUT_ITERATIONS else len(model.coupling_layouts()))
     for layer in changes:
         assert len(layer.logits) == ITERATIONS and layer.own in (2, 3) and max(layer.couplings) > 0
+        assert all(math.isfinite(value) for value in (*layer.logits, *layer.couplings))
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -187,8 +187,9 @@ def test_blocks_hold_memory_down() -> None:
 def test_blocks_when_children_need_no_gradient() -> None:
     layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3)
     expected = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
-    with tuned(dynamic_block_votes=4 * 7 * 4 * 5), use_engines("blocked"):
+    with tuned(dynamic_block_votes=4 * 7 * 4 * 5), use_engines("blocked"), record_engines() as choices:
         found = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
+    assert [choice.engine.name for choice in choices] == ["blocked"]
     torch.testing.assert_close(found, expected)
 
 
@@ -488,8 +489,10 @@ def test_eval_is_deterministic(name: str) -> None:
     assert torch.equal(layer(x), layer(x))
 
 
-@pytest.mark.parametrize("engine", ["native", "blocked"])
-def test_children_and_weights_of_different_types_are_refused(engine: str) -> None:
-    layer, x = DynamicRouting(6, 4, 3, 4, num_iters=2), torch.randn(2, 6, 4, dtype=torch.float64)
-    with use_engines(engine), pytest.raises(RuntimeError, match="same dtype|Double|double"):
+@pytest.mark.parametrize(
+    ("engine", "children"), [("native", F64), ("blocked", F64), ("float32", torch.bfloat16)]
+)
+def test_children_and_weights_of_different_types_are_refused(engine: str, children: torch.dtype) -> None:
+    layer, x = DynamicRouting(6, 4, 3, 4, num_iters=2), torch.randn(2, 6, 4, dtype=children)
+    with use_engines(engine), pytest.raises(RuntimeError, match="(?i)dtype|scalar type|double|bfloat16"):
         layer(x)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import library, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import capszoo
 from capszoo.layers import PrimaryCaps2d, use_engines
@@ -176,6 +177,14 @@ def test_compiled() -> None:
     compiled = gradients(torch.compile(layer, fullgraph=True), x, seed, True)
     for e, c in zip(eager, compiled, strict=True):
         torch.testing.assert_close(c, e)
+    seen: list[str] = []
+
+    def noting(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return aot_eager(graph, inputs)
+
+    gradients(torch.compile(layer, backend=noting, fullgraph=True), x, seed, True)
+    assert any("strided_conv" in target for target in seen)
 
 
 def test_operators() -> None:

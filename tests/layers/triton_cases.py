@@ -388,6 +388,12 @@ def test_autocast_computes_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> N
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
 
 
+def test_tensors_on_several_devices_are_refused() -> None:
+    children, weight, parents = torch.zeros(1, 3, 3, 1, 4), torch.zeros(9, 2, 2, 2), torch.zeros(1, 2, 4)
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        launch.Pass(children, weight.to("meta"), parents, 1.0, 3, 1)
+
+
 def test_what_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """float64, deep votes, too many parents, activations, dynamic routing: the reference."""
     used = use_of(monkeypatch)

@@ -130,7 +130,9 @@ def main(root: Path, quick: bool) -> None:
         if ran:
             flag.rmdir()
         line = dict(case=case, loaded=not error, error=error, ran=ran, opened=list(opened), fetched=fetched)
-        print(json.dumps(line), flush=True)
+        print(json.dumps({**line, "asked": len(hub.calls)}), flush=True)
+
+    attempt("control", lambda: torch.load(root / "evil.bin", weights_only=False))
 
     for k, (case, config) in enumerate(configurations(root, hub.url)):
         for kind, weights in (("empty", empty), ("odd", odd), ("absent", None), ("a pickle", pickled)):

@@ -181,10 +181,14 @@ def test_a_module_is_taken_as_it_is() -> None:
 
 
 def test_a_backbone_that_asserts_against_checkpointing_is_recomputed_as_a_whole() -> None:
-    net = attached("vgg11", "avg", 64)
-    for enable in (True, False):
+    net, calls = attached("vgg11", "avg", 64), []
+    first = next(module for module in net.modules() if isinstance(module, nn.Conv2d))
+    first.register_forward_pre_hook(lambda *_: calls.append(1))
+    for enable, times in ((True, 2), (False, 1)):
         net.set_grad_checkpointing(enable)
-        assert net.grad_checkpointing is enable
+        calls.clear()
+        net(images(net, 2)).sum().backward()
+        assert len(calls) == times
 
 
 def test_what_the_head_adds_does_not_depend_on_the_backbone_s_width() -> None:

@@ -104,7 +104,9 @@ def test_grey_images_give_the_same_answer_at_three_channels(weights: Path) -> No
 
 
 def test_two_channels_from_one(weights: Path) -> None:
-    assert _load(weights, in_chans=2).stages.stem.conv.weight.shape[1] == 2
+    found = _load(weights, in_chans=2).stages.stem.conv.weight
+    saved = _pretrained.load_safetensors(weights)["stages.stem.conv.weight"]
+    torch.testing.assert_close(found, saved.expand(-1, 2, -1, -1) / 2)
 
 
 def test_another_number_of_classes_keeps_the_body(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +128,17 @@ def test_another_size_says_what_is_new(weights: Path, caplog: pytest.LogCaptureF
 
 
 def test_no_classes_and_features_only(weights: Path) -> None:
-    assert _load(weights, num_classes=0).num_classes == 0
+    bare, saved = _load(weights, num_classes=0), _pretrained.load_safetensors(weights)
+    assert bare.num_classes == 0
+    for key, value in bare.state_dict().items():
+        assert torch.equal(value, saved[key]), key
+    name = "resnet20_routingcaps.mnist"
+    whole = capszoo.create_model(name, pretrained=True).eval()
+    levels = capszoo.create_model(name, pretrained=True, features_only=True).eval()
+    x = torch.rand(1, whole.in_chans, *whole.img_size)
+    with torch.no_grad():
+        for a, b in zip(levels(x), whole.forward_intermediates(x, intermediates_only=True), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(("source", "wanted"), [(1, 3), (3, 1), (3, 4), (3, 5), (3, 6)])

@@ -167,7 +167,7 @@ def test_classes_change_the_head_only(name: str) -> None:
     few, many = (capszoo.create_model(name, device="meta", num_classes=n) for n in (2, 200))
     bodies = [{k: v.shape for k, v in m.stages.state_dict().items()} for m in (few, many)]
     assert bodies[0] == bodies[1]
-    assert _count(few) < _count(many) or few.num_features == many.num_features
+    assert _count(few) < _count(many)
 
 
 def test_the_quick_sweeps_see_every_class_and_layer() -> None:
@@ -251,13 +251,28 @@ def test_native_configuration_trains(name: str) -> None:
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), key
 
 
+def kept_by_a_step(model: nn.Module, x: torch.Tensor) -> float:
+    """MB of what a forward pass saves for its backward pass, without the parameters."""
+    sizes: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        _ = model(x)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return sum(size for key, size in sizes.items() if key not in own) / 2**20
+
+
 def training_growth(name: str, batch: int = 4, steps: int = 8) -> float:
     """MB by which the process grows in so many training steps at the native size.
 
     By the least of the steps after and of those before, since memory that was freed may stay with the process a while.
     """
     model = capszoo.create_model(name).train()
-    x = images(model, batch)
+    # eight steps that are kept are then twice the limit
+    x = images(model, max(batch, math.ceil(6 * batch / kept_by_a_step(model, images(model, batch)))))
     process = psutil.Process()
     sizes = []
     for _ in range(2 * steps):
@@ -492,7 +507,7 @@ def test_forward_capsules(name: str) -> None:
     for tensor in (out.poses, out.activations, *out.couplings):
         assert torch.isfinite(tensor).all()
     for coupling in out.couplings:
-        assert coupling.shape[0] == 2 or coupling.shape[0] % 2 == 0, "couplings keep the batch first"
+        assert coupling.shape[0] == 2, "couplings keep the batch first"
         assert coupling.min() >= 0
 
 
@@ -645,12 +660,20 @@ def test_default_cfg_is_complete(name: str) -> None:
 
 @each_family()
 def test_grad_checkpointing_gives_the_same_gradients(name: str) -> None:
-    gradients = []
+    gradients, runs = [], []
     for enable in (False, True):
-        model = small(name).eval()  # eval: BatchNorm's statistics do not move between the two passes
+        model, calls = (
+            small(name).eval(),
+            [],
+        )  # eval: BatchNorm's statistics do not move between the two passes
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         model.set_grad_checkpointing(enable)
         model(images(model)).square().mean().backward()
         gradients.append([p.grad for p in model.parameters()])
+        runs.append(len(calls))
+    assert runs[1] > runs[0], "nothing is recomputed"
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
 

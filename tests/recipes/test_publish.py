@@ -410,8 +410,9 @@ def test_a_damaged_download_does_not_stay(hub: Hub, client: Client, tmp_path: Pa
         client.python(f"import shutil; shutil.rmtree({str(home / 'hub' / 'models--me--damaged')!r})")
     hub.faults = [Fault("GET", "model.safetensors", drop=True, times=99)]
     assert client.capszoo("publish", write_run(tmp_path / "other", seed=6), "me/damaged").code == 0
-    done = client.capszoo("predict", "hf-hub:me/damaged", tmp_path.parent)
-    assert done.code == 1
+    digit = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
+    done = client.capszoo("predict", "hf-hub:me/damaged", digit)
+    assert done.code == 1 and "me/damaged" in done.error
     done = client.python("import capszoo; capszoo.create_model('hf-hub:me/damaged', pretrained=True)")
     assert done.code == 1 and "no weights of me/damaged" in done.error
     hub.faults = []

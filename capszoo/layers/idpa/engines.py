@@ -30,6 +30,8 @@ __all__ = ["Blocked", "Chunked", "Fused", "Masked", "Native"]
 #: of a single iteration with parents at zero
 _ONLY_SUM = "the only iteration is a sum of votes"
 
+_OTHER_TYPE = "children and weights have different types"
+
 
 class Iterated(Engine):
     """An engine that computes one iteration after the other; an instance has the state that a call's iterations share.
@@ -104,7 +106,7 @@ class Blocked(Iterated):
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         if not _same_type(layer, call):
-            return "children and weights have different types"
+            return _OTHER_TYPE
         return super().unsupported(layer, call)
 
     @classmethod
@@ -141,6 +143,8 @@ class Native(Iterated):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
+        if not _same_type(layer, call):
+            return _OTHER_TYPE
         if layer.inner * layer.cols > MAX_TRANSFORM:
             return TRANSFORM_TOO_LARGE
         return super().unsupported(layer, call) or not_native(wide_type(call.dtype))
@@ -286,7 +290,7 @@ class Fused(Iterated):
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         if not _same_type(layer, call):
-            return "children and weights have different types"
+            return _OTHER_TYPE
         sizes = (layer.out_caps, layer.rows, layer.inner, layer.cols)
         return super().unsupported(layer, call) or not_fused(
             call.device, call.dtype, call.grad, layer.weight, *sizes
@@ -327,7 +331,8 @@ class Fused(Iterated):
 
 def _is_known(norm: nn.Module) -> bool:
     """True for a plain LayerNorm with its weight and bias, which the kernels compute."""
-    return type(norm) is nn.LayerNorm and is_plain(norm) and None not in (norm.weight, norm.bias)
+    plain = type(norm) is nn.LayerNorm and is_plain(norm)
+    return plain and norm.weight is not None and norm.bias is not None
 
 
 def _is_idle(drop: nn.Module) -> bool:

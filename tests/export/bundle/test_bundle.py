@@ -433,7 +433,7 @@ EDITS: dict[str, tuple[Any, ...]] = {
     "labels": (None, "x", [5], ["a"]),
     "engines": (None, [], {"tensorrt": []}, {"aoti": {"file": "../../x"}}),
     "tolerance": (None, "x", -1, 0, 1e9, float("nan"), float("inf")),
-    "files": (None, [], {}, {"../x": "0" * 64}, {"/etc/passwd": "0" * 64}, {"model.onnx": "x"}),
+    "files": (None, [], {}),
 }
 
 
@@ -455,6 +455,25 @@ def test_an_edited_manifest_is_refused_by_the_key(key: str, fixed: Path, tmp_pat
         said = _wrong(folder)
         assert last in said or (key, value) == ("labels", ["a"]) and "labels.txt differs" in said, said
         assert "\n" not in said and len(said) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "digest", "said"),
+    [
+        ("../x", "0" * 64, "must name a file inside the bundle"),
+        ("/etc/passwd", "0" * 64, "must name a file inside the bundle"),
+        ("model.onnx", "x", "match pattern"),
+    ],
+)
+def test_a_manifest_names_only_files_of_the_bundle(
+    name: str, digest: str, said: str, fixed: Path, tmp_path: Path
+) -> None:
+    folder = copied(fixed, tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = digest  # beside all the others: nothing else is missing
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CapszooError, match=said):
+        check_bundle(folder)
 
 
 def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from capszoo.data import dataset_spec
 from capszoo.layers import engine_report, use_engines
+from capszoo.layers.tuning import tuned
 from capszoo.losses import SpreadLoss
 from capszoo.recipes import train as training
 from capszoo.recipes.config import Recipe, RecipeError
@@ -81,11 +82,15 @@ def test_a_session_names_the_engine_of_each_routing_layer() -> None:
         data=SimpleNamespace(training=SimpleNamespace(spec=dataset_spec("mnist"))),
     )
     net = create_for("idpa_cnn", 10, (1, 28, 28), {})
-    expected = {
-        choice.name: choice.engine.name
-        for choice in engine_report(net, 32, training=True, input_size=(1, 28, 28))
-    }
-    assert begin.training_engines(run, net, (28, 28)) == expected and len(expected) == 3
+
+    def report(batch: int) -> dict[str, Any]:
+        return {c.name: c for c in engine_report(net, batch, training=True, input_size=(1, 28, 28))}
+
+    votes = 2 * report(32)["capsules.classes"].call.votes
+    with tuned(native_min_votes=votes, idpa_blocked_min_votes=votes):
+        expected, whole = ({key: c.engine.name for key, c in report(n).items()} for n in (32, 128))
+        assert expected != whole, "a process computes 32 of the 128 images at a time"
+        assert begin.training_engines(run, net, (28, 28)) == expected and len(expected) == 3
     with use_engines("reference"):
         assert set((begin.training_engines(run, net, (28, 28)) or {}).values()) == {"reference"}
     assert begin.training_engines(run, Curious(), (28, 28)) is None
