@@ -72,7 +72,7 @@ def refused(name: str) -> Iterator[None]:
 
 
 def median_interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Median, and the order statistics that contain it in 95% of samples."""
+    """Median, and the order statistics that contain it in 95% of samples (with five, the extremes: 94%)."""
     ordered = sorted(ratios)
     n = len(ordered)
     inside, k, term = 0.0, 0, 0.5**n
@@ -106,14 +106,8 @@ def runner(
 ) -> Callable[[], object]:
     """A forward pass or training step, under bfloat16 autocast if requested."""
     channels_last = not with_it if args.contiguous else args.channels_last or args.autocast
-    form = Form(torch.device(args.device), channels_last, args.compile)
-    step = (train_step_of if train else forward_of)(spec, batch, form)
-
-    def run() -> None:
-        with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.autocast):
-            step()
-
-    return run
+    form = Form(torch.device(args.device), channels_last, args.compile, args.autocast)
+    return (train_step_of if train else forward_of)(spec, batch, form)
 
 
 def measure(spec: str, batch: int, train: bool, args: argparse.Namespace) -> str:
@@ -176,7 +170,11 @@ def main() -> None:
     which.add_argument("--engine", default="")
     which.add_argument("--tuning", type=threshold, metavar="NAME=VALUE")
     which.add_argument("--contiguous", action="store_true", help="against channels-last")
-    parser.add_argument("--without", default="", help="engine that is forced in its place")
+    parser.add_argument(
+        "--without",
+        default="",
+        help="engine that is forced instead, in every layer, also in those without --engine",
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--train", action="store_true", help="training steps too")
     parser.add_argument("--memory", action="store_true")
@@ -188,6 +186,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--peak", choices=("with", "without"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    torch.set_flush_denormal(True)  # as benchmarks/models.py
+    torch.manual_seed(0)
     if args.memory and torch.device(args.device).type != "cpu":
         parser.error("--memory measures the memory of the CPU: leave it out, or --device")
     if args.without and not args.engine:

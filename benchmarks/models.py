@@ -9,8 +9,8 @@ batch size and on the same threads. Each measurement of a model is paired with o
 before it, and the median of the paired ratios is printed: a busy machine slows both. Peak memory is the
 high-water mark of a new process that runs only two training steps.
 
-``--channels-last`` and ``--compile`` apply to both the model and the yardstick when times are measured; memory is that
-of the reference.
+``--channels-last`` and ``--compile`` apply to both the model and the yardstick when times are measured; memory is
+measured eager and contiguous.
 
 A model is given as ``name`` or ``name:argument=value,argument=value``; shell patterns select all matches.
 ``name@stage`` is the net up to and including that stage (of ``model.stages``), followed by average pooling: a capsule
@@ -178,6 +178,12 @@ class Form:
     device: torch.device
     channels_last: bool = False
     compiled: bool = False
+    autocast: bool = False
+
+    def scores(self, model: nn.Module, x: Tensor) -> Tensor:
+        """A forward pass, under bfloat16 autocast if requested; the backward pass runs outside of it."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            return model(x)
 
     def built(self, spec: str, batch: int) -> tuple[nn.Module, Tensor]:
         """A model, and images for it."""
@@ -197,7 +203,7 @@ def forward_of(spec: str, batch: int, form: Form) -> Callable[[], object]:
 
     @torch.inference_mode()
     def forward() -> Tensor:
-        return model(x)
+        return form.scores(model, x)
 
     return forward
 
@@ -211,7 +217,7 @@ def train_step_of(spec: str, batch: int, form: Form) -> Callable[[], object]:
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        F.cross_entropy(model(x).float(), y).backward()
+        F.cross_entropy(form.scores(model, x).float(), y).backward()
         optimizer.step()
 
     return step

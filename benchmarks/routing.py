@@ -8,9 +8,9 @@
 The floor of a layer is the larger of two times: its multiply-adds at the rate of a large matrix product, and the
 bytes it cannot avoid (input, weights, result, once) at the speed of a large copy; both rates are measured first. A
 training step counts three times the multiply-adds and three times the bytes. The reference engine (the paper's
-procedure, line by line) is timed in turns with the engine that the layer chooses, after their values have been
-compared. The naive loops (`tests/reference`, in float64) run on a small layer, and their time is given
-per vote.
+procedure, line by line) is timed in turns with the engine that the layer chooses, after their values (not their
+gradients) have been compared. The naive loops (`tests/reference`, in float64) run on a small layer, and their time is
+given per vote.
 """
 
 from __future__ import annotations
@@ -282,15 +282,19 @@ def naive_per_vote() -> dict[str, float]:
 
     torch.manual_seed(0)
     i, j = 12, 4
+
+    def warm(run: Callable[[], object]) -> float:
+        return in_turns([run], 3)[0]
+
     dynamic_votes = torch.randn(1, j, i, 16, dtype=torch.float64)
     em_votes = torch.randn(1, i, j, 16, dtype=torch.float64)
     active, betas = torch.rand(1, i, dtype=torch.float64), torch.zeros(j, dtype=torch.float64)
     pose = [torch.randn(16, dtype=torch.float64) for _ in range(i)]
     weight = torch.randn(4, 4, dtype=torch.float64)
     times = {
-        "dynamic": seconds(lambda: dynamic_reference.route(dynamic_votes, 3, "parents")),
-        "EM": seconds(lambda: em_reference.route(em_votes, active, betas, betas, 2)),
-        "IDPA, a vote alone": seconds(
+        "dynamic": warm(lambda: dynamic_reference.route(dynamic_votes, 3, "parents")),
+        "EM": warm(lambda: em_reference.route(em_votes, active, betas, betas, 2)),
+        "IDPA, a vote alone": warm(
             lambda: [idpa_reference.vote(p, weight, 4) for p in pose for _ in range(j)]
         ),
     }
@@ -312,7 +316,8 @@ def layer_table(args: argparse.Namespace) -> None:
     for case in cases():
         if args.only and args.only not in case.name:
             continue
-        error = difference(case)
+        with use_engines(*({case.engine(args.batch, train) for train in (False, True)} - {"-", "reference"})):
+            error = difference(case)
         if not error < 1e-9:
             raise SystemExit(f"error: {case.name}: the layer and its reference differ by {error:.1e}")
         row: list[str] = []
@@ -362,9 +367,9 @@ def scaling_table(args: argparse.Namespace) -> None:
         "dynamic, iterations": [(dynamic_case(num_iters=t), t) for t in (2, 3, 5)],
         "routing pooling, input": [(routing_pool_case(g), 3) for g in (8, 16, 32)],
     }
-    print("| growing | layer | time per vote and pass | memory per vote |")
+    batch = args.batch or 4
+    print(f"Batch {batch}.\n\n| growing | layer | time per vote and iteration | memory per vote |")
     print("|---|---|---:|---:|")
-    batch = args.batch if args.batch != 32 else 4
     for family, members in families.items():
         if args.only and args.only not in family:
             continue
@@ -415,7 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, help="default: 32; 4 with --scaling")
     parser.add_argument("--iters", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", help="rows whose name contains this")
@@ -429,7 +434,9 @@ def main() -> None:
     torch.set_flush_denormal(True)
     if args.scaling:
         scaling_table(args)
-    elif args.compile or args.autocast:
+        return
+    args.batch = args.batch or 32
+    if args.compile or args.autocast:
         changes = {"compiled": args.compile, "bfloat16": args.autocast}
         models_table(args, ", ".join(word for word, made in changes.items() if made))
     else:

@@ -73,7 +73,7 @@ def main() -> int:
         run(command, environment)
         measured = [run(command, environment) for _ in range(options.repeats)]
         times = ", ".join(f"{seconds:.2f}" for seconds, _ in measured)
-        print(f"| `{title}` | {times} | {max(kib for _, kib in measured) / 1000:.0f} |")
+        print(f"| `{title}` | {times} | {max(kib for _, kib in measured) * 1024 / 1e6:.0f} |")
         if min(seconds for seconds, _ in measured) > BUDGET_S:
             slow.append(title)
     if slow and options.budget:

@@ -1,13 +1,14 @@
 """Models in two checkouts of the project, measured in turns: does a change make one slower or larger?
 
-    git worktree add ../before v0.1.0
+    git worktree add ../before 23ec906
     python benchmarks/versions.py ../before --models idpa_resnet capsnet_dynamic --batch 8 32 --train --memory
     python benchmarks/versions.py ../before --models idpa_resnet capsnet_em --batch 1 16 --onnx
 
 Each checkout has a process of its own. Both build the model, and then take turns: one call here, one there, of which
 the ratio is taken. A ratio below 1 says that this checkout is faster than the other one. The interval is that of the
-median (a sign test's, at 95%). Memory is the peak above start-up of two training steps in a fresh process of each
-checkout, as ``benchmarks/models.py --memory`` measures it; the median of ``--repeats``.
+median (a sign test's, at 95%; with five pairs the extremes, 94%). Memory is the peak above start-up of two training
+steps in a fresh process of each checkout, as ``benchmarks/models.py --memory`` measures it; the median of
+``--repeats``.
 
 ``--onnx`` compares the exported files instead: whether both checkouts write the same graph with the same weights, and
 where they do not, the times of the two in ONNX Runtime. Files are written to each checkout's ``bench/versions``.
@@ -165,7 +166,7 @@ def compare_exported(
         return [f"| `{spec}` | | ONNX graph, nodes | {nodes} | the same graph | |"]
     rows = [f"| `{spec}` | | ONNX graph, nodes | {nodes} | {nodes_now} | |"]
     _, size = models.build(spec)
-    runners = [OnnxRunner(str(file)) for file in files]
+    runners = [OnnxRunner(str(file), before.threads) for file in files]
     for batch in batches:
         images = torch.rand(models.batch_of(spec, batch), *size).numpy()
         times: tuple[list[float], list[float]] = ([], [])

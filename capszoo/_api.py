@@ -168,6 +168,7 @@ def create_model(
         UnknownModel: no such name, or no such weights.
         UnknownArgument: a keyword that the architecture does not accept.
         WeightsError: the weights are missing, damaged or do not fit.
+        ValueError: an invalid value, such as a negative ``num_classes``.
 
     Examples:
         >>> import torch
@@ -208,7 +209,17 @@ def create_model(
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a model that need no forward pass."""
+    """Facts about a model that need no forward pass.
+
+    Attributes:
+        description: first line of the architecture's docstring.
+        num_params: number of parameters.
+        num_classes: classes; 0 without a class layer.
+        input_size: channels, height and width in pixels.
+        weights: the architecture's checkpoints, or the one of the tag.
+        paper_ids: such as ``"arXiv:2002.04764"``.
+        license: of the code; weights state their own.
+    """
 
     name: str
     description: str
@@ -226,6 +237,9 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     Args:
         name: registered name, with or without a tag.
         **kwargs: as for :func:`create_model`.
+
+    Raises:
+        UnknownModel: no such name, or no such weights.
 
     Examples:
         >>> info = model_info("capsnet_dynamic")

@@ -30,7 +30,17 @@ HUB_ORG = "capszoo"
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """A checkpoint's metadata file. ``raw`` is its whole content (recipe, metrics, seeds, …)."""
+    """A checkpoint's metadata file.
+
+    Attributes:
+        sha256: of the weights file.
+        input_size: channels, height and width in pixels.
+        mean, std: per channel, for pixels in 0..1.
+        model_args: arguments of ``create_model`` besides classes, channels and size.
+        crop_pct: share of the resized image that the crop keeps.
+        license: of the weights.
+        raw: the whole content of the file (recipe, metrics, seeds, …).
+    """
 
     architecture: str
     tag: str

@@ -51,7 +51,7 @@ __all__ = ["Checkpoint", "NoWeights", "checkpoint_of", "model_from_file", "resol
 
 
 class NoWeights(CapszooError):
-    """An architecture of the zoo without pretrained weights."""
+    """An architecture of the zoo without pretrained weights, or without trained ones for the requested image size."""
 
 
 @dataclass(frozen=True)

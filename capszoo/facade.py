@@ -36,7 +36,7 @@ class ExportedModel:
 
     Attributes:
         path: the ONNX file, or the folder of the bundle.
-        passed: whether every check that was run passed; nothing is written if one fails.
+        passed: whether checks were run and none failed; False with ``check=False``. Nothing is written if one fails.
         report: the export's full report, the output of ``capszoo export --json``.
     """
 
@@ -149,13 +149,15 @@ def load(name: str, device: str | None = None, **kwargs: Any) -> LoadedModel:
     """Load a model with its weights.
 
     Args:
-        name: ``name.tag`` or ``name`` of the zoo, ``hf-hub:USER/NAME``, the folder of a training run, or a
-            ``.safetensors`` file.
+        name: ``name.tag`` or ``name`` of the zoo, ``hf-hub:USER/NAME``, the folder of a training run, a folder with a
+            ``config.json``, or a ``.safetensors`` file.
         device: device of the model; None selects CUDA if available, else the CPU.
         **kwargs: as for :func:`capszoo.create_model`, such as ``routing_iters``.
 
     Raises:
         UnknownModel: no such name.
+        UnknownArgument: a keyword that the architecture does not accept.
+        WeightsError: the weights are damaged, do not fit, or lack their metadata.
         CapszooError: there are no weights, or nothing that can be loaded.
     """
     return LoadedModel(name, load_model(name, device=device, **kwargs))

@@ -90,7 +90,11 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files under a folder, also in linked folders; a folder that is reached twice is read once."""
+    """All files under a folder, except in hidden folders; also in linked folders. One reached twice is read once.
+
+    Raises:
+        CapszooError: a folder that cannot be read.
+    """
 
     def fail(error: OSError) -> None:
         raise CapszooError(
@@ -267,7 +271,7 @@ def resize_and_crop(
 
     Only the cropped region is scaled: scaling a whole image of 1 x 1,000,000 pixels would take gigabytes. The region
     has the exact centre of the image, as in the data sets' decoding (:func:`capszoo.data.readers.decode_image`). An
-    image that already has the size is not resampled.
+    image that already has the scaled size (``size`` if ``crop_pct`` is 1) is cropped, not resampled.
     """
     height, width = size
     scale = max(height / image.height, width / image.width) / crop_pct

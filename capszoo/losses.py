@@ -1,7 +1,7 @@
 """Training losses of capsule networks: pure functions, and :func:`create_loss` to create one by name.
 
-Sources: margin and reconstruction, Sabour et al. 2017 (section 4, Eq. 4, and 4.1); spread, Hinton et al. 2018
-(Eq. 3); schedules and ablations, Li et al. 2018 (appendix A.2). Each function is averaged over the batch. The
+Sources: margin and reconstruction, Sabour et al. 2017 (section 3, Eq. 4, and section 4.1); spread, Hinton et al. 2018
+(Eq. 3); schedules and ablations, Li et al. 2018 (appendix A.ii, Table 5). Each function is averaged over the batch. The
 feedback agreement (Sinkhorn, KL), which uses hidden features of the model, is in ``capszoo.models._feedback``.
 
 Letters: ``b`` batch, ``n`` classes, ``c h w`` image. Targets are class indices ``[b]``, or where a function accepts

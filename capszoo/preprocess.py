@@ -108,7 +108,7 @@ def as_image(image: ImageLike) -> Image.Image:
 class ImageTransform:
     """Image to normalised tensor: shorter side resized, centre cropped, scaled to 0..1, normalised.
 
-    An image that already has the size is not resampled.
+    With ``crop_pct`` 1, an image that already has the size is not resampled.
 
     Attributes:
         channels: 1 (grey) or 3 (RGB).
@@ -206,6 +206,7 @@ def model_transform(
 
     Raises:
         CapszooError: the model's input is not a single grey or colour image.
+        UsageError: an unknown background, or a model that states no input size.
     """
     cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = model_input_size(model)

@@ -121,7 +121,8 @@ class ExportOptions:
             for half precision or a TensorRT engine, else ``cpu``.
         tolerance: allowed difference as a share of the largest output; None uses :data:`TOLERANCES`.
         images: real images ``[b, c, h, w]`` in the format of the graph's input (normalised, or uint8); if given, their
-            top-1 must agree. int8 requires them: it may lose 0.5 points on them (without known classes, change as
+            outputs must be within ``tolerance``, and their top-1 must agree (in half precision on 99.5% of them). int8
+            requires them: it may lose 0.5 points on them (without known classes, change as
             many answers).
         calibration: real images that determine int8's ranges, distinct from ``images``.
         progress: called with one line before each step.

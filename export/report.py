@@ -51,7 +51,7 @@ class ExportReport:
         batch: profile (smallest, usual, largest batch).
         routing_iters: distinct iteration counts unrolled in the graph.
         node_types: operator → count.
-        max_rank: dimensions of the largest tensor.
+        max_rank: largest number of dimensions of a tensor.
         file_bytes: size of the file.
         versions: library → version that created and checked the file.
         precision: ``fp32``, ``fp16``, ``bf16`` or ``int8``.

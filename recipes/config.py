@@ -251,7 +251,7 @@ class LossConfig(_Section):
 
 
 class FeedbackConfig(_Section):
-    """Feedback agreement (`capszoo.models.FeedbackAgreement`) between levels of the net; removed after training."""
+    """Feedback agreement (`capszoo.FeedbackAgreement`) between levels of the net; removed after training."""
 
     pairs: Literal["encapnet"] | tuple[tuple[str, str], ...] = "encapnet"
     """(lower, higher) modules by name, of any net; "encapnet": the pairs that the model itself names."""

@@ -41,7 +41,8 @@ def evaluate(
     Args:
         model: a name with weights (`resnet20_routingcaps.mnist`), the path of a weights file, or a module, which is
             moved to the device; each of its parts keeps its mode.
-        dataset: a name, or images in memory; None uses the data set that the weights were trained on.
+        dataset: a name, or a loaded set (`ImageSet` or `StreamedSet`); None uses the data set that the weights were
+            trained on.
         split: "test", "train" or another split of the data set.
         data: folder of the data set; None uses `CAPSZOO_DATA`.
         batch_size: images per forward pass.
@@ -50,7 +51,11 @@ def evaluate(
     Returns:
         `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated"}`: `accuracy` is the kind
         of `top1`, "top-1" or, for images with several labels, the "exact set"; `stated` is the metadata's top1
-        for a whole test split, else None.
+        for this split, if all of its images were evaluated, else None.
+
+    Raises:
+        UsageError: `batch_size` is below 1.
+        DataError, WeightsError, CapszooError: something is missing or does not fit.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")

@@ -319,7 +319,8 @@ def finetune(
     Returns:
         The result of `train` and, once finished, paths: `"labels"`, `"confusion"`, `"card"`.
 
-    Raises `DataError`, `RecipeError`, `TrainingError` or `WeightsError`, each one line with a remedy.
+    Raises `UsageError`, `DataError`, `TrainingError`, `WeightsError`, `UnknownModel` or another `CapszooError`, each
+    one line with a remedy.
     """
     read = functools.cache(read_split)  # read each split once: for the recipe, for training, for evaluation
     recipe = finetune_recipe(

@@ -104,8 +104,8 @@ def train(
         `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
         `"validation"` and `"test"`, if there are such images.
 
-    Raises `RecipeError`, `DataError` or `TrainingError`, each one line with a remedy; with several processes the first
-    one raises it, the others exit.
+    Raises `UsageError` (`RecipeError` among them), `DataError`, `WeightsError` or `TrainingError`, each one line with a
+    remedy; with several processes the first one raises it, the others exit.
     """
     recipe = load_recipe(recipe, overrides, profile)
     if threads is not None and threads < 1:

@@ -3,7 +3,7 @@
 A composer draws the random numbers of a whole global batch on the CPU (`draw`) and composes images from one process's
 share of them (`compose`), so that images are functions of (seed, epoch, step) for any number of processes.
 
-Sources: MultiMNIST and the expanded (shifted) MNIST, Sabour et al. 2017, sections 5.1 and 6; DiverseMultiMNIST, Tsai
+Sources: MultiMNIST and the expanded (shifted) MNIST, Sabour et al. 2017, sections 5.2 and 6; DiverseMultiMNIST, Tsai
 et al. 2020 (arXiv 2002.04764), appendix B.2; affNIST's ranges, the page of its author (Tieleman): rotation within 20
 degrees, shear within 0.2, each side scaled independently by 0.8 to 1.2, moved to any place where no ink is cut off.
 

@@ -1,6 +1,6 @@
 """Build h-ImageNet from an ILSVRC 2012 folder: the 200 classes with a ResNet-18's lowest accuracy, cropped to objects.
 
-Li et al. 2018 (EncapNet), section 4.1, state the number of classes, ResNet-18 as the judge, the counts (255,725 for
+Li et al. 2018 (EncapNet), section 5, state the number of classes, ResNet-18 as the judge, the counts (255,725 for
 training, 17,101 for validation) and that objects are cropped with some padding. The rest is **our choice**:
 
 - a class's accuracy is measured on the 50,000 validation images (256 pixels, middle 224);

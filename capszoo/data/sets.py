@@ -33,6 +33,7 @@ class ImageSet:
     """A data set in memory.
 
     Attributes:
+        spec, split: specification of the data set, and name of the split.
         images: uint8 [n, c, h, w].
         labels: int64 [n] classes, or float [n, classes] of zeros and ones.
         composer: composes new images from these (which are then digits, with their classes) for every batch.
@@ -189,6 +190,8 @@ class StreamedSet:
     """A data set too large for memory, whose images are decoded by worker processes as they are needed.
 
     Attributes:
+        spec, split: specification of the data set, and name of the split.
+        device: where batches are sent.
         decoder: reads one image.
         indices: int64 [n], indices of this set's images in the decoder.
         labels: int64 [n].

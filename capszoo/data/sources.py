@@ -174,15 +174,17 @@ def load_dataset(
     download: str | Path | None = None,
     skipped: list[str] | None = None,
 ) -> ImageSet | StreamedSet:
-    """Load a split of a data set into memory, or, above 2 GB, as a set to be streamed.
+    """Load a split of a data set into memory.
+
+    Image folders, shards and repositories above 2 GB (as uint8), and h-ImageNet, become a set to be streamed.
 
     Args:
         name: a key of `DATASETS`, or one of `PREFIXES` followed by a path or repository.
-        split: "train", "test", or another key of the data set's `counts`.
+        split: "train", "test", or another key of the data set's `counts`; with a prefix "train", "val" or "test".
         data: folder with the data set or its sub-folder; None uses `CAPSZOO_DATA`.
-        count: expected number of images; None uses the official number.
-        size: side of the model's input images; None uses the data set's.
-        resize: side of the images before they are cropped to `size`; None uses the data set's.
+        count: expected number of images; None uses the official number; ignored with a prefix.
+        size: side of the model's input images; None uses the data set's (224 for `imagefolder:`, `wds:` and `hf:`).
+        resize: side of the images before they are cropped to `size`; None uses the data set's (8/7 of `size` there).
         download: download missing files to this folder; None: nothing is ever downloaded.
         skipped: for folders and repositories of images, skip those that cannot be read, and add a line about
             each to this list; None: they are an error.

@@ -106,7 +106,7 @@ _AFFNIST = replace(
     mean=(0.0640,),
     std=(0.2253,),
     counts={"train": 60_000, "test": 10_000, "expanded": 10_000},
-    source="regenerated from MNIST after Tieleman's affNIST; the protocol of Sabour et al. 2017, section 5.1",
+    source="regenerated from MNIST after Tieleman's affNIST; the protocol of Sabour et al. 2017, section 5.2",
     base="mnist",
 )
 
@@ -253,7 +253,7 @@ DATASETS: dict[str, DatasetSpec] = {
             std=(0.229, 0.224, 0.225),
             counts={"train": 0, "test": 0},
             folders=("h_imagenet", ""),
-            source="built from ILSVRC 2012 after Li et al. 2018 (EncapNet), section 4.1",
+            source="built from ILSVRC 2012 after Li et al. 2018 (EncapNet), section 5",
             remedy="build it once: capszoo data h-imagenet ILSVRC_FOLDER OUT",
             side=156,
         ),

@@ -109,8 +109,9 @@ def explain(
         name: of the model, for titles; None uses the architecture and tag.
 
     Raises:
-        CapszooError: the model has no couplings, or its values are not finite.
-        UsageError: no such class, or a tensor of another size.
+        CapszooError: the image cannot be read, the model has no couplings or takes no single image, or its values are
+            not finite.
+        UsageError: no such class, a model without classes, an array that is no image, or a tensor of another size.
 
     Examples:
         >>> from capszoo.inference import load_model

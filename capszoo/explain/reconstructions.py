@@ -180,6 +180,9 @@ def answers(
         model: model with a decoder, in eval mode.
         batches: images ``[b, c, h, w]``, normalised, on the model's device, and their classes ``[b]``.
         right, wrong: number of images of each kind; fewer if there are no more.
+
+    Raises:
+        CapszooError: the model has no decoder, or the images have several labels.
     """
     labels = _require_decoder(model)
     transform = model_transform(model)
@@ -215,6 +218,9 @@ def overlaps(
         model: model with a decoder, in eval mode.
         batches: images ``[b, c, h, w]``, normalised, on the model's device, and zeros and ones ``[b, n]``.
         right, wrong: number of images of each kind; fewer if there are no more.
+
+    Raises:
+        CapszooError: the model has no decoder or fewer than five classes, or the images have one label each.
     """
     labels = _require_decoder(model)
     if len(labels) < 5:

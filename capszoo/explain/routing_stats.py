@@ -184,7 +184,7 @@ def routing_stats(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | Non
             ``[b, n]``; without labels the parent of the curve is the predicted class's capsule.
 
     Raises:
-        CapszooError: no capsule network, or couplings that are not finite.
+        CapszooError: no capsule network, couplings that are not finite or do not sum to 1, or no images.
     """
     forward: Any = getattr(model, "forward_capsules", None)
     if forward is None or not hasattr(model, "coupling_layouts"):

@@ -43,6 +43,9 @@ class PrimaryCaps2d(nn.Module):
         kernel_size, stride, padding: of the convolution.
         bias: whether the convolution has a bias (capsules that go into a LayerNorm need none).
         activation: ``"identity"``, or ``"squash"`` for squashed capsules.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(

@@ -310,6 +310,9 @@ class RoutingCaps(RoutingLayer):
         lam: λ of the softmax.
         num_iters: routing iterations.
         activation: of the class capsules: ``"squash"``, ``"identity"`` or ``"norm"``.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     autocasts = False

@@ -63,6 +63,10 @@ class SelfAttentionRouting(RoutingLayer):
         out_caps, out_dim: number of parents, and their pose dimension.
 
     ``weight`` is ``[i, d, j * e]``, as in :class:`DynamicRouting`; ``bias`` is ``[j, i]`` and starts at zero.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     def __init__(self, in_caps: int, in_dim: int, out_caps: int, out_dim: int) -> None:

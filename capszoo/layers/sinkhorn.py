@@ -55,6 +55,9 @@ def ground_cost(x: Tensor, y: Tensor, cost: str = "cosine") -> Tensor:
 
     Returns:
         ``[n, m]``, float32 for half-precision inputs.
+
+    Raises:
+        ValueError: an unknown ``cost``.
     """
     if cost not in COSTS:
         raise ValueError(f"cost must be one of {', '.join(COSTS)}, not {cost!r}")
@@ -83,6 +86,9 @@ def sinkhorn_plan(cost: Tensor, num_iters: int = 10, epsilon: float = 1.0) -> Te
 
     Returns:
         ``[n, m]``; columns sum to ``1/m`` exactly, rows to ``1/n`` in the limit; float32 for half-precision inputs.
+
+    Raises:
+        ValueError: ``num_iters`` is below 1, or ``epsilon`` is not positive.
     """
     if num_iters < 1:
         raise ValueError(f"num_iters must be at least 1, not {num_iters}")
@@ -132,6 +138,9 @@ def sinkhorn_divergence(
 
     Returns:
         A scalar, float32 for half-precision inputs.
+
+    Raises:
+        ValueError: an unknown ``cost``, ``num_iters`` below 1, or ``epsilon`` that is not positive.
     """
     with torch.autocast(x.device.type, enabled=False):
         loss = _transport_loss(x, y, num_iters, epsilon, cost, backprop_plan)
@@ -166,6 +175,9 @@ class SinkhornUnit(nn.Module):
         critic: compare features of the critic; False compares the maps themselves (row d3).
         metric: ``"sinkhorn"`` or ``"kl"`` (row b).
         num_iters, epsilon, cost, bias_fix, backprop_plan: see :func:`sinkhorn_divergence`.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(

@@ -115,6 +115,9 @@ class Squash(nn.Module):
         pose_dim: if given, the axis ``dim`` contains several consecutive capsules (index = capsule *
             pose_dim + dimension, as in the feature maps of this package), each squashed separately.
         exponential: use :func:`exponential_squash`.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(self, dim: int = -1, pose_dim: int = 0, exponential: bool = False) -> None:

@@ -1,7 +1,7 @@
 """The measured thresholds of the engines, in one place.
 
-An engine's ``unprofitable`` compares with them and names them in its reason. docs/dev/performance.md states the command
-and the machine of each measurement under the engine's heading.
+An engine's ``unprofitable`` compares with them and names them in its reason. docs/dev/performance.md has the
+measurements behind most of them, under the engine's heading.
 """
 
 from collections.abc import Iterator

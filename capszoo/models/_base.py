@@ -234,11 +234,21 @@ class CapsuleNet(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no class capsules")
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        """Images ``[b, in_chans, h, w]`` to scores, class capsules, activations and all couplings."""
+        """Images ``[b, in_chans, h, w]`` to scores, class capsules, activations and all couplings.
+
+        Raises:
+            NoCapsules: a network without capsules.
+            RuntimeError: it was created with ``num_classes=0``.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no forward_capsules")
 
     def coupling_map(self, x: Tensor) -> Tensor:
-        """Images to ``[b, n, h', w']``: share of each grid position in each class capsule; sums to 1."""
+        """Images to ``[b, n, h', w']``: share of each grid position in each class capsule; sums to 1.
+
+        Raises:
+            NoCapsules: a network without capsules.
+            RuntimeError: it was created with ``num_classes=0``.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no coupling_map")
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
@@ -246,7 +256,12 @@ class CapsuleNet(nn.Module):
         return ()
 
     def class_votes(self, x: Tensor) -> Votes:
-        """Images to the votes of the last capsule layer and its parents."""
+        """Images to the votes of the last capsule layer and its parents.
+
+        Raises:
+            NoCapsules: a network without capsules.
+            NotImplementedError: its class layer forms no votes.
+        """
         raise NotImplementedError(f"{type(self).__name__} forms no votes")
 
     def reconstruct(self, poses: Tensor, target: Optional[Tensor] = None) -> Tensor:

@@ -126,7 +126,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
     defaults = generate_default_cfgs(full)
     for default in defaults.values():
         # In timm the first weights determine what a bare name builds. Here the architecture's configuration does, so
-        # that training a checkpoint for another data set never changes a model (see default_tag)
+        # that training a checkpoint for another data set never changes a model (see _default_tag)
         default.tags.remove("")
         default.tags.appendleft("")
     return defaults

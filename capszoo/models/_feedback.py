@@ -213,7 +213,11 @@ class FeedbackAgreement(nn.Module):
         return feature
 
     def losses(self) -> list[Tensor]:
-        """The loss of each pair, unweighted, of the model's last forward in training mode."""
+        """The loss of each pair, unweighted, of the model's last forward in training mode.
+
+        Raises:
+            RuntimeError: no forward in training mode since the last call, or the feedback was removed.
+        """
         missing = [name for pair in self.pairs for name in pair if name not in self._features]
         if missing:
             raise RuntimeError(
@@ -278,6 +282,10 @@ def encapnet_feedback(model: nn.Module, units: int = 1, **options: Any) -> Feedb
         model: a model with ``feedback_pairs``.
         units: 1 (Table 3, row c) or 2 per module (row 8).
         **options: arguments of :class:`FeedbackAgreement`.
+
+    Raises:
+        TypeError: the model has no ``feedback_pairs``.
+        ValueError: ``units`` is neither 1 nor 2, or as for :class:`FeedbackAgreement`.
     """
     pairs = getattr(model, "feedback_pairs", None)
     if pairs is None:

@@ -10,10 +10,11 @@
 
 Scores are capsule lengths, in [0, 1].
 
-Our choices, where the papers are silent: convolutions start as He normal (fan in); in `capsnet6_dynamic` the
-capsules of the fourth layer are not squashed (the text names only conv-BN-ReLU), and the mid capsules form 32
-types on a grid of ``mid_caps / 32`` positions. The public release computes with 512 mid capsules; the 2048 of the
-text are the default, because they give the stated size.
+Our choices, where the papers are silent: the plain stem starts as He normal (fan in), the primary convolution normal
+with variance 1 / fan in, the convolutions of the ResNet and of `capsnet6_dynamic` as He normal (fan out); in the
+latter, the capsules of the fourth layer are not squashed (the text names only conv-BN-ReLU), and the mid capsules
+form 32 types on a grid of ``mid_caps / 32`` positions. The public release computes with 512 mid capsules; the 2048 of
+the text are the default, because they give the stated size.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The plain convolutional networks used as baselines in the capsule papers.
 
-- `cnn_sabour`: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017, arXiv:1710.09829), section 4.
+- `cnn_sabour`: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017, arXiv:1710.09829), section 5.
 - `cnn_baseline`, `cnn_multimnist`, `cnn_multimnist_fc`: Tsai et al., "Capsules with Inverted Dot-Product Attention
   Routing" (2020, arXiv:2002.04764), Tables 2, 3 and 12.
 - `cnn6`, `cnn6_wide`: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (c, d), appendix A.i.
@@ -64,8 +64,8 @@ class ConvNet(CapsuleNet):
         num_classes: classes; 0 returns the neck's output ``[b, head_hidden_size]``.
         in_chans: channels of the images.
         img_size: height and width of the images in pixels.
-        global_pool: ``""`` returns the feature map while there is no classifier; every other value means the pooling
-            given by ``pooling``.
+        global_pool: the value of ``pooling``, or None for it; ``""`` returns the feature map while there is no
+            classifier. Anything else is a ValueError.
         fixed_input_size: whether weights depend on ``img_size``.
         pooling: ``"avg"`` or ``"flatten"``: the step between convolutions and classifier.
     """

@@ -1,7 +1,7 @@
 """EncapNet: convolutional capsules whose routing is approximated by a master and an aide branch.
 
 Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation", ECCV 2018, arXiv:1808.03749 (section 3.1,
-Table 2, appendix A.1). The authors' release was read for facts: initial values, kernel of the aide, capFC.
+Table 2, appendix A.i). The authors' release was read for facts: initial values, kernel of the aide, capFC.
 
 A stem, then modules of one Type I layer (which strides, and doubles the pose dimension of the 32 capsule channels) and
 a stack of Type II layers, then capFC, whose capsule lengths are the scores. The feedback agreement used with
@@ -404,7 +404,7 @@ def encapnet_v3(pretrained: bool = False, **kwargs: Any) -> EncapNet:
     return _create_encapnet("encapnet_v3", pretrained, defaults=args, **kwargs)
 
 
-#: Four convolutions to 8x8x256, one capConv of stride 2 to 512 channels, capFC (appendix A.1).
+#: Four convolutions to 8x8x256, one capConv of stride 2 to 512 channels, capFC (appendix A.i).
 _SIX_LAYERS: Dict[str, Any] = dict(
     stem_chans=(32, 64, 128, 256), stem_strides=(1, 1, 2, 2), depths=(1,), strides=(2,), pose_dims=(16,)
 )

@@ -281,7 +281,8 @@ class RoutingCapsResNet(CapsuleNet):
         in_chans: channels of the images.
         img_size: height and width of the images in pixels; only the decoder depends on it.
         depth: layers of the ResNet that provides the features, 6n + 2.
-        caps_dim: channels of a child capsule, a divisor of 64 (the paper tries 16 and 32).
+        caps_dim: channels of a child capsule, a divisor of 64 (the paper's Table 4 has 32; the default, 16, is its
+            size in the plain CNN).
         pose_dim: pose dimension of a class capsule.
         lam: λ of the routing (the paper uses 1 for affNIST, 5 for MultiMNIST).
         routing_iters: routing iterations.

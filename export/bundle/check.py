@@ -54,6 +54,7 @@ def check_bundle(folder: str | os.PathLike[str], model: str | None = None) -> Bu
 
     Raises:
         CapszooError: no bundle, or ``model`` is not the one that it was made from.
+        UnknownModel, WeightsError: ``model`` does not exist, or its weights are damaged.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -234,6 +235,7 @@ def open_runner(
     Raises:
         CapszooError: the bundle has no such engine, or this machine cannot run it.
         UsageError: no such runner.
+        UnknownModel, WeightsError: ``model`` does not exist, or its weights are damaged.
     """
     folder, manifest = Path(folder), manifest or read_manifest(folder)
     if kind not in compare.RUNNERS:

@@ -27,7 +27,7 @@ _MAX_DEPTH = 16
 
 
 def use_triton(on: bool = True) -> None:
-    """Enable the Triton kernels for CUDA tensors; False selects the reference everywhere.
+    """Enable the Triton kernels of IDPA for CUDA tensors; with False, the reference computes them on a GPU.
 
     The environment variable ``CAPSZOO_TRITON=0`` does the same from the start. Code that is already compiled is not
     affected.

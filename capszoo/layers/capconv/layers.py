@@ -63,6 +63,9 @@ class MasterAide(_GroupedLayer):
         stride: of both.
         groups: capsule channels.
         coefficients: ``"own"``, ``"cross"`` or ``"both"``.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     engines = (RecomputeBranches, Reference)
@@ -157,6 +160,9 @@ class CapConv(_GroupedLayer):
         groups: capsule channels.
         mode: ``"master_aide"``, or ``"master"`` for the master alone, without coefficients (Table 3, row 1).
         coefficients: ``"own"``, ``"cross"`` or ``"both"`` (Table 3, rows 2, 3, 4).
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     engines = (Recompute, Reference)
@@ -211,6 +217,9 @@ class EncapModule(_GroupedLayer):
         mode, coefficients: as in :class:`CapConv`.
         skip_type1: add a 3x3 ungrouped convolution of the input to the Type I layer (Table 3, row 5).
         skip_type2: add the stack's input to its last layer, before that layer's norm (Table 3, row 6).
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     engines = (OneConvolution, Reference)
@@ -273,6 +282,9 @@ class CapFC(nn.Module):
         pose_dim: pose dimension of the grid capsules and of the class capsules.
         groups: capsule channels.
         grid: rows and columns of the feature map.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ Files: ``routing`` has the procedures, step by step; ``layers`` the parameters a
 to compute them, and ``blocked`` the operator of one of them, with its gradient. Another one is in C++ (``_native``).
 
 Deviations: the softmax is float32 for half-precision votes. On a CPU, in eager mode or compiled, all
-iterations are float32 too, except in training with transforms shared over the grid.
+iterations are float32 too, except a single iteration of :class:`DynamicRouting`, which forms no votes, and training
+with transforms shared over the grid.
 """
 
 from .layers import ConvDynamicRouting, DynamicRouting, SharedDynamicRouting

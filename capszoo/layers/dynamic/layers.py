@@ -67,6 +67,10 @@ class DynamicRouting(_DynamicLayer):
 
     ``weight`` is ``[i, d, j * e]``: in this layout votes are one batched product over the children and a
     single iteration is one plain product.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     engines: ClassVar[Tuple[Type[Engine], ...]] = (Native, Blocked, Float32, Reference)
@@ -180,6 +184,10 @@ class ConvDynamicRouting(nn.Module):
 
     ``window`` is the :class:`DynamicRouting` that every window goes through; its children are ordered
     ``(row * l + column) * in_caps + type``.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     def __init__(
@@ -250,6 +258,9 @@ class SharedDynamicRouting(_DynamicLayer):
     ``weight`` is ``[j, e, g * d]``, normal of variance ``1 / d`` (our choice); ``bias`` is ``[j, e, g]``, standard
     normal as in the public release: with the softmax over children a parent is an average of its votes, and without
     biases of that size its squashed length starts too near zero to learn.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     engines: ClassVar[Tuple[Type[Engine], ...]] = (SharedFloat32, Reference)

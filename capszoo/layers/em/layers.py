@@ -40,6 +40,10 @@ class ConvEM(MatrixEM):
     ``weight`` is ``[k*k*in_caps, out_caps, p, p]``, its first index ``(row * k + column) * in_caps + capsule``. A
     vote is ``pose @ weight``, so a transform has as many elements as a pose. ``beta_v`` and ``beta_a`` are
     ``[out_caps]``.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     engines: ClassVar[Tuple[Type[Engine], ...]] = (Chunked, Frozen, Native, Blocked, Reference)
@@ -152,6 +156,10 @@ class ClassEM(MatrixEM):
         init_beta_v: first ``beta_v``; minus the expected log of sigma makes the first activations neither 0 nor 1.
 
     ``weight`` is ``[in_caps, num_classes, p, p]``; ``beta_v``, ``beta_a`` are ``[num_classes]``.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     engines: ClassVar[Tuple[Type[Engine], ...]] = (Frozen, Reference)
@@ -265,6 +273,9 @@ class SharedEM(SharedSteps, EMLayer):
     ``weight`` is ``[j, g, d, e]``, normal of standard deviation 1 (our choice: a parent is the mean of many votes, and
     smaller ones would put the next layer's variances near their floor); ``bias`` is ``[j, g, e]``, initially 0;
     ``beta_v`` and ``beta_a`` are ``[j]``.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     engines: ClassVar[Tuple[Type[Engine], ...]] = (SharedBlocked, Reference)

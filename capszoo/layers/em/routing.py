@@ -59,6 +59,9 @@ def em_routing(
     Returns:
         poses ``[b, j, e]``; logits ``[b, j]``, whose sigmoids are the parents' activations; couplings
         ``[b, j, i]`` of the last iteration, which sum to 1 over the parents.
+
+    Raises:
+        ValueError: ``num_iters`` is below 1.
     """
     check_iterations(num_iters)
     parents, pose_dim = votes.shape[1], votes.shape[3]

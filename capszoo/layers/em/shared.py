@@ -88,6 +88,9 @@ def shared_em_routing(
     Returns:
         poses ``[b, j, e]``; logits ``[b, j]``, whose sigmoids are the parents' activations; couplings
         ``[b, j, g, s]`` of the last iteration, which sum to 1 over the parents, or None.
+
+    Raises:
+        ValueError: ``num_iters`` is below 1.
     """
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     tensors = [weight, bias, beta_v, beta_a]

@@ -19,6 +19,10 @@ class CapsuleNorm(nn.Module):
     """LayerNorm over the pose of every capsule of a feature map: ``[b, i*d, h, w]`` to the same shape.
 
     Channel = capsule * d + dimension. The result is channels-last, the layout that the capsule layers read.
+
+    Args:
+        pose_dim: dimension d of a capsule.
+        eps: of the LayerNorm.
     """
 
     def __init__(self, pose_dim: int, eps: float = 1e-5) -> None:
@@ -56,6 +60,10 @@ class ConvIDPA(IDPALayer):
 
     Shapes: ``[b, in_caps*in_dim, h, w]`` to ``[b, out_caps*out_dim, h', w']``, channel = capsule * dim + dimension
     (matrix poses row by row). ``weight`` is ``[j, r, i, q, k, l]``, the first iteration's convolution unflattened.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     engines = (Chunked, Fused, Native, Blocked, Reference)
@@ -220,6 +228,10 @@ class FCIDPA(IDPALayer):
     Shapes: ``[b, in_caps, in_dim]`` to ``[b, out_caps, out_dim]``. A grid ``[b, h, w, i, d]`` is read position
     by position: child = (row * width + column) * types + type. ``weight`` is ``[i, q, j, r]``, which is the first
     iteration's matrix ``[i*q, j*r]`` and, without a copy, the later iterations' batch of matrices.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     engines = (Masked, Fused, Native, Blocked, Reference)

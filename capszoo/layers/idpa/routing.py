@@ -74,6 +74,9 @@ def idpa_routing(
 
     Returns:
         Poses ``[b, j, e]``, and the couplings of the last iteration ``[b, j, i]``, which sum to 1 over ``j``.
+
+    Raises:
+        ValueError: ``num_iters`` is below 1.
     """
     if num_iters < 1:
         raise ValueError(f"num_iters must be at least 1, not {num_iters}")

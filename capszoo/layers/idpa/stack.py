@@ -24,6 +24,9 @@ class IDPAStack(nn.Sequential):
             the next starts (ablation B).
         depth: number of layers of the whole network, which determines the iterations of every layer; defaults to the
             given layers. (A class layer may be missing now and added later, as a child module.)
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(

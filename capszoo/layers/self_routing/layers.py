@@ -23,6 +23,10 @@ class SelfRouting(RoutingLayer):
 
     ``weight`` is ``[i, d, j]`` and ``bias`` ``[i, j]``; both start at zero (as in the release), so that all couplings
     start even. ``pose_weight`` is ``[i, d, j * e]``, Kaiming uniform with fan-in ``j * e * d`` (as in the release).
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     engines: ClassVar[Tuple[Type[Engine], ...]] = (VoteFree, Reference)
@@ -94,6 +98,10 @@ class ConvSelfRouting(nn.Module):
 
     A map is ``[b, caps * (d + 1), h, w]``: the poses, channel = capsule * d + dimension, then the activations.
     ``window`` is the :class:`SelfRouting` of every window, its children ordered ``(row * k + column) * types + type``.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
     def __init__(
