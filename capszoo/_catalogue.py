@@ -89,7 +89,9 @@ def check_model_argument(name: str) -> None:
             f"{path} is an exported bundle, not a model", f"run `python {path}/infer.py IMAGE`"
         )
     if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".onnx") and path.is_file():
-        raise CapszooError(f"{path}: of weights, only .safetensors files are loaded", "name the model itself")
+        raise CapszooError(
+            f"{path}: only .safetensors weights are loaded", "convert the file, or give the model's name"
+        )
     if name.startswith("hf-hub:") or path.is_dir() or path.suffix in (".safetensors", ".json"):
         return
     if is_path(name):

@@ -24,6 +24,7 @@ __all__ = [
     "created_folder",
     "expanded",
     "names_onnx_file",
+    "not_writable",
     "replacing",
     "write_csv",
 ]
@@ -58,6 +59,15 @@ def names_onnx_file(path: Path) -> bool:
     if path.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
         raise UsageError(f"{path} is no .onnx file", "give a name such as model.onnx, or a folder")
     return path.suffix == ".onnx"
+
+
+def not_writable(place: Path, error: OSError) -> str:
+    """The line about a place that cannot be written, with what to do about it."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = (
+        "make room and run the same command" if full else "check its permissions, or choose another folder"
+    )
+    return f"cannot write to {place}: {error.strerror or error}: {remedy}"
 
 
 @contextmanager

@@ -18,6 +18,8 @@ A MODEL is, in this order:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,7 @@ from ._api import create_model, list_models, list_pretrained, resolve_device
 from ._catalogue import is_path
 from ._metadata import WeightsInfo, default_weights, run_weights
 from ._suggest import unknown_name
-from .errors import CapszooError, UnknownModel, WeightsError
+from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
 from .models._builder import NO_SOURCE
 from .models._metadata import ModelConfig, check_demand, fitting
 from .models._pretrained import (
@@ -52,6 +54,20 @@ __all__ = ["Checkpoint", "NoWeights", "checkpoint_of", "model_from_file", "resol
 
 class NoWeights(CapszooError):
     """An architecture of the zoo without pretrained weights, or without trained ones for the requested image size."""
+
+
+@contextmanager
+def refused_arguments(name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Raise a network's complaint about the arguments that a user gave as a `UsageError`."""
+    try:
+        yield
+    except (CapszooError, UnknownModel, UnknownArgument, WeightsError):
+        raise
+    except (TypeError, ValueError) as error:
+        if not kwargs:
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"{name}: {reason}", f"change or leave out {', '.join(kwargs)}") from error
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,7 @@ class Checkpoint:
 
         Raises:
             UnknownModel: no such name.
+            UsageError: arguments that the model refuses.
             NoWeights: an architecture without weights.
             CapszooError: the Hub has no such model.
             WeightsError: weights that are damaged or do not fit.
@@ -93,7 +110,9 @@ class Checkpoint:
             "folder": self._from_folder,
             "file": self._from_file,
         }
-        return create[self.kind](pretrained, kwargs).eval().to(resolve_device(device))
+        with refused_arguments(self.argument, kwargs):
+            net = create[self.kind](pretrained, kwargs)
+        return net.eval().to(resolve_device(device))
 
     def metadata(self) -> Metadata:
         """The checkpoint's metadata; sparse if it has no metadata file.
@@ -145,7 +164,8 @@ class Checkpoint:
         if pretrained and ours and not list_pretrained(f"{name}.*"):
             raise NoWeights(
                 f"no pretrained weights of {name} exist",
-                "`capszoo list --pretrained` shows those that do; `capszoo train` makes them",
+                "`capszoo list --pretrained` shows those that do"
+                + ("" if name == "caps_head" else f"; `capszoo recipes list {name}` shows how to train some"),
             )
         if ours or self.info is not None:
             return create_model(name, pretrained=pretrained, **kwargs)

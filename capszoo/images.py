@@ -79,7 +79,8 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
             inside = sorted(p for p in below if p.is_file())
             if not inside:
                 raise CapszooError(
-                    f"{path}: no images in this folder", f"it takes {', '.join(sorted(IMAGE_SUFFIXES))}"
+                    f"{path}: no images in this folder",
+                    f"image files end in {', '.join(sorted(IMAGE_SUFFIXES))}",
                 )
             found.extend(inside)
         elif path.exists():

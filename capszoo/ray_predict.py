@@ -265,14 +265,16 @@ class ShardPredictor:
         try:
             tried.parent.mkdir(parents=True, exist_ok=True)
             if tried.exists() and tried.stat().st_size >= _ATTEMPTS:
-                raise CapszooError(f"{_ATTEMPTS} workers died at it, the first image of which is {files[0]}")
+                raise CapszooError(
+                    f"{_ATTEMPTS} workers died on it (first image: {files[0]}): lower --workers or --batch-size"
+                )
             with open(tried, "ab") as file:
                 file.write(b".")
             row["errors"] = self._answer(number, files)
             row["images"] = len(files)
             tried.unlink(missing_ok=True)
         except OSError as error:
-            row["failure"] = f"shard {number}: {error.filename}: {error.strerror or error}"
+            row["failure"] = f"shard {number}: {error.filename or self.job.out}: {error.strerror or error}"
         except (CapszooError, WeightsError) as error:
             row["failure"] = f"shard {number}: {error}"
         return {name: [value] for name, value in row.items()}

@@ -13,7 +13,7 @@ from ._api import ModelInfo, create_model, list_models, model_info
 from ._catalogue import weights_entry
 from ._metadata import WeightsInfo
 from ._modes import evaluating
-from .checkpoint import resolve
+from .checkpoint import refused_arguments, resolve
 from .layers import engine_report, use_engines
 from .models._papers import PAPERS, PaperFigure
 from .models._pretrained import bundled_tags
@@ -176,4 +176,5 @@ def _untrained(name: str, kwargs: dict[str, Any]) -> tuple[nn.Module, tuple[Weig
         described = (found.info,) if found.info else ()
         return found.create(pretrained=False, device=torch.device("meta"), **kwargs), described
     trained = bundled_tags()[name].model_args if name in bundled_tags() else {}
-    return create_model(name, device="meta", **{**trained, **kwargs}), None
+    with refused_arguments(name, kwargs):
+        return create_model(name, device="meta", **{**trained, **kwargs}), None

@@ -437,7 +437,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
-        node = node.setdefault(parent, {})
+        if node.get(parent) is None:  # also where a run's file states null
+            node[parent] = {}
+        node = node[parent]
         if not isinstance(node, dict):
             raise RecipeError(f"--set {override}: '{parent}' has no keys of its own")
     try:
@@ -486,13 +488,25 @@ def _profiles(tree: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
     return merged
 
 
+def recipe_text(path: Path) -> str:
+    """A recipe file as text.
+
+    Raises:
+        RecipeError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text: save it as UTF-8") from error
+
+
 def _read(recipe: str | Path) -> tuple[dict[str, Any], str]:
     """A recipe file's tree and its name."""
     path = find_recipe(recipe)
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read {path}: {error}") from error
+        tree = read_yaml(recipe_text(path))
     except YamlError as error:
         raise RecipeError(f"{path}, {error}") from error
     if not isinstance(tree, dict):

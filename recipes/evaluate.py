@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (CapszooError, DataError, WeightsError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return int(getattr(error, "exit_code", 1))
     if args.json:
         print(json.dumps(result))
     else:

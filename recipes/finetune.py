@@ -214,7 +214,9 @@ def finetune_recipe(
     channels, count, validation = images.spec.input_size[0], len(images), 0
     if "val" not in splits:
         if images.labels.bincount().max() < 2:
-            raise DataError(f"{name}: no class has two images: one is needed to learn from, one to look at")
+            raise DataError(
+                f"{name}: no class has two images: each class needs two images, one to train and one to validate on"
+            )
         wanted = max(images.spec.num_classes, round(VALIDATION_SHARE * count))
         validation = min(wanted, VALIDATION_MOST, count - 1)
         count = len(split_validation(images, validation, stratified=True)[0])

@@ -194,7 +194,9 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
 def _check(folder: Path, found: Checkpoint) -> None:
     """Check that both libraries can load the folder, and that the loaded models reproduce the golden outputs."""
     if sha256_of(folder / HUB_FILENAME) != found.info.sha256:
-        raise PublishError(f"{found.weights}: the copy differs from its metadata", "look at the disk")
+        raise PublishError(
+            f"{found.weights}: the copy differs from its metadata", "check the disk for errors"
+        )
     images = normalize(found.pixels, found.info.mean, found.info.std)
     for library, create in (("capszoo", capszoo.create_model), ("timm", timm.create_model)):
         net: Any = create(f"local-dir:{folder}", pretrained=True)
@@ -411,10 +413,12 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
     said = getattr(error, "server_message", None) or str(error) or type(error).__name__
     reason = " ".join(str(said).split())[:200]
     if status is not None:
-        return PublishError(f"the Hub refuses {repo_id} ({status}: {reason})", "mend that first")
+        return PublishError(
+            f"the Hub refuses {repo_id} ({status}: {reason})", "fix that, then run the command again"
+        )
     if not is_hub_error(error):  # its client failed on the response: a redirect, or a page that is not JSON
         return PublishError(
-            f"the Hub's answer makes no sense ({type(error).__name__}: {reason})",
+            f"the Hub's answer is invalid ({type(error).__name__}: {reason})",
             "check HF_ENDPOINT and any proxy, then give the same command again",
         )
     cause = error.__cause__ or error

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from capszoo._files import not_writable
 from capszoo._memory import keep_freed_memory
 from capszoo.errors import CapszooError, UsageError
 from capszoo.models._blocks import freeze_batch_statistics
@@ -144,7 +145,7 @@ def _prepare(
     if recipe.batch_size % (world * recipe.accumulate):
         raise RecipeError(
             f"{recipe.name}: batch_size {recipe.batch_size} cannot be shared by {world} processes "
-            f"in {recipe.accumulate} parts each"
+            f"in {recipe.accumulate} parts each: set it to a multiple of {world * recipe.accumulate}"
         )
     commit = source_commit()
     with raise_on_all_ranks(accelerator):
@@ -312,7 +313,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock, stopping
         try:
             log.epoch(record, last=_over(run, state))
         except OSError as error:
-            raise TrainingError(f"cannot write to {run.out}: {error.strerror or error}") from error
+            raise TrainingError(not_writable(run.out, error)) from error
     needed = stopping or _periodic(run, state) or _over(run, state) or clock.at_limit(run, state)
     if needed or checkpoint_due(run, state):
         save_state(run, state)

@@ -176,8 +176,8 @@ def finished_run(run: str | Path) -> Path:
         weights = run_weights(Path(run))
         info = WeightsInfo.from_json(weights.with_suffix(".json"))
         finished = bool(info.raw.get("evaluated", info.metadata.metrics))
-    except CapszooError:
-        finished = False
+    except CapszooError as error:
+        raise WeightsError(f"{run} is not a finished run: {error}") from error
     if not finished:
         raise WeightsError(f"{run} is not a finished run: run its recipe to the end first")
     return weights

@@ -83,7 +83,7 @@ def test_eval_with_other_numbers_of_iterations(tiny_mnist: Path, tmp_path: Path)
     assert own == {"iterations": 3, "accuracy": found["top1"], "changed": 0}
     assert one["iterations"] == 1 and 0 <= one["changed"] <= 40
     for text in ("0", "1,a", "", "2,2"):
-        assert "makes no sense" in fails(2, "eval", MODEL, *options, "--routing-iters", text)
+        assert "is invalid" in fails(2, "eval", MODEL, *options, "--routing-iters", text)
     line = fails(1, "eval", "encapnet6_master.mnist", *options, "--routing-iters", "1")
     assert "encapnet6_master.mnist has no routing iterations: leave --routing-iters out" in line
 
@@ -104,7 +104,7 @@ def test_eval_skips_unreadable_images_on_request(tmp_path: Path) -> None:
     (tmp_path / "digit 3" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     options = ("eval", MODEL, "--data", tmp_path, "--split", "train", "--device", "cpu", "--json")
     line = fails(1, *options)
-    assert "broken.png" in line and "eval by --skip-bad" in line
+    assert "broken.png" in line and "--skip-bad leaves it out" in line
     done = run(*options, "--skip-bad")
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and (found["n"], found["of"]) == (10, 10)
@@ -184,14 +184,14 @@ def test_a_model_saved_for_the_hub_keeps_its_own_normalisation(
 def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:
     data = ("--data", tiny_mnist)
     assert "did you mean" in fails(2, "eval", "resnet20_routingcap", *data)
-    assert "name the data set" in fails(1, "eval", trained, *data)
+    assert "does not state its data set: give --dataset NAME" in fails(1, "eval", trained, *data)
     line = fails(1, "eval", trained, *data, "--dataset", "mnist")
     assert "the model has 3 classes, mnist has 10" in line
     assert "did you mean 'mnist'" in fails(1, "eval", MODEL, *data, "--dataset", "mnst")
-    assert "does not exist" in fails(1, "eval", MODEL, "--data", tmp_path / "missing")
+    assert "no such folder" in fails(1, "eval", MODEL, "--data", tmp_path / "missing")
     assert "unknown split 'dev'" in fails(1, "eval", MODEL, *data, "--split", "dev")
     assert "unknown crops 'two'" in fails(2, "eval", MODEL, *data, "--crops", "two")
-    assert "--pgd-eps x makes no sense" in fails(2, "eval", MODEL, *data, "--robustness", "--eps", "x")
+    assert "--pgd-eps x is invalid" in fails(2, "eval", MODEL, *data, "--robustness", "--eps", "x")
     assert "add --robustness" in fails(2, "eval", MODEL, *data, "--eps", "0.1")
     assert "leave --crops multi out" in fails(2, "eval", MODEL, *data, "--routing", "--crops", "multi")
     file = tmp_path / "file"

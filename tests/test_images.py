@@ -225,7 +225,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
         CapszooError, match="bomb.png: 13000x13000 are more than 64,000,000 pixels: scale it down"
     ):
         open_image(path)
-    with pytest.raises(DataError, match="bomb.png holds a damaged image: .* more than 64,000,000 pixels"):
+    with pytest.raises(DataError, match="bomb.png: .* more than 64,000,000 pixels: scale it down"):
         decode_image(path, "L", path)
     with pytest.raises(ValueError, match="13000x13000 are more than 64,000,000 pixels: see --max-pixels"):
         infer.open_image(path)
@@ -248,7 +248,7 @@ def test_icons_are_refused_before_pillow_decodes_them(
     for read, error in ((open_image, CapszooError), (infer.open_image, OSError)):
         with pytest.raises(error):
             read(icon)
-    with pytest.raises(DataError, match="damaged image"):
+    with pytest.raises(DataError, match="ico: not an image|cannot be read|not an image"):
         image_mode(icon, "a table")
     assert not decoded
 
@@ -353,9 +353,9 @@ def test_what_pillow_does_not_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CapszooError, match="odd.dds: (cannot be read|not an image)"):
         open_image(dds)
     for path in (lab, dds):
-        with pytest.raises(DataError, match="holds a damaged image"):
+        with pytest.raises(DataError, match="in LAB colours|cannot be read|not an image"):
             decode_image(path, "RGB", path)
-    with pytest.raises(DataError, match="holds a damaged image"):
+    with pytest.raises(DataError, match="cannot be read|not an image"):
         image_mode(dds, dds)
     with pytest.raises(CapszooError, match="no such file"):
         open_image(tmp_path / "absent.png")

@@ -132,7 +132,10 @@ def test_a_worker_that_cannot_write_says_so(job: Job) -> None:
     assert "no such file" in row["failure"] and "\n" not in row["failure"]
     Path(job.out, ".part-000002.tried").write_bytes(b"...")
     (row,) = answer(job, [2])
-    assert row["failure"] == "shard 2: 3 workers died at it, the first image of which is images/0006.png"
+    assert (
+        row["failure"]
+        == "shard 2: 3 workers died on it (first image: images/0006.png): lower --workers or --batch-size"
+    )
     file = Job(**{**vars(job), "out": str(Path(job.root, "file"))})
     Path(file.out).write_text("a file")
     with pytest.raises(CapszooError, match="is a file"):
@@ -292,7 +295,7 @@ def test_a_shard_that_kills_its_workers_is_given_up(root: Path, tmp_path: Path) 
     digits(root, tmp_path / "images", 6)
     argv = [sys.executable, "-c", POISONED, MODEL, str(tmp_path), str(tmp_path / "answers.parquet")]
     done = subprocess.run(argv, cwd=root, capture_output=True, text=True, timeout=400)
-    reason = "shard 1: 3 workers died at it, the first image of which is images/0002.png"
+    reason = "shard 1: 3 workers died on it (first image: images/0002.png): lower --workers or --batch-size"
     last = done.stdout.splitlines()[-1]  # Ray's own notices of the dead workers may stand before it
     assert last == f"{reason}: finished shards are kept: the same command answers the others", done
 

@@ -42,7 +42,7 @@ RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, metavar="N", hel
 def _sizes(text: str) -> list[int]:
     sizes = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if min(sizes) < 1:
-        raise UsageError(f"--batch-size {text} makes no sense", "give batch sizes, such as 1,8")
+        raise UsageError(f"--batch-size {text} is invalid", "give batch sizes, such as 1,8")
     return sizes
 
 
@@ -173,6 +173,17 @@ def _print_timings(rows: list[dict[str, Any]], first: str = "runtime") -> None:
     stdout().print(times)
 
 
+def _check_two(model: str, others: list[str]) -> None:
+    """Raise `UsageError` unless there are two different models."""
+    if len(others) > 1:
+        raise UsageError(f"{1 + len(others)} models were given", "compare takes two")
+    if not others:
+        what = "no bundle: no manifest.json" if Path(model).exists() else "one model alone"
+        raise UsageError(f"{model}: {what}", "give two models")
+    if others[0] == model:
+        raise UsageError(f"{model} is given twice", "give two models")
+
+
 def compare_command(
     context: typer.Context,
     model: ModelArgument,
@@ -219,14 +230,10 @@ def compare_command(
         images = [Path(one) for one in others]
         compare_runtimes(Path(model), images, runners, original, sizes, repeats, as_json)
         stderr().print(
-            "note: `capszoo benchmark DIR` compares a bundle's runtimes; this spelling goes with 0.2"
+            "note: `capszoo benchmark DIR` compares a bundle's runtimes; this spelling will be removed in version 0.2"
         )
         return
-    if len(others) != 1:
-        what = "no bundle: no manifest.json" if Path(model).exists() and not others else "one model alone"
-        raise UsageError(f"{model}: {what}", "give two models, or the folder of a bundle")
-    if others[0] == model:
-        raise UsageError(f"{model} is given twice", "give two models")
+    _check_two(model, others)
     if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
         refuse_unused(context, ["limit", "seed"], "without images", "add --data")
     names = [model, others[0]]

@@ -64,6 +64,11 @@ class ExplainGroup(HelpGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = args[0] if args else ""
         if first.startswith("-") and first not in ("-h", "--help"):
+            known = [name for name, command in self.commands.items() if not command.hidden]
+            if command := next((arg for arg in args if arg in known), ""):
+                raise UsageError(
+                    "options come after the sub-command", f"capszoo explain {command} … {first} …"
+                )
             args = ["old", *args]  # the old spelling, with options first
         return super().parse_args(ctx, args)
 
@@ -219,7 +224,9 @@ def _old_command(
         reading = {"background": background, "invert": invert, "fit": fit}
         _draw_image(what, model, image, target, device, Picture(path), reading)
     new = "heatmap" if what == "heat" else what
-    stderr().print(f"note: `capszoo explain {new}` is the new spelling; the old one goes with version 0.2")
+    stderr().print(
+        f"note: `capszoo explain {new}` is the new spelling; the old one will be removed in version 0.2"
+    )
 
 
 explain_app.command("heatmap", cls=HelpCommand)(heatmap_command)

@@ -280,7 +280,9 @@ def export_command(
 def _check_int8_options(precision: str, calibrate: str | None, images: str | None) -> None:
     if precision != "int8":
         if calibrate is not None:
-            raise UsageError(f"--calibrate does nothing for {precision}", "add --int8")
+            raise UsageError(
+                f"--calibrate does nothing for {precision}", "give --precision int8, or leave --calibrate out"
+            )
     elif calibrate is None:
         raise UsageError("int8 needs --calibrate", "give a folder of real images, or the name of a data set")
     elif images is None:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._files import replacing
-from ..errors import CapszooError, require
+from ..errors import CapszooError, UsageError, require
 from .common import JsonOption, print_json, stdout
 from .help import HelpCommand, HelpGroup
 from .train import resolved_yaml
@@ -64,10 +64,10 @@ def show_command(recipe: RecipeArgument, profile: ProfileOption = None, override
     """Print a recipe's YAML; with --profile or --set the resolved settings."""
     check_recipe_argument(recipe)
     _require_yaml()
-    from ..recipes.config import find_recipe, load_recipe
+    from ..recipes.config import find_recipe, load_recipe, recipe_text
 
     if profile is None and not overrides:
-        typer.echo(find_recipe(recipe).read_text(encoding="utf-8").rstrip())
+        typer.echo(recipe_text(find_recipe(recipe)).rstrip())
         return
     typer.echo(resolved_yaml(load_recipe(recipe, overrides, profile)))
 
@@ -84,15 +84,17 @@ def copy_command(
     """Copy a recipe to a file of your own, to change and train it."""
     check_recipe_argument(recipe)
     _require_yaml()
-    from ..recipes.config import find_recipe
+    from ..recipes.config import find_recipe, recipe_text
 
     source = find_recipe(recipe)
     target = out or Path(source.name)
     if target.is_dir():
         target = target / source.name
+    if target.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"{target} is no .yaml file", f"name it {target}.yaml")
     if target.exists():
         raise CapszooError(f"{target} exists already", "name another file")
-    text = source.read_text(encoding="utf-8")
+    text = recipe_text(source)
     with replacing(target) as temporary:
         temporary.write_text(text, encoding="utf-8")
     stdout().print(
@@ -103,7 +105,10 @@ def copy_command(
 def validate_command(
     recipe: RecipeArgument, profile: ProfileOption = None, overrides: SetOption = None
 ) -> None:
-    """Check a recipe: every key, every value, every profile."""
+    """Check a recipe's keys, and the types and ranges of its values, in every profile.
+
+    The names of model, loss and optimiser are checked by `capszoo train --dry-run`.
+    """
     check_recipe_argument(recipe)
     _require_yaml()
     from ..recipes.config import list_profiles, load_recipe
@@ -113,7 +118,7 @@ def validate_command(
     more = f"; profiles: {', '.join(profiles)}" if profiles else ""
     stdout().print(
         escape(
-            f"{recipe}: valid; {found.arch} on {found.data.name}, {found.epochs} epochs, "
+            f"{recipe}: keys and values are valid; {found.arch} on {found.data.name}, {found.epochs} epochs, "
             f"batch {found.batch_size}{more}"
         ),
         soft_wrap=True,

@@ -101,7 +101,9 @@ class Batches:
         cutout_epochs: int | None = None,
     ) -> None:
         if train and len(data) < batch_size:
-            raise DataError(f"{len(data)} training images do not fill one batch of {batch_size}")
+            raise DataError(
+                f"{len(data)} training images do not fill one batch of {batch_size}: lower batch_size"
+            )
         if balance and (data.spec.multi_label or (isinstance(data, ImageSet) and data.composer)):
             raise DataError(f"{data.spec.title}: classes can be balanced where each image has one label only")
         self.balance = balance and train

@@ -60,7 +60,8 @@ def fetch_set(name: str, to: str | Path) -> str:
         from .folders import fetch_repository
 
         folder = fetch_repository(name.removeprefix("hf:"), to)
-        return f"{name} is in {folder}: train and evaluate with --data {to}"
+        recipe = f"recipes data.name={name} with --data {to}"
+        return f"{name} is in {folder}: finetune and eval take --data hf:{folder}, {recipe}"
     if name.startswith(tuple(PREFIXES)):
         raise DataError(f"{name} is on this machine: only named data sets and hf:OWNER/NAME are fetched")
     spec = dataset_spec(name)

@@ -6,7 +6,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._files import created_folder
+from .._files import created_folder, not_writable
 from .errors import DataError
 
 __all__ = ["RemoteFile", "fetch", "remote_files"]
@@ -110,7 +110,7 @@ def fetch(name: str, split: str, folder: str | Path) -> Path:
                 for member in file.members:
                     _extract(target / file.name, member, target)
     except OSError as error:
-        raise DataError(f"cannot write to {target}: {error.strerror or error}") from error
+        raise DataError(not_writable(target, error)) from error
     return target
 
 

@@ -164,7 +164,7 @@ def _cut(source: Path, box: Box | None, target: Path) -> None:
     try:
         whole = open_image(source, channels=3)
     except CapszooError as error:
-        raise DataError(f"{source} is a damaged image: {error}") from error
+        raise DataError(str(error)) from error
     if box:
         x, y = PADDING * (box[2] - box[0]), PADDING * (box[3] - box[1])
         left, top = max(0, round(box[0] - x)), max(0, round(box[1] - y))

@@ -144,7 +144,7 @@ def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int
         result = open_image(encoded, 1 if mode == "L" else 3, name=source, side=side)
     except CapszooError as error:
         reason = error.message.removeprefix(f"{source}: ")
-        raise DataError(f"{source} holds a damaged image: {reason}") from error
+        raise DataError(f"{source}: {reason}", error.remedy) from error
     if side is not None and result.size != (side, side):
         result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)  # crops first
     return np.asarray(result)
@@ -176,7 +176,7 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
         with Image.open(file, formats=image_formats()) as image:
             return "L" if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I") else "RGB"
     except Exception as error:  # Pillow raises many kinds of errors for broken files
-        raise DataError(f"{source} holds a damaged image: {error}") from error
+        raise DataError(f"{source}: cannot be read ({error})", "the file is damaged") from error
 
 
 def mode_of(modes: Callable[[int], str], count: int) -> str:
@@ -313,7 +313,9 @@ def read_parquet(
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
     if min(labels) < 0 or max(labels) > MAX_LABEL:
-        raise DataError(f"{paths[0].parent}: labels run from {min(labels)} to {max(labels)}")
+        raise DataError(
+            f"{paths[0].parent}: labels run from {min(labels)} to {max(labels)}: number the classes from 0"
+        )
     return _decode_all(encoded, mode, side, paths[0].parent), torch.tensor(labels, dtype=torch.int64)
 
 

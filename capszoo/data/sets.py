@@ -273,7 +273,9 @@ def split_validation(
     Composed images of the validation set are composed once, only from held-out digits.
     """
     if not 0 <= size < len(data):
-        raise DataError(f"a validation split of {size} images cannot be carved out of {len(data)}")
+        raise DataError(
+            f"a validation split of {size} images cannot be carved out of {len(data)}: set data.val_size below that"
+        )
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
     chosen = torch.zeros(len(data), dtype=torch.bool)
     if stratified and size:

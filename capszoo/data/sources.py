@@ -55,7 +55,8 @@ def _roots(spec: DatasetSpec, data: str | Path | None) -> list[Path]:
     if data is not None:
         root = Path(data).expanduser()
         if not root.is_dir():
-            raise DataError(f"data folder {root} does not exist")
+            what = "is a file" if root.exists() else "no such folder"
+            raise DataError(f"{root}: {what}; --data takes a folder")
         return [root]
     roots = [expanded(part) for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep) if part]
     if spec.name in _SYSTEM_FOLDERS:

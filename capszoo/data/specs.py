@@ -277,6 +277,8 @@ def source_name(data: str | Path) -> str:
         DataError: `data` is neither of them.
     """
     text = str(data)
+    if not text.strip() or text in PREFIXES:
+        raise DataError(f"--data {text!r} names no folder: give a folder, or hf:OWNER/NAME")
     if text in DATASETS or _prefix(text):
         return text
     if not Path(text).expanduser().is_dir():

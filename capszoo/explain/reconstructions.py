@@ -224,7 +224,7 @@ def overlaps(
     """
     labels = _require_decoder(model)
     if len(labels) < 5:
-        raise CapszooError("with fewer than five classes there may be none that is neither", "choose another")
+        raise CapszooError("explain multi needs a model with at least five classes", "choose another")
     transform = model_transform(model)
     found: dict[bool, list[Overlap]] = {True: [], False: []}
     wanted = {True: right, False: wrong}

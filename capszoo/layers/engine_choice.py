@@ -112,5 +112,8 @@ def _check_names(names: Tuple[str, ...]) -> None:
 def read_environment() -> None:
     """Apply ``CAPSZOO_ENGINES``; called once all engines are known."""
     names = tuple(name.strip() for name in os.environ.get("CAPSZOO_ENGINES", "").split(",") if name.strip())
-    _check_names(names)
+    try:
+        _check_names(names)
+    except ValueError as error:
+        raise ValueError(f"CAPSZOO_ENGINES: {error}") from None
     STATE.names = names

@@ -258,6 +258,8 @@ def _own_args(model_cls: type[nn.Module], variant: str, given: Mapping[str, Any]
     own_args = [name for name in inspect.signature(model_cls.__init__).parameters if name != "self"]
     for name in given:
         if name not in _BUILDER_ARGS and name not in own_args:
+            if name == "routing_iters":
+                raise UnknownArgument(f"{variant} has no routing iterations: leave routing_iters out")
             raise UnknownArgument(unknown_name(f"argument of {variant}", name, [*own_args, "pretrained"]))
     for name, least in _COUNTS.items():
         value = given.get(name)

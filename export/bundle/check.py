@@ -294,7 +294,7 @@ def compare_bundle(
         UsageError: fewer than two runners, or an unknown one.
     """
     if len(kinds) < 2:
-        raise UsageError("one runner alone cannot be compared", f"name two of {', '.join(compare.RUNNERS)}")
+        raise UsageError("a bundle is timed against a reference", f"name two of {', '.join(compare.RUNNERS)}")
     manifest = read_manifest(folder)
     spec = manifest["input"]
     smallest, largest = manifest["batch"]["min"], manifest["batch"]["max"]

@@ -38,7 +38,7 @@ def parse_iterations(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     counts = tuple(int(word) if word.isdecimal() else 0 for word in words)
     if min(counts) < 1 or len(set(counts)) < len(counts):
-        raise UsageError(f"--routing-iters {text} makes no sense", "give different numbers, such as 1,2,3")
+        raise UsageError(f"--routing-iters {text} is invalid", "give different numbers, such as 1,2,3")
     return counts
 
 

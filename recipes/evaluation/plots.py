@@ -143,7 +143,7 @@ def draw_dynamics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | P
         }
         if not found:
             raise CapszooError(
-                f"{name} kept no agreement of votes",
+                f"{name} has no routing statistics",
                 "train it with --set routing_images=200, a net with votes",
             )
         rows[name] = {epoch: found[epoch] for epoch in shown_epochs(sorted(found))}

@@ -308,7 +308,7 @@ def parse_radii(text: str) -> tuple[float, ...]:
             radius = -1.0
         if not 0 <= radius <= 1:
             raise UsageError(
-                f"--pgd-eps {text} makes no sense", "give radii of 0 to 1, such as 0.1 or 2/255,8/255"
+                f"--pgd-eps {text} is invalid", "give radii of 0 to 1, such as 0.1 or 2/255,8/255"
             )
         radii.append(radius)
     return tuple(radii)

@@ -182,14 +182,16 @@ def prepare(
     Raises `DataError`, `WeightsError` or `CapszooError`, one line each, if something is missing or does not fit.
     """
     if limit is not None and limit < 1:
-        raise UsageError(f"a limit of {limit} images makes no sense", "give 1 or more")
+        raise UsageError(f"a limit of {limit} images is invalid", "give 1 or more")
     if crops not in ("single", "multi"):
         raise UsageError(f"unknown crops '{crops}'", "use single or multi")
     dataset, data = _named_by(data, dataset)
     net, info = find_model(model)
     if dataset is None:
         if info is None or not info.metadata.dataset.name:
-            raise DataError("name the data set: the model does not say which one it was trained on")
+            raise DataError(
+                "the model does not state its data set: give --dataset NAME, or --data FOLDER of image folders"
+            )
         dataset = info.metadata.dataset.name
         _check_root(dataset, data)
     recipe = info.metadata.trained if info else RecipeRecord()

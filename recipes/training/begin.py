@@ -25,7 +25,7 @@ from .run_folder import check_room, note_session, open_run, read_sessions, versi
 from .setup import create_feedback, create_net, create_optimizer, create_scheduler, evaluation_batch
 from .stages import Stage, stage_at, staged_data
 from .state import Run, TrainState, distribute, restore, save_state
-from .step import TrainStep
+from .step import create_step
 
 __all__ = ["begin_run", "begin_stage", "training_engines"]
 
@@ -141,18 +141,11 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
     net = create_net(recipe, training.spec, initial).to(device).to(memory_format=run.layout)
     if _normalises(net) and run.world > 1 and device.type == "cuda":
         net = convert_sync_batchnorm(net)  # statistics of the whole batch, as on one GPU
-    if recipe.loss.reconstruction and getattr(net, "decoder", None) is None:
-        raise RecipeError(
-            f"{recipe.name}: loss.reconstruction needs a decoder: set model_args.decoder, or leave it out"
-        )
     ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
     feedback = create_feedback(recipe, net)
     optimizer = create_optimizer(recipe, net, feedback)
     best = BestEpoch(recipe.early_stop) if recipe.early_stop else None
-    try:
-        step_module = TrainStep(net, recipe, feedback)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
+    step_module = create_step(recipe, net, feedback, training.spec.multi_label)
     scheduler = create_scheduler(recipe, optimizer, run.steps)
     probe = None
     if recipe.routing_images and run.main:

@@ -13,7 +13,7 @@ from capszoo.data import DataError, DatasetSpec, dataset_spec
 
 from ..config import Recipe
 from .setup import create_feedback, create_net, create_optimizer
-from .step import TrainStep
+from .step import create_step
 
 __all__ = ["Estimate", "estimate"]
 
@@ -80,7 +80,7 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
     net = create_net(recipe, spec).to(device).to(memory_format=layout)  # type: ignore[call-overload]
     feedback = create_feedback(recipe, net)
     plain = recipe.model_copy(update={"compile": False})
-    step = TrainStep(net, plain, feedback).train()
+    step = create_step(plain, net, feedback, spec.multi_label).train()
     optimizer = create_optimizer(recipe, net, feedback)
     part = recipe.batch_size // recipe.accumulate
     half = recipe.precision in ("bf16", "fp16")

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from capszoo._files import not_writable
 from capszoo._verbosity import is_quiet
 from capszoo.data.folders.common import usable_cores
 
@@ -206,7 +207,7 @@ def _make_parents(jobs: Sequence[Job]) -> None:
         try:
             job.out.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise TrainingError(f"cannot write to {job.out.parent}: {error.strerror or error}") from error
+            raise TrainingError(not_writable(job.out.parent, error)) from error
 
 
 def _images(jobs: Sequence[Job]) -> int:
@@ -292,7 +293,7 @@ def train_seeds(
     if len(set(seeds)) != len(seeds) or not seeds:
         raise RecipeError(f"--seeds takes different numbers, e.g. 0,1,2; got {','.join(map(str, seeds))}")
     if any(override.partition("=")[0] == "seed" for override in overrides or ()):
-        raise RecipeError("--seeds and --set seed=… both set the seed: give one of them")
+        raise RecipeError("--seeds and --seed (or --set seed=) both set the seed: give one of them")
     resolved: Recipe = load_recipe(recipe, overrides, profile)
     parent = Path(out) if out else Path("runs")
     folders = {seed: parent / f"{resolved.name}.seed{seed}" for seed in seeds}

@@ -200,7 +200,7 @@ def train_queue(
     """
     if any(override.partition("=")[0] == "seed" for override in overrides):
         raise RecipeError(
-            "the queue states the seeds of its items: leave --seed out, or train the recipe alone"
+            "the queue states the seeds of its items: leave --seed (--set seed=) out, or train the recipe alone"
         )
     items = choose_items(read_queue(path), only)
     folders = [one.out for one in queue_state(items, out)]

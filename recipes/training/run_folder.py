@@ -23,6 +23,7 @@ import yaml
 from torch import nn
 
 import capszoo
+from capszoo._files import not_writable
 
 from ..config import Recipe
 from ..yaml_tree import YamlError, read_yaml
@@ -67,7 +68,8 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         old = read_yaml(before.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YamlError) as error:
         raise TrainingError(
-            f"cannot read {before}: {getattr(error, 'strerror', None) or 'damaged'}"
+            f"cannot read {before}: {getattr(error, 'strerror', None) or 'damaged'}: "
+            "restore it, or choose another --out"
         ) from error
     if not isinstance(old, dict) or not old:
         raise TrainingError(
@@ -127,7 +129,7 @@ class RunLock:
         try:
             file = open(self.out / LOCK, "a+", encoding="utf-8")
         except OSError as error:
-            raise TrainingError(f"cannot write to {self.out}: {error.strerror or error}") from error
+            raise TrainingError(not_writable(self.out, error)) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -201,7 +203,7 @@ def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
         write_atomically(out / "recipe.yaml", f"# The recipe of this run, every key resolved.\n{text}")
         clear_leftovers(out)
     except OSError as error:
-        raise TrainingError(f"cannot write to {out}: {error.strerror or error}") from error
+        raise TrainingError(not_writable(out, error)) from error
 
 
 def compared_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:

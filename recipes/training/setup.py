@@ -153,7 +153,7 @@ def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
     spec = parts["train"].spec
     if spec.num_classes < 2:
         raise DataError(
-            f"{spec.name}: only one class ({spec.label_names[0]}): there is nothing to tell apart"
+            f"{spec.name}: only one class ({spec.label_names[0]}): give the folder that has a sub-folder for each class"
         )
     for split, part in parts.items():
         if part.spec.label_names != spec.label_names:
@@ -219,7 +219,7 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
         if name in parameters and not parameters[name].requires_grad:
             raise RecipeError(
                 f"{recipe.name}: init.freeze keeps {name}, which starts with random weights at this image size: "
-                "leave --img-size out, or freeze other parts"
+                "leave data.size (--img-size) as the weights have it, or freeze other parts"
             )
     return net.train()
 

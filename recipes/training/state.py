@@ -12,6 +12,7 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from capszoo._files import not_writable
 from capszoo.data import Batches
 from capszoo.models._feedback import FeedbackAgreement
 
@@ -260,9 +261,8 @@ def save_state(run: Run, state: TrainState) -> None:
                 save_checkpoint(run.out, state.step, weights, tensors, position)
         except OSError as error:
             raise TrainingError(
-                f"cannot write a checkpoint to {run.out}: {error.strerror or error}; "
-                + (f"the state of update {state.saved_step} is kept: " if state.step else "")
-                + "make room and run the same command"
+                (f"the state of update {state.saved_step} is kept, but no newer one: " if state.step else "")
+                + not_writable(run.out, error)
             ) from error
     state.saved_step = state.step
     state.saved_at = time.monotonic()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from capszoo._files import not_writable
 from capszoo.models._pretrained import WeightsError
 
 from ..weights import SUFFIXES, finished_run
@@ -90,7 +91,7 @@ def _import_finished(source: Path, run: Path) -> None:
             for name in sorted(contents, key=lambda name: name.endswith(".json") and name not in COPIED):
                 write_atomically(run / name, contents[name])
     except OSError as error:
-        raise TrainingError(f"cannot write to {run}: {error.strerror or error}") from error
+        raise TrainingError(not_writable(run, error)) from error
 
 
 def _saved_step(state: Path) -> int:
@@ -125,7 +126,7 @@ def load_states(runs: Sequence[Path], folder: Path) -> list[Path]:
             for target in (finished, state):
                 _recover(target)
         except OSError as error:
-            raise TrainingError(f"cannot write to {folder}: {error.strerror or error}") from error
+            raise TrainingError(not_writable(folder, error)) from error
         if finished.is_dir():
             _import_finished(finished, run)
             made.append(run)
@@ -181,7 +182,7 @@ def save_states(runs: Sequence[Path], folder: Path, part_bytes: int = PART_BYTES
         except TrainingError as error:  # a damaged run: the others are saved nevertheless
             failed.append(error)
         except OSError as error:
-            raise TrainingError(f"cannot write to {folder}: {error.strerror or error}") from error
+            raise TrainingError(not_writable(folder, error)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     if failed:

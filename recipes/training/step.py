@@ -19,7 +19,33 @@ from ..evaluation.metrics import all_right
 from ..evaluation.target import score_threshold
 from .state import Run, TrainState
 
-__all__ = ["TrainStep", "learning_rate", "seed_update", "train_step"]
+__all__ = ["TrainStep", "create_step", "learning_rate", "seed_update", "train_step"]
+
+
+#: Losses of images with one label each.
+ONE_LABEL = ("cross_entropy", "spread")
+
+
+def create_step(
+    recipe: Recipe, net: nn.Module, feedback: FeedbackAgreement | None, multi_label: bool
+) -> TrainStep:
+    """The step of a recipe.
+
+    Raises:
+        RecipeError: the loss does not exist, or does not fit its options, the network or the labels.
+    """
+    if recipe.loss.reconstruction and getattr(net, "decoder", None) is None:
+        raise RecipeError(
+            f"{recipe.name}: loss.reconstruction needs a decoder: set model_args.decoder, or leave it out"
+        )
+    if multi_label and recipe.loss.name in ONE_LABEL:
+        raise RecipeError(
+            f"{recipe.name}: loss.name: {recipe.loss.name} is for images with one label: use margin or bce"
+        )
+    try:
+        return TrainStep(net, recipe, feedback)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
 
 
 class TrainStep(nn.Module):

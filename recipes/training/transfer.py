@@ -23,6 +23,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from capszoo._files import not_writable
+
 from .checkpoints import Checkpoint, check_position, latest_checkpoint, save_checkpoint, write_atomically
 from .distributed import TrainingError
 
@@ -113,7 +115,7 @@ def _writing(target: Path) -> Iterator[Path]:
         for entry in sorted(temporary.iterdir()):
             entry.replace(place / entry.name)
     except OSError as error:
-        raise TrainingError(f"cannot write to {target}: {error.strerror or error}") from error
+        raise TrainingError(not_writable(target, error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

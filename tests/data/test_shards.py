@@ -299,7 +299,7 @@ def test_an_image_that_cannot_be_decoded_is_named_or_left_out(tmp_path: Path, wo
     name = f"wds:{tmp_path / 'set'}"
     data = load_dataset(name, "train", size=6, resize=6)
     assert isinstance(data, StreamedSet)
-    with pytest.raises(DataError, match=r"train-000000\.tar/1\.png holds a damaged image") as caught:
+    with pytest.raises(DataError, match=r"train-000000\.tar/1\.png: (cannot be read|not an image)") as caught:
         list(Batches(replace(data, workers=workers), 3).epoch())
     assert "\n" not in str(caught.value)
     skipped: list[str] = []

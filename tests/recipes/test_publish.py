@@ -566,8 +566,8 @@ def test_no_pickle_in_the_sources_of_publishing(root: Path) -> None:
         (429, {"RateLimit": "limit;r=0;t=12"}, "too many calls (429)", "give the same command again in 12 s"),
         (429, {}, "too many calls (429)", "in some minutes"),
         (502, {}, "the Hub failed (502)", "it resumes there"),
-        (418, {}, "the Hub refuses ann/pets (418: short and stout)", "mend that first"),
-        (None, {}, "the Hub's answer makes no sense (ValueError: short and stout)", "check HF_ENDPOINT"),
+        (418, {}, "the Hub refuses ann/pets (418: short and stout)", "fix that, then run the command again"),
+        (None, {}, "the Hub's answer is invalid (ValueError: short and stout)", "check HF_ENDPOINT"),
     ],
 )
 def test_every_status_of_the_hub_has_its_message(

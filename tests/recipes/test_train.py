@@ -458,7 +458,7 @@ def test_mistakes_are_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
     )
     assert "do not fill one batch" in message(DataError, batch_size=101)
     assert "cannot be carved" in message(DataError, data={"name": "mnist", "val_size": 120})
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="no such folder; --data takes a folder"):
         train(tiny_recipe(), out=out, data=tmp_path / "absent")
     assert not out.exists()
 

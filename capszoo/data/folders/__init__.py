@@ -63,7 +63,10 @@ def open_set(
         folder, split, size, resize
     )
     if int(labels.min()) < 0 or int(labels.max()) >= len(label_names):
-        raise DataError(f"{name} ({split}): labels run from {int(labels.min())} to {int(labels.max())}")
+        run = f"labels run from {int(labels.min())} to {int(labels.max())}"
+        raise DataError(
+            f"{name} ({split}): {run}, but there are {len(label_names)} class names: number them from 0"
+        )
     native = (images.shape[1], images.shape[2], images.shape[3])
     spec = folder_spec(name, label_names, native, len(images), split)
     if size or resize:

@@ -161,9 +161,8 @@ def unreadable(failures: Sequence[str]) -> DataError:
     others = "; ".join(failure.partition(": ")[0] for failure in failures[1:4])
     more = "" if len(failures) == 1 else f", and {len(failures) - 1} more: {others}"
     more += "; …" if len(failures) > 4 else ""
-    first = failures[0].partition(": give")[0]
-    leave_out = "a recipe can leave it out by data.skip_bad, finetune and eval by --skip-bad"
-    return DataError(f"{first}{more}: mend or remove what cannot be read ({leave_out})")
+    leave_out = "--skip-bad leaves it out (in a recipe: data.skip_bad)"
+    return DataError(f"{failures[0]}{more}; mend or remove what cannot be read, or {leave_out}")
 
 
 def sides(size: int | None, resize: int | None) -> tuple[int, int]:

@@ -142,7 +142,7 @@ def hub_splits(
         if download is None:
             raise DataError(
                 f"{name} is in no data folder, and fetched only when told where to: "
-                f"capszoo data fetch hf:{repository} --to FOLDER"
+                f"capszoo data fetch hf:{repository} --to FOLDER, then give --data hf:FOLDER/{repository}"
             ) from error
         folder = fetch_repository(repository, download)
     try:

@@ -68,6 +68,11 @@ def open_images(
                 f"{name}: {folder} holds {flat} images and no class folders",
                 "put the images of each class into a sub-folder of its name",
             )
+        if not any(sub.is_dir() for sub in folder.iterdir()):
+            raise DataError(
+                f"{name}: {folder} has no class folders",
+                "put the images of each class into a sub-folder of its name",
+            )
         raise DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
     classes = _class_folders(training)
     if not classes:

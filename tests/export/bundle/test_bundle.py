@@ -566,9 +566,9 @@ def test_compare_on_the_command_line(served: tuple[Path, dict[str, Any]]) -> Non
     as_json = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert as_json["reference"] == "onnxruntime"
     for extra, message in (
-        (["--runners", "eager"], "alone cannot be compared"),
+        (["--runners", "eager"], "is timed against a reference"),
         (["--runners", "eager,java"], "unknown runtime 'java'"),
-        (["--batch", "0"], "makes no sense"),
+        (["--batch", "0"], "is invalid"),
     ):
         failed = CliRunner().invoke(app, ["compare", str(served[0]), *extra])
         assert failed.exit_code == 2 and message in failed.stderr

@@ -76,7 +76,7 @@ def test_seeds_and_queue_train_what_is_not_finished(
     assert [state.finished for state in before] == [True, True, False]
     with pytest.raises(RecipeError, match="the queue has no idpa_cnn.other"):
         train_queue(runs, only=["idpa_cnn.other"], path=queue)
-    with pytest.raises(RecipeError, match="the queue states the seeds of its items: leave --seed out"):
+    with pytest.raises(RecipeError, match="the queue states the seeds of its items: leave --seed "):
         train_queue(runs, overrides=["seed=3"], path=queue)
     capsys.readouterr()
     assert train_queue(runs, cpu=True, path=queue)

@@ -73,7 +73,9 @@ def test_a_run_records_its_routing_and_is_not_changed_by_it(
 
     written = succeeds("curves", watched, "--what", "routing", "--out", tmp_path / "fig2.png")
     assert "fig2.png" in written and Image.open(tmp_path / "fig2.png").size[0] > 600
-    assert "kept no agreement" in fails(1, "curves", plain, "--what", "routing", "--out", tmp_path / "no.png")
+    assert "has no routing statistics" in fails(
+        1, "curves", plain, "--what", "routing", "--out", tmp_path / "no.png"
+    )
     assert not (tmp_path / "no.png").exists()
 
 
@@ -160,5 +162,5 @@ def test_panels_show_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [patch.get_height() for patch in bars[0].patches] == [60.0, 40.0]
     lines = [line.get_xydata().tolist() for axes in kept[0].axes for line in axes.lines]
     assert lines == [[[0.5, 2.0]], [[0.5, 4.0]], [[0.5, 2.0]]], "no votes, no length"
-    with pytest.raises(CapszooError, match="b kept no agreement"):
+    with pytest.raises(CapszooError, match="b has no routing statistics"):
         draw_dynamics({"a": made, "b": [{"epoch": 1}]}, tmp_path / "y.png")

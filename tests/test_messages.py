@@ -1,0 +1,118 @@
+"""Messages for plausible mistakes: one line that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+import capszoo
+from capszoo._files import not_writable
+from capszoo.cli.group import _one_line
+from capszoo.data import DataError
+from capszoo.data.specs import source_name
+from capszoo.errors import UsageError
+from capszoo.inference import load_model
+from capszoo.layers import engine_choice
+from capszoo.recipes.config import load_recipe
+from tests.test_cli import fails, run
+
+DIGIT = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
+
+
+def test_arguments_that_a_network_refuses() -> None:
+    line = fails(2, "predict", "capsnet_dynamic.mnist", DIGIT, "--img-size", "8")
+    assert (
+        "capsnet_dynamic.mnist: img_size=(8, 8) is too small" in line
+        and "change or leave out img_size" in line
+    )
+    assert "cnn6 has no routing iterations: leave routing_iters out" in fails(
+        2, "predict", "cnn6.mnist", DIGIT, "--routing-iters", "3"
+    )
+    assert "change or leave out num_classes" in fails(2, "info", "resnet20_dynamic", "--num-classes", "1")
+    with pytest.raises(
+        UsageError, match="resnet18: .*unexpected keyword argument 'img_size'.*leave out img_size"
+    ):
+        load_model("resnet18", pretrained=False, img_size=192)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_memory(error: Exception) -> None:
+    assert _one_line(error) == (
+        "there is not enough memory: lower the batch size or the size of the images",
+        1,
+    )
+
+
+def test_a_place_that_cannot_be_written() -> None:
+    full, forbidden = (
+        OSError(errno.ENOSPC, "No space left on device"),
+        PermissionError(errno.EACCES, "Permission denied"),
+    )
+    assert not_writable(Path("x"), full).endswith(
+        "No space left on device: make room and run the same command"
+    )
+    assert "check its permissions, or choose another folder" in not_writable(Path("x"), forbidden)
+
+
+@pytest.mark.parametrize("setting", ["loss.name=margn", "loss.name=spread", "loss.reconstruction=0.1"])
+def test_a_dry_run_says_what_training_would(setting: str) -> None:
+    recipe = "resnet20_routingcaps.multimnist"
+    done = run("train", recipe, "--dry-run", "--set", setting, "--set", "model_args.decoder=false")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {recipe}: loss")
+
+
+def test_keys_below_one_that_is_null(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("arch: idpa_cnn\ntag: x\ndata: {name: mnist}\nepochs: 1\ninit: null\n")
+    assert load_recipe(own, ["init.weights=runs/a"]).init.weights == "runs/a"  # type: ignore[union-attr]
+
+
+def test_recipe_files(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("# geändert\narch: idpa_cnn\n".encode("latin-1"))
+    for command in (("show",), ("copy",), ("validate",)):
+        target = [tmp_path / "new.yaml"] if command == ("copy",) else []
+        assert "latin.yaml is not UTF-8 text: save it as UTF-8" in fails(
+            2, "recipes", *command, latin, *target
+        )
+    assert "name it my.yaml" in fails(2, "recipes", "copy", "idpa_cnn.mnist", "my")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").touch()
+    assert "is the folder of a run" in fails(2, "train", folder)
+
+
+def test_an_engine_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPSZOO_ENGINES", "refrence")
+    with pytest.raises(
+        ValueError, match="CAPSZOO_ENGINES: there is no engine 'refrence': did you mean 'reference'"
+    ):
+        engine_choice.read_environment()
+
+
+@pytest.mark.parametrize("data", ["", " ", "imagefolder:", "hf:"])
+def test_an_empty_data_option_is_no_folder(data: str) -> None:
+    with pytest.raises(DataError, match="names no folder: give a folder, or hf:OWNER/NAME"):
+        source_name(data)
+
+
+def test_commands() -> None:
+    assert "3 models were given: compare takes two" in fails(2, "compare", "idpa_cnn", "cnn6", "idpa_resnet")
+    line = fails(2, "explain", "--out", "x.png", "heatmap", "idpa_cnn.mnist", DIGIT)
+    assert "options come after the sub-command: capszoo explain heatmap" in line
+    line = fails(1, "predict", "caps_head", DIGIT)
+    assert "no pretrained weights of caps_head" in line and "capszoo train" not in line
+    assert "is a file; --data takes a folder" in fails(1, "eval", "idpa_cnn.mnist", "--data", DIGIT)
