@@ -8,7 +8,6 @@ same command resumes: large files that were uploaded are not sent again, and unc
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -386,7 +385,11 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
     again = "then give the same command again"
     namespace = repo_id.partition("/")[0]
     if status == 401:
-        have = "does not accept the token" if os.environ.get("HF_TOKEN") else "asks who you are"
+        from huggingface_hub import get_token
+
+        have = (
+            "does not accept your token" if get_token() else "needs a token"
+        )  # HF_TOKEN, or that of `hf auth login`
         return PublishError(
             f"the Hub {have} (401)",
             f"run `hf auth login`, or set HF_TOKEN to a token that may write, {again}",
@@ -397,7 +400,10 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
             f"use one that may, or a namespace other than {namespace}",
         )
     if status == 404:
-        return PublishError(f"the Hub knows no {repo_id} (404)", f"check the name and who {namespace} is")
+        return PublishError(
+            f"the Hub knows no {repo_id} (404)",
+            f"check the name, and that your account or organisation owns {namespace}/",
+        )
     if status in (409, 412):
         return PublishError(
             f"{repo_id} was changed by someone else at the same time, or is taken ({status})",

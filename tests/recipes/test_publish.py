@@ -334,9 +334,9 @@ def test_every_failure_is_one_line_and_a_repeat_finishes(
 
 def test_no_token_and_a_wrong_one(hub: Hub, client: Client, run: Path) -> None:
     done = client.capszoo("publish", run, "me/nobody", token=None)
-    assert done.code == 1 and "the Hub asks who you are (401)" in done.error and "hf auth login" in done.error
+    assert done.code == 1 and "the Hub needs a token (401)" in done.error and "hf auth login" in done.error
     done = client.capszoo("publish", run, "me/nobody", token="hf_wrong")
-    assert done.code == 1 and "does not accept the token (401)" in done.error
+    assert done.code == 1 and "does not accept your token (401)" in done.error
     assert "hf_wrong" not in done.err + done.out and "me/nobody" not in hub.repos
 
 
@@ -558,7 +558,7 @@ def test_no_pickle_in_the_sources_of_publishing(root: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "headers", "problem", "remedy"),
     [
-        (401, {}, "the Hub asks who you are (401)", "run `hf auth login`"),
+        (401, {}, "the Hub needs a token (401)", "run `hf auth login`"),
         (403, {}, "your token may not write to ann/pets (403)", "a namespace other than ann"),
         (404, {}, "the Hub knows no ann/pets (404)", "check the name and who ann is"),
         (412, {}, "was changed by someone else at the same time, or is taken (412)", "choose another name"),
@@ -584,6 +584,6 @@ def test_every_status_of_the_hub_has_its_message(
 def test_a_broken_connection_and_a_refused_token_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_old")
     refused = module._explained(ValueError(), 401, None, "ann/pets")
-    assert "the Hub does not accept the token (401)" in str(refused)
+    assert "the Hub does not accept your token (401)" in str(refused)
     broken = module._explained(ConnectionError("reset by peer"), None, None, "ann/pets")
     assert "the connection to the Hub broke (reset by peer)" in str(broken)
