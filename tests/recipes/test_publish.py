@@ -560,7 +560,7 @@ def test_no_pickle_in_the_sources_of_publishing(root: Path) -> None:
     [
         (401, {}, "the Hub needs a token (401)", "run `hf auth login`"),
         (403, {}, "your token may not write to ann/pets (403)", "a namespace other than ann"),
-        (404, {}, "the Hub knows no ann/pets (404)", "check the name and who ann is"),
+        (404, {}, "the Hub knows no ann/pets (404)", "your account or organisation owns ann/"),
         (412, {}, "was changed by someone else at the same time, or is taken (412)", "choose another name"),
         (429, {"Retry-After": " 7 "}, "too many calls (429)", "give the same command again in 7 s"),
         (429, {"RateLimit": "limit;r=0;t=12"}, "too many calls (429)", "give the same command again in 12 s"),
