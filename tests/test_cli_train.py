@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from capszoo.recipes.training import estimate as module
+from capszoo.recipes.training.step import TrainStep
 from tests.test_cli import fails, needs_training, run, succeeds
 
 pytestmark = needs_training
@@ -21,14 +21,14 @@ def test_a_dry_run_is_of_one_run() -> None:
 
 def test_a_dry_run_is_timed_as_the_run_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the threads and the memory format of the run; the command may be the whole one, and writes nothing."""
-    before, forward = torch.get_num_threads(), module.TrainStep.forward
+    before, forward = torch.get_num_threads(), TrainStep.forward
     seen: set[tuple[int, bool]] = set()
 
     def spied(self: Any, images: torch.Tensor, *others: torch.Tensor) -> Any:
         seen.add((torch.get_num_threads(), images.is_contiguous(memory_format=torch.channels_last)))
         return forward(self, images, *others)
 
-    monkeypatch.setattr(module.TrainStep, "forward", spied)
+    monkeypatch.setattr(TrainStep, "forward", spied)
     for layout in (True, False):
         seen.clear()
         settings = (
