@@ -66,8 +66,9 @@ def refused_arguments(name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         if not kwargs:
             raise
-        reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"{name}: {reason}", f"change or leave out {', '.join(kwargs)}") from error
+        reason = " ".join(str(error).split())[:300].removeprefix(f"{name}: ")
+        remedy = "" if "leave " in reason else f"change or leave out {', '.join(kwargs)}"
+        raise UsageError(f"{name}: {reason}", remedy) from error
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,11 @@ def finished_run(run: str | Path) -> Path:
     """
     try:
         weights = run_weights(Path(run))
+    except CapszooError as error:
+        several = "it has several checkpoints: name a .safetensors file"
+        what = several if "several" in error.message else "run its recipe to the end first"
+        raise WeightsError(f"{run} is not a finished run: {what}") from error
+    try:
         info = WeightsInfo.from_json(weights.with_suffix(".json"))
         finished = bool(info.raw.get("evaluated", info.metadata.metrics))
     except CapszooError as error:

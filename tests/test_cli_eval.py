@@ -104,7 +104,7 @@ def test_eval_skips_unreadable_images_on_request(tmp_path: Path) -> None:
     (tmp_path / "digit 3" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     options = ("eval", MODEL, "--data", tmp_path, "--split", "train", "--device", "cpu", "--json")
     line = fails(1, *options)
-    assert "broken.png" in line and "--skip-bad leaves it out" in line
+    assert "broken.png" in line and "export: --skip-bad;" in line
     done = run(*options, "--skip-bad")
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and (found["n"], found["of"]) == (10, 10)
@@ -246,6 +246,7 @@ def test_pictures_of_a_data_set(trained: Path, tiny_mnist: Path, tmp_path: Path)
     out = tmp_path / "perturb.png"
     text = succeeds("explain", trained, picture, "--what", "perturb", "--out", out, "--device", "cpu")
     assert "16 dimensions" in text and out.is_file()
+    succeeds("explain", "--what", "perturb", "--out", out, "--device", "cpu", trained, picture)
     folder = tmp_path / "images"
     for split in ("train", "test"):
         for label in ("ant", "bee", "cat"):

@@ -11,13 +11,14 @@ import torch
 import capszoo
 from capszoo._files import not_writable
 from capszoo.cli.group import _one_line
+from capszoo.cli.training import check_recipe_argument
 from capszoo.data import DataError
 from capszoo.data.specs import source_name
 from capszoo.errors import UsageError
 from capszoo.inference import load_model
 from capszoo.layers import engine_choice
 from capszoo.recipes.config import load_recipe
-from tests.test_cli import fails, run
+from tests.test_cli import fails, run, succeeds
 
 DIGIT = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
 
@@ -66,12 +67,18 @@ def test_a_place_that_cannot_be_written() -> None:
     assert "check its permissions, or choose another folder" in not_writable(Path("x"), forbidden)
 
 
-@pytest.mark.parametrize("setting", ["loss.name=margn", "loss.name=spread", "loss.reconstruction=0.1"])
-def test_a_dry_run_says_what_training_would(setting: str) -> None:
-    recipe = "resnet20_routingcaps.multimnist"
-    done = run("train", recipe, "--dry-run", "--set", setting, "--set", "model_args.decoder=false")
-    assert done.exit_code == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: {recipe}: loss")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("loss.name=margn", "loss.reconstruction=0"), "did you mean 'margin'"),
+        (("loss.name=spread", "loss.reconstruction=0"), "spread is for images with one label"),
+        (("model_args.decoder=false",), "loss.reconstruction needs a decoder"),
+    ],
+)
+def test_a_dry_run_says_what_training_would(settings: tuple[str, ...], said: str) -> None:
+    sets = [word for setting in settings for word in ("--set", setting)]
+    done = run("train", "resnet20_routingcaps.multimnist", "--dry-run", *sets)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and said in done.stderr
 
 
 def test_keys_below_one_that_is_null(tmp_path: Path) -> None:
@@ -80,7 +87,7 @@ def test_keys_below_one_that_is_null(tmp_path: Path) -> None:
     assert load_recipe(own, ["init.weights=runs/a"]).init.weights == "runs/a"  # type: ignore[union-attr]
 
 
-def test_recipe_files(tmp_path: Path) -> None:
+def test_recipe_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("# geändert\narch: idpa_cnn\n".encode("latin-1"))
     for command in (("show",), ("copy",), ("validate",)):
@@ -93,6 +100,13 @@ def test_recipe_files(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "recipe.yaml").touch()
     assert "is the folder of a run" in fails(2, "train", folder)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "idpa_cnn.mnist").mkdir()
+    (tmp_path / "idpa_cnn.mnist" / "recipe.yaml").touch()
+    check_recipe_argument("idpa_cnn.mnist")  # the package's recipe, whose run has this name
+    (tmp_path / "old.json").write_text('{"arch": "idpa_cnn"}')
+    succeeds("recipes", "copy", "old.json", tmp_path / "run")
+    assert (tmp_path / "run" / "old.yaml").is_file()
 
 
 def test_an_engine_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

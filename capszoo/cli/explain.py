@@ -65,7 +65,10 @@ class ExplainGroup(HelpGroup):
         first = args[0] if args else ""
         if first.startswith("-") and first not in ("-h", "--help"):
             known = [name for name, command in self.commands.items() if not command.hidden]
-            if command := next((arg for arg in args if arg in known), ""):
+            old = any(
+                arg == "--what" or arg.startswith("--what=") for arg in args
+            )  # whose values have these names
+            if not old and (command := next((arg for arg in args if arg in known), "")):
                 raise UsageError(
                     "options come after the sub-command", f"capszoo explain {command} … {first} …"
                 )

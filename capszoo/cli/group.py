@@ -109,7 +109,10 @@ def _one_line(error: Exception) -> tuple[str, int]:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, (UnknownModel, UnknownArgument, WeightsError)):
         return message, error.exit_code
-    no_memory = "can't allocate memory" in message or getattr(error, "errno", None) == errno.ENOMEM
+    no_memory = (
+        any(words in message for words in ("can't allocate memory", "not enough memory: you tried"))
+        or getattr(error, "errno", None) == errno.ENOMEM
+    )
     if no_memory or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "there is not enough memory: lower the batch size or the size of the images", 1
     if isinstance(error, OSError) and error.strerror:

@@ -87,9 +87,10 @@ def copy_command(
     from ..recipes.config import find_recipe, recipe_text
 
     source = find_recipe(recipe)
-    target = out or Path(source.name)
+    named = source.with_suffix(".yaml").name  # a run of an early version has a JSON recipe, which is YAML too
+    target = out or Path(named)
     if target.is_dir():
-        target = target / source.name
+        target = target / named
     if target.suffix not in (".yaml", ".yml"):
         raise UsageError(f"{target} is no .yaml file", f"name it {target}.yaml")
     if target.exists():

@@ -48,11 +48,12 @@ def check_recipe_argument(name: str) -> None:
     if Path(name).suffix in (".yaml", ".yml", ".json"):
         if not Path(name).is_file():
             raise UsageError(f"no recipe at {name}", "check the path, or give a recipe's name")
-    elif (Path(name) / "recipe.yaml").is_file():
-        raise UsageError(
-            f"{name} is the folder of a run", f"capszoo train {name}/recipe.yaml --out {name} resumes it"
-        )
     elif name not in recipe_names():
+        if (Path(name) / "recipe.yaml").is_file():
+            raise UsageError(
+                f"{name} is the folder of a run",
+                f"give {name}/recipe.yaml (`capszoo train {name}/recipe.yaml --out {name}` resumes it)",
+            )
         raise UsageError(unknown_name("recipe", name, recipe_names()))
 
 

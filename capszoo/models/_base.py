@@ -259,8 +259,9 @@ class CapsuleNet(nn.Module):
         """Images to the votes of the last capsule layer and its parents.
 
         Raises:
-            NoCapsules: a network without capsules.
-            NotImplementedError: its class layer forms no votes.
+            NotImplementedError: a network that forms no votes.
+            NoCapsules: a head or pooling without capsules.
+            RuntimeError: it was created with ``num_classes=0``.
         """
         raise NotImplementedError(f"{type(self).__name__} forms no votes")
 

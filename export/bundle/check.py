@@ -204,7 +204,12 @@ def _original(manifest: dict[str, Any], model: str | None = None) -> PreparedMod
             f"{source}, which the bundle was made from: {first_line(e)}", "name it: --model"
         ) from e
     if model_input_size(net)[1:] != size:
-        net = load_model(source, device="cpu", img_size=size)
+        try:
+            net = load_model(source, device="cpu", img_size=size)
+        except UsageError as e:
+            raise CapszooError(
+                f"the bundle's images have another size: {e.message}", "name it: --model"
+            ) from e
     if state_digest(net) != about["state_sha256"]:
         raise CapszooError(f"{source} has other weights than the bundle", "name the model it was made from")
     batch = manifest["batch"]

@@ -22,10 +22,6 @@ from .state import Run, TrainState
 __all__ = ["TrainStep", "create_step", "learning_rate", "seed_update", "train_step"]
 
 
-#: Losses of images with one label each.
-ONE_LABEL = ("cross_entropy", "spread")
-
-
 def create_step(
     recipe: Recipe, net: nn.Module, feedback: FeedbackAgreement | None, multi_label: bool
 ) -> TrainStep:
@@ -38,9 +34,9 @@ def create_step(
         raise RecipeError(
             f"{recipe.name}: loss.reconstruction needs a decoder: set model_args.decoder, or leave it out"
         )
-    if multi_label and recipe.loss.name in ONE_LABEL:
+    if multi_label and recipe.loss.name == "spread":
         raise RecipeError(
-            f"{recipe.name}: loss.name: {recipe.loss.name} is for images with one label: use margin or bce"
+            f"{recipe.name}: loss.name: spread is for images with one label: use margin, bce or cross_entropy"
         )
     try:
         return TrainStep(net, recipe, feedback)

@@ -298,7 +298,7 @@ def test_a_repository_is_fetched_only_to_a_folder(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(
         DataError,
-        match="only when told where to: capszoo data fetch hf:some/thing --to FOLDER, then give --data hf:FOLDER/",
+        match="only when told where to: capszoo data fetch hf:some/thing --to FOLDER, then give --data FOLDER",
     ):
         load_dataset("hf:some/thing", "train")
     with pytest.raises(DataError, match="cannot fetch hf:some/thing: no route to the Hub$"):

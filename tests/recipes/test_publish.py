@@ -573,7 +573,7 @@ def test_no_pickle_in_the_sources_of_publishing(root: Path) -> None:
 def test_every_status_of_the_hub_has_its_message(
     status: int | None, headers: dict[str, str], problem: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     error: Any = ValueError("short\nand  stout")
     error.response = SimpleNamespace(status_code=status, headers=headers)
     assert module._status(error) == status
@@ -582,7 +582,7 @@ def test_every_status_of_the_hub_has_its_message(
 
 
 def test_a_broken_connection_and_a_refused_token_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_old")  # of HF_TOKEN or `hf auth login`
     refused = module._explained(ValueError(), 401, None, "ann/pets")
     assert "the Hub does not accept your token (401)" in str(refused)
     broken = module._explained(ConnectionError("reset by peer"), None, None, "ann/pets")

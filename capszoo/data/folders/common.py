@@ -160,8 +160,8 @@ def unreadable(failures: Sequence[str]) -> DataError:
     """The error about images that cannot be read. A line has room for one reason; the other files are only named."""
     others = "; ".join(failure.partition(": ")[0] for failure in failures[1:4])
     more = "" if len(failures) == 1 else f", and {len(failures) - 1} more: {others}"
-    more += "; …" if len(failures) > 4 else ""
-    leave_out = "--skip-bad leaves it out (in a recipe: data.skip_bad)"
+    more += " and others" if len(failures) > 4 else ""
+    leave_out = "leave it out (finetune, eval, export: --skip-bad; a recipe: data.skip_bad)"
     return DataError(f"{failures[0]}{more}; mend or remove what cannot be read, or {leave_out}")
 
 

@@ -142,7 +142,8 @@ def hub_splits(
         if download is None:
             raise DataError(
                 f"{name} is in no data folder, and fetched only when told where to: "
-                f"capszoo data fetch hf:{repository} --to FOLDER, then give --data hf:FOLDER/{repository}"
+                f"capszoo data fetch hf:{repository} --to FOLDER, then give --data FOLDER in training, "
+                f"--data hf:FOLDER/{repository} in finetune and eval"
             ) from error
         folder = fetch_repository(repository, download)
     try:

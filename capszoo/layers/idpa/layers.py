@@ -63,7 +63,8 @@ class ConvIDPA(IDPALayer):
 
     Raises:
         ValueError: an argument is out of range.
-        AssertionError: in ``forward``, the input has another number of channels or children.
+        AssertionError: in ``forward``, a layer with activations.
+        RuntimeError: in ``forward``, another number of channels.
     """
 
     engines = (Chunked, Fused, Native, Blocked, Reference)
@@ -231,7 +232,7 @@ class FCIDPA(IDPALayer):
 
     Raises:
         ValueError: an argument is out of range.
-        AssertionError: in ``forward``, the input has another number of channels or children.
+        AssertionError: in ``forward``, a layer with activations.
     """
 
     engines = (Masked, Fused, Native, Blocked, Reference)
