@@ -103,7 +103,7 @@ def test_a_space_holds_its_package_and_the_chosen_weights_alone(root: Path, tmp_
     with pytest.raises(UsageError, match="not empty"):
         write_space(["resnet20_routingcaps"], tmp_path / "space")
     with pytest.raises(CapszooError, match="no checkpoint of the zoo"):
-        write_space(["encapnet6"], tmp_path / "other")
+        write_space(["cnn_sabour"], tmp_path / "other")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
