@@ -28,6 +28,7 @@ __all__ = [
     "Routed",
     "RoutingLayer",
     "choose",
+    "other_type",
 ]
 
 
@@ -266,3 +267,9 @@ def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
         if not engine.cannot(layer, call) and not engine.does_not_pay(layer, call):
             return engine
     return Reference
+
+
+def other_type(layer: Any, call: Call) -> str:
+    """Reason for a reference that refuses children and weights of different types, after autocast's casts."""
+    same = call.dtype == working_type(layer.weight)
+    return "" if same else "children and weights have different types"

@@ -487,12 +487,3 @@ def test_eval_is_deterministic(name: str) -> None:
     make, shape = LAYERS[name]
     layer, x = make(init="random").eval(), torch.randn(2, *shape)
     assert torch.equal(layer(x), layer(x))
-
-
-@pytest.mark.parametrize(
-    ("engine", "children"), [("native", F64), ("blocked", F64), ("float32", torch.bfloat16)]
-)
-def test_children_and_weights_of_different_types_are_refused(engine: str, children: torch.dtype) -> None:
-    layer, x = DynamicRouting(6, 4, 3, 4, num_iters=2), torch.randn(2, 6, 4, dtype=children)
-    with use_engines(engine), pytest.raises(RuntimeError, match="(?i)dtype|scalar type|double|bfloat16"):
-        layer(x)

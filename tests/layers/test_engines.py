@@ -6,6 +6,7 @@ To cover another layer, add it to :data:`CASES`. Fused engines need a GPU or Tri
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -369,6 +370,30 @@ def test_precision(case: Case, engine: type[Engine], dtype: torch.dtype) -> None
     assert [t.dtype for t in found] == [t.dtype for t in expected]
     exact = routed(case, "reference", module.double(), [t.double() for t in x])
     assert distance(found, exact) < max(engine.atol[dtype], 2 * distance(expected, exact))
+
+
+@pytest.mark.parametrize(("case", "engine"), PAIRS)
+@pytest.mark.parametrize(
+    ("children", "weights"),
+    [(F64, torch.float32), (torch.float32, F64), (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_children_and_weights_of_different_types(
+    case: Case, engine: type[Engine], children: torch.dtype, weights: torch.dtype
+) -> None:
+    """An engine refuses what the reference refuses, and else returns its values in the same types."""
+    module, x = case.module().to(weights), [t.detach().to(children) for t in case.inputs(7)]
+    found = []
+    for name in ("reference", engine.name):
+        with tuned(**case.tuning), use_engines(name):
+            try:
+                found.append(flat(case.route(module, *x)))
+            except RuntimeError as error:
+                assert re.search("type", str(error))
+                found.append([])
+    assert [t.dtype for t in found[1]] == [t.dtype for t in found[0]]
+    if found[0]:
+        assert distance(found[1], found[0]) < engine.atol[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("case", "engine"), PAIRS)

@@ -12,8 +12,8 @@ from torch import Tensor
 from .._native import does_not_build, not_native, too_few_votes
 from .._native.dynamic_ops import MAX_DIM, dynamic_in_lanes, dynamic_sizes
 from .._native.ops import grouped, ungrouped
-from .._precision import upcast_half, wide_type, working_type
-from ..engine import Call, Engine, Routed
+from .._precision import upcast_half, wide_type
+from ..engine import Call, Engine, Routed, other_type
 from ..tuning import TUNING
 from .blocked import Blocks, route_votes
 from .routing import dynamic_routing, shared_dynamic_routing
@@ -38,12 +38,6 @@ def _not_plain(layer: Any) -> str:
     return "" if layer.start is None else "its first logits are zero"
 
 
-def _other_type(layer: Any, call: Call) -> str:
-    """Reason for the reference, which refuses children and weights of different types."""
-    same = call.dtype == working_type(layer.weight)
-    return "" if same else "children and weights have different types"
-
-
 def _vote_type(call: Call) -> torch.dtype:
     """Type in which a CPU forms votes: float32 for short poses in half precision."""
     short = call.child_dim < TUNING.dynamic_half_min_child_dim and call.dtype in _HALF
@@ -65,7 +59,7 @@ class Blocked(Engine):
     def unsupported(cls, layer: Any, call: Call) -> str:
         if call.mode == "compiled" and not call.grad:
             return "without gradients, a compiled graph would unroll its blocks"
-        return _NO_VOTES if call.num_iters == 1 else _other_type(layer, call)
+        return _NO_VOTES if call.num_iters == 1 else other_type(layer, call)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
@@ -110,7 +104,7 @@ class Native(Engine):
             return _NO_VOTES
         if call.child_dim > MAX_DIM or call.parent_dim > MAX_DIM:
             return "a pose has more elements than the C++ code is tested for"
-        return _other_type(layer, call) or not_native(wide_type(call.dtype))
+        return other_type(layer, call) or not_native(wide_type(call.dtype))
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
@@ -148,7 +142,7 @@ class Float32(Engine):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        return _other_type(layer, call)
+        return other_type(layer, call)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
@@ -175,7 +169,7 @@ class SharedFloat32(Engine):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        return _other_type(layer, call)
+        return other_type(layer, call)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:

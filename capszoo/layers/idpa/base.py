@@ -6,7 +6,7 @@ from typing import ClassVar, List, Optional, Tuple, Type
 import torch
 from torch import Tensor, nn
 
-from .._precision import upcast_half, working_type
+from .._precision import upcast_half
 from .._start import reset_start
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import Blocked, Fused, Native
@@ -167,11 +167,6 @@ class IDPALayer(RoutingLayer):
     def routings(self, children: Tensor) -> int:
         """Number of independent routings n."""
         return children.shape[0] * self.positions(children)
-
-    @torch.jit.unused
-    def weight_type(self) -> torch.dtype:
-        """The dtype in which matrix products with the weights are computed."""
-        return working_type(self.weight)
 
     @torch.jit.unused
     def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:

@@ -19,7 +19,7 @@ from .._precision import wide_type
 from .._transforms import block_diagonal
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
-from ..engine import Call, Engine, Routed
+from ..engine import Call, Engine, Routed, other_type
 from ..tuning import TUNING
 from .blocked import idpa_pass
 from .routing import couplings_of, iteration
@@ -29,8 +29,6 @@ __all__ = ["Blocked", "Chunked", "Fused", "Masked", "Native"]
 
 #: of a single iteration with parents at zero
 _ONLY_SUM = "the only iteration is a sum of votes"
-
-_OTHER_TYPE = "children and weights have different types"
 
 
 class Iterated(Engine):
@@ -105,9 +103,7 @@ class Blocked(Iterated):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        if not _same_type(layer, call):
-            return _OTHER_TYPE
-        return super().unsupported(layer, call)
+        return other_type(layer, call) or super().unsupported(layer, call)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
@@ -143,8 +139,8 @@ class Native(Iterated):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        if not _same_type(layer, call):
-            return _OTHER_TYPE
+        if reason := other_type(layer, call):
+            return reason
         if layer.inner * layer.cols > MAX_TRANSFORM:
             return TRANSFORM_TOO_LARGE
         return super().unsupported(layer, call) or not_native(wide_type(call.dtype))
@@ -289,8 +285,8 @@ class Fused(Iterated):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        if not _same_type(layer, call):
-            return _OTHER_TYPE
+        if reason := other_type(layer, call):
+            return reason
         sizes = (layer.out_caps, layer.rows, layer.inner, layer.cols)
         return super().unsupported(layer, call) or not_fused(
             call.device, call.dtype, call.grad, layer.weight, *sizes
@@ -338,8 +334,3 @@ def _is_known(norm: nn.Module) -> bool:
 def _is_idle(drop: nn.Module) -> bool:
     """True for a dropout that drops nothing now."""
     return type(drop) is nn.Dropout and is_plain(drop) and not (drop.training and drop.p > 0)
-
-
-def _same_type(layer: Any, call: Call) -> bool:
-    """True if children and weights have the same dtype, or autocast casts them to one."""
-    return call.dtype == layer.weight_type()
