@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 
-def expanded(path: str) -> Path:
-    """A path of an environment variable, with ``~`` expanded; an unknown ``~user`` stays as it is."""
+def expanded(path: str | Path) -> Path:
+    """A path of a variable or an option, with ``~`` expanded; an unknown ``~user`` stays as it is."""
     return Path(os.path.expanduser(path))
 
 

@@ -6,7 +6,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._files import created_folder, not_writable
+from .._files import created_folder, expanded, not_writable
 from .errors import DataError
 
 __all__ = ["RemoteFile", "fetch", "remote_files"]
@@ -99,7 +99,7 @@ def fetch(name: str, split: str, folder: str | Path) -> Path:
     Raises:
         DataError: no address responds, a checksum differs or the disk is full.
     """
-    target = Path(folder).expanduser() / name
+    target = expanded(folder) / name
     files = remote_files(name, split)
     if not files:
         raise DataError(f"{name} cannot be fetched")

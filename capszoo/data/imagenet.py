@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor, nn
 
+from capszoo._files import expanded
 from capszoo.errors import CapszooError
 
 from .batches import Batches
@@ -47,7 +48,7 @@ class Ilsvrc:
     """Paths in a copy of ILSVRC 2012 with its original layout (`Data/CLS-LOC`, `Annotations/CLS-LOC`)."""
 
     def __init__(self, folder: str | Path) -> None:
-        root = Path(folder).expanduser()
+        root = expanded(folder)
         root = next((r for r in (root, root / "ILSVRC") if (r / "Data" / "CLS-LOC").is_dir()), root)
         self.images, self.notes = root / "Data" / "CLS-LOC", root / "Annotations" / "CLS-LOC"
         for part in (self.images / "train", self.images / "val", self.notes / "val"):
@@ -202,7 +203,7 @@ def build(
     if unknown := sorted(set(accuracies) - set(ilsvrc.classes)):
         raise DataError(f"{folder} has no class {unknown[0]}, which the accuracies name")
     chosen = hardest(accuracies, count)
-    target = Path(out).expanduser()
+    target = expanded(out)
 
     def jobs() -> Iterable[tuple[Path, Box | None, Path]]:
         for wnid in chosen:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from capszoo._files import expanded
 from capszoo.errors import CapszooError, install_hint
 
 from .errors import DataError
@@ -267,7 +268,7 @@ def _parquet_cells(
 ) -> tuple[list[tuple[bytes | Path, Path]], list[int]]:
     """The encoded images of parquet shards, each with its shard, and their labels."""
     asked = os.environ.get("CAPSZOO_IMAGE_PATHS")
-    folder = paths_below or (Path(asked).expanduser() if asked else None)
+    folder = paths_below or (expanded(asked) if asked else None)
     encoded: list[tuple[bytes | Path, Path]] = []
     labels: list[int] = []
     for path in files:

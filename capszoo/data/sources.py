@@ -10,7 +10,6 @@ batches, SVHN's .mat files, smallNORB's matrices. Sets composed from another one
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._files import expanded
 from .augment import resize as resize_images
 from .download import fetch, remote_files
 from .errors import DataError
 from .generate import Composer, Distort, Overlay, Scatter
 from .readers import idx_pair, read_cifar_binary, read_idx_pair, read_norb_matrix, read_parquet, read_svhn_mat
+from .roots import environment_roots, given_root
 from .sets import ImageSet, StreamedSet, sized
 from .specs import PREFIXES, DatasetSpec, dataset_spec
 
@@ -53,12 +52,8 @@ _NORB_TRAINED = {
 
 def _roots(spec: DatasetSpec, data: str | Path | None) -> list[Path]:
     if data is not None:
-        root = Path(data).expanduser()
-        if not root.is_dir():
-            what = "is a file" if root.exists() else "no such folder"
-            raise DataError(f"{root}: {what}; --data takes a folder")
-        return [root]
-    roots = [expanded(part) for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep) if part]
+        return [given_root(data)]
+    roots = environment_roots()
     if spec.name in _SYSTEM_FOLDERS:
         roots.append(_SYSTEM_FOLDERS[spec.name])
     return [root for root in roots if root.is_dir()]

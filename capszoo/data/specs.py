@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from capszoo._files import expanded
 from capszoo._suggest import unknown_name
 
 from .errors import DataError
@@ -281,7 +282,7 @@ def source_name(data: str | Path) -> str:
         raise DataError(f"--data {text!r} names no folder: give a folder, or hf:OWNER/NAME")
     if text in DATASETS or _prefix(text):
         return text
-    if not Path(text).expanduser().is_dir():
+    if not expanded(text).is_dir():
         raise DataError(
             f"{text}: no such folder; --data takes a folder with a sub-folder of images per class, or hf:OWNER/NAME"
         )

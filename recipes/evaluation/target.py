@@ -31,6 +31,7 @@ from capszoo.data import (
     split_validation,
 )
 from capszoo.data.folders import find_splits, holds_classes
+from capszoo.data.roots import given_root
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
@@ -272,9 +273,7 @@ def _check_root(dataset: str, data: str | Path | None) -> None:
     prefix = next((prefix for prefix in PREFIXES if dataset.startswith(prefix)), "")
     if data is None or not prefix:
         return
-    root, where = Path(data).expanduser(), dataset.removeprefix(prefix)
-    if not root.is_dir():
-        raise DataError(f"{data}: no such folder")
+    root, where = given_root(data), dataset.removeprefix(prefix)
     # an absolute path is not below the root: Path(root) / "/photos" is /photos
     if prefix == "imagefolder:" and (Path(where).is_absolute() or not (root / where).is_dir()):
         raise DataError(

@@ -134,6 +134,15 @@ def test_a_folder_has_one_name(pictures: Path, monkeypatch: pytest.MonkeyPatch) 
         source_name(other / "\U0001f600")
 
 
+def test_an_unknown_home_folder_is_a_folder_that_is_missing(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match="~nobody-here/x: no such folder; --data takes a folder"):
+        load_dataset(f"imagefolder:{pictures.name}", "train", "~nobody-here/x")
+    monkeypatch.setenv("CAPSZOO_DATA", os.pathsep.join(("~nobody-here", str(pictures.parent))))
+    assert len(load_dataset(f"imagefolder:{pictures.name}", "train", size=8))
+
+
 def test_imagefolder_mistakes(pictures: Path) -> None:
     name = f"imagefolder:{pictures}"
     with pytest.raises(DataError, match="no such folder: .*nowhere"):

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._files import expanded
 from ..errors import DataError
+from ..roots import environment_roots, given_root
 from ..sets import Decoder, ImageSet, StreamedSet
 from ..specs import DatasetSpec
 
@@ -47,14 +49,12 @@ def locate(name: str, where: str, data: str | Path | None) -> Path:
     Raises:
         DataError: there is neither, or no folder `data`.
     """
-    itself = Path(where).expanduser()
-    if data:
-        if not Path(data).expanduser().is_dir():
-            raise DataError(f"{data}: no such folder")
-        places = [Path(data).expanduser() / where, itself]
-    else:
-        roots = [part for part in os.environ.get("CAPSZOO_DATA", "").split(os.pathsep) if part]
-        places = [itself, *(Path(root).expanduser() / where for root in roots)]
+    itself = expanded(where)
+    places = (
+        [given_root(data) / where, itself]
+        if data
+        else [itself, *(root / where for root in environment_roots())]
+    )
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
         raise DataError(f"{name}: no such folder: {', '.join(dict.fromkeys(map(str, places)))}")

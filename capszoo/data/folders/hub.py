@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from capszoo._files import expanded
 from capszoo.errors import install_hint
 
 from ..errors import DataError
@@ -55,7 +56,7 @@ def fetch_repository(repository: str, folder: str | Path) -> Path:
     """Download a data set's repository from the Hub to `folder`/OWNER/NAME, except files that already exist."""
     from huggingface_hub import snapshot_download
 
-    target = Path(folder).expanduser() / repository
+    target = expanded(folder) / repository
     try:
         snapshot_download(repository, repo_type="dataset", local_dir=target)
     except Exception as error:  # no network, no such repository, no access, disk full: many kinds
@@ -134,7 +135,7 @@ def hub_splits(
     A split without labels is left out: competitions publish their test images so.
     """
     configuration = None
-    if not Path(repository).expanduser().is_dir():
+    if not expanded(repository).is_dir():
         repository, _, configuration = repository.partition(":")
     try:
         folder = locate(name, repository, data)
