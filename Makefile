@@ -66,8 +66,8 @@ test-slow: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 3600
 	@$(MAKE) test-site test-ray
 
-$(DOCS)/.installed: scripts/setup_docs.sh $(STAMP)
-	@sh scripts/setup_docs.sh "$(PY)" "$(DOCS)"
+$(DOCS)/.installed: scripts/setup_beside.sh $(STAMP)
+	@sh scripts/setup_beside.sh "$(PY)" "$(DOCS)" site
 	@touch $@
 
 site: $(DOCS)/.installed
@@ -76,8 +76,8 @@ site: $(DOCS)/.installed
 test-site: $(DOCS)/.installed site
 	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(DOCS)/bin/python -m pytest tests/app tests/site -m "slow or not slow" -n $(JOBS) --timeout 3600
 
-$(RAY)/.installed: scripts/setup_ray.sh $(STAMP)
-	@sh scripts/setup_ray.sh "$(PY)" "$(RAY)"
+$(RAY)/.installed: scripts/setup_beside.sh $(STAMP)
+	@sh scripts/setup_beside.sh "$(PY)" "$(RAY)" ray
 	@touch $@
 
 test-ray: $(RAY)/.installed
