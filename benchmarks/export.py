@@ -391,8 +391,11 @@ def main() -> None:
         rows[spec] = row
         heavy = any(fnmatch.fnmatch(spec, pattern) for pattern in models.SMALL_BATCH)
         batches = [] if args.prepare else [b for b in args.batches if b == 1 or not heavy]
-        for batch in row.missing(batches, processor, args.compile) if args.missing else batches:
+        if args.missing:
+            batches = row.missing(batches, processor, args.compile)
+        if batches:
             row.on(processor)
+        for batch in batches:
             row.times[str(batch)] = time_model(spec, batch, args.iters, args.compile)
             if args.out:  # after each, so that an interrupted run keeps its measurements
                 write(args.out, rows, settings)

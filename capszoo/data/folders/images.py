@@ -62,15 +62,11 @@ def open_images(
     training = split_folder(folder, SPLITS["train"]) or root  # images for a test alone have their own classes
     if root is None or training is None:
         missing = SPLITS["train" if training is None else split]
-        flat = sum(is_visible_image(file.name) for file in folder.iterdir())
-        if flat and not any(sub.is_dir() for sub in folder.iterdir()):
-            raise DataError(
-                f"{name}: {folder} holds {flat} images and no class folders",
-                "put the images of each class into a sub-folder of its name",
-            )
         if not any(sub.is_dir() for sub in folder.iterdir()):
+            flat = sum(is_visible_image(file.name) for file in folder.iterdir())
+            found = f"holds {flat} images and" if flat else "has"
             raise DataError(
-                f"{name}: {folder} has no class folders",
+                f"{name}: {folder} {found} no class folders",
                 "put the images of each class into a sub-folder of its name",
             )
         raise DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
