@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from capszoo._hub import check_repo_id
 from capszoo._npz import read_npz
 from capszoo.checkpoint import resolve
 from capszoo.data import normalize
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import CapszooError
 from capszoo.models._pretrained import (
     HUB_FILENAME,
     METADATA_FILENAME,
@@ -237,21 +238,6 @@ def _staging(out: Path | None, replaces: bool = False) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _check_repo_id(repo_id: str) -> None:
-    """Raise UsageError unless the Hub takes the name, also for a dry run."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    remedy = "give USER/NAME, such as me/my-capsules"
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
-        raise UsageError(f"'{repo_id}' is no name of a repository", remedy)
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"the Hub takes no repository of this name ({reason})", remedy) from None
-
-
 def publish(
     run: str | Path,
     repo_id: str,
@@ -280,7 +266,7 @@ def publish(
         UsageError: an invalid repository name.
         PublishError, WeightsError: one line; the same command can be repeated.
     """
-    _check_repo_id(repo_id)
+    check_repo_id(repo_id)
     with _staging(Path(out) if out else None, replaces) as folder:
         info = stage(run, repo_id, folder, private)
         result: dict[str, Any] = {"repo_id": repo_id, "model": info.name, "files": _listing(folder)}

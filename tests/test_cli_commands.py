@@ -349,6 +349,9 @@ def test_a_space_can_be_published_again_after_a_failure(
     succeeds(*call, "--dry-run")
     assert (tmp_path / "space" / "app.py").is_file()
     assert "space exists already" in fails(2, *call, "--dry-run")
+    assert "'no-slash' is no name of a repository" in fails(
+        2, "publish", MODEL, "no-slash", "--space", "--dry-run"
+    )
 
 
 @pytest.mark.parametrize("closed", ["<&- >&-", "2>&-"])

@@ -102,9 +102,11 @@ def _publish_space(
     """Write a Space and, without `dry_run`, upload it."""
     import tempfile
 
+    from .._hub import check_repo_id
     from ..app.space import upload_space, write_space
     from ..export.atomic import workplace
 
+    check_repo_id(repo_id)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already", "name another folder, or remove it")
     out = out and out.absolute()  # a temporary folder is made beside it, and it may be "."
