@@ -317,7 +317,7 @@ class CapsuleNet(nn.Module):
     def resampled(
         self, weights: Mapping[str, Tensor], img_size: Union[int, Tuple[int, int]]
     ) -> Dict[str, Tensor]:
-        """Those weights of another image size that have other shapes here and a rule, resampled to this network's size.
+        """Those weights of another image size that depend on its grid and have a rule, resampled to this network's.
 
         Args:
             weights: state dict, or a part of one, of the same network created with ``img_size``.
@@ -325,7 +325,7 @@ class CapsuleNet(nn.Module):
         """
         own, found = self.state_dict(), {}
         for name, value in weights.items():
-            if name in own and own[name].shape != value.shape:
+            if name in own:
                 changed = self._resample(name, value, to_2tuple(img_size))
                 if changed is not None and changed.shape == own[name].shape:
                     found[name] = changed
@@ -333,7 +333,7 @@ class CapsuleNet(nn.Module):
 
     @torch.jit.ignore
     def _resample(self, name: str, weight: Tensor, img_size: Tuple[int, int]) -> Optional[Tensor]:
-        """A weight of this network from another image size, resampled to its size; None if there is no rule."""
+        """A weight of this network from another image size, resampled to its grid; None: no rule, or the same grid."""
         return None
 
     # -- class layer and decoder --------------------------------------------------------------------------------

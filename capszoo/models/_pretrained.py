@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -319,6 +319,19 @@ def _below(modules: Iterable[str]) -> Callable[[str], bool]:
     return lambda key: key.startswith(prefixes)
 
 
+def _refuse_another_grid(source: Sequence[int], size: Sequence[int]) -> None:
+    """Refuse weights whose shapes fit a grid of as many positions with other numbers of rows and columns.
+
+    Raises:
+        WeightsError: of the image's two sides one is longer and one is shorter, so that the grid is another one.
+    """
+    if (source[0] - size[0]) * (source[1] - size[1]) < 0:
+        raise WeightsError(
+            f"weights of {source[0]}x{source[1]} images do not fit images of {size[0]}x{size[1]}, "
+            "whose grid has other rows and columns: resize the images"
+        )
+
+
 def adapt_state_dict(
     state_dict: dict[str, Tensor], model: nn.Module, first_conv: str | None = None
 ) -> dict[str, Tensor]:
@@ -345,17 +358,12 @@ def adapt_state_dict(
     other_classes = cfg.get("num_classes") != getattr(model, "num_classes", None)
     source_size = tuple(cfg.get("input_size") or ())[-2:]
     other_size = bool(source_size) and source_size != tuple(getattr(model, "img_size", source_size))
-    if other_size and cfg.get("fixed_input_size") and source_size[::-1] == tuple(model.img_size):  # type: ignore[arg-type]
-        # shapes are equal, but weights of grid positions are in another order
-        raise WeightsError(
-            f"weights of {source_size[0]}x{source_size[1]} images do not fit images of exchanged rows and columns: "
-            "turn the images"
-        )
     without_head = getattr(model, "num_classes", None) == 0
     in_head, in_readout = _below(heads), _below(getattr(model, "readout", ()))
+    resampled: dict[str, Tensor] = {}
     if other_size and (rule := getattr(model, "resampled", None)):
         kept = {key: value for key, value in state_dict.items() if not (other_classes and in_head(key))}
-        resampled: dict[str, Tensor] = rule(kept, source_size)
+        resampled = rule(kept, source_size)
         if resampled:
             _logger.warning("resampled for another img_size: %s", ", ".join(resampled))
         state_dict = {**state_dict, **resampled}
@@ -391,6 +399,11 @@ def adapt_state_dict(
         raise WeightsError(
             f"the weights do not fit this model ({what}): create it with the arguments they were trained with"
         )
+    of_size = [
+        key for key in fresh if not key.startswith("decoder.") and not (other_classes and in_head(key))
+    ]
+    if other_size and cfg.get("fixed_input_size") and not resampled and not of_size:
+        _refuse_another_grid(source_size, model.img_size)  # type: ignore[arg-type]
     if untrained := tuple(key for key in fresh if not key.startswith("decoder.")):
         model.untrained = untrained  # type: ignore[assignment]
     if fresh:

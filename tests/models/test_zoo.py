@@ -600,14 +600,29 @@ def test_pretrained_at_another_image_size(
         _check_forward(model.eval(), images(model), model.num_classes)
 
 
-def test_rows_and_columns_are_not_exchanged(tmp_path: Path) -> None:
-    """The shapes would fit, the grid positions would not."""
+@pytest.mark.parametrize("other", [(28, 24), (22, 31)], ids=str)
+def test_a_grid_of_as_many_positions_is_another_grid(other: tuple[int, int], tmp_path: Path) -> None:
+    """Grids of 4x6, 6x4 and 3x8: the shapes fit, the positions do not."""
     path = tmp_path / "weights.safetensors"
     source = capszoo.create_model("capsnet_dynamic", img_size=(24, 28))
     save_file({k: v.contiguous().clone() for k, v in source.state_dict().items()}, path)
     overlay = {"file": str(path), "input_size": (1, 24, 28), "num_classes": 10}
-    with pytest.raises(WeightsError, match="24x28 images do not fit images of exchanged rows and columns"):
-        capszoo.create_model("capsnet_dynamic", True, pretrained_cfg_overlay=overlay, img_size=(28, 24))
+    with pytest.raises(WeightsError, match=f"24x28 images do not fit images of {other[0]}x{other[1]}, whose"):
+        capszoo.create_model("capsnet_dynamic", True, pretrained_cfg_overlay=overlay, img_size=other)
+
+
+def test_a_rule_resamples_a_grid_of_as_many_positions(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    source = capszoo.create_model("idpa_cnn", img_size=(24, 32))  # class transforms of 3x5 positions
+    save_file({k: v.contiguous().clone() for k, v in source.state_dict().items()}, path)
+    overlay = {"file": str(path), "input_size": (3, 24, 32), "num_classes": 10}
+    model = capszoo.create_model("idpa_cnn", True, pretrained_cfg_overlay=overlay, img_size=(32, 24))
+    weights, key = source.state_dict(), "capsules.classes.weight"
+    old = weights[key].reshape(3, 5, 32, -1)
+    new = model.state_dict()[key].reshape(5, 3, 32, -1)
+    assert torch.allclose(new[2, 1], old[1, 2])
+    assert torch.allclose(new[0, 1], old[0, 2])  # the middle of the first row
+    assert not source.resampled(weights, (24, 32)), "the same grid"
 
 
 def test_twins_without_routing_state_no_iterations() -> None:
