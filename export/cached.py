@@ -36,7 +36,9 @@ def weights_file(model: str) -> Path | None:
     name = model
     if model in architectures():
         info = default_weights(checkpoints(), model)
-        name = info.name if info else ""
+        if info is None:
+            return None  # not a folder of this name, which is ./NAME
+        name = info.name
     if name in checkpoints():
         return stored_file(f"{name}.safetensors")
     path = Path(model.removeprefix("local-dir:"))

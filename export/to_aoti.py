@@ -70,7 +70,7 @@ class AotiRunner:
             )
         without_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
         with torch.inference_mode(), without_tf32:
-            outputs = self.model(torch.from_numpy(images).to(self.device))
+            outputs = self.model(torch.from_numpy(np.ascontiguousarray(images)).to(self.device))
         return as_arrays(outputs)
 
 

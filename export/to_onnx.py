@@ -140,7 +140,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
     if stored >= MAX_BYTES:
         raise ExportError(
             f"{name}: {stored / 2**30:.1f} GiB of weights do not fit in one ONNX file, whose limit is 2 GiB",
-            "use precision fp16, or the format aoti",
+            "use precision fp16, which halves them",
         )
     say("tracing")
     program = _to_onnx_program(prepared, opset, options.target == "cpu")

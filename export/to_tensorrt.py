@@ -113,11 +113,16 @@ def rtx_step(onnx: Path, report: ExportReport, rtx: Any = None) -> GateStep:
 def built_later(folder: Path, name: str) -> set[str]:
     """Files that a user of a bundle makes in it: engine, its copy for Triton, timing cache, AOTInductor's package."""
     files = {*BUILT, RECOMPILED, f"triton-tensorrt/{name}/1/model.plan"}
-    try:
-        cache = json.loads((folder / _FOLDER / "profile.json").read_text("utf-8"))["options"]["timing_cache"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return files
+    cache = stated_option(folder, "timing_cache")
     return files | ({Path(os.path.normpath(Path(_FOLDER) / cache)).as_posix()} if cache else set())
+
+
+def stated_option(folder: Path, option: str) -> Any:
+    """A build option of a bundle's engine (:class:`.BuildOptions`); None if its profile does not state it."""
+    try:
+        return json.loads((folder / _FOLDER / "profile.json").read_text("utf-8"))["options"][option]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def shapes(report: ExportReport) -> dict[str, list[int]]:
@@ -231,8 +236,10 @@ def _configure(trt: Any, config: Any, options: BuildOptions, api: str) -> Any:
     if not options.timing_cache:
         return None
     file = Path(options.timing_cache)
+    with workplace(file, folder=False):
+        pass  # fails now rather than after the build, if it cannot be written
     cache = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
-    if config.set_timing_cache(cache, False) is False:  # of another GPU or version: begin a new one
+    if cache is None or config.set_timing_cache(cache, False) is False:  # damaged, of another GPU or version
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
     return cache

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._catalogue import check_model_argument
+from .._files import expanded
 from ..errors import CapszooError, UsageError
 from .common import (
     BatchSizeOption,
@@ -194,7 +195,7 @@ def eval_command(
         counts=counts,
         radii=None if eps is None else parse_radii(eps),
         steps=steps,
-        data=data if data and Path(data).is_dir() and data_set_of(data) is None else None,
+        data=data if data and expanded(data).is_dir() and data_set_of(data) is None else None,
         limit=limit,
         seed=seed,
         progress=progress_bar,

@@ -270,6 +270,11 @@ def open_runner(
     if kind == "aoti":
         spec = manifest["input"]
         return to_aoti.AotiRunner(path, described["device"], (spec["channels"], *spec["size"]), spec["dtype"])
+    if to_tensorrt.stated_option(folder, "version_compatible"):
+        raise CapszooError(
+            f"{path} is version-compatible: it contains native code, which is not run",
+            "export without --version-compatible to check and time an engine",
+        )
     return to_tensorrt.TensorRTRunner(path)
 
 
@@ -305,9 +310,7 @@ def compare_bundle(
     smallest, largest = manifest["batch"]["min"], manifest["batch"]["max"]
     runners = [open_runner(kind, folder, manifest, model) for kind in kinds]
     if files:
-        for file in files:
-            load_image(file)  # raises a one-line error for a bad file
-        inputs = np.stack([infer.preprocess(file, spec) for file in files])
+        inputs = np.stack([infer.read_picture(load_image(file), spec)[0] for file in files])
     else:
         inputs = compare.probe_input("random", (largest, spec["channels"], *spec["size"]), 0, spec["dtype"])
     gathered: list[list[list[np.ndarray]]] = [[] for _ in runners]

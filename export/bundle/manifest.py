@@ -69,7 +69,7 @@ def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportRep
     smallest, usual, largest = report.batch
     return {
         "input": report.input_name,
-        "scores": "scores",
+        "scores": "scores" if "scores" in report.outputs else None,
         "dtype": report.input_dtype,
         "layout": "NCHW",
         "channels": transform.channels,

@@ -12,7 +12,7 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from capszoo.data import DATASETS, PREFIXES, check_name, load_dataset
+from capszoo.data import DATASETS, PREFIXES, ImageSet, check_name, load_dataset
 from capszoo.errors import CapszooError
 from capszoo.inference import class_positions, label_names
 from capszoo.preprocess import find_images, load_image, model_transform
@@ -88,7 +88,14 @@ def _of_data_set(
     data: str | Path | None,
     skipped: list[str] | None,
 ) -> RealImages:
-    found = load_dataset(name, split, data, skipped=skipped)
+    sizes: dict[str, int] = {}
+    if name.startswith(
+        ("imagefolder:", "hf:", "wds:")
+    ):  # resized once, to the size of which the transform takes the middle
+        transform = model_transform(model)
+        side = round(max(transform.object_size or transform.size) / transform.crop_pct)
+        sizes = {"size": side, "resize": side}
+    found = load_dataset(name, split, data, skipped=skipped, **sizes)
     classes = int(getattr(model, "num_classes", 0))
     if found.spec.multi_label:
         raise CapszooError(f"{name} has several classes in an image", "name a data set with one")
@@ -101,6 +108,8 @@ def _of_data_set(
         raise CapszooError(
             f"{name} is too large to be held in memory", "give a folder with some of its images"
         )
+    if isinstance(found, ImageSet):
+        found = found.fixed()  # composed, as in training
     picked = _spread(len(found), limit)
     pictures = (Image.fromarray(found.images[i].permute(1, 2, 0).numpy().squeeze()) for i in picked)
     labels: Tensor | None = found.labels[picked].long()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import capszoo
 from capszoo._api import resolve_device
+from capszoo._files import expanded
 from capszoo._memory import keep_freed_memory
 from capszoo.checkpoint import resolve
 from capszoo.data import (
@@ -254,7 +255,7 @@ def data_set_of(data: str | Path | None) -> str | None:
         return None
     if str(data).startswith(tuple(PREFIXES)):
         return str(data)
-    return f"imagefolder:{data}" if holds_classes(Path(data)) else None
+    return f"imagefolder:{data}" if holds_classes(expanded(data)) else None
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:

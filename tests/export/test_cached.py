@@ -149,6 +149,21 @@ def test_other_weights_metadata_or_bytes_are_not_answered_for(
     assert export_to_cache(MODEL) == find_cached(MODEL) == file.parent  # replaced, though it is no bundle now
 
 
+def test_an_architecture_without_weights_is_not_a_folder_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "resnet20_routingcaps_mini"
+    run.mkdir()
+    file = weights_file(MODEL)
+    assert file is not None
+    for suffix in (".safetensors", ".json"):
+        shutil.copy(file.with_suffix(suffix), run / f"{run.name}.mnist{suffix}")
+    monkeypatch.chdir(tmp_path)
+    assert weights_file(f"./{run.name}") == Path(run.name, f"{run.name}.mnist.safetensors")
+    monkeypatch.setattr(cached, "architectures", lambda: {run.name: {}})
+    assert weights_file(run.name) is None
+
+
 def test_wrong_runtimes_are_refused(cache: Path, images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAPSZOO_CACHE", str(cache))
     for arguments, said in (

@@ -95,6 +95,16 @@ def test_a_package_for_another_device(tmp_path: Path) -> None:
         to_aoti.AotiRunner(tmp_path / "x.pt2", "cuda")
 
 
+def test_a_package_takes_images_in_rows_whatever_their_memory_order() -> None:
+    """Compiled code assumes the strides of its example input."""
+    runner = to_aoti.AotiRunner.__new__(to_aoti.AotiRunner)
+    runner.device, runner.size = "cpu", None
+    runner.model = lambda x: [x.is_contiguous() * x]
+    pixels = np.random.default_rng(0).standard_normal((2, 4, 5, 3), dtype=np.float32).transpose(0, 3, 1, 2)
+    assert not pixels.flags.c_contiguous
+    np.testing.assert_array_equal(runner(pixels)[0], pixels)
+
+
 def test_the_command_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert to_aoti.main([str(tmp_path / "missing.pt2"), str(tmp_path / "out.pt2")]) == 1
     (tmp_path / "bad.pt2").write_text("no program")

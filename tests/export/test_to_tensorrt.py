@@ -80,6 +80,8 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:
 
         def create_timing_cache(self, data: bytes) -> Any:
             calls.append(("cache", data))
+            if data == b"damaged":
+                return None
             return types.SimpleNamespace(data=data, serialize=lambda: b"measured")
 
         def get_timing_cache(self) -> Any:
@@ -237,6 +239,15 @@ def test_options_reach_the_builder(toy: Toy, tmp_path: Path) -> None:
     build_engine(onnx, tmp_path / "x.plan", report, options, other)
     assert [c for c in other.calls if c[0] == "cache"] == [("cache", b"of another GPU"), ("cache", b"")]
     assert cache.read_bytes() == b"measured"
+    cache.write_bytes(b"damaged")
+    other = fake_tensorrt()
+    build_engine(onnx, tmp_path / "x.plan", report, options, other)
+    assert [c for c in other.calls if c[0] == "cache"] == [("cache", b"damaged"), ("cache", b"")]
+    assert cache.read_bytes() == b"measured"
+    never = fake_tensorrt()
+    in_a_file = replace(options, timing_cache=str(cache / "x"))
+    with pytest.raises(CapszooError, match="cannot be written"):
+        build_engine(onnx, tmp_path / "x.plan", report, in_a_file, never)
     half = fake_tensorrt()
     build_engine(onnx, tmp_path / "x.plan", replace(report, precision="fp16"), options, half)
     assert ("clear", "TF32") not in half.calls

@@ -342,6 +342,13 @@ def test_an_engine_that_was_built_again_is_compared_and_not_refused(
     wrong = compare.EagerRunner(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)))
     monkeypatch.setattr(to_tensorrt, "TensorRTRunner", lambda path: wrong)
     assert not check_bundle(folder).passed
+    profile = folder / "tensorrt" / "profile.json"
+    stated = json.loads(profile.read_text())
+    stated["options"]["version_compatible"] = True
+    profile.write_text(json.dumps(stated))
+    resigned(folder, "tensorrt/profile.json")
+    found = check_bundle(folder)
+    assert found.passed and "is version-compatible: it contains native code" in found.steps[-1].detail
 
 
 def copied(folder: Path, to: Path) -> Path:

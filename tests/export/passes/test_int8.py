@@ -282,6 +282,10 @@ def test_images_of_folders_and_data_sets(root: Path, tmp_path: Path, monkeypatch
         (tmp_path / "named" / "test" / name).mkdir()
     by_name = open_images(model, f"imagefolder:{tmp_path / 'named'}")
     assert by_name.labels is not None and by_name.labels.tolist() == [1, 0]
+    shown = open_images(model, str(tmp_path / "named" / "test" / "a" / "0.png"))
+    assert torch.equal(by_name.images[0], shown.images[0]), (
+        "the pixels of a file: a digit of 28 is not resized"
+    )
     model.pretrained_cfg["label_names"] = tuple("klmnopqrst")
     assert open_images(model, f"imagefolder:{tmp_path / 'named'}").labels is None
 
