@@ -122,15 +122,18 @@ def _fetch_file(file: RemoteFile, target: Path) -> None:
     if check_integrity(str(target / file.name), file.md5):
         return
     reasons = []
+    partial = target / f"{file.name}.part"
     for url in file.urls:
         try:
-            download_url(url, str(target), file.name, file.md5)
+            download_url(url, str(target), partial.name, file.md5)
+            partial.replace(target / file.name)
             return
         except (URLError, TimeoutError, ConnectionError) as error:
             reasons.append(f"{url}: {getattr(error, 'reason', error)}")
         except RuntimeError:  # raised by torchvision for a wrong checksum
-            (target / file.name).unlink(missing_ok=True)
             reasons.append(f"what {url} sent has another md5 than {file.md5}; nothing was kept")
+        finally:
+            partial.unlink(missing_ok=True)
     raise DataError(f"cannot fetch {file.name}: {'; '.join(reasons)}")
 
 

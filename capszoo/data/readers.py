@@ -280,9 +280,12 @@ def _parquet_cells(
 
 def parquet_colour_and_top(files: Sequence[Path]) -> tuple[int, int]:
     """Channels (1 or 3, by `mode_of`) and the highest label of parquet shards, for the splits beside them."""
-    encoded, labels = _parquet_cells(files)
-    colour = mode_of(lambda k: image_mode(*encoded[k]), len(encoded)) == "RGB"
-    return (3 if colour else 1), max(labels, default=0)
+    colour, top = False, 0
+    for file in files:  # one at a time: together they may be larger than the memory
+        encoded, labels = _parquet_cells([file])
+        colour = colour or mode_of(lambda k, cells=encoded: image_mode(*cells[k]), len(encoded)) == "RGB"
+        top = max(top, *labels, 0)
+    return (3 if colour else 1), top
 
 
 def read_parquet(
@@ -325,8 +328,10 @@ def _decode_all(
 ) -> Tensor:
     """Images of one size as uint8 [n, c, h, w]; refused if they need more than `MAX_FILE_BYTES`, decoded."""
     images: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    first: dict[Path, int] = {}
     for k, (cell, source) in enumerate(encoded):
-        image = decode_image(cell, mode, source, side)
+        row = k - first.setdefault(source, k)
+        image = decode_image(cell, mode, f"{source}: row {row}", side)
         image = image[..., None] if image.ndim == 2 else image
         if images is None:
             if (whole := len(encoded) * image.nbytes) > MAX_FILE_BYTES:
