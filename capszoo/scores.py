@@ -40,9 +40,16 @@ def kind_for(loss: str, single_label: bool = True) -> str:
 
 
 def score_kind(model: Any) -> str:
-    """Kind of a model's scores: that in its weights' metadata, else that of its architecture."""
+    """Kind of a model's scores: that in its weights' metadata, else that of its architecture.
+
+    A network whose argument ``scores`` selects the kind has it as an attribute of its own, which counts first: the
+    weights may have been trained with another one.
+    """
     cfg = getattr(model, "pretrained_cfg", None) or {}
     stated = (cfg.get("capszoo") or {}).get("score_kind")
+    selected = getattr(model, "__dict__", {}).get("score_kind")
+    if selected and not str(stated).startswith("label_"):
+        stated = selected
     kind = stated or getattr(model, "score_kind", None)
     return str(kind) if kind in SCORE_KINDS else "logits"
 
@@ -69,4 +76,5 @@ def probabilities(scores: Tensor, kind: str) -> Tensor:
     if kind not in SCORE_KINDS:
         raise KeyError(kind)
     positive = scores.clamp_min(0)
-    return positive / positive.sum(dim=-1, keepdim=True).clamp_min(1e-12)
+    total = positive.sum(dim=-1, keepdim=True)
+    return positive / total.masked_fill(total == 0, 1.0)

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.models import save_for_hf
 
 import capszoo
+from capszoo._metadata import stored_file
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import predict
 from capszoo.preprocess import as_image
+from capszoo.scores import score_kind
 
 DIGITS = Path(capszoo.__file__).parent / "assets"
 DIGIT = DIGITS / "digit_3.png"
@@ -162,7 +165,7 @@ def test_prediction_leaves_a_network_in_training_mode_as_it_is() -> None:
     assert all(torch.equal(value, before[key]) for key, value in loaded.net.state_dict().items())
 
 
-def test_scores_that_are_not_those_of_the_weights_have_their_own_kind() -> None:
+def test_scores_that_are_not_those_of_the_weights_have_their_own_kind(tmp_path: Path) -> None:
     kinds = {
         scores: capszoo.load("capsnet_em_norb_small.mnist", device="cpu", scores=scores)
         for scores in ("logits", "activations")
@@ -171,6 +174,13 @@ def test_scores_that_are_not_those_of_the_weights_have_their_own_kind() -> None:
     assert {scores: kind for scores, (kind, _) in found.items()} == {one: one for one in kinds}
     assert found["activations"][1].label == found["logits"][1].label
     assert found["activations"][1].probability > 0.5, "not the softmax of activations"
+    file = stored_file("capsnet_em_norb_small.mnist.safetensors")
+    assert capszoo.load(file, device="cpu", scores="activations").score_kind == "activations"
+    save_for_hf(kinds["activations"].net, str(tmp_path / "saved"), safe_serialization=True)
+    again = f"local-dir:{tmp_path / 'saved'}"
+    for scores in kinds:
+        net = capszoo.create_model(again, pretrained=True, scores=scores)
+        assert score_kind(net) == scores
 
 
 def test_the_weights_own_number_of_classes_does_not_excuse_another_size() -> None:

@@ -106,6 +106,10 @@ def test_probabilities_are_those_of_infer_py(kind: str, root: Path) -> None:
         assert found[0].sum() == pytest.approx(1, abs=1e-6)
 
 
+def test_probabilities_of_zeros_in_half_precision() -> None:
+    assert probabilities(torch.zeros(1, 3, dtype=torch.float16), "lengths").tolist() == [[0.0] * 3]
+
+
 def test_probabilities_by_hand() -> None:
     assert probabilities(SCORES, "logits")[1].tolist() == pytest.approx([1 / 3] * 3)
     assert probabilities(SCORES, "lengths")[0].tolist() == pytest.approx([0.8, 0, 0.2])

@@ -403,7 +403,5 @@ def _record(model: Any, args: dict[str, Any], own_keys: Mapping[str, Any]) -> No
     kept = {"model_args": described} if described and _is_json(described) else {}
     # the arguments among them may be those of another network
     own = {key: value for key, value in own_keys.items() if key != "model_args"}
-    if "scores" in args and args["scores"] != own_keys.get("model_args", {}).get("scores", "logits"):
-        own.pop("score_kind", None)  # that of the weights' own scores; the network states the others'
     if own or kept:
         model.pretrained_cfg["capszoo"] = {**own, **kept}

@@ -29,7 +29,7 @@ from capszoo._modes import evaluating
 from capszoo._suggest import unknown_name
 from capszoo.layers.sinkhorn import SinkhornUnit
 
-__all__ = ["FeedbackAgreement", "encapnet_feedback"]
+__all__ = ["FeedbackAgreement", "encapnet_feedback", "stated_input_size"]
 
 
 class _Silent:
@@ -175,7 +175,11 @@ class FeedbackAgreement(nn.Module):
     ) -> dict[str, tuple[int, ...]]:
         """Shape ``(c, h, w)`` of every named feature, from one forward pass without side effects on the model."""
         like = next(model.parameters())
-        size = input_size or _input_size(model)
+        size = input_size or stated_input_size(model)
+        if size is None:
+            raise ValueError(
+                "the model does not say its input size: give input_size=(channels, height, width)"
+            )
         self._features[_LISTENING] = torch.empty(0)
         try:
             with evaluating(model), torch.no_grad():
@@ -246,14 +250,15 @@ class FeedbackAgreement(nn.Module):
         return f"weight={self.weight:g}, " + ", ".join(f"{low} <- {high}" for low, high in self.pairs)
 
 
-def _input_size(model: nn.Module) -> tuple[int, int, int]:
+def stated_input_size(model: nn.Module) -> tuple[int, int, int] | None:
+    """Channels, height and width that a model states, with its first convolution's channels; None if it does not."""
     size = getattr(model, "img_size", None)
     chans = getattr(model, "in_chans", None)
     if chans is not None and isinstance(size, (tuple, list)):
         return int(chans), int(size[0]), int(size[1])
     cfg = getattr(model, "pretrained_cfg", None) or {}
     if not cfg.get("input_size"):
-        raise ValueError("the model does not say its input size: give input_size=(channels, height, width)")
+        return None
     channels, height, width = cfg["input_size"]
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first is not None and first.groups == 1:

@@ -32,6 +32,7 @@ from ._backbones import (
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels, to_2tuple
 from ._blocks import cifar_resnet_stages, freeze_batch_statistics, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
+from ._feedback import stated_input_size
 from ._heads import HEADS, CapsuleHead, head_arguments, unknown_routing
 
 __all__ = ["BackboneNet", "HeadNet", "PlainHeadResNet", "RoutedResNet", "SelfRoutingResNet", "attach_head"]
@@ -444,9 +445,9 @@ def attach_head(
     if isinstance(backbone, str):
         plain = create_backbone_cfg(backbone, described_backbone(backbone))
         options["backbone_pretrained"] = pretrained
+        native = tuple(plain.get("input_size") or (3, 224, 224))
     else:
-        plain = dict(getattr(backbone, "pretrained_cfg", None) or {})
-    native = tuple(plain.get("input_size") or (3, 224, 224))
+        native = stated_input_size(backbone) or (3, 224, 224)
     options["img_size"] = native[1:] if img_size is None else img_size
     options["in_chans"] = native[0] if in_chans is None else in_chans
     net: BackboneNet = caps_head(**options)

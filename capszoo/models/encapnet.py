@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Un
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import register_model
 from torch import Tensor
@@ -88,9 +87,9 @@ class EncapNet(CapsuleNet):
         strides: of the modules' Type I layers.
         pose_dims: pose dimension after each module.
         groups: capsule channels.
-        mode: ``"master_aide"``, or ``"master"`` for no aide anywhere (Table 3, row 1).
+        mode: ``"master_aide"``, or ``"master"`` for no aide anywhere (Table 3, row 1, also without skip connections).
         aide: which modules have the aide branch, one bool per module; defaults to all of them.
-        coefficients: ``"own"``, ``"cross"`` or ``"both"`` (Table 3, rows 2 to 4).
+        coefficients: ``"own"``, ``"cross"`` or ``"both"`` (Table 3, rows 2 to 4, also without skip connections).
         skip_type1, skip_type2: skip connections of the two layer types (rows 5 to 7).
         stem: of a single stem layer: ``"conv"`` (3x3), ``"resnet"``, or ``"auto"``: the ResNet stem above 64 pixels.
         stem_chans, stem_strides: 3x3 convolution layers before the modules; the default is the paper's single one, of
@@ -141,7 +140,7 @@ class EncapNet(CapsuleNet):
             raise ValueError("stem='resnet' is a single stem layer: give one entry of stem_chans")
         with_aide = _aides(mode, aide, modules)
 
-        self.drop_rate = drop_rate
+        self.head_drop = nn.Dropout(drop_rate)
         self.groups = groups
         self.class_dim = pose_dims[-1]
         self.depths = tuple(depths)
@@ -195,7 +194,7 @@ class EncapNet(CapsuleNet):
         return CapFC(self.num_classes, self.class_dim, self.groups, self.grid)
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        poses = self.head(F.dropout(x, self.drop_rate, self.training))
+        poses = self.head(self.head_drop(x))
         return capsule_lengths(poses), poses
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
@@ -284,7 +283,7 @@ class EncapResNet(CapsuleNet):
         super().__init__(num_classes, in_chans, img_size, global_pool)
         if not (len(widths) == len(depths) == len(strides) and len(widths) >= 1):
             raise ValueError("widths, depths and strides must have one entry per stage")
-        self.drop_rate = drop_rate
+        self.head_drop = nn.Dropout(drop_rate)
         large = _is_large(stem, self.img_size)
         stages: "OrderedDict[str, nn.Module]" = OrderedDict(
             stem=Stem(in_chans, stem_chans, large, bias=False)
@@ -313,7 +312,7 @@ class EncapResNet(CapsuleNet):
         x = x.mean(dim=[2, 3])
         if pre_logits:
             return x
-        return self.head(F.dropout(x, self.drop_rate, self.training))
+        return self.head(self.head_drop(x))
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         raise NoCapsules("resnet18_encap is a baseline without capsules: use forward")
@@ -386,22 +385,24 @@ def encapnet_v1(pretrained: bool = False, **kwargs: Any) -> EncapNet:
     return _create_encapnet("encapnet_v1", pretrained, defaults=args, **kwargs)
 
 
-@register_model
-def encapnet_v2(pretrained: bool = False, **kwargs: Any) -> EncapNet:
-    """EncapNet of 101 layers at 128 pixels, master alone in the first two modules: h-ImageNet error 43.15."""
+def _create_deep(name: str, pretrained: bool, kwargs: Dict[str, Any]) -> EncapNet:
+    """101 layers, with the master alone in the first two modules."""
     args: Dict[str, Any] = dict(depths=(9, 12, 69, 9))
     if kwargs.get("mode", "master_aide") == "master_aide":
         args["aide"] = (False, False, True, True)
-    return _create_encapnet("encapnet_v2", pretrained, defaults=args, **kwargs)
+    return _create_encapnet(name, pretrained, defaults=args, **kwargs)
+
+
+@register_model
+def encapnet_v2(pretrained: bool = False, **kwargs: Any) -> EncapNet:
+    """EncapNet of 101 layers at 128 pixels, master alone in the first two modules: h-ImageNet error 43.15."""
+    return _create_deep("encapnet_v2", pretrained, kwargs)
 
 
 @register_model
 def encapnet_v3(pretrained: bool = False, **kwargs: Any) -> EncapNet:
     """EncapNet v2 at 224 pixels: h-ImageNet error 42.76 / 40.18 / 40.05."""
-    args: Dict[str, Any] = dict(depths=(9, 12, 69, 9))
-    if kwargs.get("mode", "master_aide") == "master_aide":
-        args["aide"] = (False, False, True, True)
-    return _create_encapnet("encapnet_v3", pretrained, defaults=args, **kwargs)
+    return _create_deep("encapnet_v3", pretrained, kwargs)
 
 
 #: Four convolutions to 8x8x256, one capConv of stride 2 to 512 channels, capFC (appendix A.i).

@@ -119,6 +119,16 @@ def test_no_parameter_is_left_over(backbone: str) -> None:
     assert unused, "every timm model has a head"
 
 
+def test_a_module_has_a_size_of_its_own() -> None:
+    with torch.device("meta"):
+        grey = capszoo.attach_head(timm.create_model("resnet18", in_chans=1), "avg", num_classes=3)
+        large = capszoo.attach_head(
+            capszoo.create_model("resnet20_routingpool", img_size=64), "idpa", num_classes=3
+        )
+    assert grey.in_chans == 1 and large.img_size == (64, 64)
+    assert large.stages.backbone.grid == (16, 16)
+
+
 def test_native_size_is_the_default() -> None:
     with torch.device("meta"):
         net = capszoo.attach_head("resnet18", "avg", num_classes=3)

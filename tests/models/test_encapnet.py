@@ -126,13 +126,14 @@ def test_stem_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        dict(mode="master"),
-        dict(coefficients="own"),
-        dict(coefficients="cross"),
-        dict(),
+        dict(mode="master"),  # rows 1 to 4 in the paper are without skip connections
+        dict(mode="master", skip_type1=False, skip_type2=False),
+        dict(coefficients="own", skip_type1=False, skip_type2=False),
+        dict(coefficients="cross", skip_type1=False, skip_type2=False),
+        dict(skip_type1=False, skip_type2=False),
         dict(skip_type2=False),
         dict(skip_type1=False),
-        dict(skip_type1=False, skip_type2=False),
+        dict(),
         dict(aide=(True, False, True)),
     ],
 )

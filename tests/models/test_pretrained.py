@@ -266,6 +266,8 @@ def test_a_repository_that_the_caller_names_wins_over_the_tag(
 
 
 def test_names_of_the_front_door() -> None:
+    with pytest.raises(capszoo.UnknownModel, match=r"unknown model 'resnet18.a1_in1'.*resnet18.a1_in1k"):
+        capszoo.create_model("resnet18.a1_in1")
     with pytest.raises(capszoo.UnknownModel, match="unknown model"):
         capszoo.create_model("no_such_capsule_net")
     with pytest.raises(capszoo.UnknownModel, match="no such folder"):

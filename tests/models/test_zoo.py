@@ -872,6 +872,8 @@ def test_the_decoder_sees_the_target_capsule_alone() -> None:
         "resnet20_routingcaps",
         "cnn_sabour",
         "cnn_baseline",
+        "encapnet_v1",
+        "resnet18_encap",
     ),
 )
 def test_drop_rate_has_an_effect_in_training_only(name: str) -> None:
