@@ -60,7 +60,15 @@ from .training.run_folder import (
 )
 from .training.setup import RunData, load_data
 from .training.sharding import gathered
-from .training.state import Run, TrainState, check_stages, checkpoint_due, restore, save_state
+from .training.state import (
+    LONGEST_SECONDS,
+    Run,
+    TrainState,
+    check_stages,
+    checkpoint_due,
+    restore,
+    save_state,
+)
 from .training.step import learning_rate, train_step
 from .weights import source_commit
 
@@ -222,7 +230,11 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
 
 
 def _replay(run: Run, state: TrainState, bad: int) -> str:
-    """Repeat the updates up to `bad`; return where a value that is not finite arose, or an empty string."""
+    """Repeat the updates up to `bad`; return where a value that is not finite arose first, or an empty string.
+
+    Every process repeats all of them, whatever it found: they wait for each other in each update.
+    """
+    place = ""
     while state.step < bad:
         for batch in state.batches.epoch(*divmod(state.step, run.steps)):
             scaled = run.accelerator.scaler is not None
@@ -233,11 +245,11 @@ def _replay(run: Run, state: TrainState, bad: int) -> str:
             state.step += 1
             if watch:
                 watch.close()
-                if watch.found:
-                    return watch.found + (f" at update {state.step}" if state.step != bad else "")
+                if watch.found and not place:
+                    place = watch.found + (f" at update {state.step}" if state.step != bad else "")
             if state.step == bad:
                 break
-    return ""
+    return place
 
 
 class _Pause(Exception):
@@ -245,9 +257,14 @@ class _Pause(Exception):
 
 
 def _periodic(run: Run, state: TrainState) -> bool:
-    """True if `checkpoint_every` asks for a checkpoint now."""
+    """True if a checkpoint is due within an epoch: by `checkpoint_every`, or `LONGEST_SECONDS` after the last one.
+
+    The time counts in a single process only: several ones would have to agree on it in each update.
+    """
     every = run.recipe.checkpoint_every
-    return every is not None and state.step % every == 0
+    if every is not None and state.step % every == 0:
+        return True
+    return run.world == 1 and time.monotonic() - state.saved_at >= LONGEST_SECONDS
 
 
 def _stopped(run: Run, state: TrainState, number: int) -> Stopped:
@@ -356,6 +373,7 @@ def _train(run: Run) -> dict[str, Any]:
         return done
     state, log = begin_run(run)
     clock = _Clock(state)
+    state.saved_at = time.monotonic()
     try:
         log.progress.start()
         with StopRequest() as stop:

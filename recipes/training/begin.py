@@ -14,7 +14,6 @@ from capszoo.data import Batches
 from capszoo.layers import engine_report
 
 from ..config import RecipeError
-from ..weights import hardware
 from .checkpoints import Checkpoint, latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
 from .early_stop import BestEpoch
@@ -64,7 +63,7 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     parameters = sum(p.numel() for p in state.net.parameters())
     log.say(
         f"{run.recipe.name}: {parameters:,} parameters, {len(run.data.training):,} images, "
-        f"{run.recipe.epochs} epochs of {run.steps} updates, {hardware(run.device)}"
+        f"{run.recipe.epochs} epochs of {run.steps} updates, {run.hardware}"
         + (f"; resumed at update {state.step:,}" if state.step else "")
         + (f" in {run.recipe.precision}, before in {before}" if before != run.recipe.precision else "")
     )
@@ -178,7 +177,7 @@ def _note_session(run: Run, state: TrainState) -> None:
         "seed": run.recipe.seed,
         "processes": run.world,
         "commit": run.commit,
-        "hardware": hardware(run.device),
+        "hardware": run.hardware,
         "precision": run.recipe.precision,
         "compile": run.recipe.compile,
         "channels_last": run.recipe.channels_last,

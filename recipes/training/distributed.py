@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -20,7 +22,7 @@ from ..config import Recipe
 try:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedType, gather_object, set_seed
+    from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"training needs accelerate: {install_hint('train')}") from error
 
@@ -86,7 +88,9 @@ def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
     # losses are summed in float64, which MPS does not have; Accelerate would select it
     cpu = cpu or torch.backends.mps.is_available()
     try:
-        accelerator = Accelerator(mixed_precision=precision, cpu=cpu)
+        # the recipe accumulates by itself: a number in Accelerate's environment would divide the loss
+        once = GradientAccumulationPlugin(num_steps=1)
+        accelerator = Accelerator(mixed_precision=precision, cpu=cpu, gradient_accumulation_plugin=once)
         if precision == "fp16" and accelerator.device.type == "cpu":
             raise TrainingError("precision fp16 does not work on a CPU: use bf16 or fp32")
         if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
@@ -137,8 +141,28 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
     sync_error(accelerator, failure)
 
 
+#: SIGHUP; None on Windows.
+_HANGUP = getattr(signal, "SIGHUP", None)
+
+
+def _stop_signals() -> list[int]:
+    if _HANGUP is None or signal.getsignal(_HANGUP) == signal.SIG_IGN:
+        return [signal.SIGINT, signal.SIGTERM]
+    return [signal.SIGINT, signal.SIGTERM, _HANGUP]
+
+
+def _leave_terminal() -> None:
+    """Send what is printed from now on nowhere, where it went to the terminal that is closed: writing there fails."""
+    with open(os.devnull, "wb") as nowhere:
+        for stream in (1, 2):
+            with suppress(OSError):  # closed
+                if stat.S_ISCHR(os.fstat(stream).st_mode):
+                    os.dup2(nowhere.fileno(), stream)
+
+
 class StopRequest:
-    """Record Ctrl-C (SIGINT) and SIGTERM within the `with` block, so that the loop can stop between two updates.
+    """Record Ctrl-C (SIGINT), SIGTERM and SIGHUP (a closed terminal) within the `with` block, so that the loop can stop
+    between two updates. A SIGHUP that is ignored, as under nohup, stays ignored.
 
     A second Ctrl-C some seconds later stops at once, without saving. The delay is needed because launchers forward a
     signal that has already reached every process.
@@ -153,7 +177,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # other threads allow no handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _stop_signals():
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -162,6 +186,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if number == _HANGUP:
+            _leave_terminal()
         if self.number and number == signal.SIGINT and time.monotonic() - self._since > self.PATIENCE:
             raise KeyboardInterrupt
         if not self.number:

@@ -10,7 +10,7 @@ from capszoo.data import Batches, ImageSet
 from capszoo.models._pretrained import sha256_of
 
 from ..evaluate import evaluate
-from ..weights import finished_metadata, hardware, write_weights
+from ..weights import finished_metadata, write_weights
 from .checkpoints import latest_checkpoint
 from .distributed import TrainingError, raise_on_all_ranks
 from .log import RunLog, accuracy_line, weights_line
@@ -113,7 +113,7 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
             **({"left_out": list(data.skipped)} if data.skipped else {}),
         },
         "chosen": "best validation epoch" if state.best else "last epoch",
-        "hardware": hardware(run.device),
+        "hardware": run.hardware,
         "train_seconds": round(state.seconds),
         "versions": versions(),
         "metrics": {},
@@ -139,10 +139,14 @@ def _machines(out: Path) -> dict[str, Any]:
     """The metadata of a run whose processor, precision or software changed: each of its parts, and all the hardware."""
     keys = ("from_update", "commit", "hardware", "precision", "compile")
     parts: list[dict[str, Any]] = []
+    images: Any = None  # sessions of earlier versions do not state them
     for session in read_sessions(out):
         part = {key: session.get(key) for key in keys} | {"torch": session.get("versions", {}).get("torch")}
         # sessions of earlier versions do not state it
         part["channels_last"] = session.get("channels_last", True)
+        if images is not None and session.get("data") not in (None, images):
+            part["other_images"] = session["data"]  # with --accept-data
+        images = images or session.get("data")
         if parts and part["from_update"] == parts[-1]["from_update"]:
             parts.pop()  # the session before made no update
         if parts and part | {"from_update": None} == parts[-1] | {"from_update": None}:

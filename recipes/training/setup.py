@@ -137,12 +137,12 @@ def load_data(
 
 
 def _limited(count: int, settings: DataConfig) -> torch.Tensor:
-    """Indices of the images that `data.limit` keeps: the first ones of a named data set, whose order is mixed.
+    """Indices of the images that `data.limit` keeps: the first ones of a named data set in files, whose order is mixed.
 
-    Other sets may be in the order of their classes, as folders are: a random choice, which depends on `val_seed` alone.
+    Folders are in the order of their classes, also h-ImageNet's: a random choice, which depends on `val_seed` alone.
     """
     limit = min(settings.limit or count, count)
-    if settings.name in DATASETS:
+    if settings.name in DATASETS and DATASETS[settings.name].counts["train"]:
         return torch.arange(limit)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(settings.val_seed))
     return order[:limit].sort().values

@@ -17,6 +17,7 @@ from capszoo.data import Batches
 from capszoo.models._feedback import FeedbackAgreement
 
 from ..config import Recipe
+from ..weights import hardware
 from .checkpoints import Checkpoint, save_checkpoint
 from .distributed import TrainingError, raise_on_all_ranks
 from .early_stop import BestEpoch
@@ -87,6 +88,11 @@ class Run:
     @property
     def world(self) -> int:
         return int(self.accelerator.num_processes)
+
+    @property
+    def hardware(self) -> str:
+        """What each process computes on, and how many there are."""
+        return hardware(self.device) + (f", {self.world} processes" if self.world > 1 else "")
 
     @property
     def sharded(self) -> bool:
@@ -216,7 +222,8 @@ def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
     # a run that goes on in fp16 after another precision has no scaler yet
     if run.accelerator.scaler is not None and (scaler := checkpoint.optimizer.get("scaler")):
         run.accelerator.scaler.load_state_dict(scaler)
-    state.sums.copy_(torch.tensor(position["sums"], dtype=torch.float64))
+    # those of all processes: the record of the epoch adds them up again
+    state.sums.copy_(torch.tensor(position["sums"], dtype=torch.float64) * run.main)
 
 
 def checkpoint_due(run: Run, state: TrainState) -> bool:
@@ -235,10 +242,11 @@ def checkpoint_due(run: Run, state: TrainState) -> bool:
 def save_state(run: Run, state: TrainState) -> None:
     """Write a checkpoint of the current state."""
     began = time.monotonic()
+    sums = run.accelerator.reduce(state.sums.clone()).tolist()  # those of all processes
     position: dict[str, Any] = {
         "epoch": state.step // run.steps,
         "seconds": state.seconds,
-        "sums": state.sums.tolist(),
+        "sums": sums,
         "recipe": run.recipe.name,
         "threads": torch.get_num_threads(),
         "updates_per_epoch": run.steps,

@@ -32,6 +32,7 @@ from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpo
 from capszoo.recipes.training.distributed import StopRequest
 from capszoo.recipes.training.log import RunLog
 from capszoo.recipes.training.run_folder import RunLock
+from capszoo.recipes.training.state import save_state
 from capszoo.recipes.weights import bundle
 
 
@@ -395,10 +396,13 @@ def test_a_warm_up_that_takes_the_whole_run_is_noted(
         assert noted == (epochs == 2)
 
 
-@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM"])
+@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM", "SIGHUP"])
 def test_a_signal_saves_and_says_how_to_go_on(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    monkeypatch.setattr(
+        "capszoo.recipes.training.distributed._leave_terminal", lambda: None
+    )  # it is pytest's
     recipe = tiny_recipe()
     whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
     original, calls = step._update, []
@@ -418,6 +422,47 @@ def test_a_signal_saves_and_says_how_to_go_on(
     resumed = train(recipe, out=tmp_path / "run", data=tiny_mnist)
     expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
     assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == 0 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_takes_what_is_printed_no_more() -> None:
+    """A pseudo-terminal whose other end is closed, as a window is: writing to it fails."""
+    code = (
+        "import os, pty, sys\n"
+        "from capszoo.recipes.training.distributed import _leave_terminal\n"
+        "ours, theirs = pty.openpty()\n"
+        "os.dup2(theirs, 1)\n"
+        "os.close(ours)\n"
+        "_leave_terminal()\n"
+        "print('lost', flush=True)\n"
+        "print('kept', file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "", "kept")
+
+
+def test_a_slow_epoch_is_saved_on_the_way(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+
+    def noted(run: Any, state: Any) -> None:
+        saved.append(state.step)
+        save_state(run, state)
+
+    monkeypatch.setattr("capszoo.recipes.train.save_state", noted)
+    monkeypatch.setattr("capszoo.recipes.train.LONGEST_SECONDS", 0.0)
+    train(tiny_recipe(epochs=1), out=tmp_path / "run", data=tiny_mnist)
+    assert saved == [1, 2, 3]
 
 
 def test_a_second_interrupt_stops_at_once(

@@ -289,6 +289,11 @@ def test_a_sharded_run_resumes_with_any_number_of_processes(root: Path, tmp_path
     assert_same_state(whole, parts)
     done = run(root, command(copied, data, SHARDED))
     assert done.returncode == 0, done.stderr
+    losses = [  # also of the epoch that was resumed, whose sums are those of all processes
+        [json.loads(line)["train_loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (whole, parts, copied)
+    ]
+    assert losses[1] == losses[0] and losses[2] == pytest.approx(losses[0], rel=1e-3)
     one, other = (load_file(newest(out) / "model.safetensors") for out in (whole, copied))
     apart = {"score.bias"}  # as above
     assert max(float((one[key] - other[key]).abs().max()) for key in one.keys() - apart) <= 1e-4

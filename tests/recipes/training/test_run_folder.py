@@ -161,6 +161,19 @@ def test_a_run_may_go_on_in_another_precision_and_states_both(
         check_run(tiny_recipe(epochs=3, precision="bf16"), out, resume=True)
 
 
+def test_images_that_changed_are_stated(tmp_path: Path) -> None:
+    sessions: list[dict[str, Any]] = [
+        {"from_update": update, "hardware": "one, 2 processes", "data": {"train": images}}
+        for update, images in ((0, "a"), (3, "a"), (5, "b"), (7, "b"))
+    ]
+    del sessions[0]["data"]  # of an earlier version
+    (tmp_path / "sessions.json").write_text(json.dumps(sessions))
+    stated = _machines(tmp_path)
+    assert stated["hardware"] == "one, 2 processes"
+    found = [(part["from_update"], part.get("other_images")) for part in stated["sessions"]]
+    assert found == [(0, None), (5, {"train": "b"})]
+
+
 def test_a_run_on_one_machine_states_no_sessions(tiny_mnist: Path, tmp_path: Path) -> None:
     train(tiny_recipe(), out=tmp_path, data=tiny_mnist, stop_after=1)
     done = train(tiny_recipe(), out=tmp_path, data=tiny_mnist)

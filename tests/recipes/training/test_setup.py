@@ -57,7 +57,9 @@ def test_rates_by_hand(schedule: dict[str, Any], share: Callable[[float], float]
     assert rates == pytest.approx([0.1, 0.55, 0.01 + 0.99 * share(0.6), 0.01 + 0.99 * share(0.99)])
 
 
-@pytest.mark.parametrize(("name", "expected"), [("mnist", list(range(10))), ("idx:mnist", None)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("mnist", list(range(10))), ("idx:mnist", None), ("h_imagenet", None)]
+)
 def test_a_limit_takes_a_mixture_of_a_folder_s_images(name: str, expected: list[int] | None) -> None:
     settings = DataConfig(name=name, limit=10)
     chosen = _limited(100, settings).tolist()
