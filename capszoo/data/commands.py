@@ -1,4 +1,4 @@
-"""Implementation of ``capszoo data`` and ``python -m capszoo.data``: one function per command returns its output."""
+"""Implementation of ``capszoo data``: one function per command returns its output."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from capszoo.errors import CapszooError, install_hint
 from .errors import DataError
 
 __all__ = [
+    "MODES",
     "decode_image",
     "image_below",
     "image_mode",
@@ -46,6 +47,8 @@ __all__ = [
 _IDX_UBYTE = 0x08
 MAX_FILE_BYTES = 2 * 2**30
 """Bytes that a file of images may unpack to, where the size of its set is not known beforehand."""
+MODES = {1: "L", 3: "RGB"}
+"""Pillow's mode in which images are read, by the number of channels."""
 _MODE_SAMPLE = 1000
 """Number of images, evenly spaced, that decide whether a set has colour."""
 MAX_LABEL = 100_000
@@ -278,12 +281,16 @@ def _parquet_cells(
     return encoded, labels
 
 
+def _mode_of_cells(encoded: Sequence[tuple[bytes | Path, Path]]) -> str:
+    return mode_of(lambda k: image_mode(*encoded[k]), len(encoded))
+
+
 def parquet_colour_and_top(files: Sequence[Path]) -> tuple[int, int]:
     """Channels (1 or 3, by `mode_of`) and the highest label of parquet shards, for the splits beside them."""
     colour, top = False, 0
     for file in files:  # one at a time: together they may be larger than the memory
         encoded, labels = _parquet_cells([file])
-        colour = colour or mode_of(lambda k, cells=encoded: image_mode(*cells[k]), len(encoded)) == "RGB"
+        colour = colour or _mode_of_cells(encoded) == "RGB"
         top = max(top, *labels, 0)
     return (3 if colour else 1), top
 
@@ -311,9 +318,8 @@ def read_parquet(
     if not paths:
         raise DataError("no parquet file given")
     _check_shards(paths)
-    mode = {1: "L", 3: "RGB", None: ""}[channels]
     encoded, labels = _parquet_cells(paths, paths_below)
-    mode = mode or mode_of(lambda k: image_mode(*encoded[k]), len(encoded))
+    mode = MODES[channels] if channels else _mode_of_cells(encoded)
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
     if min(labels) < 0 or max(labels) > MAX_LABEL:

@@ -169,6 +169,7 @@ def load_dataset(
     resize: int | None = None,
     download: str | Path | None = None,
     skipped: list[str] | None = None,
+    channels: int | None = None,
 ) -> ImageSet | StreamedSet:
     """Load a split of a data set into memory.
 
@@ -184,6 +185,8 @@ def load_dataset(
         download: download missing files to this folder; None: nothing is ever downloaded.
         skipped: for folders and repositories of images, skip those that cannot be read, and add a line about
             each to this list; None: they are an error.
+        channels: with a prefix, read encoded images in grey (1) or in colour (3), as a model takes them; None: in
+            colour if a sample of the training images has colour.
 
     Raises:
         DataError: a missing, truncated or wrong file; the message is one line, with a remedy.
@@ -191,7 +194,9 @@ def load_dataset(
     if any(name.startswith(prefix) for prefix in PREFIXES):
         from .folders import open_set
 
-        return open_set(name, split, data, size=size, resize=resize, download=download, skipped=skipped)
+        return open_set(
+            name, split, data, size=size, resize=resize, download=download, skipped=skipped, channels=channels
+        )
     spec = dataset_spec(name)
     if split not in spec.counts:
         raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from capszoo.data import DATASETS, PREFIXES, ImageSet, check_name, load_dataset
 from capszoo.errors import CapszooError
 from capszoo.inference import class_positions, label_names
-from capszoo.preprocess import find_images, load_image, model_transform
+from capszoo.preprocess import find_images, load_image, model_input_size, model_transform
 
 __all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "load_images", "open_images", "transformed"]
 
@@ -88,13 +89,15 @@ def _of_data_set(
     data: str | Path | None,
     skipped: list[str] | None,
 ) -> RealImages:
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
+    if name.startswith(tuple(PREFIXES)):
+        sizes["channels"] = model_input_size(model)[0]
     if name.startswith(
         ("imagefolder:", "hf:", "wds:")
     ):  # resized once, to the size of which the transform takes the middle
         transform = model_transform(model)
         side = round(max(transform.object_size or transform.size) / transform.crop_pct)
-        sizes = {"size": side, "resize": side}
+        sizes |= {"size": side, "resize": side}
     found = load_dataset(name, split, data, skipped=skipped, **sizes)
     classes = int(getattr(model, "num_classes", 0))
     if found.spec.multi_label:

@@ -32,6 +32,7 @@ from capszoo.data import (
     split_validation,
 )
 from capszoo.data.folders import find_splits, holds_classes
+from capszoo.data.readers import MODES
 from capszoo.data.roots import given_root
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import class_positions
@@ -297,7 +298,8 @@ def _load(
     trained = recipe.data if known else DataRecord()
     objects = None if known or multi else _object_size(net)
     augment = trained.augment
-    _, *model_size = model_input_size(net)
+    depth, *model_size = model_input_size(net)
+    channels = depth if depth in MODES else None
     folder = dataset.startswith(("imagefolder:", "hf:", "wds:"))
     composed = False
     if dataset.startswith(tuple(PREFIXES)):
@@ -311,7 +313,13 @@ def _load(
     size = trained.size
     if objects and not composed:
         found = load_dataset(
-            dataset, split, data, size=objects, resize=objects if folder else None, skipped=skipped
+            dataset,
+            split,
+            data,
+            size=objects,
+            resize=objects if folder else None,
+            skipped=skipped,
+            channels=channels,
         )
         return _on_canvas(found, model_size), None
     if model_size != native and size is None and not composed:
@@ -330,7 +338,7 @@ def _load(
     if multi and not shift and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
-    images = _read_split(dataset, split, data, trained, size, side, skipped)
+    images = _read_split(dataset, split, data, trained, size, side, skipped, channels)
     if not multi:
         return images, None
     rows, cols = images.spec.input_size[1:]
@@ -351,6 +359,7 @@ def _read_split(
     size: int | None,
     side: int | None,
     skipped: list[str] | None,
+    channels: int | None,
 ) -> ImageSet | StreamedSet:
     """The images of a split; for "val" exactly those that training held out, or the data set's validation split.
 
@@ -359,10 +368,11 @@ def _read_split(
     Args:
         trained: `data` of the recipe that the model was trained with, if it was trained on this data set.
         skipped: receives a line for each image that cannot be read; None refuses such images.
+        channels: of the model.
     """
 
     def load(part: str) -> ImageSet | StreamedSet:
-        return load_dataset(dataset, part, data, size=size, resize=side, skipped=skipped)
+        return load_dataset(dataset, part, data, size=size, resize=side, skipped=skipped, channels=channels)
 
     named = dataset.startswith(tuple(PREFIXES))
     wanted = "val" if split == "validation" else split

@@ -16,9 +16,9 @@ import pytest
 
 from capszoo.data import DataError, load_dataset
 from capszoo.data import download as download_module
-from capszoo.data.__main__ import main
 from capszoo.data.download import RemoteFile, fetch, remote_files
 from tests.data.formats import write_idx
+from tests.test_cli import fails, succeeds
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -119,23 +119,14 @@ def test_what_is_fetched(name: str, split: str, count: int) -> None:
     assert len(stems) == 1 and not remote_files("h_imagenet", "train")
 
 
-def test_command_line(
-    served: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_command_line(served: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer_cifar100(served, monkeypatch)
-    assert main(["fetch", "cifar100", "--to", str(tmp_path / "here")]) == 0
-    assert f"check cifar100 --data {tmp_path / 'here'}" in capsys.readouterr().out
-    assert main(["check", "cifar100", "--data", str(tmp_path / "here")]) == 1
-    assert "1 images, expected 50000" in capsys.readouterr().err
-    assert main(["fetch", "h_imagenet", "--to", str(tmp_path)]) == 1
-    assert "capszoo data h-imagenet" in capsys.readouterr().err
-    assert main(["fetch", "cifar1000", "--to", str(tmp_path)]) == 1
-    assert "did you mean 'cifar100'" in capsys.readouterr().err
-    assert main(["list"]) == 0
-    listed = capsys.readouterr().out
+    here = tmp_path / "here"
+    assert f"check cifar100 --data {here}" in succeeds("data", "fetch", "cifar100", "--to", here)
+    assert "1 images, expected 50000" in fails(1, "data", "check", "cifar100", "--data", here)
+    assert "capszoo data h-imagenet" in fails(1, "data", "fetch", "h_imagenet", "--to", tmp_path)
+    assert "did you mean 'cifar100'" in fails(1, "data", "fetch", "cifar1000", "--to", tmp_path)
+    listed = succeeds("data", "list")
     assert "smallnorb_azimuth" in listed and "imagefolder:…" in listed
 
 

@@ -15,11 +15,11 @@ from PIL import Image
 
 from capszoo.data import Augment, Batches, DataError, ImageSet, StreamedSet, load_dataset, split_validation
 from capszoo.data import folders as folders_module
-from capszoo.data.__main__ import main
 from capszoo.data.commands import check_set
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import source_name
 from tests.data.formats import write_idx, write_image, write_parquet
+from tests.test_cli import succeeds
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copytree(tmp_path / "repository", local_dir, dirs_exist_ok=True)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", copy)
-    assert main(["fetch", "hf:someone/something", "--to", str(tmp_path / "here")]) == 0
+    succeeds("data", "fetch", "hf:someone/something", "--to", tmp_path / "here")
     again = load_dataset("hf:someone/something", "train", tmp_path / "here", size=16, resize=16)
     assert torch.equal(again.labels, read.labels) and torch.equal(
         again.decoder.decode(3), read.decoder.decode(3)

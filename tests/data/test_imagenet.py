@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from capszoo.data import DataError, load_dataset
-from capszoo.data.__main__ import main
 from capszoo.data.imagenet import Ilsvrc, build, class_accuracies, hardest
 from tests.data.formats import write_image
+from tests.test_cli import fails
 
 CLASSES = ["n00000001", "n00000002", "n00000003"]
 
@@ -91,7 +91,7 @@ def test_build_and_load(ilsvrc: Path, tmp_path: Path) -> None:
         load_dataset("h_imagenet", "test", tmp_path / "data")
 
 
-def test_mistakes_are_one_line(ilsvrc: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_mistakes_are_one_line(ilsvrc: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="build it once: capszoo data h-imagenet"):
         load_dataset("h_imagenet", "train", tmp_path / "empty")
@@ -101,8 +101,8 @@ def test_mistakes_are_one_line(ilsvrc: Path, tmp_path: Path, capsys: pytest.Capt
         build(ilsvrc, tmp_path / "out", {**dict.fromkeys(CLASSES, 0.5), "n9": 0.0}, count=2)
     listed = tmp_path / "accuracies.json"
     listed.write_text(json.dumps(dict.fromkeys(CLASSES, 0.5)))
-    assert main(["h_imagenet", str(ilsvrc), str(tmp_path / "out"), "--accuracies", str(listed)]) == 1
-    assert "200 classes cannot be chosen out of 3" in capsys.readouterr().err
+    line = fails(1, "data", "h-imagenet", ilsvrc, tmp_path / "out", "--accuracies", listed)
+    assert "200 classes cannot be chosen out of 3" in line
     note = ilsvrc / "Annotations" / "CLS-LOC" / "val" / "ILSVRC2012_val_00000000.xml"
     note.write_text("<annotation><object>")
     with pytest.raises(DataError, match="00000000.xml is damaged"):

@@ -43,6 +43,7 @@ def open_set(
     resize: int | None,
     download: str | Path | None,
     skipped: list[str] | None = None,
+    channels: int | None = None,
 ) -> ImageSet | StreamedSet:
     """Open `imagefolder:`, `wds:`, `parquet:`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
 
@@ -53,15 +54,16 @@ def open_set(
     if split not in SPLITS:
         raise DataError(f"unknown split '{split}' of {name}: there are train, val, test")
     if kind == "hf":
-        return open_hub(name, where, split, data, size, resize, download, skipped)
+        return open_hub(name, where, split, data, size, resize, download, skipped, channels)
     if kind == "wds":
-        return open_shards(name, where, split, data, size, resize, skipped)
+        return open_shards(name, where, split, data, size, resize, skipped, channels)
     folder = locate(name, where, data)
     if kind == "imagefolder":
-        return open_images(name, folder, split, size, resize, skipped=skipped)
-    images, labels, label_names = (read_packed_parquet if kind == "parquet" else read_idx)(
-        folder, split, size, resize
-    )
+        return open_images(name, folder, split, size, resize, skipped=skipped, channels=channels)
+    if kind == "parquet":
+        images, labels, label_names = read_packed_parquet(folder, split, size, resize, channels)
+    else:
+        images, labels, label_names = read_idx(folder, split)
     if int(labels.min()) < 0 or int(labels.max()) >= len(label_names):
         run = f"labels run from {int(labels.min())} to {int(labels.max())}"
         raise DataError(

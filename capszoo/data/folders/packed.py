@@ -14,9 +14,7 @@ from .common import SPLITS, fits_memory
 __all__ = ["parquet_shards", "read_idx", "read_packed_parquet"]
 
 
-def read_idx(
-    folder: Path, split: str, size: int | None, resize: int | None
-) -> tuple[Tensor, Tensor, Sequence[str]]:
+def read_idx(folder: Path, split: str) -> tuple[Tensor, Tensor, Sequence[str]]:
     pair = idx_pair(folder, "train" if split == "train" else "t10k") if split != "val" else None
     if pair is None:
         raise DataError(
@@ -32,7 +30,7 @@ def read_idx(
 
 
 def read_packed_parquet(
-    folder: Path, split: str, size: int | None, resize: int | None
+    folder: Path, split: str, size: int | None, resize: int | None, channels: int | None = None
 ) -> tuple[Tensor, Tensor, Sequence[str]]:
     names = SPLITS[split]
     shards = parquet_shards(folder, names)
@@ -46,8 +44,8 @@ def read_packed_parquet(
         )
     # Colour and number of classes come from the training split, so that all splits agree.
     training = parquet_shards(folder, SPLITS["train"]) if split != "train" else []
-    channels, top = parquet_colour_and_top(training) if training else (None, 0)
-    images, labels = read_parquet(shards, channels, (resize or size) if size else None)
+    colour, top = parquet_colour_and_top(training) if training else (None, 0)
+    images, labels = read_parquet(shards, channels or colour, (resize or size) if size else None)
     label_names = parquet_label_names(shards[0]) or [str(k) for k in range(max(int(labels.max()), top) + 1)]
     return images, labels, label_names
 

@@ -224,15 +224,17 @@ def test_a_folder_for_a_test_alone_and_in_other_channels(root: Path, tmp_path: P
     from PIL import Image
 
     digits = packed(root, "mnist")
-    grey, colour = tmp_path / "grey", tmp_path / "colour"
+    grey, colour, ink = tmp_path / "grey", tmp_path / "colour", tmp_path / "ink"
     for n, (image, label) in enumerate(zip(digits.images[:100], digits.labels[:100], strict=True)):
         picture = Image.fromarray(image[0].numpy())
-        for folder, mode in ((grey, "L"), (colour, "RGB")):
+        black = Image.new("RGBA", picture.size, (0, 0, 0, 0))
+        black.putalpha(picture)
+        for folder, drawn in ((grey, picture), (colour, picture.convert("RGB")), (ink, black)):
             place = folder / "test" / str(int(label))
             place.mkdir(parents=True, exist_ok=True)
-            picture.convert(mode).save(place / f"{n}.png")
+            drawn.save(place / f"{n}.png")
     same = assess(prepare(MODEL, digits.subset(torch.arange(100)), device="cpu"))
-    for folder in (grey, colour):
+    for folder in (grey, colour, ink):  # black on transparent is read as white on black, as by predict
         found = assess(prepare(MODEL, data=folder, device="cpu"))
         assert found.confusion is not None and same.confusion is not None
         assert torch.equal(found.confusion, same.confusion)
