@@ -424,8 +424,7 @@ class SixLayerEMCapsNet(EMNetBase):
 
     def class_votes(self, x: Tensor) -> Votes:
         self._require_classes()
-        poses, logits, _ = self.mid_caps.route(*self._grid_children(self.forward_features(x)))
-        children, activations = self._mid_children(poses, logits)
+        children, activations = self._mid(self.forward_features(x))
         poses, _, _ = self.class_caps.route(children, self.head_drop(activations))
         return Votes(self.class_caps.votes(children), poses, True)
 
