@@ -1,12 +1,28 @@
-"""Names of repositories on the Hugging Face Hub."""
+"""Repositories on the Hugging Face Hub: their names, and uploads to them."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from .errors import UsageError
+from .errors import CapszooError, UsageError
 
-__all__ = ["check_repo_id"]
+__all__ = ["PublishError", "check_repo_id", "upload"]
+
+ResultT = TypeVar("ResultT")
+
+#: Longest wait in seconds, as requested by the Hub, before a call is repeated; longer ones are left to the user.
+LONGEST_WAIT = 60
+#: Number of repetitions of a call after such a wait.
+RETRIES = 2
+
+
+class PublishError(CapszooError):
+    """What is to be published is not complete, or the Hub refused it."""
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -26,3 +42,161 @@ def check_repo_id(repo_id: str) -> None:
     except HFValidationError as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"the Hub takes no repository of this name ({reason})", remedy) from None
+
+
+def upload(
+    folder: str | Path,
+    repo_id: str,
+    message: str,
+    private: bool = False,
+    say: Callable[[str], None] = print,
+    *,
+    repo_type: str = "model",
+    owned: Sequence[str] = (),
+    **create: Any,
+) -> dict[str, Any]:
+    """Upload a folder to a repository, as one commit; the same call resumes after a failure.
+
+    Args:
+        folder: all files of ours.
+        repo_id: ``USER/NAME``; created if it does not exist.
+        message: of the commit.
+        private: a new repository is private; one that exists and is public is refused.
+        say: called with a line before each pause that the Hub asks for.
+        repo_type: ``"model"`` or ``"space"``.
+        owned: names and patterns of files of ours, which are deleted there unless the folder has them.
+        **create: further arguments for a new repository.
+
+    Returns:
+        ``url``, ``commit`` and ``changed``.
+
+    Raises:
+        PublishError: the Hub refuses it; one line.
+    """
+    from huggingface_hub import HfApi
+
+    import capszoo
+
+    from .models._pretrained import limit_hub_waits
+
+    limit_hub_waits()
+    api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
+
+    def call(function: Callable[..., ResultT], **arguments: Any) -> ResultT:
+        return _with_patience(
+            lambda: function(repo_id=repo_id, repo_type=repo_type, **arguments), repo_id, say
+        )
+
+    call(api.create_repo, private=private or None, exist_ok=True, **create)
+    before: Any = call(api.repo_info)
+    if private and not before.private:
+        raise PublishError(
+            f"{repo_id} exists and is public",
+            "make it private on the Hub, or choose another name; nothing was sent",
+        )
+    there = [sibling.rfilename for sibling in before.siblings or ()]
+    ours = [name for name in there if any(fnmatch.fnmatch(name, pattern) for pattern in owned)]
+    commit: Any = call(
+        api.upload_folder,
+        folder_path=str(folder),
+        commit_message=message,
+        delete_patterns=[name for name in ours if not (Path(folder) / name).exists()] or None,
+    )
+    place = "" if repo_type == "model" else f"{repo_type}s/"
+    url = f"{api.endpoint}/{place}{repo_id}"
+    return {"url": url, "commit": commit.oid, "changed": commit.oid != before.sha}
+
+
+def _with_patience(call: Callable[[], ResultT], repo_id: str, say: Callable[[str], None]) -> ResultT:
+    """Result of a call. It is repeated after a wait requested by the Hub; any other failure is one line."""
+    for left in range(RETRIES, -1, -1):
+        try:
+            return call()
+        except Exception as error:
+            status, wait = _status(error), _wait(error)
+            if status == 429 and left and wait is not None and wait <= LONGEST_WAIT:
+                say(f"the Hub asks for a pause of {wait} s")
+                time.sleep(wait)
+            else:
+                raise _explained(error, status, wait, repo_id) from error
+    raise AssertionError("the last round returns or raises")
+
+
+def _response(error: BaseException) -> Any:
+    """The Hub's response behind an error, which may be wrapped in others; None if there was none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if response is not None:
+            return response
+        cause = cause.__cause__
+    return None
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(_response(error), "status_code", None)
+
+
+def _wait(error: BaseException) -> int | None:
+    """Seconds that the Hub asks to wait: in `Retry-After`, or as `t=…` in `RateLimit`."""
+    headers = getattr(_response(error), "headers", {})
+    found = re.fullmatch(r"\s*(\d+)\s*", headers.get("Retry-After", "")) or re.search(
+        r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
+    )
+    return int(found[1]) if found else None
+
+
+def _explained(error: Exception, status: int | None, wait: int | None, repo_id: str) -> PublishError:
+    """One line about the Hub's response, and the remedy."""
+    again = "then give the same command again"
+    namespace = repo_id.partition("/")[0]
+    if status == 401:
+        from huggingface_hub import get_token
+
+        have = (
+            "does not accept your token" if get_token() else "needs a token"
+        )  # HF_TOKEN, or that of `hf auth login`
+        return PublishError(
+            f"the Hub {have} (401)",
+            f"run `hf auth login`, or set HF_TOKEN to a token that may write, {again}",
+        )
+    if status == 403:
+        return PublishError(
+            f"your token may not write to {repo_id} (403)",
+            f"use one that may, or a namespace other than {namespace}",
+        )
+    if status == 404:
+        return PublishError(
+            f"the Hub knows no {repo_id} (404)",
+            f"check the name, and that your account or organisation owns {namespace}/",
+        )
+    if status in (409, 412):
+        return PublishError(
+            f"{repo_id} was changed by someone else at the same time, or is taken ({status})",
+            "look at it on the Hub, then give the same command again, or choose another name",
+        )
+    if status == 429:
+        when = f"in {wait} s" if wait is not None else "in some minutes"
+        return PublishError("the Hub has had too many calls (429)", f"give the same command again {when}")
+    if status is not None and status >= 500:
+        return PublishError(
+            f"the Hub failed ({status})", "give the same command again later; it resumes there"
+        )
+    said = getattr(error, "server_message", None) or str(error) or type(error).__name__
+    reason = " ".join(str(said).split())[:200]
+    if status is not None:
+        return PublishError(
+            f"the Hub refuses {repo_id} ({status}: {reason})", "fix that, then run the command again"
+        )
+    from .models._pretrained import is_hub_error
+
+    if not is_hub_error(error):  # its client failed on the response: a redirect, or a page that is not JSON
+        return PublishError(
+            f"the Hub's answer is invalid ({type(error).__name__}: {reason})",
+            "check HF_ENDPOINT and any proxy, then give the same command again",
+        )
+    cause = error.__cause__ or error
+    reason = " ".join(str(cause).split())[:200] or type(cause).__name__
+    return PublishError(
+        f"the connection to the Hub broke ({reason})", "give the same command again; it resumes there"
+    )

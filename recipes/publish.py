@@ -8,15 +8,13 @@ same command resumes: large files that were uploaded are not sent again, and unc
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import timm
@@ -24,19 +22,16 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
-from capszoo._hub import check_repo_id
+from capszoo._hub import PublishError, check_repo_id, upload
 from capszoo._npz import read_npz
 from capszoo.checkpoint import resolve
 from capszoo.data import normalize
-from capszoo.errors import CapszooError
 from capszoo.models._pretrained import (
     HUB_FILENAME,
     METADATA_FILENAME,
     WeightsError,
     WeightsInfo,
     bundled_tags,
-    is_hub_error,
-    limit_hub_waits,
     sha256_of,
 )
 
@@ -55,18 +50,8 @@ from .weights import finished_run, golden_file, golden_outputs
 
 __all__ = ["PublishError", "publish", "publish_all", "stage"]
 
-ResultT = TypeVar("ResultT")
-
-#: Longest wait in seconds, as requested by the Hub, before a call is repeated; longer ones are left to the user.
-LONGEST_WAIT = 60
-#: Number of repetitions of a call after such a wait.
-RETRIES = 2
 #: Number of raw images for golden outputs if a run has none.
 GOLDEN_IMAGES = 4
-
-
-class PublishError(CapszooError):
-    """The checkpoint cannot be published, or the Hub refused it."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +87,15 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
         records = read_records(weights.with_name("metrics.jsonl"))
         if records and not info.metadata.history:
             info = replace(info, raw={**info.raw, "history": history_of(records)})
-    if golden.is_file():
+    stored = golden.is_file()
+    if stored:
         arrays = read_npz(golden, ("pixels", "scores"))
         _check_golden(arrays, info, golden)
         pixels, scores = torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["scores"])
-    else:
+    if stored and found.kind == "file":
+        images = normalize(pixels, info.mean, info.std)
+        _compare(net, images, scores, f"{info.name}: its scores differ by {{:.2g}} from the golden outputs")
+    if not stored or found.kind == "file":  # a user's own images are not uploaded
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(
             0, 256, (GOLDEN_IMAGES, *info.input_size), generator=generator, dtype=torch.uint8
@@ -200,15 +189,17 @@ def _check(folder: Path, found: Checkpoint) -> None:
     images = normalize(found.pixels, found.info.mean, found.info.std)
     for library, create in (("capszoo", capszoo.create_model), ("timm", timm.create_model)):
         net: Any = create(f"local-dir:{folder}", pretrained=True)
-        with torch.no_grad():
-            scores = net.eval()(images).float()
-        difference = float((scores - found.scores).abs().max())
-        if not difference <= 1e-4 * float(found.scores.abs().max()):
-            raise PublishError(
-                f"{found.info.name}: loaded back with {library}, its scores differ by {difference:.2g} from the golden "
-                "outputs",
-                "nothing was sent; train or bundle it again",
-            )
+        what = f"{found.info.name}: loaded back with {library}, its scores differ by {{:.2g}} from the golden outputs"
+        _compare(net, images, found.scores, what)
+
+
+def _compare(net: nn.Module, images: Tensor, expected: Tensor, problem: str) -> None:
+    """Raise PublishError unless a net has the expected scores; `problem` has a place for their difference."""
+    with torch.no_grad():
+        scores = net.eval()(images).float()
+    difference = float((scores - expected).abs().max())
+    if not difference <= 1e-4 * float(expected.abs().max()):
+        raise PublishError(problem.format(difference), "nothing was sent; train or bundle it again")
 
 
 def _listing(folder: Path) -> list[dict[str, Any]]:
@@ -272,7 +263,9 @@ def publish(
         result: dict[str, Any] = {"repo_id": repo_id, "model": info.name, "files": _listing(folder)}
         if dry_run:
             return {**result, "url": None, "commit": None, "changed": None}
-        return {**result, **_upload(folder, info, repo_id, private, say)}
+        # files that earlier weights had and these do not; the user's own files stay
+        owned, message = (CURVES, CONFUSION, LABELS), f"{info.name}, sha256 {info.sha256[:12]}"
+        return {**result, **upload(folder, repo_id, message, private, say, owned=owned)}
 
 
 def publish_all(
@@ -295,126 +288,3 @@ def publish_all(
             raise PublishError(f"{name} ({len(done)} of {len(bundled_tags())} were done): {error}") from error
         say(f"{done[-1]['repo_id']}: {'checked' if dry_run else 'published'}")
     return done
-
-
-def _upload(
-    folder: Path, info: WeightsInfo, repo_id: str, private: bool, say: Callable[[str], None]
-) -> dict[str, Any]:
-    from huggingface_hub import HfApi
-
-    limit_hub_waits()
-    api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
-
-    def call(function: Callable[..., ResultT], **arguments: Any) -> ResultT:
-        return _with_patience(lambda: function(repo_id=repo_id, repo_type="model", **arguments), repo_id, say)
-
-    call(api.create_repo, private=private or None, exist_ok=True)
-    before: Any = call(api.repo_info)
-    if private and not before.private:
-        raise PublishError(
-            f"{repo_id} exists and is public",
-            "make it private on the Hub, or choose another name; nothing was sent",
-        )
-    # files of ours that earlier weights had and these do not; the user's own files stay
-    there = {sibling.rfilename for sibling in before.siblings or ()}
-    stale = [name for name in (CURVES, CONFUSION, LABELS) if name in there and not (folder / name).exists()]
-    commit: Any = call(
-        api.upload_folder,
-        folder_path=str(folder),
-        commit_message=f"{info.name}, sha256 {info.sha256[:12]}",
-        delete_patterns=stale or None,
-    )
-    return {"url": f"{api.endpoint}/{repo_id}", "commit": commit.oid, "changed": commit.oid != before.sha}
-
-
-def _with_patience(call: Callable[[], ResultT], repo_id: str, say: Callable[[str], None]) -> ResultT:
-    """Result of a call. It is repeated after a wait requested by the Hub; any other failure is one line."""
-    for left in range(RETRIES, -1, -1):
-        try:
-            return call()
-        except Exception as error:
-            status, wait = _status(error), _wait(error)
-            if status == 429 and left and wait is not None and wait <= LONGEST_WAIT:
-                say(f"the Hub asks for a pause of {wait} s")
-                time.sleep(wait)
-            else:
-                raise _explained(error, status, wait, repo_id) from error
-    raise AssertionError("the last round returns or raises")
-
-
-def _response(error: BaseException) -> Any:
-    """The Hub's response behind an error, which may be wrapped in others; None if there was none."""
-    cause: BaseException | None = error
-    while cause is not None:
-        response = getattr(cause, "response", None)
-        if response is not None:
-            return response
-        cause = cause.__cause__
-    return None
-
-
-def _status(error: BaseException) -> int | None:
-    return getattr(_response(error), "status_code", None)
-
-
-def _wait(error: BaseException) -> int | None:
-    """Seconds that the Hub asks to wait: in `Retry-After`, or as `t=…` in `RateLimit`."""
-    headers = getattr(_response(error), "headers", {})
-    found = re.fullmatch(r"\s*(\d+)\s*", headers.get("Retry-After", "")) or re.search(
-        r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
-    )
-    return int(found[1]) if found else None
-
-
-def _explained(error: Exception, status: int | None, wait: int | None, repo_id: str) -> PublishError:
-    """One line about the Hub's response, and the remedy."""
-    again = "then give the same command again"
-    namespace = repo_id.partition("/")[0]
-    if status == 401:
-        from huggingface_hub import get_token
-
-        have = (
-            "does not accept your token" if get_token() else "needs a token"
-        )  # HF_TOKEN, or that of `hf auth login`
-        return PublishError(
-            f"the Hub {have} (401)",
-            f"run `hf auth login`, or set HF_TOKEN to a token that may write, {again}",
-        )
-    if status == 403:
-        return PublishError(
-            f"your token may not write to {repo_id} (403)",
-            f"use one that may, or a namespace other than {namespace}",
-        )
-    if status == 404:
-        return PublishError(
-            f"the Hub knows no {repo_id} (404)",
-            f"check the name, and that your account or organisation owns {namespace}/",
-        )
-    if status in (409, 412):
-        return PublishError(
-            f"{repo_id} was changed by someone else at the same time, or is taken ({status})",
-            "look at it on the Hub, then give the same command again, or choose another name",
-        )
-    if status == 429:
-        when = f"in {wait} s" if wait is not None else "in some minutes"
-        return PublishError("the Hub has had too many calls (429)", f"give the same command again {when}")
-    if status is not None and status >= 500:
-        return PublishError(
-            f"the Hub failed ({status})", "give the same command again later; it resumes there"
-        )
-    said = getattr(error, "server_message", None) or str(error) or type(error).__name__
-    reason = " ".join(str(said).split())[:200]
-    if status is not None:
-        return PublishError(
-            f"the Hub refuses {repo_id} ({status}: {reason})", "fix that, then run the command again"
-        )
-    if not is_hub_error(error):  # its client failed on the response: a redirect, or a page that is not JSON
-        return PublishError(
-            f"the Hub's answer is invalid ({type(error).__name__}: {reason})",
-            "check HF_ENDPOINT and any proxy, then give the same command again",
-        )
-    cause = error.__cause__ or error
-    reason = " ".join(str(cause).split())[:200] or type(cause).__name__
-    return PublishError(
-        f"the connection to the Hub broke ({reason})", "give the same command again; it resumes there"
-    )

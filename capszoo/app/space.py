@@ -13,6 +13,7 @@ from typing import Any
 
 import capszoo
 
+from .._hub import upload
 from .._metadata import stored_file
 from ..checkpoint import resolve
 from ..errors import CapszooError, UsageError
@@ -113,32 +114,17 @@ def upload_space(folder: str | Path, repo_id: str, private: bool = False) -> dic
     Args:
         folder: folder of the Space.
         repo_id: ``USER/NAME``; created if it does not exist.
-        private: for a new Space.
+        private: a new Space is private; one that exists and is public is refused.
 
     Returns:
-        ``url`` and ``commit``.
+        ``url``, ``commit`` and ``changed``.
 
     Raises:
         CapszooError: the Hub refused it; the same command can be repeated.
     """
-    from huggingface_hub import HfApi
-
-    from ..models._pretrained import is_hub_error
-
-    api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
-    where: dict[str, Any] = {"repo_id": repo_id, "repo_type": "space"}
-    try:
-        api.create_repo(**where, space_sdk="gradio", private=private or None, exist_ok=True)
-        commit = api.upload_folder(**where, folder_path=str(folder), commit_message="capszoo app")
-    except Exception as error:
-        if not is_hub_error(error) and not isinstance(error, ValueError):
-            raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise CapszooError(
-            f"the Hub did not take {repo_id} ({reason})",
-            "look at `hf auth login`, then give the command again",
-        ) from error
-    return {"url": f"{api.endpoint}/spaces/{repo_id}", "commit": commit.oid}
+    return upload(
+        folder, repo_id, "capszoo app", private, repo_type="space", owned=("capszoo/*",), space_sdk="gradio"
+    )
 
 
 def _weights_of(name: str) -> dict[str, Path]:

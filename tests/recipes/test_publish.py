@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 import capszoo
+from capszoo import _hub
 from capszoo.data import dataset_spec
 from capszoo.recipes import publish as module
 from capszoo.recipes.config import load_recipe
@@ -504,6 +505,35 @@ def test_wrong_calls(hub: Hub, client: Client, args: tuple[str, ...], code: int,
     assert done.code == code and message in done.error and not hub.calls
 
 
+def test_a_space_keeps_the_user_s_files_and_none_of_ours_that_are_gone(
+    hub: Hub, client: Client, tmp_path: Path
+) -> None:
+    call = "from capszoo.app.space import upload_space; upload_space({!r}, 'me/room', private={})"
+    for name in ("old", "new"):
+        package = tmp_path / name / "capszoo" / "weights"
+        package.mkdir(parents=True)
+        (package / f"{name}.py").write_text(name)
+        (tmp_path / name / "app.py").write_text(name)
+    done = client.python(call.format(str(tmp_path / "old"), False), token="hf_right")
+    assert done.code == 0 and set(hub.repos["me/room"].files) == {"app.py", "capszoo/weights/old.py"}, (
+        done.err
+    )
+    hub.add("me/room", **hub.repos["me/room"].files, notes=b"the user's")
+    done = client.python(call.format(str(tmp_path / "new"), False), token="hf_right")
+    assert done.code == 0, done.err
+    assert set(hub.repos["me/room"].files) == {"app.py", "capszoo/weights/new.py", "notes"}
+    done = client.python(call.format(str(tmp_path / "new"), True), token="hf_right")
+    assert done.code == 1 and "me/room exists and is public" in done.err
+
+
+def test_a_user_s_own_images_are_not_uploaded(run: Path, tmp_path: Path) -> None:
+    publish(run, "me/pets", dry_run=True, out=tmp_path / "out")
+    with np.load(run / "resnet20_routingcaps.pets.golden.npz") as stored:
+        sent = load_file(tmp_path / "out" / "golden.safetensors")
+        assert sent["pixels"].shape == stored["pixels"].shape
+        assert not np.array_equal(sent["pixels"].numpy(), stored["pixels"])
+
+
 def test_other_scores_than_the_runs_are_not_sent(run: Path, tmp_path: Path) -> None:
     copy = write_run(tmp_path / "run")
     golden = copy / "resnet20_routingcaps.pets.golden.npz"
@@ -576,14 +606,14 @@ def test_every_status_of_the_hub_has_its_message(
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     error: Any = ValueError("short\nand  stout")
     error.response = SimpleNamespace(status_code=status, headers=headers)
-    assert module._status(error) == status
-    message = str(module._explained(error, status, module._wait(error), "ann/pets"))
+    assert _hub._status(error) == status
+    message = str(_hub._explained(error, status, _hub._wait(error), "ann/pets"))
     assert problem in message and remedy in message and "\n" not in message
 
 
 def test_a_broken_connection_and_a_refused_token_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_old")  # of HF_TOKEN or `hf auth login`
-    refused = module._explained(ValueError(), 401, None, "ann/pets")
+    refused = _hub._explained(ValueError(), 401, None, "ann/pets")
     assert "the Hub does not accept your token (401)" in str(refused)
-    broken = module._explained(ConnectionError("reset by peer"), None, None, "ann/pets")
+    broken = _hub._explained(ConnectionError("reset by peer"), None, None, "ann/pets")
     assert "the connection to the Hub broke (reset by peer)" in str(broken)
