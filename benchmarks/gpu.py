@@ -461,11 +461,11 @@ def step_of(
     network = torch.compile(model, backend=backend, mode=mode) if compiled else model
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16):
             scores = network(x)
         F.cross_entropy(scores.float(), y).backward()
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # gradients are part of the step's own memory
 
     return step
 

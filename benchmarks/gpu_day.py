@@ -95,16 +95,34 @@ TINY_MODELS = {
 
 
 def tests(settings: Settings) -> dict[str, Item]:
-    """The tests marked `gpu`, an item for each file."""
+    """The tests marked `gpu`: an item for each file, or each data type in it, since a killed item leaves nothing."""
     if importlib.util.find_spec("pytest") is None:
         return {"pytest": lambda: {"left_out": "pytest is not installed; the step check holds correctness"}}
     marked = re.compile(r"^(\s*@|pytestmark = )pytest\.mark\.gpu\b", re.MULTILINE)
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text()))
-    return {str(path.relative_to(ROOT)): lambda path=path: run_tests(path) for path in files}  # type: ignore[misc]
+    found: dict[str, Item] = {}
+    for path in files:
+        parts = DTYPES if 'parametrize("dtype"' in path.read_text() else {"": ""}
+        for name, names in parts.items():
+            key = f"{path.relative_to(ROOT)}{name}"
+            found[key] = lambda path=path, names=names: run_tests(path, names)  # type: ignore[misc]
+    return found
 
 
-def run_tests(file: Path) -> dict[str, Any]:
-    """Result of the tests marked `gpu` in a file: counts, and what failed with the end of pytest's output."""
+#: Parts of a file whose tests have a data type, and pytest's selection of each.
+DTYPES = {
+    "": "not float32 and not bfloat16 and not float16",
+    ", float32": "float32",
+    ", bfloat16": "bfloat16",
+    ", float16": "float16 and not bfloat16",
+}
+
+
+def run_tests(file: Path, names: str = "") -> dict[str, Any]:
+    """Result of the tests marked `gpu` in a file: counts, and what failed with the end of pytest's output.
+
+    `names` selects some of them (pytest's ``-k``).
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [
@@ -118,11 +136,14 @@ def run_tests(file: Path) -> dict[str, Any]:
             "no:cacheprovider",
             "--continue-on-collection-errors",
             f"--junitxml={report}",
+            *(["-k", names] if names else []),
             str(file),
         ]
         if importlib.util.find_spec("xdist"):  # most of the time is Triton's compiler, on one core a test
             command += ["-n", str(max(1, min(6, (os.cpu_count() or 1) // 2)))]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        # each worker has compilers of its own
+        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         root = ElementTree.parse(report).getroot() if report.is_file() else ElementTree.Element("none")
     suite = root.find("testsuite")
     counts = {} if suite is None else suite.attrib
@@ -196,7 +217,7 @@ def train(settings: Settings) -> dict[str, Item]:
     def one(spec: str, compiled: bool, mode: str | None = None) -> dict[str, Any]:
         torch._dynamo.reset()
         step = gpu.step_of(spec, settings.batch, settings.device, compiled, settings.backend, mode)
-        ms = gpu.timed([step], settings.device)
+        ms = gpu.timed([step] * 10, settings.device)  # the host goes ahead, as in training
         mib = gpu.peak_mib(step, settings.device)
         images = round(settings.batch / ms * 1e3, 1)
         return {"model": spec, "batch": settings.batch, "ms": ms, "images_per_s": images, "peak_mib": mib}
@@ -213,7 +234,7 @@ def train(settings: Settings) -> dict[str, Item]:
     graphs = ", CUDA graphs"
     if settings.dry_run:  # its backend has no modes
         return compiled(first) | eager
-    return compiled(first) | eager | compiled(FIRST, graphs) | compiled(last) | compiled(last, graphs)
+    return compiled(first) | compiled(FIRST, graphs) | compiled(last, graphs) | compiled(last) | eager
 
 
 def networks(settings: Settings) -> dict[str, str]:

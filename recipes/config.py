@@ -347,6 +347,11 @@ class Recipe(_Section):
             raise ValueError(
                 f"batch_size {self.batch_size} cannot be divided into {self.accumulate} equal parts (accumulate)"
             )
+        if self.accumulate > 1 and self.compile == "reduce-overhead":
+            raise ValueError(
+                "compile: reduce-overhead does not go with accumulate: the next part's CUDA graph overwrites the "
+                "gradients of the one before; use compile: true"
+            )
         return self
 
     @model_validator(mode="after")

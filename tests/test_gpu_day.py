@@ -85,6 +85,22 @@ def test_failed_tests_are_named_beside_the_counts(day: ModuleType, tmp_path: Pat
     assert "failed: ['test_wrong']" in found["error"] and day.to_repeat(found)
 
 
+def test_tests_of_several_types_are_items_of_their_own(day: ModuleType, tmp_path: Path) -> None:
+    items = day.tests(day.Settings(tmp_path, False, 4.3e12, 790e12))
+    triton = {name for name in items if "test_triton" in name}
+    assert triton == {f"tests/layers/test_triton.py{part}" for part in day.DTYPES}
+    text = (
+        "import pytest\npytestmark = pytest.mark.gpu\n"
+        "@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])\n"
+        "def test_typed(dtype): pass\n"
+        "def test_plain(): pass\n"
+    )
+    (tmp_path / "test_types.py").write_text(text)
+    for names in day.DTYPES.values():
+        found = day.run_tests(tmp_path / "test_types.py", names)
+        assert found["tests"] == 1 and "error" not in found
+
+
 def test_errors_that_break_the_device(day: ModuleType) -> None:
     for text in (
         "CUDA error: x",

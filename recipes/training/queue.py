@@ -26,7 +26,7 @@ from ..weights import finished_metadata
 from ..yaml_tree import YamlError, read_yaml
 from .history import read_records
 from .multi_run import Job, _arguments, run_jobs
-from .run_folder import check_run
+from .run_folder import check_run, compared_settings
 from .state_folder import load_states, save_states
 
 __all__ = ["QueueItem", "QueueState", "choose_items", "queue_state", "read_queue", "train_queue"]
@@ -77,7 +77,8 @@ class QueueState:
         epoch, epochs: epochs trained, and in all.
         top1: accuracy on the test set of the finished run, in per cent.
         bundled: accuracy of the checkpoint in the zoo.
-        in_zoo: the zoo has the result of this seed, and its checkpoint reaches the target accuracy.
+        in_zoo: the zoo has the result of this seed, and its checkpoint reaches the target accuracy or had the same
+            settings, so that training would repeat it.
     """
 
     item: QueueItem
@@ -149,12 +150,16 @@ def queue_state(
     parent = Path(out) if out else Path("runs")
     states = []
     for item in items:
+        recipe = load_recipe(item.tag, list(item.set), item.profile)
         epochs = load_recipe(item.tag, [*item.set, *overrides], item.profile).epochs
         shipped = bundled_tags().get(_name(item))
         raw = shipped.raw if shipped else {}
         known = raw.get("metrics", {}).get("test", {}).get("top1")
         reached = known is not None and item.at_least is not None and known >= item.at_least
-        seeds = {raw.get("seed"), *raw.get("seeds", {}).get("seeds", [])} if reached else set()
+        same = "recipe" in raw and compared_settings(raw["recipe"]) == compared_settings(
+            recipe.model_dump(mode="json")
+        )
+        seeds = {raw.get("seed"), *raw.get("seeds", {}).get("seeds", [])} if reached or same else set()
         for seed in item.seeds:
             folder = _folder(parent, item, seed)
             records = read_records(folder / "metrics.jsonl")

@@ -248,7 +248,8 @@ def save_state(run: Run, state: TrainState) -> None:
         "seconds": state.seconds,
         "sums": sums,
         "recipe": run.recipe.name,
-        "threads": torch.get_num_threads(),
+        # on a CPU, sums depend on their number
+        **({"threads": torch.get_num_threads()} if run.device.type == "cpu" else {}),
         "updates_per_epoch": run.steps,
     }
     tensors: dict[str, Any] = {"optimizer": whole(state.optimizer.state_dict())}

@@ -322,8 +322,13 @@ def outcome(
 @needs_triton
 @pytest.mark.parametrize("dtype", GPU_TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", gpu_layers())
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients against the reference in float64, on fresh inputs, in poisoned memory; compiled too."""
+    from capszoo.layers._triton import launch
+
+    passes: list[int] = []
+    original = launch.Pass.run
+    monkeypatch.setattr(launch.Pass, "run", lambda *args: (passes.append(1), original(*args))[1])
     torch._dynamo.reset()  # with fullgraph, the ninth variant of a compiled forward raises
     layer, size = gpu_layers()[name]
     layer = layer.to("cuda", dtype)
@@ -331,8 +336,11 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     # cuDNN takes TF32 for float32 convolutions by default: an error of 2e-4
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         seed = torch.randn_like(layer(x))
+        passes.clear()
         found = outcome(layer, x, seed)
+        eager = len(passes)
         compiled = outcome(layer, x, seed, torch.compile(layer, fullgraph=True))
+        assert (eager > 0) == (len(passes) > eager), "compiled, it is computed by the kernels too"
         expected = outcome(layer.double(), x.double(), seed.double())
     for values in (found, compiled):
         for f, e in zip(values, expected, strict=True):

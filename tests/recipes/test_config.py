@@ -105,6 +105,7 @@ def test_every_figure_has_a_recipe() -> None:
         (["schedule.name=multistep"], "multistep needs milestones"),
         (["loss.name=reconstruction"], "set loss.reconstruction to its weight"),
         (["batch_size=16", "accumulate=3"], "batch_size 16 cannot be divided into 3 equal parts"),
+        (["batch_size=16", "accumulate=2", "compile=reduce-overhead"], "does not go with accumulate"),
         (["epochs"], "--set takes key=value"),
         (["epochs.x=1"], "'epochs' has no keys of its own"),
         (["epochs=[1"], "is not a YAML value"),

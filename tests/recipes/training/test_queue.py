@@ -133,6 +133,10 @@ def test_what_the_zoo_has_is_left_out_unless_it_is_named(
     assert len(said) == 2 and "idx.yaml, seed 0: left out: the zoo has it, 60.00%" in said[0]
     assert train(60.0, recipe) == train(60.1) == train(None) == ["0", "1", "2"]
     assert not capsys.readouterr().out
+    raw["recipe"] = load_recipe(recipe).model_dump(mode="json")  # below the aim, but training would repeat it
+    assert train(60.1) == train(None) == ["2"]
+    raw["recipe"] = load_recipe(recipe, ["epochs=7"]).model_dump(mode="json")
+    assert train(60.1) == ["0", "1", "2"]
 
 
 def test_runs_stopped_in_their_first_epoch_come_first(
