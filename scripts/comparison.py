@@ -76,8 +76,8 @@ the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent 
 accuracy is that of the last epoch, on augmented images. Low training accuracy suggests underfitting within 20 epochs:
 longer training may raise its test accuracy. Seconds are wall-clock times on shared cores: do not compare heads by
 them. The profile computes in bf16 (autocast). Runs on processors without fast bf16 units had `--set precision=fp32`:
-the last column states it. Precision and processor differ between heads and between seeds of a head, which may explain
-a small part of a difference.
+the last column states it. Precision and processor differ between heads and between seeds of a head, whose effect
+was not measured.
 
 Accuracies are those of the runs' own files: in float32, of `dynamic` in float16."""
 
@@ -320,14 +320,19 @@ def conclusion(found: list[Row]) -> str:
     said = [
         f"{word}: {', '.join(parts[kind])}"
         for kind, word in (
-            ("more", "More accurate"),
-            ("less", "Less accurate"),
+            ("more", "More accurate by its own interval"),
+            ("less", "Less accurate by its own interval"),
             ("as", "No difference shown"),
         )
         if parts[kind]
     ]
     if not parts["more"]:
-        said.append("No head is shown to be more accurate: the comparison shows no gain from routing")
+        open_to = max(enough.values(), key=lambda row: sum(difference(row, twin)))
+        most = sum(difference(open_to, twin))
+        said.append(
+            "No head is shown to be more accurate; the largest gain that its interval does not exclude is "
+            f"{most:.2f} points ({open_to.head})"
+        )
     remain = ", ".join(f"`{row.head}`" for row in differ_by_holm(list(enough.values()), twin)) or "none"
     holm = f"with Holm's correction for {len(enough)}, these differ at the level of 5%: {remain}"
     missing = [f"`{row.head}`" for row in found if row.head != "avg" and row.head not in enough]
@@ -441,7 +446,7 @@ def longer_heads() -> list[str]:
     epochs = " or ".join(str(n) for n in sorted({info.raw["recipe"]["epochs"] for info in found.values()}))
     return [
         "",
-        f"Other heads with this profile and clipped gradients, CIFAR-10, {epochs} epochs, one run each",
+        f"Other heads with this profile and clipped gradients, CIFAR-10, {epochs} epochs, one run each (n = 1)",
         "(seed 0):",
         "",
         "| head | top-1, % |",

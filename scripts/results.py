@@ -49,9 +49,10 @@ metadata."""
 
 TWINS = """## Twins
 
-Recipes that differ in one setting. A difference within about two sampling standard errors may be chance. A difference
-between single runs does not estimate the difference of the means. For several seeds: mean ± standard deviation, and
-the standard error of the difference of the means.
+Recipes that differ in one setting. A difference within about two sampling standard errors may be chance; these errors
+are those of two independent samples of images, and leave out the variation over seeds. A difference between single
+runs does not estimate the difference of the means. For several seeds: mean ± standard deviation, and the standard
+error of the difference of the means, of which chance reaches 2.8 to 4.3 with three seeds each (95%).
 
 | recipes | what differs | the papers' | ours | difference of ours |
 |---|---|---|---|---|"""
