@@ -26,6 +26,7 @@ from capszoo._hub import PublishError, check_repo_id, upload
 from capszoo._npz import read_npz
 from capszoo.checkpoint import resolve
 from capszoo.data import normalize
+from capszoo.inference import label_lines
 from capszoo.models._pretrained import (
     HUB_FILENAME,
     METADATA_FILENAME,
@@ -166,7 +167,7 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
     metadata = {key: value if key == "label_names" else public(value) for key, value in info.raw.items()}
     write_atomically(folder / METADATA_FILENAME, json.dumps(metadata, indent=1, ensure_ascii=False) + "\n")
     if info.label_names:
-        write_atomically(folder / LABELS, "\n".join(info.label_names) + "\n")
+        write_atomically(folder / LABELS, "".join(f"{line}\n" for line in label_lines(info.label_names)))
     history = info.metadata.history
     if history:
         draw_curves(folder / CURVES, info.name, records_of(history))

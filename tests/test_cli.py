@@ -678,9 +678,11 @@ def test_the_queue_is_shown_without_training(tmp_path: Path) -> None:
         (f"predict {MODEL} x.png --workers 2", "--workers has no effect without --ray"),
         (f"eval {MODEL} --pgd-steps 2", "--pgd-steps has no effect without --robustness"),
         (f"eval {MODEL} --dpi 300", "--dpi has no effect without --out"),
+        (f"eval {MODEL} --seed 5", "--seed has no effect on all images: add --limit"),
         (f"export {MODEL} --out x --refit", "--refit has no effect without TensorRT"),
         (f"export {MODEL} --out x --skip-bad", "--skip-bad has no effect without images"),
         (f"compare {MODEL} encapnet6_master --limit 5", "--limit has no effect without images"),
+        (f"compare {MODEL} encapnet6_master --runners eager", f"--runners has no effect on {MODEL}"),
         (f"benchmark {MODEL} --model x", f"--model has no effect on {MODEL}, which is no bundle"),
     ],
 )

@@ -167,7 +167,7 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64)
     Args:
         name: a name for ``capszoo predict``.
         host, port: address to listen on.
-        queue: maximum number of waiting requests.
+        queue: maximum number of active and waiting requests.
 
     Raises:
         CapszooError: an extra is missing, the model cannot be used, or the address is taken.

@@ -56,7 +56,9 @@ def serve_command(
     port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port.")] = 8000,
     queue: Annotated[
         int,
-        typer.Option(metavar="N", min=1, help="Requests that may wait; further ones are refused with 503."),
+        typer.Option(
+            metavar="N", min=1, help="Requests at a time, the active one included; further ones get 503."
+        ),
     ] = 64,
 ) -> None:
     """Serve a model's exported file over HTTP, to try it out. For production use Triton: `capszoo export --triton`."""

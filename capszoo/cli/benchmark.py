@@ -233,6 +233,7 @@ def compare_command(
             "note: `capszoo benchmark DIR` compares a bundle's runtimes; this spelling will be removed in version 0.2"
         )
         return
+    refuse_unused(context, ["runners", "original"], f"on {model}, which is no bundle", "leave it out")
     _check_two(model, others)
     if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
         refuse_unused(context, ["limit", "seed"], "without images", "add --data")

@@ -162,6 +162,8 @@ def eval_command(
     """Measure a model on a data set: accuracy, classes, robustness, routing."""
     if not robustness:
         refuse_unused(context, ["eps", "steps"], "without --robustness", "add --robustness")
+        if limit is None:
+            refuse_unused(context, ["seed"], "on all images", "add --limit N")
     if out is None:
         refuse_unused(context, ["format", "style", "dpi"], "without --out", "add --out FOLDER")
     check_model_argument(model)

@@ -48,6 +48,8 @@ class OneLineErrors(HelpGroup):
         set_verbosity(min(levels, default=Verbosity.NORMAL))
         given = [arg for i, arg in enumerate(given) if arg not in _FLAGS or i > end]
         logging.disable(logging.WARNING if is_quiet() else logging.NOTSET)
+        if is_quiet():
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         if is_verbose():
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
         else:  # without a network it prints two lines for each of its retries before the error

@@ -99,12 +99,13 @@ def build_h_imagenet(
         weights: file of torchvision's ResNet-18 weights.
         device: device for the measurement.
     """
+    from .._api import resolve_device
     from .imagenet import Ilsvrc, build, class_accuracies, load_judge
 
     if accuracies:
         measured = _read_accuracies(Path(accuracies))
     else:
-        measured = class_accuracies(Ilsvrc(ilsvrc), load_judge(str(weights)), device)
+        measured = class_accuracies(Ilsvrc(ilsvrc), load_judge(str(weights)), resolve_device(device))
     manifest = build(ilsvrc, out, measured)
     for part, count in manifest["counts"].items():
         paper = manifest["paper"][part]

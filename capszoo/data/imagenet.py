@@ -112,7 +112,7 @@ def load_judge(weights: str | Path | None = None) -> nn.Module:
 
 @torch.no_grad()
 def class_accuracies(
-    ilsvrc: Ilsvrc, judge: nn.Module, device: str = "cpu", batch_size: int = 100
+    ilsvrc: Ilsvrc, judge: nn.Module, device: str | torch.device = "cpu", batch_size: int = 100
 ) -> dict[str, float]:
     """Top-1 accuracy of each class on the validation images."""
     number = {wnid: index for index, wnid in enumerate(ilsvrc.classes)}
