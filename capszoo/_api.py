@@ -98,11 +98,12 @@ def _check_name(name: str) -> None:
             f"it has {', '.join(tags)}" if tags else "it has none yet: leave the tag out, or train its recipe"
         )
         raise UnknownModel(f"no weights '{tag}' for {architecture}: {have}")
-    try:
-        get_pretrained_cfg(name, allow_unregistered=True)
-    except RuntimeError as error:  # a tag that timm does not know
-        known = timm.list_pretrained(f"{architecture}.*")
-        raise UnknownModel(unknown_name("model", name, known or [architecture])) from error
+    if tag and architecture not in list_models():
+        try:
+            get_pretrained_cfg(name, allow_unregistered=True)
+        except RuntimeError as error:  # a tag that timm does not know
+            known = timm.list_pretrained(f"{architecture}.*")
+            raise UnknownModel(unknown_name("model", name, known or [architecture])) from error
 
 
 def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

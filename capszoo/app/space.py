@@ -7,7 +7,7 @@ published on no index) and the weights of the chosen models. It needs only its c
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,16 @@ def write_space(names: Sequence[str], folder: str | Path, title: str = "Capsule 
     return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
 
 
-def upload_space(folder: str | Path, repo_id: str, private: bool = False) -> dict[str, Any]:
+def upload_space(
+    folder: str | Path, repo_id: str, private: bool = False, say: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Upload a folder from :func:`write_space` to the Hub, as one commit.
 
     Args:
         folder: folder of the Space.
         repo_id: ``USER/NAME``; created if it does not exist.
         private: a new Space is private; one that exists and is public is refused.
+        say: called with a line before each pause that the Hub asks for.
 
     Returns:
         ``url``, ``commit`` and ``changed``.
@@ -122,9 +125,8 @@ def upload_space(folder: str | Path, repo_id: str, private: bool = False) -> dic
     Raises:
         CapszooError: the Hub refused it; the same command can be repeated.
     """
-    return upload(
-        folder, repo_id, "capszoo app", private, repo_type="space", owned=("capszoo/*",), space_sdk="gradio"
-    )
+    options: dict[str, Any] = dict(repo_type="space", owned=("capszoo/*",), space_sdk="gradio")
+    return upload(folder, repo_id, "capszoo app", private, say, **options)
 
 
 def _weights_of(name: str) -> dict[str, Path]:

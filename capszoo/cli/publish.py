@@ -71,13 +71,10 @@ def publish_command(
     require("publishing", ("pydantic", "yaml", "matplotlib"), "train")
     from ..recipes.publish import publish, publish_all
 
-    def say(line: str) -> None:
-        stderr().print(escape(line), soft_wrap=True)
-
     if everything is not None:
-        results = publish_all(everything, private, dry_run, out, say)
+        results = publish_all(everything, private, dry_run, out, _say)
     else:
-        results = [publish(str(run), str(repo_id), private, dry_run, out, say)]
+        results = [publish(str(run), str(repo_id), private, dry_run, out, _say)]
     if as_json:
         print_json(results)
         return
@@ -94,6 +91,10 @@ def publish_command(
             state = "published" if result["changed"] else "nothing had changed"
             said = f"{result['url']}: {state}, commit {result['commit'][:12]}"
         console.print(escape(said), soft_wrap=True)
+
+
+def _say(line: str) -> None:
+    stderr().print(escape(line), soft_wrap=True)
 
 
 def _publish_space(
@@ -117,7 +118,7 @@ def _publish_space(
         files = write_space(names, folder, repo_id.rpartition("/")[2])
         result: dict[str, Any] = {"repo_id": repo_id, "files": [file.as_posix() for file in files]}
         if not dry_run:
-            result |= upload_space(folder, repo_id, private)
+            result |= upload_space(folder, repo_id, private, _say)
         if out is not None:  # after the upload: the same command can be given again after a failure
             out.mkdir(exist_ok=True)
             for child in folder.iterdir():

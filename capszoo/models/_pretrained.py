@@ -399,12 +399,10 @@ def adapt_state_dict(
         raise WeightsError(
             f"the weights do not fit this model ({what}): create it with the arguments they were trained with"
         )
-    of_size = [
-        key for key in fresh if not key.startswith("decoder.") and not (other_classes and in_head(key))
-    ]
-    if other_size and cfg.get("fixed_input_size") and not resampled and not of_size:
+    untrained = tuple(key for key in fresh if not key.startswith("decoder."))
+    if other_size and cfg.get("fixed_input_size") and not resampled and not untrained:
         _refuse_another_grid(source_size, model.img_size)  # type: ignore[arg-type]
-    if untrained := tuple(key for key in fresh if not key.startswith("decoder.")):
+    if untrained:
         model.untrained = untrained  # type: ignore[assignment]
     if fresh:
         outside = other_size and not (other_classes and all(map(in_head, fresh)))
