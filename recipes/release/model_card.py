@@ -5,8 +5,10 @@ The YAML header (licence, tags, data set, model-index) is created and validated 
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -84,7 +86,7 @@ def _results(info: WeightsInfo) -> list[EvalResult]:
     where: dict[str, Any] = dict(
         task_type="image-classification",
         task_name="Image Classification",
-        dataset_type=HUB_DATASETS.get(name, name),
+        dataset_type=_hub_dataset(name) or name,
         dataset_name=title,
         metric_type="accuracy",
     )
@@ -98,6 +100,20 @@ def _results(info: WeightsInfo) -> list[EvalResult]:
     return results
 
 
+def _hub_dataset(name: str) -> str | None:
+    """A data set's repository on the Hub: of a named set, or of `hf:OWNER/NAME`, which may also be a folder."""
+    repository = name.removeprefix("hf:")
+    if repository != name and re.fullmatch(r"[\w.-]+/[\w.-]+", repository) and not Path(repository).is_dir():
+        return repository
+    return HUB_DATASETS.get(name)
+
+
+def _base_model(info: WeightsInfo) -> str | None:
+    """The repository whose weights a run began with."""
+    start = began_with(info) or ""
+    return start.removeprefix("hf-hub:").partition("@")[0] if start.startswith("hf-hub:") else None
+
+
 def card_data(info: WeightsInfo) -> ModelCardData:
     """The card's header."""
     name, _, _ = _dataset(info)
@@ -107,7 +123,8 @@ def card_data(info: WeightsInfo) -> ModelCardData:
         library_name="capszoo",
         pipeline_tag="image-classification",
         tags=["image-classification", "capsule-network", "capszoo", "pytorch", info.architecture],
-        datasets=[HUB_DATASETS[name]] if name in HUB_DATASETS else None,
+        datasets=[found] if (found := _hub_dataset(name)) else None,
+        base_model=_base_model(info),
         metrics=["accuracy"],
         model_name=info.name if results else None,
         eval_results=results or None,

@@ -102,6 +102,14 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
     text = model_card(info, "me/pets").text
     assert "Fine-tuned from `run.safetensors` on pets" in text and "/home" not in text
     assert "the weights of `run.safetensors`" in text
+    assert model_card(info, "me/pets").data.base_model is None
+    info.raw["recipe"] = {"init": {"weights": "hf-hub:bob/caps@v1"}}
+    info.raw["dataset"] = {"name": "hf:ann/pets", "title": "hf:ann/pets"}
+    data = model_card(info, "me/pets").data
+    assert (data.base_model, data.datasets) == ("bob/caps", ["ann/pets"])
+    assert {result.dataset_type for result in data.eval_results} == {"ann/pets"}
+    info.raw["dataset"] = {"name": "hf:mine/ann/pets", "title": "pets"}  # a folder
+    assert model_card(info, "me/pets").data.datasets is None
     assert "held out" not in text and "The data set's validation split has 10 images" in text
     foreign = replace(info, architecture="resnet18")  # timm's own: no paper of ours
     assert "Paper:" not in model_card(foreign, "me/pets").text
