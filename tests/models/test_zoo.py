@@ -872,7 +872,6 @@ def test_the_decoder_sees_the_target_capsule_alone() -> None:
         "resnet20_routingcaps",
         "cnn_sabour",
         "cnn_baseline",
-        "encapnet_v1",
         "resnet18_encap",
     ),
 )

@@ -406,7 +406,11 @@ def test_a_signal_saves_and_says_how_to_go_on(
     recipe = tiny_recipe()
     whole = train(recipe, out=tmp_path / "whole", data=tiny_mnist)
     original, calls = step._update, []
-    number, handler = signal.Signals[name], signal.getsignal(signal.Signals[name])
+    number = signal.Signals[name]
+    original_handler = signal.getsignal(number)
+    if original_handler == signal.SIG_IGN:  # pytest under nohup
+        signal.signal(number, signal.SIG_DFL)
+    handler = signal.getsignal(number)
 
     def interrupted(*args: Any) -> Any:
         calls.append(1)
@@ -418,6 +422,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     with pytest.raises(TrainingError, match="stopped at update 4 of 6; the same command resumes") as caught:
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
     assert caught.value.exit_code == 128 + number and signal.getsignal(number) == handler
+    signal.signal(number, original_handler)
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
     resumed = train(recipe, out=tmp_path / "run", data=tiny_mnist)
     expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
