@@ -183,8 +183,10 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
         raise DataError(f"{source}: cannot be read ({error})", "the file is damaged") from error
 
 
-def mode_of(modes: Callable[[int], str], count: int) -> str:
-    """ "RGB" if any of the images (a sample of a thousand, evenly spaced) has colour, else "L"."""
+def mode_of(modes: Callable[[int], str], count: int, channels: int | None = None) -> str:
+    """ "RGB" if any of the images (a sample of a thousand, evenly spaced) has colour, else "L"; or by `channels`."""
+    if channels:
+        return MODES[channels]
     for index in range(0, count, -(-count // _MODE_SAMPLE) or 1):
         with suppress(DataError):  # unreadable images are reported when they are decoded
             if modes(index) == "RGB":
@@ -281,8 +283,8 @@ def _parquet_cells(
     return encoded, labels
 
 
-def _mode_of_cells(encoded: Sequence[tuple[bytes | Path, Path]]) -> str:
-    return mode_of(lambda k: image_mode(*encoded[k]), len(encoded))
+def _mode_of_cells(encoded: Sequence[tuple[bytes | Path, Path]], channels: int | None = None) -> str:
+    return mode_of(lambda k: image_mode(*encoded[k]), len(encoded), channels)
 
 
 def parquet_colour_and_top(files: Sequence[Path]) -> tuple[int, int]:
@@ -319,7 +321,7 @@ def read_parquet(
         raise DataError("no parquet file given")
     _check_shards(paths)
     encoded, labels = _parquet_cells(paths, paths_below)
-    mode = MODES[channels] if channels else _mode_of_cells(encoded)
+    mode = _mode_of_cells(encoded, channels)
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
     if min(labels) < 0 or max(labels) > MAX_LABEL:

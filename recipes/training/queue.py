@@ -152,7 +152,7 @@ def queue_state(
     for item in items:
         recipe = load_recipe(item.tag, list(item.set), item.profile)
         epochs = load_recipe(item.tag, [*item.set, *overrides], item.profile).epochs
-        shipped = bundled_tags().get(_name(item))
+        shipped = bundled_tags().get(recipe.name)
         raw = shipped.raw if shipped else {}
         known = raw.get("metrics", {}).get("test", {}).get("top1")
         reached = known is not None and item.at_least is not None and known >= item.at_least

@@ -14,7 +14,7 @@ from capszoo._files import expanded
 from capszoo.errors import install_hint
 
 from ..errors import DataError
-from ..readers import MODES, decode_image, image_below, image_mode, mode_of
+from ..readers import decode_image, image_below, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet
 from .common import SPLITS, decode_or_stream, folder_spec, locate, sides, to_tensor
 
@@ -104,7 +104,7 @@ def open_hub(
         cell = looked[index][image]
         return image_mode(_cell(cell, folder, name), name)
 
-    mode = MODES[channels] if channels else mode_of(mode_at, len(looked))
+    mode = mode_of(mode_at, len(looked), channels)
     size, side = sides(size, resize)
     spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(labels), split)
     return decode_or_stream(spec, split, _Rows(rows, image, mode, side, folder), labels, side, skipped)

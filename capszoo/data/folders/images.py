@@ -15,7 +15,7 @@ from capszoo.errors import CapszooError
 from capszoo.images import files_below, is_visible_image
 
 from ..errors import DataError
-from ..readers import MODES, decode_image, image_mode, mode_of
+from ..readers import decode_image, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet, sized
 from ..specs import DatasetSpec, is_text
 from .common import SPLIT_NAMES, SPLITS, decode_or_stream, folder_spec, sides, to_tensor
@@ -96,10 +96,8 @@ def open_images(
     if spec is None:
         size, side = sides(size, resize)
         looked = paths if split == "train" else _listed(training, numbers)[0]  # one mode for all splits
-        mode = (
-            MODES[channels]
-            if channels
-            else mode_of(lambda k: image_mode(training / looked[k], training / looked[k]), len(looked))
+        mode = mode_of(
+            lambda k: image_mode(training / looked[k], training / looked[k]), len(looked), channels
         )
         spec = folder_spec(name, classes, (3 if mode == "RGB" else 1, size, size), len(paths), split)
     else:

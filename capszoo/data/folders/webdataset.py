@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..readers import MAX_LABEL, MODES, decode_image, image_mode, mode_of
+from ..readers import MAX_LABEL, decode_image, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet
 from ..shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
 from .common import (
@@ -116,7 +116,7 @@ def open_shards(
         encoded, path, _ = members.encoded(number)
         return image_mode(encoded, path)
 
-    mode = MODES[channels] if channels else mode_of(mode_at, len(looked.labels))
+    mode = mode_of(mode_at, len(looked.labels), channels)
     size, side = sides(size, resize)
     spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(index.labels), split)
     labels, shards = torch.from_numpy(index.labels), torch.from_numpy(index.shards)
