@@ -127,20 +127,31 @@ def _temporary(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def check_numbers_file(picture: str | Path) -> None:
+def check_numbers_file(picture: str | Path, first: str) -> None:
     """Check that the ``.csv`` file beside a picture, for its data, is not another table.
 
+    Args:
+        picture: the picture's file.
+        first: name of the first column of the picture's data.
+
     Raises:
-        CapszooError: it exists without a picture of that name, and so is another table.
+        CapszooError: it exists, and its first column has another name.
     """
-    picture = Path(picture)
-    table = picture.with_suffix(".csv")
-    drawn = (picture.with_suffix(suffix).exists() for suffix in PICTURE_SUFFIXES)
-    if table.exists() and not any(drawn):
+    table = Path(picture).with_suffix(".csv")
+    if table.exists() and not _begins_with(table, first.encode()):
         raise CapszooError(
             f"{table} exists, and the picture's numbers would replace it",
             "choose another name for the picture",
         )
+
+
+def _begins_with(path: Path, start: bytes) -> bool:
+    """Whether a file can be read and begins with these bytes."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(start)) == start
+    except OSError:
+        return False
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:

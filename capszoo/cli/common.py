@@ -248,14 +248,14 @@ class Picture:
 
 
 def picture(
-    out: Path | None, format: str | None, style: str, dpi: int | None, name: str, *, numbers: bool = False
+    out: Path | None, format: str | None, style: str, dpi: int | None, name: str, *, numbers: str = ""
 ) -> Picture:
     """The picture described by ``--out``, ``--format``, ``--style`` and ``--dpi``.
 
     Args:
         out, format, style, dpi: the options.
         name: of the file, without a suffix, if ``--out`` is not given.
-        numbers: the values are written beside the picture, as a .csv file of its name.
+        numbers: name of the first column of the picture's .csv file of values; empty if it has no such file.
 
     Raises:
         UsageError: an unknown format or style, or a format that differs from that of ``out``.
@@ -272,7 +272,7 @@ def picture(
             )
     path = out or Path(f"{name}.{format or 'png'}")
     if numbers:
-        check_numbers_file(path)
+        check_numbers_file(path, numbers)
     check_writable(path)
     return Picture(path, dpi, style)
 

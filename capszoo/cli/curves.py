@@ -53,7 +53,7 @@ def curves_command(
     from .._suggest import unknown_name
     from ..explain.plotting import require_matplotlib
 
-    file = picture(out, format, style, dpi, what, numbers=True)
+    file = picture(out, format, style, dpi, what, numbers="model" if what == "robustness" else "run")
     for kind, value, known in (("picture", what, KINDS), ("axis", x, AXES)):
         if value not in known:
             raise UsageError(unknown_name(kind, value, known))

@@ -132,7 +132,7 @@ def heatmap_command(
 ) -> None:
     """Draw which positions of an image were routed to a class capsule, and how strongly."""
     reading = {"background": background, "invert": invert, "fit": fit}
-    file = picture(out, format, style, dpi, "heatmap", numbers=True)
+    file = picture(out, format, style, dpi, "heatmap", numbers="column 0")
     _draw_image("heat", model, image, target, device, file, reading)
 
 

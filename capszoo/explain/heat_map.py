@@ -222,7 +222,7 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
         UsageError: a suffix that is no image format.
     """
     if about is None:
-        check_numbers_file(path)  # refused before a picture of that name exists
+        check_numbers_file(path, "column 0")  # refused before a picture of that name exists
     count = 3 if explanation.reconstruction is None else 4
     figure = new_figure(2.6 * count + (0 if explanation.is_even else 0.7), 3.1)
     axes = figure.subplots(1, count)

@@ -221,6 +221,11 @@ def test_figure_errors(model: ToyCaps, picture: Image.Image, tmp_path: Path) -> 
     with pytest.raises(CapszooError, match="mine.csv exists, and the picture's numbers would replace it"):
         explanation.save(tmp_path / "mine.png")
     assert (tmp_path / "mine.csv").read_text() == "mine" and not (tmp_path / "mine.png").exists()
+    picture.save(tmp_path / "mine.png")  # a picture of that name does not make the table ours
+    with pytest.raises(CapszooError, match="mine.csv exists"):
+        explanation.save(tmp_path / "mine.pdf")
+    explanation.save(tmp_path / "heat.png")
+    explanation.save(tmp_path / "heat.pdf")  # its own table is replaced
 
 
 def test_missing_matplotlib_says_what_to_install(
