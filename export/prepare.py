@@ -104,7 +104,10 @@ class PreparedModel:
                         f"{self.name}: its forward turns the batch size into a number",
                         "keep x.shape[0] as it is (no int(), no len()), or fix the batch with a profile of one number",
                     ) from e
-                raise ExportError(f"{self.name}: torch.export cannot trace it: {first_line(e)}") from e
+                raise ExportError(
+                    f"{self.name}: torch.export cannot trace it: {first_line(e)}",
+                    "keep Python branches on values of tensors out of its forward",
+                ) from e
         returned = program.call_spec.out_spec
         if returned is not None and not returned.is_leaf() and returned.type not in (tuple, list):
             raise ExportError(

@@ -250,7 +250,10 @@ def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
                 verbose=False,
             )
         except Exception as e:  # torch raises many kinds here, some without a common base
-            raise ExportError(f"{prepared.name}: torch.onnx cannot translate it: {first_line(e)}") from e
+            remedy = "replace the operator that it names"
+            raise ExportError(
+                f"{prepared.name}: torch.onnx cannot translate it: {first_line(e)}", remedy
+            ) from e
     if program is None:
         raise ExportError(f"{prepared.name}: torch.onnx gave no program")
     return program

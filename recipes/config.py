@@ -303,8 +303,8 @@ class Recipe(_Section):
     early_stop: Positive | None = None
     """Stop after N epochs without a better validation accuracy; the best epoch's weights are kept."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Largest decay of a moving average of the weights, which is evaluated and exported: after t updates (of a stage)
-    the decay is 1 - (1 + t)^(-2/3), at most this value."""
+    """Largest decay of a moving average of the weights, which is evaluated and exported: at update t of a stage, from
+    2, the decay is 1 - (t - 1)^(-2/3), at most this value."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """What several processes share: the images of a batch (ddp), or also weights, gradients and the optimiser's state

@@ -27,6 +27,9 @@ __all__ = ["MIN_AGREEMENT", "Gate", "verify_against_eager"]
 #: Minimum top-1 agreement of half precision on real images; float32 requires 1.
 MIN_AGREEMENT = 0.995
 
+RULES = "docs/bundle.md lists the rules for a graph"
+DETERMINISTIC = "its forward must not depend on random numbers, nor branch on values of its input"
+
 
 class Gate:
     """Runs the steps in order, records each in the report and raises at the first failure."""
@@ -62,7 +65,7 @@ class Gate:
         with self._step("structure") as detail:
             problems = inspect_graph(self.proto, self.report.batch)
             if problems:
-                raise self._fail(f"the graph breaks a rule: {problems[0]}")
+                raise self._fail(f"the graph breaks a rule: {problems[0]}", RULES)
             detail.append(
                 f"{self.report.num_nodes} nodes, opset {self.report.opset}, rank ≤ {self.report.max_rank}"
             )
@@ -79,7 +82,7 @@ class Gate:
                     sum(sum(k.values()) for k in heavy),
                 )
                 if half == 0:
-                    raise self._fail(f"no convolution or matrix product is {wanted}")
+                    raise self._fail(f"no convolution or matrix product is {wanted}", "use precision fp32")
                 narrow = [
                     op
                     for op, kinds in self.report.precision_map["operators"].items()
@@ -177,7 +180,8 @@ class Gate:
             for difference in self._compare(before, after, count):
                 if not difference.passed(self.report.tolerance):
                     raise self._fail(
-                        f"the exporter's optimisation changes the result for {difference.probe} input"
+                        f"the exporter's optimisation changes the result for {difference.probe} input",
+                        "leave the optimisation out (optimize=False)",
                     )
                 worst = max(worst, difference.relative)
             detail.append(f"worst {worst:.1e} of the largest output")
@@ -191,7 +195,7 @@ class Gate:
         try:
             return compare.OnnxRunner(proto.SerializeToString())
         except Exception as e:  # onnxruntime's exceptions have no common base class
-            raise self._fail(f"ONNX Runtime does not load the graph: {first_line(e)}") from e
+            raise self._fail(f"ONNX Runtime does not load the graph: {first_line(e)}", RULES) from e
 
     def _compare(
         self,
@@ -213,7 +217,8 @@ class Gate:
         except ValueError as e:
             raise self._fail(str(e)) from e
         except Exception as e:  # a graph with a hard-coded batch fails inside onnxruntime
-            raise self._fail(f"the graph does not run at batch {count}: {first_line(e)}") from e
+            remedy = "write its forward for any batch size, or fix the batch with a profile of one number"
+            raise self._fail(f"the graph does not run at batch {count}: {first_line(e)}", remedy) from e
 
 
 def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
@@ -227,7 +232,8 @@ def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
 def _check_finite(prepared: PreparedModel, found: compare.Difference) -> None:
     if not found.finite:
         raise ExportError(
-            f"{prepared.name}: NaN or infinity in the output for {found.probe} input at batch {found.batch}"
+            f"{prepared.name}: NaN or infinity in the output for {found.probe} input at batch {found.batch}",
+            _remedy(prepared, "check the module's own output for such an input"),
         )
 
 
@@ -236,8 +242,13 @@ def _check(prepared: PreparedModel, found: compare.Difference, what: str) -> Non
     if not found.passed(prepared.tolerance):
         raise ExportError(
             f"{prepared.name}: {what} by {found.relative:.1e} of the largest output for {found.probe} input "
-            f"at batch {found.batch}; the limit is {prepared.tolerance:g}"
+            f"at batch {found.batch}; the limit is {prepared.tolerance:g}",
+            _remedy(prepared, DETERMINISTIC),
         )
+
+
+def _remedy(prepared: PreparedModel, for_float32: str) -> str:
+    return for_float32 if prepared.precision == "fp32" else "use precision fp32"
 
 
 def _on_images(
@@ -280,7 +291,8 @@ def _same_answers(
     agreement, least = equal / len(real), 1.0 if prepared.precision == "fp32" else MIN_AGREEMENT
     if agreement < least:
         raise ExportError(
-            f"{prepared.name}: real images: top-1 agrees on {agreement:.2%}; the limit is {least:.1%}"
+            f"{prepared.name}: real images: top-1 agrees on {agreement:.2%}; the limit is {least:.1%}",
+            _remedy(prepared, DETERMINISTIC),
         )
     return f"{len(real)} images, top-1 equal on {'all' if equal == len(real) else f'{agreement:.2%}'}"
 
