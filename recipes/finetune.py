@@ -192,6 +192,10 @@ def finetune_recipe(
     """
     if (model is None) == (backbone is None):
         raise UsageError("fine-tuning starts from a MODEL or from a --backbone", "give one of them")
+    if any(line.partition("=")[0].strip() == "data.size" for line in overrides):
+        raise UsageError(
+            "data.size does not scale the augmentation of fine-tuning", "give --img-size (img_size)"
+        )
     name = source_name(data)
     if backbone is None:
         model = str(model)

@@ -27,6 +27,7 @@ import capszoo
 from capszoo.cli import app
 from capszoo.data import DATASETS, ImageSet, dataset_spec
 from capszoo.data.errors import DataError
+from capszoo.errors import UsageError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.finetune import batch_size, find_source, finetune, finetune_recipe
@@ -179,6 +180,8 @@ def test_the_size_is_that_of_the_network_not_of_its_first_images(photos: Path, t
     save_for_hf(net, str(tmp_path / "saved"), safe_serialization=True)
     recipe = finetune_recipe(str(tmp_path / "saved"), photos)
     assert recipe.data.size == recipe.data.augment.resize == 36
+    with pytest.raises(UsageError, match="data.size does not scale the augmentation .*: give --img-size"):
+        finetune_recipe(MODEL, photos, overrides=["data.size=36"])
 
 
 def test_more_processes_than_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
