@@ -30,9 +30,15 @@ def create_step(
     Raises:
         RecipeError: the loss does not exist, or does not fit its options, the network or the labels.
     """
-    if recipe.loss.reconstruction and getattr(net, "decoder", None) is None:
+    decodes = getattr(net, "decoder", None) is not None
+    if recipe.loss.reconstruction and not decodes:
         raise RecipeError(
             f"{recipe.name}: loss.reconstruction needs a decoder: set model_args.decoder, or leave it out"
+        )
+    if decodes and not recipe.loss.reconstruction and recipe.init is None:
+        raise RecipeError(
+            f"{recipe.name}: model_args.decoder is not trained without loss.reconstruction: set its weight (the "
+            "papers': 0.0005), or leave the decoder out"
         )
     if multi_label and recipe.loss.name == "spread":
         raise RecipeError(

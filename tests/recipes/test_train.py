@@ -553,6 +553,15 @@ def test_reconstruction_without_a_decoder_is_refused(tiny_mnist: Path, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_decoder_that_no_loss_trains_is_refused(tiny_mnist: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(model_args={"depth": 8, "decoder": True})
+    with pytest.raises(
+        RecipeError, match=r"model_args.decoder is not trained without loss.reconstruction: set its"
+    ):
+        train(recipe, out=tmp_path / "run", data=tiny_mnist)
+    assert not (tmp_path / "run").exists()
+
+
 def test_decoder_and_reconstruction_loss(tiny_mnist: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(
         model_args={"depth": 8, "decoder": True}, loss={"name": "margin", "reconstruction": 0.0005}, epochs=1
