@@ -178,17 +178,23 @@ class ImageTransform:
 def model_input_size(model: nn.Module) -> tuple[int, int, int]:
     """Channels, height and width of a model's input: its ``img_size``, else its pretrained configuration's.
 
+    The channels are the model's ``in_chans``, else those of its first convolution: timm's ``in_chans=1`` leaves the
+    configuration as it is.
+
     Raises:
-        UsageError: the model states neither.
+        UsageError: the model states no size.
     """
     cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     configured = tuple(cfg.get("input_size") or ())
-    channels = getattr(model, "in_chans", configured[0] if configured else None)
+    channels = getattr(model, "in_chans", None)
+    if channels is None and configured:
+        first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+        channels = first.in_channels if first is not None and first.groups == 1 else configured[0]
     size = getattr(model, "img_size", configured[-2:])
     if channels is None or not size:
         raise UsageError(
             f"{type(model).__name__} does not say its input size",
-            "set its in_chans and img_size, or give export input_size=(c, h, w)",
+            "set its in_chans and img_size, or give input_size=(c, h, w)",
         )
     height, width = (size, size) if isinstance(size, int) else size
     return int(channels), int(height), int(width)

@@ -229,6 +229,7 @@ def test_timm_s_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("routing, papers", [("idpa", True), ("em", False)])
 def test_a_saved_head_names_its_own_paper(routing: str, papers: bool, tmp_path: Path) -> None:
     net = capszoo.create_model("caps_head", backbone="resnet10t", routing=routing, num_classes=3)
+    assert bool(net.pretrained_cfg["paper_ids"]) == bool(net.pretrained_cfg["paper_name"]) == papers
     save_for_hf(net, str(tmp_path), safe_serialization=True)
     assert bool(summarise(f"local-dir:{tmp_path}").info.paper_ids) == papers
 

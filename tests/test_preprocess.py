@@ -143,6 +143,9 @@ def test_model_transform_reads_the_configuration() -> None:
     grey = model_transform(Described(pretrained_cfg=cfg, in_chans=1, img_size=(6, 4)))
     assert grey.size == (6, 4) and grey.mean == pytest.approx((0.2,)) and len(grey.std) == 1
     assert model_input_size(Described(in_chans=2, img_size=9)) == (2, 9, 9)
+    created_grey = Described(pretrained_cfg=cfg)  # timm's in_chans=1 changes the first convolution alone
+    created_grey.stem = nn.Conv2d(1, 4, 3)
+    assert model_input_size(created_grey) == (1, 8, 8)
     with pytest.raises(CapszooError, match="2 channels, which is no single image"):
         model_transform(Described(in_chans=2, img_size=9))
     with pytest.raises(UsageError, match="does not say its input size"):

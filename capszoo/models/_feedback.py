@@ -28,8 +28,9 @@ from torch.utils.hooks import RemovableHandle
 from capszoo._modes import evaluating
 from capszoo._suggest import unknown_name
 from capszoo.layers.sinkhorn import SinkhornUnit
+from capszoo.preprocess import model_input_size
 
-__all__ = ["FeedbackAgreement", "encapnet_feedback", "stated_input_size"]
+__all__ = ["FeedbackAgreement", "encapnet_feedback"]
 
 
 class _Silent:
@@ -99,7 +100,8 @@ class FeedbackAgreement(nn.Module):
             ``model.num_prefix_tokens`` (ViT).
 
     Raises:
-        ValueError: an unknown name, an output that is no feature map, or a pair whose grid sizes do not match.
+        ValueError: an unknown name, an output that is no feature map, or a pair whose grid sizes do not match; or a
+            model that states no input size, without ``input_size``.
     """
 
     def __init__(
@@ -175,11 +177,7 @@ class FeedbackAgreement(nn.Module):
     ) -> dict[str, tuple[int, ...]]:
         """Shape ``(c, h, w)`` of every named feature, from one forward pass without side effects on the model."""
         like = next(model.parameters())
-        size = input_size or stated_input_size(model)
-        if size is None:
-            raise ValueError(
-                "the model does not say its input size: give input_size=(channels, height, width)"
-            )
+        size = input_size or model_input_size(model)
         self._features[_LISTENING] = torch.empty(0)
         try:
             with evaluating(model), torch.no_grad():
@@ -248,22 +246,6 @@ class FeedbackAgreement(nn.Module):
 
     def extra_repr(self) -> str:
         return f"weight={self.weight:g}, " + ", ".join(f"{low} <- {high}" for low, high in self.pairs)
-
-
-def stated_input_size(model: nn.Module) -> tuple[int, int, int] | None:
-    """Channels, height and width that a model states, with its first convolution's channels; None if it does not."""
-    size = getattr(model, "img_size", None)
-    chans = getattr(model, "in_chans", None)
-    if chans is not None and isinstance(size, (tuple, list)):
-        return int(chans), int(size[0]), int(size[1])
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    if not cfg.get("input_size"):
-        return None
-    channels, height, width = cfg["input_size"]
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    if first is not None and first.groups == 1:
-        channels = first.in_channels
-    return int(channels), int(height), int(width)
 
 
 def _stride(low: str, low_grid: Sequence[int], high: str, high_grid: Sequence[int]) -> tuple[int, int]:

@@ -20,6 +20,9 @@ from timm.models import register_model
 from timm.models._manipulate import group_parameters
 from torch import Tensor
 
+from capszoo.errors import UsageError
+from capszoo.preprocess import model_input_size
+
 from ._backbones import (
     BackboneFeatures,
     backbone_args,
@@ -32,7 +35,6 @@ from ._backbones import (
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels, to_2tuple
 from ._blocks import cifar_resnet_stages, freeze_batch_statistics, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
-from ._feedback import stated_input_size
 from ._heads import HEADS, CapsuleHead, head_arguments, unknown_routing
 
 __all__ = ["BackboneNet", "HeadNet", "PlainHeadResNet", "RoutedResNet", "SelfRoutingResNet", "attach_head"]
@@ -386,6 +388,10 @@ class BackboneNet(HeadNet):
                     cfg[key] = self.backbone_cfg[key]
             if len(cfg["mean"]) != self.in_chans:
                 cfg["mean"], cfg["std"] = (0.5,) * self.in_chans, (0.5,) * self.in_chans
+        if (
+            getattr(self.head, "routing", "idpa") != "idpa"
+        ):  # the configuration names the paper of the default routing
+            cfg["paper_ids"], cfg["paper_name"] = None, None
         cfg["first_conv"] = self.first_conv
         cfg["input_size"] = (self.in_chans, *self.img_size)
         cfg["pool_size"] = self.stages.backbone.grid  # type: ignore[union-attr]
@@ -447,7 +453,10 @@ def attach_head(
         options["backbone_pretrained"] = pretrained
         native = tuple(plain.get("input_size") or (3, 224, 224))
     else:
-        native = stated_input_size(backbone) or (3, 224, 224)
+        try:
+            native = model_input_size(backbone)
+        except UsageError:  # it states none
+            native = (3, 224, 224)
     options["img_size"] = native[1:] if img_size is None else img_size
     options["in_chans"] = native[0] if in_chans is None else in_chans
     net: BackboneNet = caps_head(**options)
