@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,14 @@ def _open(
         profile = (min(batches), max(batches), max(batches))
         on_cpu = copy.deepcopy(model).cpu()
         to_onnx.export(on_cpu, onnx_file, batch=profile, gate="quick", progress=progress)
-    if next(model.parameters()).device.type == "cuda":
-        try:
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if on_gpu:
+        with suppress(CapszooError):  # onnxruntime without CUDA
             return OnnxRunner(str(onnx_file), provider="CUDAExecutionProvider")
-        except CapszooError:  # onnxruntime without CUDA: the other runtimes' times are the GPU's
-            runner = OnnxRunner(str(onnx_file))
-            runner.name = "onnxruntime (CPU)"
-            return runner
-    return OnnxRunner(str(onnx_file))
+    runner = OnnxRunner(str(onnx_file))
+    if on_gpu:  # the other runtimes' times are the GPU's
+        runner.name = "onnxruntime (CPU)"
+    return runner
 
 
 def time_models(

@@ -82,21 +82,23 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
             "`capszoo list --pretrained` shows those",
         )
     weights, net = found.weights(), found.create(device="cpu")
-    golden = golden_file(info)
-    if found.kind == "file":
+    golden, of_user = golden_file(info), found.kind == "file"
+    if of_user:
         golden = weights.with_name(f"{weights.stem}.golden.npz")
         records = read_records(weights.with_name("metrics.jsonl"))
         if records and not info.metadata.history:
             info = replace(info, raw={**info.raw, "history": history_of(records)})
-    stored = golden.is_file()
-    if stored:
+    pixels = scores = None
+    if golden.is_file():
         arrays = read_npz(golden, ("pixels", "scores"))
         _check_golden(arrays, info, golden)
         pixels, scores = torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["scores"])
-    if stored and found.kind == "file":
-        images = normalize(pixels, info.mean, info.std)
-        _compare(net, images, scores, f"{info.name}: its scores differ by {{:.2g}} from the golden outputs")
-    if not stored or found.kind == "file":  # a user's own images are not uploaded
+        if of_user:
+            images = normalize(pixels, info.mean, info.std)
+            _compare(
+                net, images, scores, f"{info.name}: its scores differ by {{:.2g}} from the golden outputs"
+            )
+    if pixels is None or scores is None or of_user:  # a user's own images are not uploaded
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(
             0, 256, (GOLDEN_IMAGES, *info.input_size), generator=generator, dtype=torch.uint8

@@ -14,6 +14,7 @@ from .errors import DataError
 __all__ = [
     "DATASETS",
     "PREFIXES",
+    "RESIZED",
     "DatasetSpec",
     "check_name",
     "dataset_spec",
@@ -69,6 +70,9 @@ PREFIXES: dict[str, str] = {
     "hf:": "a repository of the Hub (OWNER/NAME) below a data folder, or the path of a copy",
 }
 """Prefixes that a path or repository follows, and what it must be."""
+
+RESIZED = ("imagefolder:", "wds:", "hf:")
+"""Those whose images have any size and are scaled to ``resize`` before their middle is taken."""
 
 _MNIST = DatasetSpec(
     name="mnist",

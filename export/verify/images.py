@@ -15,6 +15,7 @@ from torch import Tensor
 
 from capszoo.data import DATASETS, PREFIXES, ImageSet, check_name, load_dataset
 from capszoo.data.readers import MODES
+from capszoo.data.specs import RESIZED
 from capszoo.errors import CapszooError
 from capszoo.inference import class_positions, label_names
 from capszoo.preprocess import find_images, load_image, model_input_size, model_transform
@@ -94,7 +95,7 @@ def _of_data_set(
     channels = model_input_size(model)[0]
     if name.startswith(tuple(PREFIXES)) and channels in MODES:
         sizes["channels"] = channels
-    if name.startswith(("imagefolder:", "hf:", "wds:")):
+    if name.startswith(RESIZED):
         # resized once, to the size of which the transform takes the middle
         transform = model_transform(model)
         side = round(max(transform.object_size or transform.size) / transform.crop_pct)

@@ -34,6 +34,7 @@ from capszoo.data import (
 from capszoo.data.folders import find_splits, holds_classes
 from capszoo.data.readers import MODES
 from capszoo.data.roots import given_root
+from capszoo.data.specs import RESIZED
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
@@ -300,7 +301,7 @@ def _load(
     augment = trained.augment
     depth, *model_size = model_input_size(net)
     channels = depth if depth in MODES else None
-    folder = dataset.startswith(("imagefolder:", "hf:", "wds:"))
+    folder = dataset.startswith(RESIZED)
     composed = False
     if dataset.startswith(tuple(PREFIXES)):
         native, stored = None, None

@@ -111,19 +111,18 @@ def read_queue(path: Path = QUEUE) -> list[QueueItem]:
         number, *keys = first["loc"] or (0,)
         where = ".".join(map(str, keys))
         raise RecipeError(f"{path}: item {int(number) + 1}: '{where}' is wrong: {first['msg']}") from error
-    folders = [_folder(Path(), item, seed) for item in items for seed in item.seeds]  # checks the recipes
+    names = [load_recipe(item.tag, list(item.set), item.profile).name for item in items]  # checks the recipes
+    folders = [
+        _folder(name, item, seed) for name, item in zip(names, items, strict=True) for seed in item.seeds
+    ]
     twice = next((folder for k, folder in enumerate(folders) if folder in folders[:k]), None)
     if twice is not None:
         raise RecipeError(f"{path}: two runs have the folder {twice}: name each recipe and seed once")
     return items
 
 
-def _name(item: QueueItem) -> str:
-    return load_recipe(item.tag, list(item.set), item.profile).name
-
-
-def _folder(parent: Path, item: QueueItem, seed: int) -> Path:
-    return parent / (_name(item) if item.seeds == (0,) else f"{_name(item)}.seed{seed}")
+def _folder(name: str, item: QueueItem, seed: int) -> str:
+    return name if item.seeds == (0,) else f"{name}.seed{seed}"
 
 
 def choose_items(items: Sequence[QueueItem], only: Sequence[str]) -> list[QueueItem]:
@@ -161,7 +160,7 @@ def queue_state(
         )
         seeds = {raw.get("seed"), *raw.get("seeds", {}).get("seeds", [])} if reached or same else set()
         for seed in item.seeds:
-            folder = _folder(parent, item, seed)
+            folder = parent / _folder(recipe.name, item, seed)
             records = read_records(folder / "metrics.jsonl")
             metadata = finished_metadata(folder) or {}
             top1 = metadata.get("metrics", {}).get("test", {}).get("top1")
