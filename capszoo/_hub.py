@@ -53,6 +53,7 @@ def upload(
     *,
     repo_type: str = "model",
     owned: Sequence[str] = (),
+    tag: str = "",
     **create: Any,
 ) -> dict[str, Any]:
     """Upload a folder to a repository, as one commit; the same call resumes after a failure.
@@ -65,6 +66,7 @@ def upload(
         say: called with a line before each pause that the Hub asks for.
         repo_type: ``"model"`` or ``"space"``.
         owned: names and patterns of files of ours, which are deleted there unless the folder has them.
+        tag: a tag for the commit; one of this name that exists is kept.
         **create: further arguments for a new repository.
 
     Returns:
@@ -102,6 +104,8 @@ def upload(
         commit_message=message,
         delete_patterns=[name for name in ours if not (Path(folder) / name).exists()] or None,
     )
+    if tag:
+        call(api.create_tag, tag=tag, revision=commit.oid, exist_ok=True)
     place = "" if repo_type == "model" else f"{repo_type}s/"
     url = f"{api.endpoint}/{place}{repo_id}"
     return {"url": url, "commit": commit.oid, "changed": commit.oid != before.sha}

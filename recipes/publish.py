@@ -34,6 +34,7 @@ from capszoo.models._pretrained import (
     WeightsInfo,
     bundled_tags,
     sha256_of,
+    sha256_tag,
 )
 
 from .evaluation.plots import draw_curves
@@ -268,7 +269,8 @@ def publish(
             return {**result, "url": None, "commit": None, "changed": None}
         # files that earlier weights had and these do not; the user's own files stay
         owned, message = (CURVES, CONFUSION, LABELS), f"{info.name}, sha256 {info.sha256[:12]}"
-        return {**result, **upload(folder, repo_id, message, private, say, owned=owned)}
+        sent = upload(folder, repo_id, message, private, say, owned=owned, tag=sha256_tag(info.sha256))
+        return {**result, **sent}
 
 
 def publish_all(

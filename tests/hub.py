@@ -37,6 +37,7 @@ class Repo:
 
     private: bool
     trees: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"0" * 40: {}})
+    tags: dict[str, str] = field(default_factory=dict)
 
     @property
     def sha(self) -> str:
@@ -198,8 +199,10 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.server.repos.get(name)
         if repo is None or (repo.private and not signed):
             return self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        sha = repo.sha if revision == "main" else revision
-        content = repo.trees.get(sha, {}).get(path)
+        sha = repo.sha if revision == "main" else repo.tags.get(revision, revision)
+        if sha not in repo.trees:
+            return self._answer(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+        content = repo.trees[sha].get(path)
         if content is None:
             return self._answer(404, {}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
         etag = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": sha}
@@ -212,6 +215,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: len(content) // 2])
             return self._break()
         self._answer(200, content, etag)
+
+    def _tag(self, signed: bool, fault: Any, body: bytes, name: str, revision: str) -> None:
+        tags, tag = self.server.repos[name].tags, json.loads(body)["tag"]
+        known = tag in tags
+        tags.setdefault(tag, revision)
+        self._answer(409 if known else 200, {})
 
     def _fine(self, signed: bool, fault: Any, body: bytes) -> None:
         self._answer(200, {"errors": [], "warnings": []})
@@ -230,6 +239,7 @@ _ROUTES = (
     (r"GET /api/(?:models|spaces)/([^/]+/[^/]+)/tree/main", _Handler._tree),
     (r"POST /api/(?:models|spaces)/([^/]+/[^/]+)/preupload/main", _Handler._preupload),
     (r"POST /api/(?:models|spaces)/([^/]+/[^/]+)/commit/main", _Handler._commit),
+    (r"POST /api/models/([^/]+/[^/]+)/tag/([^/]+)", _Handler._tag),
     (r"POST /(?:spaces/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler._batch),
     (r"(?:GET|HEAD) /([^/]+/[^/]+)/resolve/([^/]+)/(.+)", _Handler._resolve),
 )

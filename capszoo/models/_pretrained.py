@@ -43,6 +43,7 @@ __all__ = [
     "local_weights",
     "locate_weights",
     "sha256_of",
+    "sha256_tag",
     "weights_folders",
 ]
 
@@ -222,6 +223,11 @@ def _remove_cached(path: Path) -> None:
             file.unlink()
 
 
+def sha256_tag(sha256: str) -> str:
+    """Name of the Hub's tag for the commit that published the weights with this checksum."""
+    return f"sha256-{sha256[:12]}"
+
+
 def download_weights(
     repo_id: str,
     cache_dir: str | Path | None = None,
@@ -231,7 +237,8 @@ def download_weights(
 ) -> Path:
     """Fetch the safetensors of a Hub repository (or take it from the client's cache), and verify it.
 
-    A file with the wrong sha256 is removed from the cache, so that the next call downloads it again.
+    If the newest file has another sha256, the one of the tag `sha256_tag` is taken: an older capszoo gets the weights
+    that it knows. A file with a wrong sha256 is removed from the cache, so that the next call downloads it again.
 
     Args:
         repo_id: ``user/repository``, with ``@revision`` unless it is the newest.
@@ -246,8 +253,12 @@ def download_weights(
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     name, _, revision = repo_id.partition("@")
+
+    def fetch(revision: str) -> Path:
+        return Path(hf_hub_download(name, HUB_FILENAME, revision=revision or None, cache_dir=cache_dir))
+
     try:
-        path = Path(hf_hub_download(name, HUB_FILENAME, revision=revision or None, cache_dir=cache_dir))
+        path = fetch(revision)
     except Exception as e:
         if not is_hub_error(e):
             raise
@@ -267,6 +278,15 @@ def download_weights(
     expected = hub_config(repo_id, cache_dir).sha256 if sha256 is None else sha256
     actual = sha256_of(path)
     if expected and actual != expected:
+        try:  # newer weights have replaced them, but every publication has a tag
+            tagged = fetch(sha256_tag(expected))
+        except Exception as e:
+            if not is_hub_error(e):
+                raise
+        else:
+            if sha256_of(tagged) == expected:
+                return tagged
+            _remove_cached(tagged)
         _remove_cached(path)
         raise WeightsError(
             f"{name}: the sha256 of {HUB_FILENAME} is {actual[:12]}…, not {expected[:12]}…: damaged on its way, or "

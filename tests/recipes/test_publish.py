@@ -142,6 +142,7 @@ def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: P
     assert hub.sent("POST", "/commit/") == 1
     stated = json.loads((run / "resnet20_routingcaps.pets.json").read_text())
     assert json.loads(repo.files["config.json"])["sha256"] == stated["sha256"]
+    assert repo.tags == {f"sha256-{stated['sha256'][:12]}": repo.sha}
     assert repo.files["labels.txt"].decode().split() == list(LABELS)
     assert b"/home/" not in b"".join(repo.files.values()), "paths of the user's machine stay there"
 
@@ -262,6 +263,10 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
     )
     repo = hub.repos[f"capszoo/{name}"]
     repo.trees["2" * 40] = {**repo.files, "model.safetensors": save({"other": torch.zeros(1)})}
+    assert same(client.python(absent)), "newer weights do not take an older capszoo's away"
+    before = hub.sent("GET", "resolve/.*/model.safetensors")
+    assert same(client.python(absent)) and hub.sent("GET", "resolve/.*/model.safetensors") == before
+    repo.tags.clear()
     done = client.python(absent)
     assert done.code == 1 and "the sha256 of model.safetensors is" in done.error
 
