@@ -577,3 +577,11 @@ def test_initial_values_are_the_release_s() -> None:
     assert fc.weight.std().item() == pytest.approx((10 / (4 * 800)) ** 0.5, rel=0.02)
     vector = FCIDPA(800, 10, 16, pose="vector")
     assert vector.weight.std().item() == pytest.approx((10 / (16 * 800)) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 16), (2, 20, 16), (2, 5, 32)])
+def test_children_of_two_images_are_never_routed_together(shape: tuple[int, ...]) -> None:
+    layer = FCIDPA(10, 3, 16)
+    with pytest.raises(AssertionError, match="wrong (number of child capsules|pose dimension)"):
+        layer(torch.zeros(shape))
+    assert layer(torch.zeros(2, 2, 5, 1, 16)).shape == (2, 3, 16), "a grid is read position by position"

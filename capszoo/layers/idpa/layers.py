@@ -232,7 +232,7 @@ class FCIDPA(IDPALayer):
 
     Raises:
         ValueError: an argument is out of range.
-        AssertionError: in ``forward``, a layer with activations.
+        AssertionError: children of another number or pose; in ``forward``, a layer with activations.
     """
 
     engines = (Masked, Fused, Native, Blocked, Reference)
@@ -269,6 +269,12 @@ class FCIDPA(IDPALayer):
             Poses ``[b, j, e]`` after each iteration; activations ``[b, j]``, or an empty list; and the last iteration's
             couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None if they are not requested or all are 1/j.
         """
+        x = children[0]
+        torch._assert(x.shape[-1] == self.in_dim, "wrong pose dimension for this routing layer")
+        numbers = x.flatten(1).shape[1]
+        torch._assert(
+            numbers == self.in_caps * self.in_dim, "wrong number of child capsules for this routing layer"
+        )
         poses, active, couplings = self.compute(children + activations, num_iters, need_couplings)
         return poses, active, couplings
 
