@@ -82,7 +82,7 @@ def compile_program(
     """Compile a ``torch.export`` program for a device of this machine.
 
     Args:
-        program: the program, or a ``.pt2`` file from ``torch.export.save``.
+        program: the program, or a ``.pt2`` file from ``torch.export.save``; reading a file can run code that is in it.
         path: package to write.
         device: ``cpu`` or ``cuda``; None selects CUDA if available.
 
@@ -116,7 +116,7 @@ def compile_program(
 
 def recompile_command(package: str = RECOMPILED) -> str:
     """The command that compiles the portable program on another machine."""
-    return f"python -m capszoo.export.to_aoti {PROGRAM} {package}"
+    return f"python -m capszoo.export.to_aoti {PROGRAM} {package} --trust"
 
 
 def write(
@@ -184,6 +184,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("program", help="the .pt2 file that torch.export.save wrote")
     parser.add_argument("out", help="package to write (.pt2)")
+    parser.add_argument(
+        "--trust", action="store_true", help="the program is yours: reading one can run code that is in it"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     options = parser.parse_args(arguments)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -191,6 +194,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if not program.is_file():
             raise CapszooError(f"there is no file {program}")
+        if not options.trust:
+            raise CapszooError(
+                f"{program}: reading a program can run code that is in it", "if you made it, add --trust"
+            )
         if out.is_dir():
             raise CapszooError(f"{out} is a folder", "give the name of a .pt2 file")
         with workplace(out.with_suffix(".pt2"), folder=True) as work:

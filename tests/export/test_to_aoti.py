@@ -106,18 +106,32 @@ def test_a_package_takes_images_in_rows_whatever_their_memory_order() -> None:
 
 
 def test_the_command_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert to_aoti.main([str(tmp_path / "missing.pt2"), str(tmp_path / "out.pt2")]) == 1
+    def main(*arguments: object) -> int:
+        return to_aoti.main([*map(str, arguments), "--trust"])
+
+    assert main(tmp_path / "missing.pt2", tmp_path / "out.pt2") == 1
     (tmp_path / "bad.pt2").write_text("no program")
-    assert to_aoti.main([str(tmp_path / "bad.pt2"), str(tmp_path / "out.pt2"), "--device", "cpu"]) == 1
-    assert to_aoti.main([str(tmp_path / "bad.pt2"), str(tmp_path), "--device", "cpu"]) == 1
+    assert main(tmp_path / "bad.pt2", tmp_path / "out.pt2", "--device", "cpu") == 1
+    assert main(tmp_path / "bad.pt2", tmp_path, "--device", "cpu") == 1
     *lines, last = capsys.readouterr().err.splitlines()
     assert f"{tmp_path} is a folder" in last
     if not torch.cuda.is_available():
-        assert to_aoti.main([str(tmp_path / "bad.pt2"), str(tmp_path / "out.pt2"), "--device", "cuda"]) == 1
+        assert main(tmp_path / "bad.pt2", tmp_path / "out.pt2", "--device", "cuda") == 1
         assert "there is no CUDA device here" in capsys.readouterr().err
     assert len(lines) == 2 and lines[0].startswith("error: there is no file")
     assert "no program of torch.export can be read" in lines[1]
     assert [file.name for file in tmp_path.iterdir()] == ["bad.pt2"]
+
+
+def test_a_program_is_read_only_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.export, "load", lambda *_: pytest.fail("it was read"))
+    (tmp_path / "program.pt2").write_text("any")
+    assert to_aoti.main([str(tmp_path / "program.pt2"), str(tmp_path / "out.pt2")]) == 1
+    assert (
+        "reading a program can run code that is in it: if you made it, add --trust" in capsys.readouterr().err
+    )
 
 
 def test_a_package_that_is_compiled_again_is_compared_with_the_stored_answers(
@@ -145,7 +159,7 @@ def test_a_package_that_is_compiled_again_is_compared_with_the_stored_answers(
 
     monkeypatch.setattr(to_aoti, "compile_program", compiled)
     monkeypatch.setattr(to_aoti, "AotiRunner", Package)
-    command = [str(out / "program.pt2"), str(out / "model.pt2"), "--device", "cpu"]
+    command = [str(out / "program.pt2"), str(out / "model.pt2"), "--device", "cpu", "--trust"]
     assert to_aoti.main(command) == 0 and "of the largest output on 4 inputs" in capsys.readouterr().out
     assert (out / "model.pt2").read_text() == "package"
     (out / "model.pt2").unlink()
