@@ -23,6 +23,7 @@ from .reading import default_background, flatten
 
 __all__ = [
     "IMAGE_SUFFIXES",
+    "FORMATS",
     "JPEG_SCALE",
     "MAX_PIXELS",
     "files_below",
@@ -133,11 +134,38 @@ def pixel_limit() -> int:
     return int(stated)
 
 
+#: Pillow's formats that are read. Others open further files inside (IPTC), run programs (EPS, refused by its name), or
+#: decode before their size can be refused (icons).
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "MPO",
+    "BMP",
+    "DIB",
+    "GIF",
+    "WEBP",
+    "TIFF",
+    "PPM",
+    "JPEG2000",
+    "AVIF",
+    "TGA",
+    "PCX",
+    "SGI",
+)
+
+
 @cache
 def image_formats() -> tuple[str, ...]:
-    """Pillow's formats that are read: all but icons, which Pillow decodes before their size can be refused."""
+    """Those of `FORMATS` that this Pillow has, and EPS, which is recognised to be refused in clear words."""
     Image.init()
-    return tuple(name for name in Image.ID if name not in ("ICO", "CUR", "ICNS"))
+    return tuple(name for name in (*FORMATS, "EPS") if name in Image.OPEN)
+
+
+def decoded_pixels(image: Image.Image) -> int:
+    """Pixels that decoding an opened image allocates: of the image, or of a TIFF's tile if that is larger."""
+    tags = getattr(image, "tag_v2", None) or {}
+    width, height = (int(tags.get(tag) or 0) for tag in (322, 323))  # TileWidth, TileLength
+    return max(image.width * image.height, width * height)
 
 
 def open_image(
@@ -171,10 +199,11 @@ def open_image(
         with Image.open(file, formats=image_formats()) as image:
             if image.format == "EPS":  # whatever the file's suffix, Pillow would run Ghostscript to decode it
                 raise CapszooError(f"{name}: in PostScript", "save it as PNG")
-            if image.width * image.height > limit:
-                raise CapszooError(
-                    f"{name}: {image.width}x{image.height} are more than {limit:,} pixels", smaller
-                )
+            if decoded_pixels(image) > limit:
+                what = f"{image.width}x{image.height}"
+                if image.width * image.height <= limit:
+                    what += " in tiles that"
+                raise CapszooError(f"{name}: {what} are more than {limit:,} pixels", smaller)
             if side is not None:
                 smallest = JPEG_SCALE * side
                 image.draft({1: "L", 3: "RGB"}.get(channels or 0), (smallest, smallest))

@@ -175,6 +175,45 @@ def test_postscript_is_not_handed_to_ghostscript(
     assert image_mode(path, path) in ("L", "RGB"), "reads the header alone"
 
 
+def test_an_image_within_an_image_is_not_opened(
+    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An IPTC file is a wrapper: Pillow would open what is inside with every format, PostScript too."""
+
+    def field(record: int, number: int, value: bytes) -> bytes:
+        return bytes((0x1C, record, number)) + struct.pack(">H", len(value)) + value
+
+    inner = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    size = struct.pack(">H", 8)
+    head = field(3, 60, b"\1\0") + field(3, 20, size) + field(3, 30, size) + field(3, 120, b"\5")
+    path = tmp_path / "wrapped.png"
+    path.write_bytes(head + field(8, 10, inner))
+    Image.init()
+    assert Image.OPEN["IPTC"], "the test is of a format that Pillow has"
+    for read, error in ((open_image, CapszooError), (infer.open_image, OSError)):
+        with pytest.raises(error, match="not an image|cannot identify"):
+            read(path)
+    assert infer.FORMATS == [*images.FORMATS, "EPS"]
+
+
+def test_a_tile_that_is_larger_than_its_image(infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TIFF of one pixel may state a tile of any size, which is decoded as a whole."""
+    side, entries = 24_000, []
+    for tag, kind, value in (
+        *((256, 4, 1), (257, 4, 1), (258, 3, 8), (259, 3, 8), (262, 3, 1), (277, 3, 1)),
+        *((322, 4, side), (323, 4, side), (324, 4, 200), (325, 4, 20)),
+    ):
+        entries.append(struct.pack("<HHI", tag, kind, 1) + struct.pack("<I", value))
+    path = tmp_path / "tile.tif"
+    header = b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+    path.write_bytes(header.ljust(200, b"\0") + zlib.compress(bytes(100)).ljust(20, b"\0"))
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(CapszooError, match="tile.tif: 1x1 in tiles that are more than 64,000,000 pixels"):
+        open_image(path)
+    with pytest.raises(ValueError, match="tiles of more than 64,000,000 pixels: see --max-pixels"):
+        infer.open_image(path)
+
+
 def test_16_bit_transparent_colour(infer, tmp_path: Path) -> None:
     """PNG's tRNS of 16-bit RGB: Pillow reads the pixels as 8 bits and leaves the colour as 16."""
     raw = b"".join(b"\0" + struct.pack(">6H", 0x1234, 0x5678, 0x9ABC, 0xFFFF, 0, 0) for _ in range(2))

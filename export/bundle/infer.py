@@ -24,6 +24,8 @@ from PIL import Image, ImageChops, ImageOps
 BACKGROUNDS = {"black": 0, "white": 255}
 VANISHES_BELOW = 32  # of 255: mean difference from the background
 FITTED = 20 / 28  # ratio of the size of MNIST's digits to the side of the frame
+# Pillow's other formats open further files, run programs, or decode before their size can be refused. EPS is refused.
+FORMATS = "PNG JPEG MPO BMP DIB GIF WEBP TIFF PPM JPEG2000 AVIF TGA PCX SGI EPS".split()
 HERE = Path(__file__).resolve().parent
 MAX_PIXELS = 64_000_000
 RESAMPLING = {
@@ -39,15 +41,16 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
         Image.MAX_IMAGE_PIXELS = max_pixels
     Image.init()
-    # Pillow decodes icons when it opens them, before their size can be refused
-    formats = [name for name in Image.ID if name not in ("ICO", "CUR", "ICNS")]
-    with Image.open(path, formats=formats) as file:
+    with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as file:
         if file.format == "EPS":  # Pillow would run Ghostscript
             raise ValueError("in PostScript: save it as PNG")
         if file.width * file.height > max_pixels:
             raise ValueError(
                 f"{file.width}x{file.height} are more than {max_pixels:,} pixels: see --max-pixels"
             )
+        tags = getattr(file, "tag_v2", None) or {}  # a TIFF's tile is decoded as a whole
+        if int(tags.get(322) or 0) * int(tags.get(323) or 0) > max_pixels:
+            raise ValueError(f"tiles of more than {max_pixels:,} pixels: see --max-pixels")
         if file.mode == "LAB":
             raise ValueError("in LAB colours: save it in grey or RGB")
         file.load()
