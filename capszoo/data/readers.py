@@ -239,6 +239,31 @@ def _unpacked_bytes(groups: Any, columns: Sequence[str]) -> int:
     )
 
 
+def _read_columns(path: Path, columns: list[str], stated: int) -> Any:
+    """Columns of a parquet file, in parts, because a value that is stored once may stand in every row.
+
+    Args:
+        path: of the file.
+        columns: their names.
+        stated: unpacked bytes by its metadata, so that no value has more.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parts, size = [], 0
+    with pq.ParquetFile(path) as file:
+        rows = min(max(MAX_FILE_BYTES // max(stated, 1), 1), 4096)
+        for part in file.iter_batches(batch_size=rows, columns=columns):
+            size += part.nbytes
+            if size > 2 * MAX_FILE_BYTES:
+                raise DataError(
+                    f"{path} unpacks to over {size:,} bytes, too much for memory: use hf:{path.parent}"
+                )
+            parts.append(part)
+        known = pa.schema([file.schema_arrow.field(name) for name in columns])
+    return pa.Table.from_batches(parts, parts[0].schema if parts else known)
+
+
 def _parquet_table(path: Path) -> tuple[Any, str, str]:
     """One parquet shard, and the names of its columns of images and labels; raises `DataError` for any other file."""
     try:
@@ -256,7 +281,7 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
         whole = _unpacked_bytes(groups, (image_column, label_column))
         if whole > 2 * MAX_FILE_BYTES or groups.num_rows > MAX_FILE_BYTES // 8:
             raise DataError(f"{path} unpacks to {whole:,} bytes, too much for memory: use hf:{path.parent}")
-        table = pq.read_table(path, columns=[image_column, label_column])
+        table = _read_columns(path, [image_column, label_column], whole)
     except (OSError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{path} is not a readable parquet file: {reason}") from error

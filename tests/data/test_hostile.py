@@ -106,6 +106,17 @@ def test_class_names_that_cannot_be_read_are_none(tmp_path: Path, stated: bytes)
     assert parquet_label_names(_table(tmp_path, [_png()] * 3, metadata=named)) == ("a", "b", "c")
 
 
+def test_a_value_that_stands_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has it once, and so has the size that its metadata state."""
+    monkeypatch.setattr(readers, "MAX_FILE_BYTES", 4_000_000)
+    values = pa.array([bytes(200_000)] * 500, pa.binary())
+    path = tmp_path / "train-0.parquet"
+    pq.write_table(pa.table({"image": values, "label": [0] * 500}), path, compression="zstd")
+    assert path.stat().st_size < 2_000
+    with pytest.raises(DataError, match="train-0.parquet unpacks to over .*, too much for memory: use hf:"):
+        read_parquet([path], 1)
+
+
 def test_damaged_tables_are_one_line(tmp_path: Path) -> None:
     path = _table(tmp_path, [_png()] * 6)
     content = path.read_bytes()
