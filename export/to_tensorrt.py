@@ -114,14 +114,15 @@ def built_later(folder: Path, name: str) -> set[str]:
     """Files that a user of a bundle makes in it: engine, its copy for Triton, timing cache, AOTInductor's package."""
     files = {*BUILT, RECOMPILED, f"triton-tensorrt/{name}/1/model.plan"}
     cache = stated_option(folder, "timing_cache")
-    return files | ({Path(os.path.normpath(Path(_FOLDER) / cache)).as_posix()} if cache else set())
+    named = isinstance(cache, str) and cache
+    return files | ({Path(os.path.normpath(Path(_FOLDER) / cache)).as_posix()} if named else set())
 
 
 def stated_option(folder: Path, option: str) -> Any:
     """A build option of a bundle's engine (:class:`.BuildOptions`); None if its profile does not state it."""
     try:
         return json.loads((folder / _FOLDER / "profile.json").read_text("utf-8"))["options"][option]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from capszoo._catalogue import architectures, checkpoints, is_path
 from capszoo._npz import read_npz
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import label_lines, load_model
@@ -25,6 +26,10 @@ from . import infer
 from .manifest import read_manifest, state_digest
 
 __all__ = ["BundleCheck", "check_bundle", "compare_bundle", "open_runner"]
+
+
+#: Most inputs that an export stores in reference.npz, unless its smallest batch has more.
+MOST_INPUTS = 16
 
 
 @dataclass
@@ -59,17 +64,8 @@ def check_bundle(folder: str | os.PathLike[str], model: str | None = None) -> Bu
     folder = Path(folder)
     manifest = read_manifest(folder)
     check = BundleCheck(str(folder))
-    wrong: list[str] = []
-    rebuilt: list[str] = []
-    replaceable = to_tensorrt.built_later(folder, manifest["name"])
-    for file, digest in manifest["files"].items():
-        if not (folder / file).is_file():
-            wrong.append(f"{file} is missing")
-        elif sha256_of(folder / file) != digest:  # an engine may have been built again, on the target's GPU
-            (rebuilt if file in replaceable else wrong).append(f"{file} is not the one that was written")
-    whole = f"{len(manifest['files'])} files" + "".join(f"; {found}" for found in rebuilt)
-    check.steps.append(GateStep("sha256 of the files", not wrong, "; ".join(wrong) or whole))
-    if wrong:
+    check.steps.append(_same_files(folder, manifest))
+    if not check.steps[-1].passed:
         return check  # files that differ from the manifest are not checked further
     check.steps.append(_client_files(folder, manifest))
     require_libraries(True)
@@ -82,6 +78,10 @@ def check_bundle(folder: str | os.PathLike[str], model: str | None = None) -> Bu
     images, expected = stored["images"], stored["scores"]
     if not images.size or not expected.size:
         raise CapszooError(f"{folder / 'reference.npz'}: holds no inputs", "export again")
+    if len(images) > max(int(manifest["batch"]["min"]), MOST_INPUTS):
+        raise CapszooError(
+            f"{folder / 'reference.npz'}: holds {len(images)} inputs, too many", "export again"
+        )
     index = [output["name"] for output in manifest["outputs"]].index("scores")
     try:
         got = runner(images)[index]
@@ -113,6 +113,20 @@ def _engine(
     except CapszooError as error:
         return GateStep(name, False, f"does not run: {error.message}")
     return _verified(name, expected, got, manifest)
+
+
+def _same_files(folder: Path, manifest: dict[str, Any]) -> GateStep:
+    """Compare the files with the sha256 in the manifest."""
+    wrong: list[str] = []
+    rebuilt: list[str] = []
+    replaceable = to_tensorrt.built_later(folder, manifest["name"])
+    for file, digest in manifest["files"].items():
+        if not (folder / file).is_file():
+            wrong.append(f"{file} is missing")
+        elif sha256_of(folder / file) != digest:  # an engine may have been built again, on the target's GPU
+            (rebuilt if file in replaceable else wrong).append(f"{file} is not the one that was written")
+    whole = f"{len(manifest['files'])} files" + "".join(f"; {found}" for found in rebuilt)
+    return GateStep("sha256 of the files", not wrong, "; ".join(wrong) or whole)
 
 
 def _client_files(folder: Path, manifest: dict[str, Any]) -> GateStep:
@@ -195,6 +209,8 @@ def _original(manifest: dict[str, Any], model: str | None = None) -> PreparedMod
     source = model or about["source"]
     if not source:
         raise CapszooError("the bundle does not say where its model comes from", "name it: --model")
+    if model is None and not _is_at_hand(source):
+        raise CapszooError(f"{source} is not fetched on a bundle's word", "name it: --model")
     try:
         net, size = load_model(source, device="cpu"), tuple(manifest["input"]["size"])
     except (CapszooError, WeightsError, ValueError, OSError) as e:
@@ -221,6 +237,13 @@ def _original(manifest: dict[str, Any], model: str | None = None) -> PreparedMod
         batch=(batch["min"], batch["usual"], batch["max"]),
         uint8_input=manifest["input"]["dtype"] == "uint8",
     )
+
+
+def _is_at_hand(source: str) -> bool:
+    """Whether a model is the zoo's or lies on this machine, so that no repository of a stranger is fetched."""
+    if source in checkpoints() or source in architectures():
+        return True
+    return is_path(source) and not source.replace("_", "-").startswith("hf-hub:")
 
 
 def open_runner(
@@ -305,14 +328,21 @@ def compare_bundle(
     """
     if len(kinds) < 2:
         raise UsageError("a bundle is timed against a reference", f"name two of {', '.join(compare.RUNNERS)}")
-    manifest = read_manifest(folder)
+    place, manifest = Path(folder), read_manifest(folder)
+    require_libraries(True)
+    for step in (_same_files(place, manifest), _structure(place / "model.onnx", manifest)):
+        if not step.passed:
+            raise CapszooError(
+                f"{place}: {step.name}: {step.detail}", "export again; capszoo check shows the rest"
+            )
     spec = manifest["input"]
     smallest, largest = manifest["batch"]["min"], manifest["batch"]["max"]
-    runners = [open_runner(kind, folder, manifest, model) for kind in kinds]
+    runners = [open_runner(kind, place, manifest, model) for kind in kinds]
     if files:
         inputs = np.stack([infer.read_picture(load_image(file), spec)[0] for file in files])
     else:
-        inputs = compare.probe_input("random", (largest, spec["channels"], *spec["size"]), 0, spec["dtype"])
+        count = max(min(max(batches), largest), smallest)
+        inputs = compare.probe_input("random", (count, spec["channels"], *spec["size"]), 0, spec["dtype"])
     gathered: list[list[list[np.ndarray]]] = [[] for _ in runners]
     for start in range(0, len(inputs), largest):
         chunk = inputs[start : start + largest]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,9 @@ __all__ = [
 
 #: Our limit; TensorRT's is 8 dimensions.
 MAX_RANK = 6
+
+#: Elements of a tensor for each image of the batch: half a GiB in float32.
+MAX_IMAGE_ELEMENTS = 2**27
 
 #: Control flow, and operators that TensorRT refuses, runs slowly or imports naively.
 FORBIDDEN_OPS = frozenset(
@@ -125,6 +129,10 @@ def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 3
             sizes = shape_of(value) if value is not None else ("?",)
             if any(not isinstance(size, int) for size in sizes):
                 problems.append(f"{output} ({node.op_type}) has no inferable shape")
+            elif math.prod(int(size) for size in sizes) > MAX_IMAGE_ELEMENTS * count:
+                problems.append(
+                    f"{output} ({node.op_type}) has {list(sizes)} elements for {count} images, too many"
+                )
             elif len(sizes) > MAX_RANK:
                 what = f"{output} ({node.op_type})"
                 problems.append(f"{what} has {len(sizes)} dimensions, the limit is {MAX_RANK}")

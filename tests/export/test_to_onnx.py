@@ -539,6 +539,10 @@ def test_rules() -> None:
     assert any("symbolic beyond its batch" in p for p in inspect_graph(_graph("Relu", ["batch", "n"])))
     assert any("not on the list" in p for p in inspect_graph(_graph("Bernoulli", ["batch", 3])))
     assert any("Einsum" in p for p in inspect_graph(_graph("Einsum", ["batch", 3], equation="bn->bn")))
+    huge = any(
+        "elements for 3 images, too many" in p for p in inspect_graph(_graph("Relu", ["batch", 2**28]))
+    )
+    assert huge, "a tensor of a GiB for each image"
     seven: list[object] = ["batch", 1, 1, 1, 1, 1, 2]
     assert any("7 dimensions" in p for p in inspect_graph(_graph("Relu", seven)))
     assert any("float64" in p for p in inspect_graph(_graph("Relu", ["batch", 3], onnx.TensorProto.DOUBLE)))

@@ -591,6 +591,38 @@ def test_eager_needs_the_same_weights(served: tuple[Path, dict[str, Any]], tmp_p
     moved = {**served[1], "model": {**served[1]["model"], "source": str(tmp_path / "moved")}}
     with pytest.raises(CapszooError, match="moved, which the bundle was made from: .*: name it: --model"):
         bundle.open_runner("eager", served[0], moved)
+    for stranger in ("hf-hub:someone/huge", "hf_hub:someone/huge", "vit_huge_patch14_224.mae"):
+        named = {**served[1], "model": {**served[1]["model"], "source": stranger}}
+        with pytest.raises(CapszooError, match="is not fetched on a bundle's word: name it: --model"):
+            bundle.open_runner("eager", served[0], named)
+
+
+def test_a_bundle_asks_for_no_more_work_than_an_export_writes(
+    served: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = Path(shutil.copytree(served[0], tmp_path / "copy"))
+    np.savez_compressed(
+        copied / "reference.npz",
+        images=np.zeros((17, 1, 28, 28), np.float32),
+        scores=np.zeros((17, 10), np.float32),
+    )
+    with pytest.raises(
+        CapszooError, match="sha256 of the files: reference.npz is not the one that was written"
+    ):
+        compare_bundle(copied, ("eager", "onnxruntime"))
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["files"]["reference.npz"] = sha256_of(copied / "reference.npz")
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CapszooError, match="reference.npz: holds 17 inputs, too many"):
+        check_bundle(copied)
+    seen = []
+    monkeypatch.setattr(
+        compare.OnnxRunner,
+        "__call__",
+        lambda self, images: (seen.append(len(images)), [np.zeros((len(images), 10))])[1],
+    )
+    compare_bundle(copied, ("onnxruntime", "onnxruntime"), batches=(2,), repeats=1)
+    assert max(seen) == 2, "not the 8 of the bundle's profile"
 
 
 def test_runners_are_timed_in_turns() -> None:
