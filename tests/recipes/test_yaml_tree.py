@@ -65,6 +65,16 @@ def test_what_is_refused_is_one_line(text: str, tmp_path: Path) -> None:
     assert time.monotonic() - start < 5
 
 
+def test_a_key_that_stands_twice() -> None:
+    with pytest.raises(YamlError, match="line 3: 'epochs' is stated twice"):
+        read_yaml("epochs: 20\nlr: 0.1\nepochs: 2\n")
+    assert read_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [{x: 1}, {x: 2}]") == {
+        "a": {"x": 1},
+        "b": {"x": 1, "y": 2},
+        "c": [{"x": 1}, {"x": 2}],
+    }
+
+
 def test_a_profile_of_nested_anchors(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     levels = "".join(f"    a{k}: &m{k} {{a: *m{k - 1}, b: *m{k - 1}}}\n" for k in range(1, 27))
