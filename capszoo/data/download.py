@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +13,9 @@ from .._files import created_folder, expanded, not_writable
 from .errors import DataError
 
 __all__ = ["RemoteFile", "fetch", "remote_files"]
+
+#: Seconds without an answer after which an address is given up.
+SILENT_SECONDS = 60.0
 
 _TORONTO = "https://www.cs.toronto.edu/~kriz"
 _NYU = "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small"
@@ -114,6 +120,17 @@ def fetch(name: str, split: str, folder: str | Path) -> Path:
     return target
 
 
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Give up new connections that are silent for so long: torchvision's `download_url` has no such argument."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
 def _fetch_file(file: RemoteFile, target: Path) -> None:
     from urllib.error import URLError
 
@@ -125,7 +142,8 @@ def _fetch_file(file: RemoteFile, target: Path) -> None:
     partial = target / f"{file.name}.part"
     for url in file.urls:
         try:
-            download_url(url, str(target), partial.name, file.md5)
+            with _time_limit(SILENT_SECONDS):
+                download_url(url, str(target), partial.name, file.md5)
             partial.replace(target / file.name)
             return
         except (URLError, TimeoutError, ConnectionError) as error:

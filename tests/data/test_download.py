@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import socket
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -84,6 +85,16 @@ def test_a_wrong_checksum_leaves_nothing(
     with pytest.raises(DataError, match="has another md5 than 0{32}; nothing was kept"):
         fetch("cifar100", "train", tmp_path / "here")
     assert not (tmp_path / "here").exists(), "the folders neither"
+
+
+def test_a_silent_address_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download_module, "SILENT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
+        file = RemoteFile((f"http://127.0.0.1:{silent.getsockname()[1]}/x.gz",), "0" * 32)
+        monkeypatch.setattr(download_module, "remote_files", lambda name, split: (file,))
+        with pytest.raises(DataError, match="cannot fetch x.gz: .*timed out"):
+            fetch("mnist", "test", tmp_path / "here")
+    assert socket.getdefaulttimeout() is None and not (tmp_path / "here").exists()
 
 
 def test_mirrors_and_truncated_files(

@@ -56,6 +56,9 @@ def fetch_repository(repository: str, folder: str | Path) -> Path:
     """Download a data set's repository from the Hub to `folder`/OWNER/NAME, except files that already exist."""
     from huggingface_hub import snapshot_download
 
+    from capszoo._hub import limit_hub_waits
+
+    limit_hub_waits()
     target = expanded(folder) / repository
     try:
         snapshot_download(repository, repo_type="dataset", local_dir=target)
