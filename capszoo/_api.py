@@ -22,6 +22,7 @@ from torch import nn
 
 from ._catalogue import shell_pattern
 from ._devices import check_device
+from ._own_facts import own_facts, set_own_facts
 from ._suggest import unknown_name
 from .errors import UnknownArgument, UnknownModel, UsageError, WeightsError
 from .models import MODULES
@@ -70,6 +71,9 @@ def list_models(
     )
     wanted = [shell_pattern(one) for one in _several(filter)]
     unwanted = _several(exclude_filters)  # as in timm: a word is the whole name
+    if pretrained:  # as in timm: a pattern without a tag is of the architecture
+        wanted += [f"{one}.*" for one in wanted if "." not in one]
+        unwanted += [f"{one}.*" for one in unwanted if "." not in one]
     return [
         name
         for name in names
@@ -143,7 +147,7 @@ def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[s
     about: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     about.pop("state_dict", None)
     if config.own_keys:
-        about["capszoo"] = {**(about.get("capszoo") or {}), **config.own_keys}
+        set_own_facts(about, {**own_facts(about), **config.own_keys})
     if source == "hf-hub":
         about["hf_hub_id"] = target
     return model
@@ -205,7 +209,7 @@ def create_model(
         return _create_described(source, target, pretrained, kwargs)
     model = timm.create_model(name, pretrained=pretrained, **kwargs)
     cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    own = (cfg.get("capszoo") or {}).get("model_args", {})
+    own = own_facts(cfg).get("model_args", {})
     if "backbone" in own:  # timm recorded the caller's, which may name a folder and weights
         recorded: Any = model._model_args
         recorded.pop("backbone_pretrained", None)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ._own_facts import own_facts, set_own_facts
 from .errors import WeightsError
 from .scores import SCORE_KINDS
 
@@ -322,6 +323,7 @@ def _check_argument(value: Any, where: str, key: str, depth: int) -> None:
 def described(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The description of a model in a stranger's ``pretrained_cfg``, checked; drops sources and unknown keys."""
     taken = {key: _CHECKS[key](cfg[key], where, key) for key in _DESCRIBED if cfg.get(key) is not None}
+    set_own_facts(taken, {})  # they are checked by themselves (`own_keys`)
     for key in ("pool_size", "first_conv", "classifier"):  # timm distinguishes null from absent for these
         if key in cfg:
             taken.setdefault(key, None)
@@ -341,6 +343,19 @@ def _object_size(value: Any, where: str, key: str) -> list[int]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise WeightsError(f"{where}: {key} must be two numbers, [height, width], not {_short(value)}")
     return [_whole(side, where, key, 1, MAX_INPUT_PIXELS) for side in value]
+
+
+def check_object_size(own: Mapping[str, Any], input_size: Sequence[int], where: str) -> None:
+    """Refuse objects that are larger than the canvas that they are placed on.
+
+    Raises:
+        WeightsError: a side of ``object_size`` is larger than that of ``input_size``.
+    """
+    sides: Sequence[int] = own.get("object_size") or ()
+    if any(side > frame for side, frame in zip(sides, input_size[-2:], strict=False)):
+        raise WeightsError(
+            f"{where}: object_size is {sides[0]}x{sides[1]}, larger than the input, {input_size[-2]}x{input_size[-1]}"
+        )
 
 
 #: Keys of metadata whose values are objects.
@@ -403,11 +418,14 @@ def own_keys(value: Any, where: str, prefix: str = "capszoo.") -> dict[str, Any]
 
 def _stated_args(raw: Mapping[str, Any], stated: Mapping[str, Any]) -> Any:
     """The arguments of the model: timm's, over those that the model itself records (timm before 1.0.31 has none)."""
-    own, given = stated.get("capszoo"), raw.get("model_args")
-    recorded = own.get("model_args") if isinstance(own, dict) else None
+    given, recorded = raw.get("model_args"), own_facts(stated).get("model_args")
     if not isinstance(recorded, dict):
         return given
-    return {**recorded, **given} if isinstance(given, dict) else given or recorded
+    if not isinstance(given, dict):
+        return given or recorded
+    # of a backbone from elsewhere, timm has the caller's name, and the model the architecture and its arguments
+    own_backbone = {key: recorded[key] for key in ("backbone", "backbone_args") if key in recorded}
+    return {**recorded, **given, **own_backbone}
 
 
 @dataclass(frozen=True)
@@ -419,7 +437,7 @@ class ModelConfig:
         cfg: keys of timm's ``PretrainedCfg`` that describe the model, without sources of weights.
         model_args: arguments of the architecture.
         sha256: of ``model.safetensors``, if stated.
-        own_keys: the zoo's keys (``config["capszoo"]``), see `own_keys`.
+        own_keys: the zoo's keys, see `own_keys`.
     """
 
     architecture: str
@@ -454,5 +472,6 @@ class ModelConfig:
         cfg["architecture"] = architecture
         sha256 = checked_value(raw, "sha256", where, default=None)
         # timm's `save_for_hf` writes the whole of a model's `pretrained_cfg`
-        own = own_keys(raw.get("capszoo") or stated.get("capszoo"), where)
+        own = own_keys(raw.get("capszoo") or own_facts(stated), where)
+        check_object_size(own, cfg.get("input_size", (3, 224, 224)), where)
         return cls(architecture, cfg, args, sha256, own)

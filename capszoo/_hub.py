@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 from .errors import CapszooError, UsageError
 
-__all__ = ["PublishError", "check_repo_id", "upload"]
+__all__ = ["PublishError", "check_repo_id", "is_hub_error", "limit_hub_waits", "upload"]
 
 ResultT = TypeVar("ResultT")
 
@@ -42,6 +43,53 @@ def check_repo_id(repo_id: str) -> None:
     except HFValidationError as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"the Hub takes no repository of this name ({reason})", remedy) from None
+
+
+def is_hub_error(error: BaseException) -> bool:
+    """True if the error comes from the Hub, the network or the disk, or was raised from such an error."""
+    from huggingface_hub.errors import HFValidationError
+
+    network = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # depends on the client's version
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (OSError, HFValidationError)) or type(cause).__module__.split(".")[0] in network:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+#: Seconds that a call to the Hub may wait without receiving data, unless ``CAPSZOO_HUB_TIMEOUT`` sets another limit.
+#: The client limits downloads by ``HF_HUB_ETAG_TIMEOUT`` and ``HF_HUB_DOWNLOAD_TIMEOUT``: 10 seconds, a few attempts.
+HUB_SECONDS = 60.0
+
+
+def limit_hub_waits() -> None:
+    """Set a time limit for calls of the Hub's client, which by default waits forever.
+
+    Raises:
+        UsageError: ``CAPSZOO_HUB_TIMEOUT`` is not a number of seconds above 0.
+    """
+    stated = os.environ.get("CAPSZOO_HUB_TIMEOUT", str(HUB_SECONDS))
+    try:
+        seconds = float(stated)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"CAPSZOO_HUB_TIMEOUT is '{stated[:60]}'", "give a number of seconds, such as 60")
+    from huggingface_hub.utils import get_session
+
+    session: Any = get_session()
+    if hasattr(session, "timeout"):
+        session.timeout = seconds  # httpx, in huggingface_hub 1.0 and newer; one client for the whole process
+        return
+    from huggingface_hub import configure_http_backend
+    from requests import Session  # type: ignore[import-untyped]
+
+    class Limited(Session):
+        def request(self, *arguments: Any, **options: Any) -> Any:
+            return super().request(*arguments, **{"timeout": seconds, **options})
+
+    configure_http_backend(backend_factory=Limited)
 
 
 def upload(
@@ -78,8 +126,6 @@ def upload(
     from huggingface_hub import HfApi
 
     import capszoo
-
-    from .models._pretrained import limit_hub_waits
 
     limit_hub_waits()
     api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
@@ -192,8 +238,6 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
         return PublishError(
             f"the Hub refuses {repo_id} ({status}: {reason})", "fix that, then run the command again"
         )
-    from .models._pretrained import is_hub_error
-
     if not is_hub_error(error):  # its client failed on the response: a redirect, or a page that is not JSON
         return PublishError(
             f"the Hub's answer is invalid ({type(error).__name__}: {reason})",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._checks import check_model_args, checked_sections, checked_value, read_json_object
+from ._checks import check_model_args, check_object_size, checked_sections, checked_value, read_json_object
 from ._checks import own_keys as checked_own_keys
 from .errors import CapszooError, WeightsError
 from .scores import SCORE_KINDS, kind_for
@@ -79,7 +79,7 @@ class WeightsInfo:
 
     @property
     def own_keys(self) -> dict[str, Any]:
-        """Facts for which timm's configuration has no field: a model's ``pretrained_cfg["capszoo"]``."""
+        """Facts for which timm's configuration has no field (see `capszoo._own_facts`)."""
         stated = {key: self.raw[key] for key in ("background", "object_size") if self.raw.get(key)}
         return stated | ({"score_kind": self.score_kind} if self.score_kind else {})
 
@@ -100,6 +100,7 @@ class WeightsInfo:
         where = str(path)
         raw = checked_sections(read_json_object(path), where)
         checked_own_keys(raw, where, prefix="")
+        check_object_size(raw, checked_value(raw, "input_size", where), where)
         return cls(
             architecture=checked_value(raw, "architecture", where),
             tag=checked_value(raw, "tag", where),

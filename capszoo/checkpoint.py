@@ -31,7 +31,9 @@ from torch import Tensor, nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
 from ._catalogue import is_path
+from ._hub import is_hub_error
 from ._metadata import WeightsInfo, default_weights, run_weights
+from ._own_facts import own_facts, set_own_facts
 from ._suggest import unknown_name
 from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
 from .models._builder import NO_SOURCE
@@ -41,7 +43,6 @@ from .models._pretrained import (
     bundled_tags,
     checked_pair,
     hub_config,
-    is_hub_error,
     load_safetensors,
     locate_weights,
 )
@@ -311,7 +312,7 @@ def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: d
             model = create(pretrained=pretrained, pretrained_cfg_overlay=overlay, **arguments)
     cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     cfg.pop("state_dict", None)
-    cfg["capszoo"] = {**(cfg.get("capszoo") or {}), **info.own_keys}
+    set_own_facts(cfg, {**own_facts(cfg), **info.own_keys})
     cfg["file"] = str(weights)  # the source; set only now, because timm would read it
     return model
 

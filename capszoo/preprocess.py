@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ._backgrounds import check_background
+from ._own_facts import own_facts
 from .errors import CapszooError, UsageError
 from .images import (
     IMAGE_SUFFIXES,
@@ -222,7 +223,7 @@ def model_transform(
             "call the module itself with a tensor [b, c, h, w], or create it with in_chans=1 or 3",
         )
     check_background(background)
-    own: dict[str, Any] = cfg.get("capszoo") or {}
+    own = own_facts(cfg)
     trained_on = tuple((cfg.get("input_size") or (0, 0, 0))[-2:])
     objects = tuple(own.get("object_size") or ()) if trained_on == (height, width) else ()
     trained_background = own.get("background") or default_background(channels)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ._own_facts import own_facts
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -46,7 +48,7 @@ def score_kind(model: Any) -> str:
     weights may have been trained with another one.
     """
     cfg = getattr(model, "pretrained_cfg", None) or {}
-    stated = (cfg.get("capszoo") or {}).get("score_kind")
+    stated = own_facts(cfg).get("score_kind")
     selected = getattr(model, "__dict__", {}).get("score_kind")
     if selected and not str(stated).startswith("label_"):
         stated = selected

@@ -52,6 +52,9 @@ from .weights import finished_run, golden_file, golden_outputs
 
 __all__ = ["PublishError", "publish", "publish_all", "stage"]
 
+#: Names of the files of a repository that we write.
+WRITTEN = {HUB_FILENAME, METADATA_FILENAME, "config.json", "README.md", GOLDEN, LABELS, CURVES, CONFUSION}
+
 #: Number of raw images for golden outputs if a run has none.
 GOLDEN_IMAGES = 4
 
@@ -217,8 +220,10 @@ def _staging(out: Path | None, replaces: bool = False) -> Iterator[Path]:
 
     With `replaces`, `out` may hold the files of an earlier call, which are then replaced.
     """
-    if out is not None and out.exists() and not (replaces and (out / "config.json").is_file()):
-        raise PublishError(f"{out} exists already", "name another folder, or remove it")
+    if out is not None and out.exists():
+        earlier = out.is_dir() and {file.name for file in out.iterdir()}
+        if not (replaces and earlier and "config.json" in earlier and earlier <= WRITTEN):
+            raise PublishError(f"{out} exists already", "name another folder, or remove it")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".publish-", dir=out.parent if out else None))
@@ -227,8 +232,16 @@ def _staging(out: Path | None, replaces: bool = False) -> Iterator[Path]:
         if out is not None:
             made.chmod(0o755)  # mkdtemp creates a folder that only its owner can read
             if out.exists():
-                shutil.rmtree(out)
-            made.rename(out)
+                old = made.with_name(f"{made.name}.old")
+                out.rename(old)
+                try:
+                    made.rename(out)
+                except OSError:
+                    old.rename(out)
+                    raise
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import capszoo
 from capszoo._metadata import default_weights
+from capszoo._own_facts import own_facts, set_own_facts
 from capszoo.models._pretrained import bundled_tags, sha256_of
 from capszoo.recipes.weights import canonical_keys, reading_keys
 from capszoo.scores import SCORE_KINDS, kind_for, probabilities, score_kind
@@ -148,13 +149,13 @@ def test_a_repository_of_other_weights_keeps_what_timm_has_no_field_for(tmp_path
         folder.mkdir()
         stage(file, "me/own", folder)
     else:
-        net.pretrained_cfg["capszoo"] = own
+        set_own_facts(net.pretrained_cfg, own)
         folder = tmp_path
         timm.models.save_for_hf(net, str(folder), safe_serialization=True)
     for create in (capszoo.create_model, timm.create_model):
         loaded = create(f"local-dir:{folder}", pretrained=True)
-        assert own.items() <= loaded.pretrained_cfg["capszoo"].items()
+        assert own.items() <= own_facts(loaded.pretrained_cfg).items()
         assert score_kind(loaded) == "label_lengths"
     # a configuration in memory is accepted as timm accepts it
     again = capszoo.create_model("resnet20_routingcaps", pretrained_cfg=dict(loaded.pretrained_cfg))
-    assert again.pretrained_cfg["capszoo"] == own, "not the arguments of another network"
+    assert own_facts(again.pretrained_cfg) == own, "not the arguments of another network"

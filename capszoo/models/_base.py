@@ -135,6 +135,9 @@ class CapsuleNet(nn.Module):
     #: Kind of the scores if the metadata do not state it (see `capszoo.scores`).
     score_kind = "logits"
 
+    #: True once :meth:`prune_intermediate_layers` has dropped layers of the head that a new class layer would need.
+    head_pruned = False
+
     #: What :meth:`coupling_map` normalises: the couplings, or a product with them.
     map_quantity = "coupling"
 
@@ -352,7 +355,10 @@ class CapsuleNet(nn.Module):
         Raises:
             ValueError: a number that is negative or too small for the head, or a pooling that the model does not have.
             TypeError: no whole number. Nothing is changed then.
+            RuntimeError: :meth:`prune_intermediate_layers` dropped the head.
         """
+        if self.head_pruned and (num_classes or global_pool):
+            raise RuntimeError("the head was pruned: create the network anew")
         num_classes = operator.index(num_classes)  # of numpy's integers too, which could not be saved
         if num_classes < 0:
             raise ValueError(f"num_classes must be 0 or more, not {num_classes}")

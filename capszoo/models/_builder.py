@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -20,6 +20,7 @@ from timm.models._pretrained import DefaultCfg, PretrainedCfg
 from torch import nn
 
 from capszoo._metadata import WeightsInfo, default_weights
+from capszoo._own_facts import own_facts, set_own_facts
 from capszoo._suggest import unknown_name
 from capszoo.errors import UnknownArgument, WeightsError
 
@@ -41,6 +42,7 @@ __all__ = [
     "NO_SOURCE",
     "UnknownArgument",
     "build_capsule_model",
+    "is_registered",
     "model_cfg",
     "stranger_cfg",
     "trusted_tag",
@@ -65,7 +67,7 @@ NO_SOURCE: dict[str, Any] = dict(
 _STRANGERS = ("hf-hub", "local-dir")
 
 #: Arguments that do not describe the network.
-_NOT_RECORDED = ("backbone_pretrained",)
+_NOT_RECORDED = ("backbone_pretrained", "cache_dir")
 
 #: Arguments that a saved configuration states by other keys, and that may change after the model has been created.
 _FOUND_IN_CFG = ("num_classes", "in_chans", "global_pool")
@@ -138,20 +140,33 @@ def _default_tag(variant: str) -> str | None:
     return info.tag if info else None
 
 
+def is_registered(given: Any, variant: str) -> bool:
+    """Whether a configuration is none, or the architecture's own, which timm's scripts resolve and give."""
+    if not given:
+        return True
+    if isinstance(given, str) or get_pretrained_cfg(variant) is None:
+        return False
+    return resolve_pretrained_cfg(variant, given, None) == resolve_pretrained_cfg(variant, None, None)
+
+
 def _without_own_keys(
     given: Any, overlay: Mapping[str, Any] | None
 ) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
     """A configuration and its overlay for timm, without the zoo's keys, for which timm has no field; and those keys.
 
-    A model's ``pretrained_cfg`` has them, and so has the ``config.json`` that timm's ``save_for_hf`` writes.
+    A model's ``pretrained_cfg`` has them (`capszoo._own_facts`), and so has the ``config.json`` that timm's
+    ``save_for_hf`` writes.
     """
     overlay = dict(overlay or {})
-    own_keys = overlay.pop("capszoo", None)
-    if isinstance(given, Mapping) and "capszoo" in given:
+    own_keys = own_facts(overlay) or None
+    set_own_facts(overlay, {})
+    if isinstance(given, PretrainedCfg):
+        given = {one.name: getattr(given, one.name) for one in fields(given)}
+    if isinstance(given, Mapping):
         given = dict(given)
-        stated = given.pop("capszoo")
         if own_keys is None and given.get("source") not in _STRANGERS:  # theirs are checked (`_own_keys`)
-            own_keys = stated
+            own_keys = own_facts(given) or None
+        set_own_facts(given, {})
     return given, overlay, own_keys
 
 
@@ -314,7 +329,7 @@ def build_capsule_model(
         kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
     )
     cfg = resolve_pretrained_cfg(variant, given, overlay)
-    if pretrained and not given and not cfg.has_weights and cfg.state_dict is None:
+    if pretrained and not cfg.has_weights and cfg.state_dict is None and is_registered(given, variant):
         cfg = resolve_pretrained_cfg(variant, _default_tag(variant), overlay)
     cache_dir = kwargs.pop("cache_dir", None)
     # timm read it from a repository or a folder; capszoo.create_model accepts less from there, and passes a state dict
@@ -325,8 +340,10 @@ def build_capsule_model(
     own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
     if stranger and (config := _stranger_config(cfg, cache_dir)):
         kwargs = {**{k: v for k, v in config.model_args.items() if k in own_args}, **kwargs}
-    # a name with a tag is one network, with its weights or without
-    if info and (pretrained or isinstance(given, str)):
+    if stranger:
+        kwargs.pop("backbone_pretrained", None)  # its weights are those of the whole network
+    # a name with a tag is one network, with its weights or without; timm's scripts give its configuration instead
+    if info and (pretrained or given):
         kwargs = {**info.model_args, **kwargs}
     if pretrained:
         cfg = _verified_source(cfg, variant, cache_dir)
@@ -339,11 +356,15 @@ def build_capsule_model(
         args = {name: value for name, value in args.items() if name in own_args}
         check_demand(partial(model_cls, **args), cfg.state_dict or {}, str(weights_id or variant))
 
+    for name in ("out_indices", "feature_cls"):
+        if kwargs.get(name) is not None and not kwargs.get("features_only"):
+            raise UnknownArgument(f"{variant}: {name} has no effect without features_only=True")
     if kwargs.get("features_only"):
         _check_extractor(kwargs.get("feature_cls"), kwargs.get("out_indices"))
         kwargs.setdefault("out_indices", None)
     model = build_model_with_cfg(
-        partial(_created, model_cls, own_args),  # type: ignore[arg-type]
+        # timm keeps cache_dir for itself; a backbone is downloaded to it, too
+        partial(_created, model_cls, own_args, cache_dir=cache_dir),  # type: ignore[arg-type]
         variant,
         pretrained,
         # without first_conv: older timm would adapt it as well, and only from three channels
@@ -403,5 +424,4 @@ def _record(model: Any, args: dict[str, Any], own_keys: Mapping[str, Any]) -> No
     kept = {"model_args": described} if described and _is_json(described) else {}
     # the arguments among them may be those of another network
     own = {key: value for key, value in own_keys.items() if key != "model_args"}
-    if own or kept:
-        model.pretrained_cfg["capszoo"] = {**own, **kept}
+    set_own_facts(model.pretrained_cfg, {**own, **kept})

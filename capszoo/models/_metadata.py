@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from capszoo._checks import (
     ModelConfig,
@@ -33,6 +35,8 @@ __all__ = [
 
 #: Elements that a model may have beyond those of its weights file: a decoder, masks, tables of positions.
 MAX_FRESH_NUMBERS = 32 * 2**20
+#: Modules that a model may have beyond 20 for each tensor of its file.
+MAX_FRESH_MODULES = 10_000
 
 
 @contextmanager
@@ -47,6 +51,24 @@ def fitting(where: str) -> Iterator[None]:
         raise WeightsError(f"{where}: the weights do not fit the model that is described ({reason})") from e
 
 
+@contextmanager
+def _module_limit(most: int, where: str) -> Iterator[None]:
+    """Within this context, the thread that registers more sub-modules than ``most`` gets a `WeightsError`."""
+    thread, count = threading.get_ident(), 0
+
+    def registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > most:
+            raise WeightsError(f"{where}: the metadata describe a model of over {most:,} modules")
+
+    handle = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def check_demand(
     create: Callable[[], nn.Module], state_dict: Mapping[str, Tensor], where: str, keys: Sequence[str] = ()
 ) -> None:
@@ -59,10 +81,11 @@ def check_demand(
         keys: parameters that the caller re-initialises, which are not counted.
 
     Raises:
-        WeightsError: the model has more elements than 1.1 times the file's plus :data:`MAX_FRESH_NUMBERS`, or one of
-            two tensors of the same name is floating-point and the other is not.
+        WeightsError: the model has more elements than 1.1 times the file's plus :data:`MAX_FRESH_NUMBERS`, or more
+            modules than 20 times the file's tensors plus :data:`MAX_FRESH_MODULES`; or one of two tensors of the same
+            name is floating-point and the other is not.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _module_limit(20 * len(state_dict) + MAX_FRESH_MODULES, where):
         try:
             model = create()
         except NotImplementedError:  # a few of timm's models compute with values, which do not exist here

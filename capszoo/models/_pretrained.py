@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from capszoo._hub import is_hub_error, limit_hub_waits
 from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, stored_file, weights_folders
-from capszoo.errors import UsageError
 
 from ._metadata import ModelConfig, WeightsError
 
@@ -38,7 +37,6 @@ __all__ = [
     "checked_pair",
     "download_weights",
     "hub_config",
-    "is_hub_error",
     "load_safetensors",
     "local_weights",
     "locate_weights",
@@ -132,53 +130,6 @@ def local_weights(folder: str | Path) -> tuple[Path, str | None]:
     return path, stated
 
 
-def is_hub_error(error: BaseException) -> bool:
-    """True if the error comes from the Hub, the network or the disk, or was raised from such an error."""
-    from huggingface_hub.errors import HFValidationError
-
-    network = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # depends on the client's version
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (OSError, HFValidationError)) or type(cause).__module__.split(".")[0] in network:
-            return True
-        cause = cause.__cause__
-    return False
-
-
-#: Seconds that a call to the Hub may wait without receiving data, unless ``CAPSZOO_HUB_TIMEOUT`` sets another limit.
-#: The client limits downloads by ``HF_HUB_ETAG_TIMEOUT`` and ``HF_HUB_DOWNLOAD_TIMEOUT``: 10 seconds, a few attempts.
-HUB_SECONDS = 60.0
-
-
-def limit_hub_waits() -> None:
-    """Set a time limit for calls of the Hub's client, which by default waits forever.
-
-    Raises:
-        UsageError: ``CAPSZOO_HUB_TIMEOUT`` is not a number of seconds above 0.
-    """
-    stated = os.environ.get("CAPSZOO_HUB_TIMEOUT", str(HUB_SECONDS))
-    try:
-        seconds = float(stated)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"CAPSZOO_HUB_TIMEOUT is '{stated[:60]}'", "give a number of seconds, such as 60")
-    from huggingface_hub.utils import get_session
-
-    session: Any = get_session()
-    if hasattr(session, "timeout"):
-        session.timeout = seconds  # httpx, in huggingface_hub 1.0 and newer; one client for the whole process
-        return
-    from huggingface_hub import configure_http_backend
-    from requests import Session  # type: ignore[import-untyped]
-
-    class Limited(Session):
-        def request(self, *arguments: Any, **options: Any) -> Any:
-            return super().request(*arguments, **{"timeout": seconds, **options})
-
-    configure_http_backend(backend_factory=Limited)
-
-
 def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig:
     """The ``config.json`` of a Hub repository; a damaged one in the client's cache is replaced by another download.
 
@@ -238,7 +189,7 @@ def download_weights(
     """Fetch the safetensors of a Hub repository (or take it from the client's cache), and verify it.
 
     If the newest file has another sha256, the one of the tag `sha256_tag` is taken: an older capszoo gets the weights
-    that it knows. A file with a wrong sha256 is removed from the cache, so that the next call downloads it again.
+    that it knows. A damaged file is removed from the cache, so that the next call downloads it again.
 
     Args:
         repo_id: ``user/repository``, with ``@revision`` unless it is the newest.
@@ -286,11 +237,17 @@ def download_weights(
         else:
             if sha256_of(tagged) == expected:
                 return tagged
-            _remove_cached(tagged)
-        _remove_cached(path)
+        # the client names large files by their sha256; an intact one may be what another version of capszoo needs
+        intact = path.resolve().name == actual
+        if not intact:
+            _remove_cached(path)
+        why = (
+            "they are not those that are expected: update capszoo, or ask the repository's owner"
+            if intact
+            else "damaged on its way, or another file; it has been removed from the cache, so try again"
+        )
         raise WeightsError(
-            f"{name}: the sha256 of {HUB_FILENAME} is {actual[:12]}…, not {expected[:12]}…: damaged on its way, or "
-            "another file; it has been removed from the cache, so try again"
+            f"{name}: the sha256 of {HUB_FILENAME} is {actual[:12]}…, not {expected[:12]}…: {why}"
         )
     return path
 

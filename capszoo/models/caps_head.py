@@ -11,7 +11,7 @@ backbone with any routing of :data:`capszoo.models._heads.HEADS`; :func:`attach_
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, List, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -20,6 +20,7 @@ from timm.models import register_model
 from timm.models._manipulate import group_parameters
 from torch import Tensor
 
+from capszoo._own_facts import own_facts, set_own_facts
 from capszoo.errors import UsageError
 from capszoo.preprocess import model_input_size
 
@@ -34,7 +35,7 @@ from ._backbones import (
 )
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels, to_2tuple
 from ._blocks import cifar_resnet_stages, freeze_batch_statistics, init_conv_weights
-from ._builder import build_capsule_model, model_cfg, zoo_cfgs
+from ._builder import build_capsule_model, is_registered, model_cfg, zoo_cfgs
 from ._heads import HEADS, CapsuleHead, head_arguments, unknown_routing
 
 __all__ = ["BackboneNet", "HeadNet", "PlainHeadResNet", "RoutedResNet", "SelfRoutingResNet", "attach_head"]
@@ -241,6 +242,10 @@ class RoutedResNet(_HeadResNet):
         self._build(layers, routing, options)
 
 
+#: Keys of a configuration that describe the images, which a `caps_head` has from its backbone.
+IMAGE_SETTINGS = ("mean", "std", "interpolation", "crop_pct")
+
+
 class BackboneNet(HeadNet):
     """Any timm backbone and a capsule head.
 
@@ -255,6 +260,7 @@ class BackboneNet(HeadNet):
         head_args: further arguments of the head's class.
         backbone_pretrained: load the backbone's weights; nothing is downloaded otherwise.
         backbone_args: further arguments of the backbone's network.
+        cache_dir: folder for the backbone's downloads.
         global_pool: ``"avg"``; ``""`` returns the feature map without classes.
         drop_rate: dropout of the class layer's input.
 
@@ -277,6 +283,7 @@ class BackboneNet(HeadNet):
         global_pool: str = "avg",
         drop_rate: float = 0.0,
         backbone_args: Optional[Dict[str, Any]] = None,
+        cache_dir: Optional[str] = None,
     ) -> None:
         options: Dict[str, Any] = dict(
             head_args or {}, proj_chans=proj_chans, max_grid=max_grid, drop_rate=drop_rate
@@ -289,7 +296,7 @@ class BackboneNet(HeadNet):
         super().__init__(num_classes, in_chans, img_size, global_pool, HEADS[routing].fixed_grid)
         if isinstance(backbone, str):
             backbone = create_backbone(
-                backbone, backbone_pretrained, in_chans, self.img_size, extra=backbone_args
+                backbone, backbone_pretrained, in_chans, self.img_size, cache_dir, backbone_args
             )
         features = BackboneFeatures(backbone, in_chans, self.img_size)
         self.backbone_cfg: Any = dict(getattr(backbone, "pretrained_cfg", None) or {})
@@ -378,16 +385,17 @@ class BackboneNet(HeadNet):
         if prune_head:
             self.reset_classifier(0, "")
             self.head = nn.Identity()
-        return features.model.prune_intermediate_layers(indices, prune_norm, prune_head)
+        # without its head, which most of timm's networks would reset, and which is gone already
+        return features.model.prune_intermediate_layers(indices, prune_norm, False)
 
-    def describe(self, cfg: Dict[str, Any], images: bool = True) -> None:
-        """Complete the network's configuration; with ``images`` by the backbone's image settings, too."""
-        if images:
-            for key in ("mean", "std", "interpolation", "crop_pct"):
-                if self.backbone_cfg.get(key) is not None:
-                    cfg[key] = self.backbone_cfg[key]
-            if len(cfg["mean"]) != self.in_chans:
-                cfg["mean"], cfg["std"] = (0.5,) * self.in_chans, (0.5,) * self.in_chans
+    def describe(self, cfg: Dict[str, Any], stated: Collection[str] = ()) -> None:
+        """Complete the network's configuration by the backbone's image settings, except for those that are stated."""
+        for key in IMAGE_SETTINGS:
+            if key not in stated and self.backbone_cfg.get(key) is not None:
+                cfg[key] = self.backbone_cfg[key]
+        for key in ("mean", "std"):
+            if key not in stated and len(cfg[key]) != self.in_chans:
+                cfg[key] = (0.5,) * self.in_chans
         if (
             getattr(self.head, "routing", "idpa") != "idpa"
         ):  # the configuration names the paper of the default routing
@@ -552,17 +560,20 @@ def caps_head(pretrained: bool = False, **kwargs: Any) -> BackboneNet:
     """Any timm backbone with any routing as its head, by backbone=… and routing=…; ResNet-18 and IDPA by default."""
     args = dict(backbone="resnet18", routing="idpa")
     # weights state the images that they were trained on, which need not be the backbone's
-    given = kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay") or {}
-    stated = pretrained or not isinstance(given[0], (str, type(None))) or "mean" in given[1]
+    given = kwargs.get("pretrained_cfg")
+    whole = pretrained or not (isinstance(given, str) or is_registered(given, "caps_head"))
+    stated = IMAGE_SETTINGS if whole else tuple(kwargs.get("pretrained_cfg_overlay") or ())
     backbone = kwargs.get("backbone")
-    config = described_backbone(backbone) if isinstance(backbone, str) else None
+    config = described_backbone(backbone, kwargs.get("cache_dir")) if isinstance(backbone, str) else None
     if config is not None:
         kwargs["backbone_args"] = {**backbone_args(config), **(kwargs.get("backbone_args") or {})}
     net = _create_backbone_net("caps_head", pretrained, defaults=args, **kwargs)
     inner: Any = net if isinstance(net, BackboneNet) else getattr(net, "model", None)
     if isinstance(inner, BackboneNet):  # or timm's wrapper of one, for features_only
-        inner.describe(net.pretrained_cfg, images=not stated)
+        inner.describe(net.pretrained_cfg, stated)
     if config is not None:  # a saved network names the architecture, not this machine's folder
         net._model_args["backbone"] = config.architecture
-        net.pretrained_cfg["capszoo"]["model_args"]["backbone"] = config.architecture
+        facts = own_facts(net.pretrained_cfg)
+        facts["model_args"]["backbone"] = config.architecture
+        set_own_facts(net.pretrained_cfg, facts)
     return net

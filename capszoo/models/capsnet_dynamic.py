@@ -376,6 +376,7 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if prune_head:
             self.mid_caps = nn.Identity()
+            self.head_pruned = True
         return take
 
 

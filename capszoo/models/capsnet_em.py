@@ -435,6 +435,7 @@ class SixLayerEMCapsNet(EMNetBase):
         take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if prune_head:
             self.mid_caps = NoClassCaps()
+            self.head_pruned = True
         return take
 
 

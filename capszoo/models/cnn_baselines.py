@@ -135,6 +135,7 @@ class ConvNet(CapsuleNet):
         take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if prune_head:
             self.neck = nn.Identity()
+            self.head_pruned = True
         return take
 
     @torch.jit.ignore

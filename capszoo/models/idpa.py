@@ -304,6 +304,7 @@ class IdpaNet(CapsuleNet):
         if prune_head:
             self.capsules = IDPAStack(OrderedDict(), depth=self.hidden + 1)
             self.primary_activation = nn.Identity()
+            self.head_pruned = True
         return take
 
 

@@ -17,6 +17,7 @@ import capszoo
 from capszoo._api import resolve_device
 from capszoo._files import expanded
 from capszoo._memory import keep_freed_memory
+from capszoo._own_facts import own_facts
 from capszoo.checkpoint import resolve
 from capszoo.data import (
     PREFIXES,
@@ -441,7 +442,7 @@ def _grey(pixels: Tensor) -> Tensor:
 def _object_size(net: nn.Module) -> int | None:
     """Side of the objects on a larger canvas that a network was trained with; None if images fill the frame."""
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-    stated = (cfg.get("capszoo") or {}).get("object_size")
+    stated = own_facts(cfg).get("object_size")
     if not stated or tuple(cfg["input_size"][1:]) != model_input_size(net)[1:]:
         return None
     return int(stated[0])

@@ -153,6 +153,7 @@ def test_a_sound_pair_loads(tmp_path: Path) -> None:
         ("background", "green", "background must be one of black, white"),
         ("object_size", 28, "object_size must be two numbers"),
         ("object_size", [0, 28], "object_size must be a whole number"),
+        ("object_size", [28, 16_000], "object_size is 28x16000, larger than the input"),
         ("model_args", [1], "model_args must be an object"),
         ("model_args", {"checkpoint_path": "x"}, "model_args names 'checkpoint_path'"),
         ("model_args", {"fc_caps": [10**12]}, "model_args.fc_caps is 1000000000000, beyond 1000000"),
@@ -230,6 +231,17 @@ def test_metadata_that_ask_for_terabytes(tmp_path: Path) -> None:
         for create in (capszoo.create_model, __import__("timm").create_model):
             with pytest.raises(WeightsError, match="the metadata describe a model of"):
                 create(f"local-dir:{tmp_path}", pretrained=True)
+
+
+def test_metadata_that_ask_for_a_million_modules(tmp_path: Path) -> None:
+    """On the meta device parameters take no memory, but modules do."""
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    config = {"architecture": "resnet18", "num_classes": 2, "model_args": {"layers": [900_000, 1, 1, 1]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = time.monotonic()
+    with pytest.raises(WeightsError, match="describe a model of over 10,020 modules"):
+        capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert time.monotonic() - start < 60
 
 
 def test_weights_that_are_no_numbers(tmp_path: Path) -> None:

@@ -267,13 +267,17 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
     before = hub.sent("GET", "resolve/.*/model.safetensors")
     assert same(client.python(absent)) and hub.sent("GET", "resolve/.*/model.safetensors") == before
     repo.tags.clear()
+    for _ in range(2):
+        done = client.python(absent)
+        assert done.code == 1 and "they are not those that are expected: update capszoo" in done.error
+    assert hub.sent("GET", "resolve/.*/model.safetensors") == before, "intact weights of another version stay"
     done = client.python(absent)
     assert done.code == 1 and "the sha256 of model.safetensors is" in done.error
 
 
 @pytest.mark.parametrize("stated", ["", "soon", "0", "-1", "nan", "inf"])
 def test_a_time_limit_that_is_none(stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from capszoo.models._pretrained import limit_hub_waits
+    from capszoo._hub import limit_hub_waits
 
     monkeypatch.setenv("CAPSZOO_HUB_TIMEOUT", stated)
     with pytest.raises(capszoo.errors.UsageError, match="CAPSZOO_HUB_TIMEOUT is '"):
@@ -483,6 +487,10 @@ def test_the_whole_zoo(hub: Hub, client: Client, tmp_path: Path) -> None:
     done = client.capszoo(*command)  # files of the first call are replaced
     assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "kept").iterdir()} == set(some)
+    kept = tmp_path / "kept" / some[0] / "notes.md"
+    kept.write_text("the user's own")
+    done = client.capszoo("publish", "--all", "zoo", "--dry-run", "--out", str(tmp_path / "kept"))
+    assert done.code == 1 and f"{some[0]} exists already" in done.error and kept.exists()
     (tmp_path / "other" / some[0]).mkdir(parents=True)
     done = client.capszoo("publish", "--all", "zoo", "--dry-run", "--out", str(tmp_path / "other"))
     assert done.code == 1 and f"{some[0]} exists already" in done.error, "a folder of the user's own"
