@@ -63,8 +63,10 @@ def is_hub_error(error: BaseException) -> bool:
 HUB_SECONDS = 60.0
 
 
-def limit_hub_waits() -> None:
-    """Set a time limit for calls of the Hub's client, which by default waits forever.
+def limit_hub_waits() -> float:
+    """Set a time limit for calls of the Hub's client, which by default waits forever; return it, in seconds.
+
+    ``HfApi.repo_info`` overrides it by its own argument ``timeout``, None by default.
 
     Raises:
         UsageError: ``CAPSZOO_HUB_TIMEOUT`` is not a number of seconds above 0.
@@ -81,15 +83,20 @@ def limit_hub_waits() -> None:
     session: Any = get_session()
     if hasattr(session, "timeout"):
         session.timeout = seconds  # httpx, in huggingface_hub 1.0 and newer; one client for the whole process
-        return
+        return seconds
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:  # before 1.0 it is the client's own session that refuses calls
+        return seconds
     from huggingface_hub import configure_http_backend
     from requests import Session  # type: ignore[import-untyped]
 
     class Limited(Session):
         def request(self, *arguments: Any, **options: Any) -> Any:
-            return super().request(*arguments, **{"timeout": seconds, **options})
+            return super().request(*arguments, **{**options, "timeout": options.get("timeout") or seconds})
 
     configure_http_backend(backend_factory=Limited)
+    return seconds
 
 
 def upload(
@@ -127,7 +134,7 @@ def upload(
 
     import capszoo
 
-    limit_hub_waits()
+    seconds = limit_hub_waits()
     api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
 
     def call(function: Callable[..., ResultT], **arguments: Any) -> ResultT:
@@ -136,7 +143,7 @@ def upload(
         )
 
     call(api.create_repo, private=private or None, exist_ok=True, **create)
-    before: Any = call(api.repo_info)
+    before: Any = call(api.repo_info, timeout=seconds)
     if private and not before.private:
         raise PublishError(
             f"{repo_id} exists and is public",

@@ -93,9 +93,10 @@ def compile_program(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise CapszooError("there is no CUDA device here", "compile for cpu, or on another machine")
-    compiler = os.environ.get("CXX", "g++")
+    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")  # inductor's own choice
+    compiler = os.environ.get("CXX", usual)
     if shutil.which(compiler) is None:
-        raise ExportError(f"AOTInductor needs a C++ compiler, and there is no {compiler}", "install g++")
+        raise ExportError(f"AOTInductor needs a C++ compiler, and there is no {compiler}", f"install {usual}")
     if not isinstance(program, torch.export.ExportedProgram):
         try:
             with quiet():

@@ -332,7 +332,9 @@ def write(
     profile = {"input": report.input_name, "shapes": shapes(report), "options": asdict(options)}
     (place / "profile.json").write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
     script = place / "build_engine.sh"
-    script.write_text(_SCRIPT.format(line=shlex.join(line)), encoding="utf-8")
+    script.write_text(
+        _SCRIPT.format(line=shlex.join(line)), encoding="utf-8", newline="\n"
+    )  # it runs on Linux
     script.chmod(0o755)
     described: dict[str, Any] = {
         "file": None,

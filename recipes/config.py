@@ -93,7 +93,7 @@ class RecipeError(UsageError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class AugmentConfig(_Section):

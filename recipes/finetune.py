@@ -165,7 +165,9 @@ def _usual_loss(architecture: str) -> dict[str, Any]:
 
 def _tag(name: str) -> str:
     """`imagefolder:/home/me/My Pets` → `my_pets`; at most 100 characters, as many as a tag may have."""
-    last = name.rstrip("/").rsplit(":", 1)[-1].rsplit("/", 1)[-1]
+    last = re.split(r"[:/\\]" if os.name == "nt" else "[:/]", name.rstrip("/\\" if os.name == "nt" else "/"))[
+        -1
+    ]
     return re.sub(r"[^a-z0-9]+", "_", last.lower()).strip("_")[:100].rstrip("_") or "own"
 
 

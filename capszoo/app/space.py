@@ -30,12 +30,12 @@ REQUIREMENTS = (
     "numpy>=1.26",
     "pillow>=10.1",
     "pydantic>=2.7",
-    "typer>=0.12",
+    "typer>=0.15.4",
     "rich>=13",
     "matplotlib>=3.8",
     "onnx>=1.18",
-    "onnxscript>=0.5",
-    "onnxruntime>=1.20",
+    "onnxscript>=0.6",
+    "onnxruntime>=1.21",
     "gradio>=6.0",
 )
 

@@ -283,11 +283,12 @@ def _width(stream: Any) -> int | None:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document, as the only output on stdout; ASCII if stdout's encoding lacks one of its characters."""
+    """Print a JSON document, as the only output on stdout, in UTF-8; in ASCII if stdout has another encoding."""
     plain = _plain(value)
-    text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
+    other = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"  # JSON files are UTF-8
+    text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=other)
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:  # names of files may also hold bytes that are no text
         text = json.dumps(plain, indent=1, allow_nan=False)
     typer.echo(text)

@@ -108,8 +108,8 @@ class _Layer:
         before = torch.full_like(flat[0], even)
         for t, now in enumerate(flat):
             logits = [_logits(c, axis) for c in (before, now)]
-            self.sums[0, t] += float((logits[1] - logits[0]).abs().double().sum())
-            self.sums[1, t] += float((now - before).abs().double().sum()) / even
+            self.sums[0, t] += float((logits[1] - logits[0]).abs().cpu().double().sum())
+            self.sums[1, t] += float((now - before).abs().cpu().double().sum()) / even
             before = now
         self.count += flat[0].numel()
 

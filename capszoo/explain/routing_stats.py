@@ -125,8 +125,8 @@ class _Layer:
         total = c.sum(dim)
         if not bool(((total - 1).abs() < 1e-2).all()):  # also true for NaN
             raise CapszooError(f"couplings do not sum to 1 over the {self.over}", "the weights are damaged")
-        self.entropy += float(coupling_entropy(c, dim).double().sum())
-        self.peak += float(c.amax(dim).double().sum())
+        self.entropy += float(coupling_entropy(c, dim).cpu().double().sum())
+        self.peak += float(c.amax(dim).cpu().double().sum())
         self.count += total.numel()
         # A parent's share in an image is over all children; a child may contribute to a single position or parent.
         share = c.mean((1, 3)) if self.over == "parents" else c.amax((1, 2))  # [b, competing]
@@ -162,7 +162,7 @@ class _Curve:
         cosine = along / (lengths * torch.linalg.vector_norm(poses, dim=-1, keepdim=True)).clamp_min(1e-12)
         place = ((cosine + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).flatten().cpu()
         self.number += torch.bincount(place, minlength=BINS)
-        self.length += torch.bincount(place, lengths.flatten().double().cpu(), minlength=BINS)
+        self.length += torch.bincount(place, lengths.flatten().cpu().double(), minlength=BINS)
 
     def result(self) -> AgreementCurve:
         lengths = (self.length / self.number).tolist()

@@ -163,7 +163,7 @@ def _checked_target(out: Path) -> Path:
     target = out.resolve()
     if target.exists() and not target.is_dir():
         raise UsageError(f"{out} is no folder", "give the name of a folder")
-    if target.is_mount():
+    if os.path.ismount(target):  # Path.is_mount raises on Windows before Python 3.12
         raise UsageError(f"{out} is a mount point, which cannot be replaced", f"give {out / 'model'}")
     if target == Path.cwd():
         raise UsageError(

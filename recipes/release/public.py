@@ -16,7 +16,7 @@ def public(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [public(item) for item in value]
     found = (
-        re.fullmatch(r"((?:[\w-]{2,}:)*)(/.*|~.*|\.\.?[/\\].*|[A-Za-z]:[\\/].*)", value)
+        re.fullmatch(r"((?:[\w-]{2,}:)*)(/.*|~.*|\.\.?[/\\].*|[A-Za-z]:[\\/].*|\\.*)", value)
         if isinstance(value, str)
         else None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class _Members:
 
 def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
     """All shards that `wds:` and a path name; for a folder, including those in its split sub-folders."""
+    where = where.replace("\\", "/") if os.name == "nt" else where
     last = where.rpartition("/")[2]
     if any(c in last for c in "{*?["):
         parent = where[: -len(last) - 1] or ("/" if where.startswith("/") else ".")
