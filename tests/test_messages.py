@@ -70,8 +70,11 @@ def test_a_place_that_cannot_be_written() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("loss.name=margn", "loss.reconstruction=0"), "did you mean 'margin'"),
-        (("loss.name=spread", "loss.reconstruction=0"), "spread is for images with one label"),
+        (("loss.name=margn", "loss.reconstruction=0", "model_args.decoder=false"), "did you mean 'margin'"),
+        (
+            ("loss.name=spread", "loss.reconstruction=0", "model_args.decoder=false"),
+            "spread is for images with one label",
+        ),
         (("model_args.decoder=false",), "loss.reconstruction needs a decoder"),
     ],
 )

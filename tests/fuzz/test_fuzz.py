@@ -166,7 +166,7 @@ class Inputs:
         rng = np.random.default_rng(0)
         picture = Image.fromarray(rng.integers(0, 256, (20, 24, 3), dtype=np.uint8))
         self.images: list[bytes] = []
-        for kind in ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "ICO", "TGA", "DDS"):
+        for kind in ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "PCX", "TGA", "SGI"):
             buffer = io.BytesIO()
             picture.save(buffer, kind)
             self.images.append(buffer.getvalue())
