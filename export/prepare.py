@@ -167,10 +167,9 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         original = copy.deepcopy(model).cpu()  # on a GPU, cuDNN's TF32 would round the reference
         if options.routing_iters is not None:
             unroll.set_routing_iterations(original, options.routing_iters)
+        # BatchNorm is folded in float64, which MPS lacks
         on_mps = any(parameter.device.type == "mps" for parameter in model.parameters())
-        source = (
-            copy.deepcopy(model).cpu() if on_mps else model
-        )  # BatchNorm is folded in float64, which MPS lacks
+        source = copy.deepcopy(model).cpu() if on_mps else model
         served = unroll.prepare_for_export(source, options.routing_iters).cpu()
         output_names = _output_names(model, outputs, size)
     plain = outputs == ("scores",) and not mean

@@ -332,9 +332,8 @@ def write(
     profile = {"input": report.input_name, "shapes": shapes(report), "options": asdict(options)}
     (place / "profile.json").write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
     script = place / "build_engine.sh"
-    script.write_text(
-        _SCRIPT.format(line=shlex.join(line)), encoding="utf-8", newline="\n"
-    )  # it runs on Linux
+    # it runs on Linux, wherever it is written
+    script.write_text(_SCRIPT.format(line=shlex.join(line)), encoding="utf-8", newline="\n")
     script.chmod(0o755)
     described: dict[str, Any] = {
         "file": None,

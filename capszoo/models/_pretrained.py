@@ -238,8 +238,8 @@ def download_weights(
             if sha256_of(tagged) == expected:
                 return tagged
         # the client names large files by their sha256; an intact one may be what another version of capszoo needs
-        # (without symbolic links, as on Windows, the file has no such name, and stays)
-        intact = not path.is_symlink() or path.resolve().name == actual
+        # (where it makes no symbolic links, as on Windows, that cannot be seen, and the file is fetched again)
+        intact = path.resolve().name == actual
         if not intact:
             _remove_cached(path)
         why = (

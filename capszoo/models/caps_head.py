@@ -396,9 +396,8 @@ class BackboneNet(HeadNet):
         for key in ("mean", "std"):
             if key not in stated and len(cfg[key]) != self.in_chans:
                 cfg[key] = (0.5,) * self.in_chans
-        if (
-            getattr(self.head, "routing", "idpa") != "idpa"
-        ):  # the configuration names the paper of the default routing
+        # the configuration names the paper of the default routing
+        if getattr(self.head, "routing", "idpa") != "idpa":
             cfg["paper_ids"], cfg["paper_name"] = None, None
         cfg["first_conv"] = self.first_conv
         cfg["input_size"] = (self.in_chans, *self.img_size)
