@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ __all__ = [
     "expanded",
     "names_onnx_file",
     "not_writable",
+    "replace_folder",
     "replacing",
     "write_csv",
 ]
@@ -125,6 +127,28 @@ def _temporary(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def replace_folder(new: Path, target: Path, old: Path) -> None:
+    """Rename a complete folder to ``target``; an older one there is removed only after that.
+
+    Args:
+        new: the complete folder.
+        target: its name from now on, on the same file system.
+        old: name of the older folder in between. A process that is killed between the two renames leaves it there.
+
+    Raises:
+        OSError: a folder cannot be renamed; the older one has its name back.
+    """
+    if target.exists():
+        os.replace(target, old)
+    try:
+        os.replace(new, target)
+    except OSError:
+        with suppress(OSError):  # there was none, or another process has put its own there
+            os.replace(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_numbers_file(picture: str | Path, first: str) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from capszoo._files import replace_folder
 from capszoo._hub import PublishError, check_repo_id, upload
 from capszoo._npz import read_npz
 from capszoo.checkpoint import resolve
@@ -231,17 +232,7 @@ def _staging(out: Path | None, replaces: bool = False) -> Iterator[Path]:
         yield made
         if out is not None:
             made.chmod(0o755)  # mkdtemp creates a folder that only its owner can read
-            if out.exists():
-                old = made.with_name(f"{made.name}.old")
-                out.rename(old)
-                try:
-                    made.rename(out)
-                except OSError:
-                    old.rename(out)
-                    raise
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                made.rename(out)
+            replace_folder(made, out, made.with_name(f"{made.name}.old"))
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

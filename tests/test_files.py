@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from capszoo._devices import check_device
-from capszoo._files import cache_folder, replacing
+from capszoo._files import cache_folder, replace_folder, replacing
 from capszoo.errors import CapszooError, UsageError
 
 
@@ -34,6 +34,21 @@ def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(10)))
     assert len(set((tmp_path / "x.txt").read_text())) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_folder_is_replaced_or_stays(older: bool, tmp_path: Path) -> None:
+    new, target, old = (tmp_path / name for name in ("new", "target", "old"))
+    if older:
+        target.mkdir()
+        (target / "first").touch()
+    with pytest.raises(FileNotFoundError):
+        replace_folder(new, target, old)
+    assert [path.name for path in tmp_path.rglob("*")] == ["target", "first"] * older
+    new.mkdir()
+    (new / "second").touch()
+    replace_folder(new, target, old)
+    assert [path.name for path in tmp_path.rglob("*")] == ["target", "second"]
 
 
 def test_the_cache_may_lie_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import torch.nn as nn
 
 import capszoo
+from capszoo._files import replace_folder
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import label_lines, label_names
 from capszoo.models._pretrained import sha256_of
@@ -189,18 +189,12 @@ def _checked_target(out: Path) -> Path:
 
 def _put_in_place(work: Path, target: Path) -> None:
     """Rename the new bundle to its target; an older bundle stays until the new one is complete."""
-    old = old_name(work)
-    if target.exists():
-        os.replace(target, old)
     try:
-        os.replace(work, target)
+        replace_folder(work, target, old_name(work))
     except OSError as error:
-        with suppress(OSError):
-            os.replace(old, target)
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has just put its own there
             raise UsageError(f"{target} was written meanwhile", "run the command again") from None
         raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_reference(prepared: PreparedModel, path: Path) -> None:

@@ -150,7 +150,7 @@ def queue_state(
     states = []
     for item in items:
         recipe = load_recipe(item.tag, list(item.set), item.profile)
-        epochs = load_recipe(item.tag, [*item.set, *overrides], item.profile).epochs
+        changed = load_recipe(item.tag, [*item.set, *overrides], item.profile) if overrides else recipe
         shipped = bundled_tags().get(recipe.name)
         raw = shipped.raw if shipped else {}
         known = raw.get("metrics", {}).get("test", {}).get("top1")
@@ -165,7 +165,7 @@ def queue_state(
             metadata = finished_metadata(folder) or {}
             top1 = metadata.get("metrics", {}).get("test", {}).get("top1")
             epoch = records[-1]["epoch"] if records else 0
-            states.append(QueueState(item, seed, folder, epoch, epochs, top1, known, seed in seeds))
+            states.append(QueueState(item, seed, folder, epoch, changed.epochs, top1, known, seed in seeds))
     return states
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from capszoo._files import not_writable
+from capszoo._files import not_writable, replace_folder
 from capszoo.models._pretrained import WeightsError
 
 from ..weights import SUFFIXES, finished_run
@@ -172,10 +172,7 @@ def save_states(runs: Sequence[Path], folder: Path, part_bytes: int = PART_BYTES
                 _export_finished(run, weights, temporary, part_bytes)
             else:
                 export_state(run, temporary, part_bytes)
-            if target.exists():  # moved, not removed: a kill in between leaves one of the two
-                target.rename(replaced)
-            temporary.rename(target)
-            shutil.rmtree(replaced, ignore_errors=True)
+            replace_folder(temporary, target, replaced)
             if weights:
                 shutil.rmtree(folder / f"{run.name}.state", ignore_errors=True)
             written.append(target)
