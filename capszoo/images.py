@@ -300,8 +300,8 @@ def resize_and_crop(
     """The centre of an image at ``size`` (height, width): the shorter side scaled to ``size / crop_pct``, then cropped.
 
     Only the cropped region is scaled: scaling a whole image of 1 x 1,000,000 pixels would take gigabytes. The region
-    has the exact centre of the image, as in the data sets' decoding (:func:`capszoo.data.readers.decode_image`). An
-    image that already has the scaled size (``size`` if ``crop_pct`` is 1) is cropped, not resampled.
+    has the exact centre of the image. An image that already has the scaled size (``size`` if ``crop_pct`` is 1) is
+    cropped, not resampled.
     """
     height, width = size
     scale = max(height / image.height, width / image.width) / crop_pct

@@ -113,7 +113,8 @@ class OnnxRunner:
 
         if provider not in onnxruntime.get_available_providers():
             raise CapszooError(
-                f"this ONNX Runtime has no {provider}", "pip install onnxruntime-gpu instead of onnxruntime"
+                f"this ONNX Runtime has no {provider}",
+                "pip install 'onnxruntime-gpu[cuda,cudnn]' instead of onnxruntime",
             )
         if provider != "CPUExecutionProvider":
             self.name = f"onnxruntime ({provider.removesuffix('ExecutionProvider')})"

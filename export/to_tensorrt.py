@@ -376,6 +376,9 @@ cd "$(dirname "$0")"
 # precision lies in the graph: TensorRT 10 must be told, 11 knows nothing else
 typed=$(trtexec --help | grep -q -- --stronglyTyped && echo --stronglyTyped || true)
 {line} $typed "$@"
+for place in ../triton-tensorrt/*/1; do
+    [ ! -d "$place" ] || cp model.plan "$place/"
+done
 """
 
 

@@ -33,7 +33,7 @@ def evaluate(
     split: str = "test",
     data: str | Path | None = None,
     *,
-    batch_size: int = 500,
+    batch_size: int | None = None,
     device: str | torch.device | None = None,
 ) -> dict[str, Any]:
     """Top-1 accuracy, in float32 and eval mode; an image with several labels counts if exactly these are predicted.
@@ -45,7 +45,7 @@ def evaluate(
             trained on.
         split: "test", "train" or another split of the data set.
         data: folder of the data set; None uses `CAPSZOO_DATA`.
-        batch_size: images per forward pass.
+        batch_size: images per forward pass; None: 500, and less for large images and on a GPU.
         device: None selects CUDA if available.
 
     Returns:
@@ -57,7 +57,7 @@ def evaluate(
         UsageError: `batch_size` is below 1.
         DataError, WeightsError, CapszooError: something is missing or does not fit.
     """
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
     with evaluating(model) if isinstance(model, nn.Module) else nullcontext():
         target = prepare(model, dataset, split, data, device=device)
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dataset", help="default: the one the weights were trained on")
     parser.add_argument("--split", default="test", help="test (the default), train, …")
     parser.add_argument("--data", help="folder of the data set; default: CAPSZOO_DATA")
-    parser.add_argument("--batch-size", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, help="default: 500, less for large images and on a GPU")
     parser.add_argument("--device")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)

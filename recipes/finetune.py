@@ -34,7 +34,7 @@ from capszoo.scores import score_kind
 from .config import BACKBONE, DATA_ARGS, Recipe, list_recipes, load_recipe
 from .evaluation.metrics import assess
 from .evaluation.report_plots import draw_confusion
-from .evaluation.target import prepare
+from .evaluation.target import in_float32, prepare
 from .release.model_card import (
     CONFUSION,
     CURVES,
@@ -358,7 +358,7 @@ def finetune(
 def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[str, Any]:
     """Write files for users: names of the classes, confusion matrix, model card."""
     target = prepare(weights, images.measured, device=device)
-    result, split = assess(target), target.images.split
+    result, split = in_float32(assess)(target), target.images.split
     assert result.confusion is not None  # one label per image
     counts = {"images": result.confusion.sum(1).tolist(), "right": result.confusion.diagonal().tolist()}
     info = amend_metadata(weights, per_class={"split": split, **counts})

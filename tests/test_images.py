@@ -145,6 +145,18 @@ def test_predict_sees_the_pixels_of_eval_and_training(infer, tmp_path: Path, siz
         assert np.abs(np.rint((seen * 0.25 + 0.5) * 255) - evaluated).max() <= 1
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(28, 31), (31, 28), (28, 30), (29, 28), (28, 61)])
+def test_an_image_whose_short_side_fits_is_not_blurred(tmp_path: Path, rows: int, cols: int) -> None:
+    """Training and evaluation cut whole pixels, as prediction does, also where the middle lies between two."""
+    noise = np.random.default_rng(0).integers(0, 256, (rows, cols, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    trained = decode_image(tmp_path / "a.png", "RGB", "a", 28)
+    top, left = (rows - 28) // 2, (cols - 28) // 2
+    assert np.array_equal(trained, noise[top : top + 28, left : left + 28])
+    seen = ImageTransform(3, (28, 28), (0,), (1,))(open_image(tmp_path / "a.png")).numpy()
+    assert np.array_equal(trained.transpose(2, 0, 1), np.rint(seen * 255))
+
+
 @pytest.mark.parametrize(("width", "side"), [(64, 32), (300, 32), (640, 37), (2100, 224)])
 def test_a_jpeg_has_the_same_pixels_at_any_scale(tmp_path: Path, width: int, side: int) -> None:
     """Stripes and noise, which a smaller decoded scale changes most."""

@@ -13,7 +13,6 @@ from .._catalogue import check_model_argument
 from .._files import expanded
 from ..errors import CapszooError, UsageError
 from .common import (
-    BatchSizeOption,
     DeviceOption,
     DpiOption,
     FormatOption,
@@ -138,7 +137,16 @@ def eval_command(
             rich_help_panel="Images",
         ),
     ] = 0,
-    batch_size: BatchSizeOption = 500,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            min=1,
+            metavar="N",
+            help="Images per forward pass (default: 500, less for large images and on a GPU).",
+            show_default=False,
+        ),
+    ] = None,
     skip_bad: Annotated[
         bool,
         typer.Option("--skip-bad", help="Leave out images that cannot be read.", rich_help_panel="Images"),

@@ -140,9 +140,9 @@ def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int
     Returns:
         uint8 [h, w] or [h, w, 3].
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    from capszoo.images import open_image
+    from capszoo.images import open_image, resize_and_crop
 
     try:
         result = open_image(encoded, 1 if mode == "L" else 3, name=source, side=side)
@@ -150,7 +150,7 @@ def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int
         reason = error.message.removeprefix(f"{source}: ")
         raise DataError(f"{source}: {reason}", error.remedy) from error
     if side is not None and result.size != (side, side):
-        result = ImageOps.fit(result, (side, side), Image.Resampling.BILINEAR)  # crops first
+        result = resize_and_crop(result, (side, side), 1.0, Image.Resampling.BILINEAR)
     return np.asarray(result)
 
 

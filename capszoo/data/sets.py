@@ -258,7 +258,9 @@ class StreamedSet:
         )
         for images in loader:
             if isinstance(images, str):
-                raise DataError(images)
+                raise DataError(
+                    images, "replace it and go on with --accept-data, or begin anew with --skip-bad"
+                )
             yield images.to(self.device, non_blocking=True)
 
 

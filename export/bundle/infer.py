@@ -231,6 +231,8 @@ class Classifier:
             key in self.spec for key in ("channels", "size", "crop_pct", "interpolation", "dtype", "batch")
         ):
             raise ValueError("preprocess.json lacks a key")
+        if provider.startswith(("CUDA", "Tensorrt")) and hasattr(onnxruntime, "preload_dlls"):
+            onnxruntime.preload_dlls()  # finds the CUDA libraries that pip installed
         # float32 means float32 on a GPU too
         settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
         self.session = onnxruntime.InferenceSession(

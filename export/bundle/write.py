@@ -228,7 +228,9 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
     # ONNX Runtime's CPU provider has no bfloat16 kernels
     bf16 = manifest["precision"]["model"] == "bf16"
     runtime, provider = (
-        ("onnxruntime-gpu", "--provider CUDAExecutionProvider ") if bf16 else ("onnxruntime", "")
+        ("'onnxruntime-gpu[cuda,cudnn]'", "--provider CUDAExecutionProvider ")
+        if bf16
+        else ("onnxruntime", "")
     )
     run = [step for step in manifest["gates"] if step["passed"]]
     not_run = [step for step in manifest["gates"] if step["passed"] is None]
@@ -246,6 +248,7 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
         f"- Batch: {batch['min']} to {batch['max']}.",
         f"- Precision: {manifest['precision']['model']}; inputs and outputs "
         f"{'are uint8 and float32' if spec['dtype'] == 'uint8' else 'are float32'}.",
+        *([_BF16] if bf16 else []),
         *(f"- Output `{o['name']}` {o['shape']}: {o['meaning']}." for o in manifest["outputs"]),
     ]
     if triton:
@@ -253,6 +256,8 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
             "",
             f"Triton Inference Server: `tritonserver --model-repository=triton` ({manifest['name']}).",
         ]
+        if "tensorrt" in manifest["engines"]:
+            lines += ["", _triton_engine(manifest["engines"]["tensorrt"])]
     for engine in manifest["engines"].values():
         lines += ["", *engine["readme"]]
     lines += ["", "## What was checked", ""]
@@ -262,6 +267,25 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
     lines += ["- Triton Inference Server was not run on this folder."] if triton else []
     lines += ["", "`capszoo check .` checks the files, the graph and the answers again.", ""]
     return "\n".join(lines)
+
+
+#: What bfloat16 is for; the kernels by ONNX Runtime's list, docs/OperatorKernels.md.
+_BF16 = (
+    "- bf16 is meant for TensorRT. ONNX Runtime's CPU provider cannot run this graph, its CUDA provider only where "
+    "it has the operators in bfloat16: it has no MaxPool, ReduceMean and Clip. Export with `--precision fp16` for it."
+)
+
+
+def _triton_engine(engine: dict[str, Any]) -> str:
+    """How Triton serves the TensorRT engine: once it is built, and with a flag if it is version-compatible."""
+    compatible = (
+        "--versionCompatible" in engine["trtexec"]
+    )  # Triton executes their host code only if it is told so
+    flag = " --backend-config=tensorrt,version-compatible=true" if compatible else ""
+    return (
+        "Triton with the TensorRT engine, which `build_engine.sh` copies there: "
+        f"`tritonserver --model-repository=triton-tensorrt{flag}`."
+    )
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -53,7 +53,7 @@ def _order(first: EvalTarget, second: EvalTarget) -> Tensor | None:
 def agreement(
     first: EvalTarget,
     second: EvalTarget,
-    batch_size: int = 500,
+    batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Agreement:
     """Compare two models image by image.
@@ -61,7 +61,7 @@ def agreement(
     Args:
         first: a model and its images.
         second: another model, on the same images in the same order (its own size and normalisation).
-        batch_size: images per forward pass.
+        batch_size: images per forward pass; None: the smaller one of the targets'.
         progress: called with the number of images after each batch.
 
     Raises:
@@ -71,9 +71,10 @@ def agreement(
         raise CapszooError(
             f"{first.n} and {second.n} images cannot be compared", "name one data set for both"
         )
+    size = batch_size or min(first.batch_size, second.batch_size)
     counts = torch.zeros(5, dtype=torch.long)  # same answer; right: both, only first, only second, neither
     known, order = first.images.spec.labels_per_image, _order(first, second)
-    for a, b in zip(first.batches(batch_size, progress), second.batches(batch_size), strict=True):
+    for a, b in zip(first.batches(size, progress), second.batches(size), strict=True):
         labels = b.labels
         if order is not None:
             labels = order.argsort().to(labels.device)[labels] if labels.dim() == 1 else labels[:, order]

@@ -52,7 +52,7 @@ def check_iterations(target: EvalTarget) -> None:
 def accuracy_by_iterations(
     target: EvalTarget,
     counts: Sequence[int],
-    batch_size: int = 500,
+    batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[IterationAccuracy, ...]:
     """Evaluate the same weights with each number of iterations.
@@ -60,7 +60,7 @@ def accuracy_by_iterations(
     Args:
         target: a network that routes by iterations, and its images.
         counts: numbers of iterations; each takes a pass over the images, and the network's own number one more.
-        batch_size: images per forward pass.
+        batch_size: images per forward pass; None: the target's.
         progress: called with the number of images after each batch of any pass.
 
     Raises:
@@ -78,7 +78,7 @@ def accuracy_by_iterations(
 
 
 def _answers(
-    target: EvalTarget, batch_size: int, progress: Callable[[int], None] | None
+    target: EvalTarget, batch_size: int | None, progress: Callable[[int], None] | None
 ) -> tuple[Tensor, int]:
     """The answers to all images, [n, 1] or [n, classes], and how many are right."""
     per_image = target.images.spec.labels_per_image

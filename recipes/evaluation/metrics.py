@@ -164,7 +164,7 @@ def _per_cent(part: int, whole: int) -> float | None:
 
 @torch.no_grad()
 def scored(
-    target: EvalTarget, batch_size: int, progress: Callable[[int], None] | None = None
+    target: EvalTarget, batch_size: int | None, progress: Callable[[int], None] | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores [b, n] and labels of every image: of one view, or the mean over its crops."""
     for batch in target.batches(batch_size, progress):
@@ -178,7 +178,7 @@ def scored(
 
 
 def assess(
-    target: EvalTarget, batch_size: int = 500, progress: Callable[[int], None] | None = None
+    target: EvalTarget, batch_size: int | None = None, progress: Callable[[int], None] | None = None
 ) -> EvalResult:
     """Compute all metrics, in float32 and eval mode."""
     spec = target.images.spec

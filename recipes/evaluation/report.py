@@ -116,7 +116,7 @@ def _rounded(value: Any) -> Any:
 def measure(
     target: EvalTarget,
     *,
-    batch_size: int = 500,
+    batch_size: int | None = None,
     robustness: bool = False,
     routing: bool = False,
     counts: tuple[int, ...] = (),
@@ -131,7 +131,7 @@ def measure(
 
     Args:
         target: the model and its images.
-        batch_size: images per forward pass.
+        batch_size: images per forward pass; None: the target's.
         robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
         routing: routing statistics.
         counts: numbers of routing iterations, with each of which the accuracy is measured too.
@@ -145,6 +145,7 @@ def measure(
     def bar(what: str, passes: int = 1) -> AbstractContextManager[Advance]:
         return progress(what, passes * target.n) if progress else nullcontext(lambda count: None)
 
+    size = batch_size or target.batch_size
     if counts:
         check_iterations(target)
     if routing:
@@ -155,30 +156,30 @@ def measure(
             target.net, ((b.images, b.labels) for b in one.batches(1))
         )  # refuses before hours of work
     with bar("evaluating") as advance:
-        result = assess(target, batch_size, advance)
+        result = assess(target, size, advance)
     found: dict[str, Any] = {}
     if robustness:
         with bar("sweeps") as advance:
-            found["sweeps"] = sweeps(target, batch_size=batch_size, progress=advance)
+            found["sweeps"] = sweeps(target, batch_size=size, progress=advance)
         if not target.images.spec.multi_label:
             tried = radii or default_eps(target.images.spec.input_size[0])
             with bar("PGD") as advance:
-                found["attacks"] = attack(target, tried, steps, seed, min(batch_size, 250), advance)
+                found["attacks"] = attack(target, tried, steps, seed, min(size, 250), advance)
         found["affnist"] = affnist(target, data, limit, seed, batch_size)
     if routing:
         with bar("routing") as advance:
-            batches = ((b.images, b.labels) for b in target.batches(min(batch_size, 50), advance))
+            batches = ((b.images, b.labels) for b in target.batches(min(size, 50), advance))
             stats = routing_stats(target.net, batches)
             # with several labels an image has several answers
             never = tuple(k for k, one in enumerate(result.per_class) if one.precision is None)
             found["routing"] = replace(stats, never_predicted=never)
             few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
             found["iterations"] = iteration_changes(
-                target.net, (b.images for b in few.batches(min(batch_size, 50)))
+                target.net, (b.images for b in few.batches(min(size, 50)))
             )
     if counts:
         with bar("routing iterations", len(counts) + 1) as advance:
-            found["by_iterations"] = accuracy_by_iterations(target, counts, batch_size, advance)
+            found["by_iterations"] = accuracy_by_iterations(target, counts, size, advance)
     return Report(target, result, seed, limit, stated_top1(target), **found)
 
 

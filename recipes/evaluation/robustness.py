@@ -109,7 +109,7 @@ def move(pixels: Tensor, name: str, amount: float) -> Tensor:
 def sweeps(
     target: EvalTarget,
     names: Sequence[str] = tuple(SWEEPS),
-    batch_size: int = 500,
+    batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[SweepResult, ...]:
     """Accuracy for every amount of the named sweeps, with one view of each image."""
@@ -264,7 +264,7 @@ def affnist(
     data: str | Path | None,
     limit: int | None = None,
     seed: int = 0,
-    batch_size: int = 500,
+    batch_size: int | None = None,
 ) -> AffnistResult:
     """The protocol's test, for models of digits (trained on MNIST or a set composed from it).
 
@@ -272,7 +272,7 @@ def affnist(
         target: the model.
         data: folder of MNIST; None uses `CAPSZOO_DATA`.
         limit, seed: number of images of each set, and seed of the sample.
-        batch_size: images per forward pass.
+        batch_size: images per forward pass; None: the target's.
     """
     spec = dataset_spec("affnist")
     name = target.recipe.data.name or target.images.spec.name

@@ -50,7 +50,36 @@ _logger = logging.getLogger("capszoo.evaluation")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-__all__ = ["EvalTarget", "create_for", "data_set_of", "drawn", "in_float32", "prepare", "score_threshold"]
+__all__ = [
+    "EvalTarget",
+    "create_for",
+    "data_set_of",
+    "drawn",
+    "evaluation_batch",
+    "in_float32",
+    "prepare",
+    "score_threshold",
+]
+
+#: Pixels per forward pass of an evaluation on a CPU; a network with routing takes some 5 GB for them.
+MOST_PIXELS = 64 * 224 * 224
+
+
+def evaluation_batch(size: Sequence[int], device: torch.device, trained: int | None = None) -> int:
+    """Images per forward pass of an evaluation, unless a user states a number.
+
+    It is 500, and less for images above 80x80. Twice the batch of training always fits, because training keeps the
+    layers' outputs. A GPU takes no more than that: the largest layer of `capsnet_em` takes 30 GB for 500 images.
+
+    Args:
+        size: height and width of the images.
+        device: of the network.
+        trained: batch size of its training; None if it is not known.
+    """
+    fits = 2 * (trained or 0)
+    if fits and device.type == "cuda":
+        return min(500, fits)
+    return min(500, max(fits, MOST_PIXELS // (size[-2] * size[-1]), 1))
 
 
 def in_float32(function: Callable[P, R]) -> Callable[P, R]:
@@ -143,9 +172,21 @@ class EvalTarget:
     def recipe(self) -> RecipeRecord:
         return self.info.metadata.trained if self.info else RecipeRecord()
 
-    def batches(self, batch_size: int, progress: Callable[[int], None] | None = None) -> Iterator[Batch]:
-        """Every image once, in order; `progress` is called with the number of images after each batch."""
-        for batch in Batches(self.images, batch_size, mean=self.mean, std=self.std).epoch():
+    @property
+    def batch_size(self) -> int:
+        """Images per forward pass, unless a user states a number."""
+        return evaluation_batch(self.images.size, self.images.device, self.recipe.batch_size)
+
+    def batches(
+        self, batch_size: int | None, progress: Callable[[int], None] | None = None
+    ) -> Iterator[Batch]:
+        """Every image once, in order; `progress` is called with the number of images after each batch.
+
+        Without a `batch_size` it is the property of that name.
+        """
+        for batch in Batches(
+            self.images, batch_size or self.batch_size, mean=self.mean, std=self.std
+        ).epoch():
             yield batch
             if progress:
                 progress(len(batch.labels))
@@ -206,7 +247,7 @@ def prepare(
         [] if skip_bad or recipe.data.skip_bad and recipe.data.name == dataset else None
     )
     if isinstance(dataset, str):
-        images, views = _load(dataset, split, data, net, recipe, crops == "multi", skipped)
+        images, views = _load(dataset, split, data, net, info, crops == "multi", skipped)
     elif crops == "multi":
         raise UsageError("several crops need a data set's name", "give it, so that its images can be resized")
     else:
@@ -291,11 +332,12 @@ def _load(
     split: str,
     data: str | Path | None,
     net: nn.Module,
-    recipe: RecipeRecord,
+    info: WeightsInfo | None,
     multi: bool,
     skipped: list[str] | None,
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
     """Images at the model's input size, or at the size that crops are taken from."""
+    recipe = info.metadata.trained if info else RecipeRecord()
     known = recipe.data.name == dataset
     trained = recipe.data if known else DataRecord()
     objects = None if known or multi else _object_size(net)
@@ -340,7 +382,10 @@ def _load(
     if multi and not shift and (side or 0) <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
-    images = _read_split(dataset, split, data, trained, size, side, skipped, channels)
+    drawn_from = None
+    if info and known and side == resize and size == (trained.size or info.metadata.input_size[1]):
+        drawn_from = info.metadata.dataset.sha256.get("train")
+    images = _read_split(dataset, split, data, trained, size, side, skipped, channels, drawn_from)
     if not multi:
         return images, None
     rows, cols = images.spec.input_size[1:]
@@ -362,6 +407,7 @@ def _read_split(
     side: int | None,
     skipped: list[str] | None,
     channels: int | None,
+    drawn_from: str | None,
 ) -> ImageSet | StreamedSet:
     """The images of a split; for "val" exactly those that training held out, or the data set's validation split.
 
@@ -371,6 +417,7 @@ def _read_split(
         trained: `data` of the recipe that the model was trained with, if it was trained on this data set.
         skipped: receives a line for each image that cannot be read; None refuses such images.
         channels: of the model.
+        drawn_from: sha256 of the images that training held some out of; None if it is not known at this size.
     """
 
     def load(part: str) -> ImageSet | StreamedSet:
@@ -396,7 +443,13 @@ def _read_split(
             "training had): use --split test or train"
         )
     stratified = trained.validation == "stratified"
-    return split_validation(load("train"), held_out, trained.val_seed or 0, stratified)[1]
+    whole = load("train")
+    if named and drawn_from and whole.fingerprint() != drawn_from:
+        raise DataError(
+            f"the images of {dataset} are not those of the training any more, and the held-out ones would be others: "
+            "put them back, or use --split test"
+        )
+    return split_validation(whole, held_out, trained.val_seed or 0, stratified)[1]
 
 
 def _in_classes_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:

@@ -14,6 +14,7 @@ from capszoo.data import Batches
 from capszoo.layers import engine_report
 
 from ..config import RecipeError
+from ..evaluation.target import evaluation_batch
 from .checkpoints import Checkpoint, latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
 from .early_stop import BestEpoch
@@ -21,7 +22,7 @@ from .history import read_records
 from .log import RunLog
 from .routing_probe import RoutingProbe
 from .run_folder import check_room, note_session, open_run, read_sessions, versions
-from .setup import create_feedback, create_net, create_optimizer, create_scheduler, evaluation_batch
+from .setup import create_feedback, create_net, create_optimizer, create_scheduler
 from .stages import Stage, stage_at, staged_data
 from .state import Run, TrainState, distribute, restore, save_state
 from .step import create_step
@@ -131,7 +132,7 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
         cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
         **shares,
     )
-    measured = evaluation_batch(recipe.batch_size, device)
+    measured = evaluation_batch(validation.size, device, recipe.batch_size)
     held_out = Batches(validation.to(device), measured, **shares) if len(validation) else None
     if recipe.early_stop and not held_out:
         raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")

@@ -15,7 +15,6 @@ from .checkpoints import latest_checkpoint
 from .distributed import TrainingError, raise_on_all_ranks
 from .log import RunLog, accuracy_line, weights_line
 from .run_folder import read_sessions, versions
-from .setup import evaluation_batch
 from .state import Run, TrainState, kept_net
 
 __all__ = ["finish_run", "result_of_finished"]
@@ -84,8 +83,7 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
             result["weights"] = write(evaluated=False)
             log.result(weights_line(result["weights"]))
             if run.data.test is not None:
-                size = evaluation_batch(recipe.batch_size, run.device)
-                figures = evaluate(result["weights"], run.data.test, batch_size=size, device=run.device)
+                figures = evaluate(result["weights"], run.data.test, device=run.device)
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
             # without validation and test images there are no metrics, which otherwise mark a finished run
             write(**({} if details["metrics"] else {"evaluated": True}))

@@ -41,18 +41,9 @@ __all__ = [
     "create_net",
     "create_optimizer",
     "create_scheduler",
-    "evaluation_batch",
     "load_data",
     "read_split",
 ]
-
-
-def evaluation_batch(batch_size: int, device: torch.device) -> int:
-    """Images per forward pass of validation and test.
-
-    On a GPU the votes of 500 images may fill the memory: the largest layer of `capsnet_em` takes 30 GB for them.
-    """
-    return 500 if device.type != "cuda" else min(500, 2 * batch_size)
 
 
 @dataclass(frozen=True)

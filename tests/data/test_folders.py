@@ -118,7 +118,7 @@ def test_a_damaged_image_is_one_line(pictures: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(read, StreamedSet)
     with pytest.raises(DataError, match="1.jpg: cannot be read") as caught:
         list(Batches(replace(read, workers=workers), 12).epoch())
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "go on with --accept-data" in str(caught.value)
 
 
 def test_a_folder_has_one_name(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,6 +360,9 @@ def test_script_runs_trtexec(toy: Toy, tmp_path: Path, monkeypatch: pytest.Monke
     _, job, report = toy
     monkeypatch.setattr(to_tensorrt, "find_tensorrt", lambda: None)
     to_tensorrt.write(job, report, tmp_path, BuildOptions())
+    served = tmp_path / "triton-tensorrt" / "toy" / "1"
+    served.mkdir(parents=True)
+    (tmp_path / "tensorrt" / "model.plan").write_bytes(b"an engine")
     program = tmp_path / "trtexec"
     for options, typed in (("--stronglyTyped", True), ("--verbose", False)):
         program.write_text(f'#!/bin/sh\n[ "$1" = --help ] && echo "{options}" || echo "$@"\n')
@@ -375,6 +378,7 @@ def test_script_runs_trtexec(toy: Toy, tmp_path: Path, monkeypatch: pytest.Monke
         words = done.stdout.split()
         assert "--onnx=../model.onnx" in words and "--skipInference" in words
         assert ("--stronglyTyped" in words) is typed
+    assert (served / "model.plan").read_bytes() == b"an engine"
 
 
 def test_runner(tmp_path: Path) -> None:

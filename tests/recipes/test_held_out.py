@@ -66,6 +66,10 @@ def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
     line = run("eval", out, "--device", "cpu").stderr
     assert "no test images: --split val takes those that training held out" in line
 
+    (photos / "one" / "zzz.png").write_bytes(next((photos / "one").iterdir()).read_bytes())  # a new image
+    line = run("eval", out, "--split", "val", "--device", "cpu").stderr
+    assert "are not those of the training any more" in line and "use --split test" in line
+
 
 def test_an_own_validation_split(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = packed(root, "mnist")

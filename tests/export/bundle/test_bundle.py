@@ -176,6 +176,22 @@ def test_infer_says_what_it_cannot_read(served: tuple[Path, dict[str, Any]], tmp
     assert done.stderr.count("\n") == 1 and "no.png: cannot be read" in done.stderr
 
 
+def test_infer_finds_the_cuda_libraries_that_pip_installed(
+    root: Path, served: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime has CUDA")
+    loaded: list[str] = []
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: loaded.append("CUDA"), raising=False)
+    infer = load_script(root / "export" / "bundle" / "infer.py")
+    infer.Classifier(served[0])
+    assert loaded == []
+    with pytest.raises(ValueError, match="cannot start CUDAExecutionProvider"):
+        infer.Classifier(served[0], "CUDAExecutionProvider")
+    assert loaded == ["CUDA"]
+
+
 def test_infer_with_a_fixed_batch_and_uint8(fixed: Path) -> None:
     done = run_infer(fixed, *sorted(ASSETS.glob("digit_*.png"))[:4], "--topk", 5, "--json")
     assert done.returncode == 0, done.stderr
@@ -290,7 +306,10 @@ def test_triton_configuration_parses(served: tuple[Path, dict[str, Any]], fixed:
     assert config.output[0].label_filename == "labels.txt"
     assert list(config.dynamic_batching.preferred_batch_size) == [4, 8]
     assert config.model_warmup[0].inputs["input"].zero_data
+    (cuda,) = config.optimization.execution_accelerators.gpu_execution_accelerator
+    assert cuda.name == "cuda" and dict(cuda.parameters) == {"use_tf32": "0"}
     engine = parsed(out / "triton-tensorrt" / NAME / "config.pbtxt")
+    assert not engine.HasField("optimization")
     assert (engine.platform, engine.default_model_filename) == ("tensorrt_plan", "model.plan")
     whole = parsed(fixed / "triton" / "ToyCaps" / "config.pbtxt")  # the batch is part of the shape
     assert whole.max_batch_size == 0 and list(whole.input[0].dims) == [3, 1, 10, 10]

@@ -20,6 +20,7 @@ def target(
     spec = SimpleNamespace(labels_per_image=known, label_names=names)
     return SimpleNamespace(
         n=len(labels),
+        batch_size=500,
         images=SimpleNamespace(spec=spec),
         batches=lambda *_: [batch],
         net=lambda images: images,

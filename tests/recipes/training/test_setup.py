@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from capszoo.recipes.config import DataConfig, Recipe, RecipeError, load_recipe
+from capszoo.recipes.evaluation.target import evaluation_batch
 from capszoo.recipes.training.setup import (
     _limited,
     create_optimizer,
     create_scheduler,
-    evaluation_batch,
 )
 
 
@@ -106,6 +106,11 @@ def test_the_optimiser_has_the_recipe_s_settings() -> None:
     assert found == {1: (0.3, 0.8, 0.0, False), 2: (0.3, 0.8, 0.05, False)}, "no decay of biases"
 
 
-def test_a_gpu_evaluates_smaller_batches() -> None:
-    sizes = [evaluation_batch(size, torch.device(device)) for size in (64, 500) for device in ("cpu", "cuda")]
-    assert sizes == [500, 128, 500, 500]
+def test_evaluation_takes_less_than_the_memory_of_training() -> None:
+    def batch(side: int, device: str, trained: int | None) -> int:
+        return evaluation_batch((side, side), torch.device(device), trained)
+
+    assert [batch(32, "cpu", size) for size in (None, 64, 500)] == [500, 500, 500]
+    assert [batch(32, "cuda", size) for size in (None, 64, 500)] == [500, 128, 500]
+    assert [batch(224, "cpu", size) for size in (None, 8, 128)] == [64, 64, 256], "large images: fewer"
+    assert [batch(4096, "cuda", size) for size in (None, 3)] == [1, 6]
