@@ -1,7 +1,8 @@
 """Feedback agreement: higher capsules must be able to reconstruct the lower ones, measured by optimal transport.
 
 Paper: Li, Guo, Dai, Ouyang, Wang, "Neural Network Encapsulation" (2018), section 3.2, Eq. 8 to 11, Fig. 3(b),
-appendix B, Table 3 (rows a to d5); stride, padding and groups of the generator, and epsilon, from the release.
+appendix B, Table 3 (rows a to d5); padding and groups of the generator (appendix B: as many
+groups as a capsule has dimensions), and epsilon, from the release.
 
 ============ ============================================================================================
 symbol       here

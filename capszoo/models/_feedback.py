@@ -263,7 +263,7 @@ def _stride(low: str, low_grid: Sequence[int], high: str, high_grid: Sequence[in
 
 
 def encapnet_feedback(model: nn.Module, units: int = 1, **options: Any) -> FeedbackAgreement:
-    """The paper's units on an ``encapnet_*`` or ``resnet18_encap`` model.
+    """The paper's units on an ``encapnet_*`` model; on ``resnet18_encap``, whose places it does not state, our choice.
 
     Args:
         model: a model with ``feedback_pairs``.

@@ -15,6 +15,8 @@ co-efficients  ``alpha`` of the master and ``beta`` of the aide: one map per cap
 Letters: ``b`` batch, ``g`` capsule channels ("groups", 32 in the paper), ``d e`` child and parent pose size,
 ``h w`` grid, ``k`` kernel, ``n`` classes. Feature maps are ``[b, g*d, h, w]``, channel = group * d + dimension.
 
+Eq. 6 sums the remaining channels in the aide; an ungrouped convolution has all of them.
+
 Our choices where the paper does not specify: "both" computes the coefficients of one capsule channel from that channel
 of master and aide side by side (the weights of that convolution are stored in two modules, one for each branch);
 coefficients start near one, so that a layer starts as master + aide.
