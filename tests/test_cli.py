@@ -553,7 +553,9 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @needs_training
 def test_train_errors() -> None:
     line = fails(2, "train", "resnet20_routingcaps.nosuch")
-    assert "resnet20_routingcaps" in line
+    assert line.startswith(
+        "error: unknown recipe 'resnet20_routingcaps.nosuch': did you mean 'resnet20_routingcaps.mnist'"
+    )
 
 
 @needs_training

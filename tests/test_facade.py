@@ -17,6 +17,7 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import predict
 from capszoo.preprocess import as_image
 from capszoo.scores import score_kind
+from capszoo.summary import routing_iterations
 
 DIGITS = Path(capszoo.__file__).parent / "assets"
 DIGIT = DIGITS / "digit_3.png"
@@ -151,6 +152,7 @@ def test_export(model: capszoo.LoadedModel, tmp_path: Path) -> None:
 
 def test_options_and_what_it_says_of_itself() -> None:
     once = capszoo.load("resnet20_routingcaps.mnist", device="cpu", routing_iters=1)
+    assert routing_iterations(once.net) == [1]
     assert repr(once) == "LoadedModel('resnet20_routingcaps.mnist', input=1x28x28, classes=10)"
     with pytest.raises(capszoo.UnknownModel, match="did you mean"):
         capszoo.load("resnet20_routingcap")

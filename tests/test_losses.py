@@ -102,7 +102,7 @@ def test_finite_and_in_full_precision(dtype, fill) -> None:
         loss = create_loss(name)(scores, target)
         assert loss.dtype == torch.float32 and torch.isfinite(loss), name
         (grad,) = torch.autograd.grad(loss, scores)
-        assert torch.isfinite(grad.float()).all() or dtype == torch.float16, name
+        assert torch.isfinite(grad.float()).all() or (dtype == torch.float16 and fill == 6e4), name
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

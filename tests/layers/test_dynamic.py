@@ -412,6 +412,7 @@ def test_shared_routing_in_float16_over_more_children_than_its_largest_number(ne
             half[0], half[1], half[2], 3, "children", None, need_couplings
         )
     torch.testing.assert_close(poses.float(), expected, atol=0.01, rtol=0)
+    assert (couplings is not None) == need_couplings
     if couplings is not None:
         torch.testing.assert_close(couplings.float().sum(2), torch.ones(1, 3), atol=0.01, rtol=0)
 

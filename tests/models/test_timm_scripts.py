@@ -17,7 +17,8 @@ from capszoo.errors import UnknownArgument, WeightsError
 
 resolved = getattr(timm.models, "resolve_model_input_args", None)
 needs_scripts = pytest.mark.skipif(
-    resolved is None, reason="timm below 1.0.31 has no resolve_model_input_args"
+    tuple(int(part) for part in timm.__version__.split(".")[:3]) < (1, 0, 31),
+    reason="timm below 1.0.31 has no resolve_model_input_args",
 )
 
 

@@ -113,17 +113,25 @@ def test_an_import_that_is_killed_leaves_all_or_nothing(
 ) -> None:
     train(staged_recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
     export_state(tmp_path / "run", tmp_path / "state")
-    replace, moves = Path.replace, []
+    rename, moves = Path.rename, []
 
     def killed(self: Path, target: Path) -> Path:
-        if self.parent.name.startswith(".there."):
-            moves.append(self.name)
-            raise KeyboardInterrupt
-        return replace(self, target)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", killed)
+    with monkeypatch.context() as context:
+        context.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            import_state(tmp_path / "state", tmp_path / "there")
+    assert not (tmp_path / "there").exists() and not list(tmp_path.glob(".there.*"))
+
+    def noted(self: Path, target: Path) -> Path:
+        moves.append(Path(target).name)
+        assert not (tmp_path / "there").exists(), "it appears as a whole"
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", noted)
     import_state(tmp_path / "state", tmp_path / "there")
-    assert not moves and (tmp_path / "there" / "recipe.yaml").is_file()
+    assert moves.count("there") == 1 and (tmp_path / "there" / "recipe.yaml").is_file()
 
 
 def test_a_failed_transfer_leaves_nothing(
