@@ -24,7 +24,7 @@ from capszoo.cli.help import HelpCommand
 from capszoo.data import DATASETS
 from capszoo.errors import CapszooError
 from scripts.help_page import every_context
-from tests.recipes.conftest import COUNTS, write_digits
+from tests.recipes.conftest import COUNTS, tiny_mnist, write_digits  # noqa: F401
 from tests.support import packed
 from tests.test_cli import fails, needs_training, pictures, run, succeeds, trained, write_run  # noqa: F401
 
@@ -132,6 +132,80 @@ def test_perturb_takes_dimensions_and_a_range(trained: Path, pictures: Path, tmp
     assert "no dimension 99" in fails(2, "explain", "perturb", *common, "--dims", "99")
     assert "are no dimensions" in fails(2, "explain", "perturb", *common, "--dims", "a")
     assert "--range inf is no finite number" in fails(2, "explain", "perturb", *common, "--range", "inf")
+
+
+def test_explain_takes_a_class_and_how_to_read_an_image(
+    trained: Path,  # noqa: F811
+    pictures: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    made: list[bytes] = []
+    image = pictures / "a.png"
+    for number, options in enumerate(((), ("--class", "bee"), ("--class", "cat"), ("--invert",))):
+        out = tmp_path / f"{number}.png"
+        succeeds("explain", "heatmap", trained, image, *options, "--out", out)
+        made.append(out.with_suffix(".csv").read_bytes())
+    assert len(set(made[1:3])) == 2 and made[3] != made[0]
+    for label in ("ant", "cat"):
+        text = succeeds("explain", "perturb", trained, image, "--class", label, "--out", tmp_path / "p.png")
+        assert f"capsule of {label}, " in text
+
+
+def test_explain_the_images_of_a_data_set(tiny_mnist: Path, tmp_path: Path) -> None:  # noqa: F811
+    pytest.importorskip("matplotlib")
+    options = ("--data", tiny_mnist, "--device", "cpu")
+    name = "resnet20_routingcaps.multimnist"
+    text = succeeds("explain", "multi", name, *options, "--num-images", 2, "--out", tmp_path / "m.png")
+    assert "m.png" in text and (tmp_path / "m.png").is_file()
+    with Image.open(tmp_path / "m.png") as two:
+        size = two.size
+    succeeds("explain", "multi", name, *options, "--num-images", 4, "--out", tmp_path / "m.png")
+    with Image.open(tmp_path / "m.png") as four:
+        assert four.size != size, "more images"
+    name = "capsnet_dynamic.mnist"
+    text = succeeds("explain", "reconstruct", name, *options, "--num-images", 1, "--out", tmp_path / "r.pdf")
+    assert "1 correct, " in text and (tmp_path / "r.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_format_and_axes_of_pictures(
+    tiny_mnist: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    from capszoo.recipes.evaluation import plots
+
+    out = tmp_path / "report"
+    options = ("--data", tiny_mnist, "--limit", 10, "--device", "cpu", "--out", out)
+    succeeds("eval", "idpa_cnn.mnist", *options, "--format", "svg", "--style", "paper")
+    assert (out / "confusion.svg").read_text().startswith("<?xml") and not list(out.glob("*.png"))
+    draw, seen = plots.draw_runs, []
+    monkeypatch.setattr(plots, "draw_runs", lambda *a: seen.append(a[2:]) or draw(*a))
+    for more in ((), ("--log",)):
+        succeeds("curves", "idpa_cnn.mnist", "--out", tmp_path / "c.png", *more)
+    assert seen == [("epoch", False), ("epoch", True)]
+
+
+def test_every_option_of_an_export_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("capszoo.cli.export._export", lambda *arguments: calls.append(arguments))
+    engine = ("--workspace", 512, "--optimization-level", 5, "--timing-cache", "t.cache", "--refit")
+    shared = ("--routing-iters", 1, "--outputs", "scores,poses", "--opset", 21, "--batch-profile", "1,2,4")
+    checks = ("--quick", "--tolerance", 0.125, "--runtime", "gpu", "--precision", "fp16", "--uint8-input")
+    call = ("export", MODEL, "--out", tmp_path / "b", "--format", "onnx,tensorrt", "--triton", *shared)
+    for one, other in ((True, False), (False, True)):
+        compatible = ["--version-compatible"] * one + ["--hardware-compatible"] * other
+        succeeds(*call, *checks, *engine, *compatible)
+        options = calls[-1][3]
+        assert (options.formats, options.triton, options.routing_iters) == (["onnx", "tensorrt"], True, 1)
+        assert (options.outputs, options.opset, options.batch) == (("scores", "poses"), 21, (1, 2, 4))
+        assert (options.gate, options.tolerance, options.runtime) == ("quick", 0.125, "gpu")
+        assert (options.precision, options.uint8_input, options.source) == ("fp16", True, MODEL)
+        built = options.engine
+        assert (built.workspace_mib, built.optimization_level, built.refit) == (512, 5, True)
+        assert (built.timing_cache, built.version_compatible) == ("t.cache", one)
+        assert built.hardware_compatible == other
 
 
 # -- check, compare, benchmark ----------------------------------------------------------------------------------------

@@ -105,9 +105,8 @@ def load_judge(weights: str | Path | None = None) -> nn.Module:
     try:
         return timm.create_model("resnet18.tv_in1k", pretrained=True, pretrained_cfg_overlay=overlay).eval()
     except (OSError, RuntimeError) as error:
-        raise DataError(
-            f"cannot load ResNet-18's weights: {str(error).splitlines()[0]}; give a file"
-        ) from error
+        reason = (str(error) or f"{weights}: no such file").splitlines()[0]  # timm's has no text
+        raise DataError(f"cannot load ResNet-18's weights: {reason}; give a file") from error
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ def test_metrics_count_and_add_up() -> None:
     assert f'capszoo_predict_seconds_bucket{{le="{BUCKETS[0]}"}} 1' in text
     assert 'capszoo_predict_seconds_bucket{le="0.25"} 2' in text
     assert "capszoo_predict_seconds_sum 0.203000" in text
+    assert 'capszoo_predict_seconds_bucket{le="+Inf"} 2' in text and "capszoo_predict_seconds_count 2" in text
 
 
 def _drive(

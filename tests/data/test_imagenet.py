@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from capszoo.data import DataError, load_dataset
-from capszoo.data.imagenet import Ilsvrc, build, class_accuracies, hardest
+from capszoo.data.imagenet import Ilsvrc, build, class_accuracies, hardest, load_judge
 from tests.data.formats import write_image
-from tests.test_cli import fails
+from tests.test_cli import fails, succeeds
 
 CLASSES = ["n00000001", "n00000002", "n00000003"]
 
@@ -89,6 +92,38 @@ def test_build_and_load(ilsvrc: Path, tmp_path: Path) -> None:
     next((out / "val" / CLASSES[2]).glob("*.jpg")).unlink()
     with pytest.raises(DataError, match=r"holds 5 images of h-ImageNet \(test\), its manifest says 6"):
         load_dataset("h_imagenet", "test", tmp_path / "data")
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_command_builds_it(
+    ilsvrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: bool
+) -> None:
+    """By listed accuracies, or those of a judge from a file; here with two classes for two hundred."""
+    made = build
+
+    def of_two(*arguments: Any) -> dict[str, Any]:
+        return made(*arguments, count=2)
+
+    monkeypatch.setattr("capszoo.data.imagenet.build", of_two)
+    out = tmp_path / "h_imagenet"
+    if measured:
+        torch.manual_seed(0)
+        judge = timm.create_model("resnet18")
+        save_file(judge.state_dict(), tmp_path / "judge.safetensors")
+        loaded = load_judge(tmp_path / "judge.safetensors")
+        assert not loaded.training and torch.equal(loaded.state_dict()["fc.weight"], judge.fc.weight)
+        text = succeeds("data", "h-imagenet", ilsvrc, out, "--weights", tmp_path / "judge.safetensors")
+    else:
+        listed = tmp_path / "accuracies.json"
+        listed.write_text(json.dumps(dict(zip(CLASSES, (0.1, 0.9, 0.2), strict=True))))
+        text = succeeds("data", "h-imagenet", ilsvrc, out, "--accuracies", listed)
+        assert sorted(path.name for path in (out / "train").iterdir()) == [CLASSES[0], CLASSES[2]]
+        listed.write_text(json.dumps({CLASSES[0]: "high"}))
+        line = fails(1, "data", "h-imagenet", ilsvrc, tmp_path / "other", "--accuracies", listed)
+        assert "accuracies.json" in line and not (tmp_path / "other").exists()
+    assert text.splitlines()[0].startswith("train: 6 images (the paper has ")
+    with pytest.raises(DataError, match="cannot load ResNet-18's weights: .*; give a file"):
+        load_judge(tmp_path / "none.safetensors")
 
 
 def test_mistakes_are_one_line(ilsvrc: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.finetune import batch_size, find_source, finetune, finetune_recipe
 from capszoo.recipes.training import setup
+from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.early_stop import BestEpoch
 from capszoo.recipes.training.setup import create_net, create_optimizer
 from tests.models.zoo_cases import names, small
@@ -237,6 +238,17 @@ def test_what_is_frozen_stays_and_the_rest_learns(photos: Path, tmp_path: Path, 
     for key, value in weights_of(free).items():
         if key in parameters and before[key].shape == value.shape:
             assert not torch.equal(before[key], value), f"{key} did not learn"
+
+
+def test_images_that_changed_are_accepted_on_request(photos: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = dict(out=tmp_path / "run", epochs=2, cpu=True)
+    assert not finetune(MODEL, photos, **given, stop_after=1)["finished"]
+    path = next((photos / "one").iterdir())
+    with Image.open(path) as image:
+        image.rotate(180).save(path)
+    with pytest.raises(TrainingError, match="continue with --accept-data"):
+        finetune(MODEL, photos, **given)
+    assert finetune(MODEL, photos, **given, accept_data=True)["finished"]
 
 
 def test_parts_with_random_weights_are_frozen_only_by_name() -> None:

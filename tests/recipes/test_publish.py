@@ -539,6 +539,15 @@ def test_a_space_keeps_the_user_s_files_and_none_of_ours_that_are_gone(
     assert done.code == 1 and "me/room exists and is public" in done.err
 
 
+def test_a_private_space_by_the_command(hub: Hub, client: Client, tmp_path: Path) -> None:
+    call = ("publish", "idpa_cnn.mnist", "me/hidden", "--space")
+    done = client.capszoo(*call, "--private", "--out", tmp_path / "kept")
+    assert done.code == 0, done.err
+    repo = hub.repos["me/hidden"]
+    assert repo.private and {"app.py", "capszoo/weights/idpa_cnn.mnist.safetensors"} <= set(repo.files)
+    assert "me/hidden: published, " in done.out and (tmp_path / "kept" / "app.py").is_file()
+
+
 def test_a_user_s_own_images_are_not_uploaded(run: Path, tmp_path: Path) -> None:
     publish(run, "me/pets", dry_run=True, out=tmp_path / "out")
     with np.load(run / "resnet20_routingcaps.pets.golden.npz") as stored:
