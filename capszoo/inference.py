@@ -113,6 +113,7 @@ def predict(
 
     Raises:
         UsageError: ``topk`` or ``batch_size`` below 1, a model without classes, or an array that is no image.
+        CapszooError: an image that cannot be read, or a model that takes neither one channel nor three.
 
     Examples:
         >>> net = load_model("resnet20_routingcaps.mnist", device="cpu")

@@ -41,6 +41,10 @@ __all__ = [
 def _presence(target: Tensor, scores: Tensor) -> Tensor:
     """Targets ``[b]`` or ``[b, n]`` as ``[b, n]`` of zeros and ones, in the dtype of the scores."""
     if target.dim() == 1 and len(target) == len(scores):  # a target of length 1 would be broadcast
+        if target.is_floating_point() or scores.shape[1] == 1:  # [b] of zeros and ones is no class index
+            raise ValueError(
+                "a target [b] must be class indices of two classes or more: give [b, n] presences"
+            )
         return F.one_hot(target.long(), scores.shape[1]).to(scores.dtype)
     if target.shape != scores.shape:
         raise ValueError(

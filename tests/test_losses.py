@@ -177,3 +177,14 @@ def test_a_target_of_another_batch_is_refused(loss: Any) -> None:
     for count in (1, 2):
         with pytest.raises(ValueError, match="class indices"):
             loss(torch.rand(4, 5), torch.zeros(count, dtype=torch.long))
+
+
+def test_presences_of_one_class_are_no_indices() -> None:
+    """Read as indices, 0 would mean present; and 0.9 would become 0."""
+    for loss in (margin_loss, bce_loss):
+        for scores, target in ((torch.zeros(2, 1), torch.tensor([0, 1])), (torch.zeros(2, 3), torch.rand(2))):
+            with pytest.raises(
+                ValueError, match=r"a target \[b\] must be class indices .* give \[b, n\] presences"
+            ):
+                loss(scores, target)
+    assert float(bce_loss(torch.full((2, 1), 2.0), torch.zeros(2, 1))) > 2

@@ -173,10 +173,14 @@ def model_input(transform: ImageTransform, image: ImageLike) -> Tensor:
 
     Raises:
         CapszooError: a file or a picture that cannot be read.
-        UsageError: an invalid array, or a tensor of another size.
+        UsageError: an invalid array, or a tensor of another size or without normalised values.
     """
     x = image if isinstance(image, Tensor) else transform(as_image(image))
     expected = (transform.channels, *transform.size)
+    if not x.is_floating_point():
+        raise UsageError(
+            f"a tensor must be normalised input, not {x.dtype}", "pass a picture, or a numpy array"
+        )
     if tuple(x.shape) != expected:
         raise UsageError(
             f"the image is {tuple(x.shape)}, the model takes {expected}", "resize it, or pass a picture"

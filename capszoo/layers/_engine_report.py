@@ -27,10 +27,13 @@ def engine_report(
         training: report the choice for training mode with gradients.
         device: ``"cpu"`` or ``"cuda"``, where the model would run.
         target: report the choice for a graph exported for one of TARGETS.
-        input_size: shape of an image without the batch; defaults to the model's ``pretrained_cfg``.
+        input_size: shape of an image without the batch; defaults to the model's own.
     """
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     size = input_size or config.get("input_size", (3, 32, 32))
+    if input_size is None:  # a model of another size or other channels states them itself
+        own = getattr(model, "img_size", None)
+        size = (getattr(model, "in_chans", size[0]), *(own if isinstance(own, tuple) else size[1:]))
     state = {k: torch.empty_like(v, device="meta") for k, v in _tensors(model).items()}
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     x = torch.empty(batch, *size, dtype=like.dtype, device="meta")

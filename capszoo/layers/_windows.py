@@ -30,6 +30,8 @@ def windows(x: Tensor, kernel_size: int, stride: int, padding: int = 0) -> Tenso
         x = F.pad(x, [0, 0, padding, padding, padding, padding])
     rest = kernel_size - 1
     height, width = x.shape[1], x.shape[2]
+    torch._assert(height > rest, "the grid is smaller than the window: give larger images")
+    torch._assert(width > rest, "the grid is smaller than the window: give larger images")
     columns: List[Tensor] = []
     for offset in range(kernel_size):
         columns.append(x[:, :, offset : width - rest + offset : stride])

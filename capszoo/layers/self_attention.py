@@ -94,6 +94,7 @@ class SelfAttentionRouting(RoutingLayer):
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` (sum 1 over ``j``)."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
+        torch._assert(x.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
         routed = self.compute([x], 1, True)
         couplings = routed.couplings
         assert couplings is not None

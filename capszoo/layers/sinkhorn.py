@@ -177,6 +177,9 @@ class SinkhornUnit(nn.Module):
         metric: ``"sinkhorn"`` or ``"kl"`` (row b).
         num_iters, epsilon, cost, bias_fix, backprop_plan: see :func:`sinkhorn_divergence`.
 
+    The critic reduces a lower map of at most 4x4 positions to one number that is not negative. With the cosine cost
+    every such pair of samples costs nothing: the unit's loss and gradients are zero.
+
     Raises:
         ValueError: an argument is out of range.
     """

@@ -428,7 +428,7 @@ class CapsuleNet(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Callable[[str], Tuple[float, ...]]:
-        """Map a parameter name to its depth (timm's convention): by stage and block, the head last."""
+        """Map a parameter name to its depth (timm's convention): by stage and numbered block, the head last."""
         order = {name: depth for depth, (name, _) in enumerate(self.stages.named_children())}
 
         def depth_of(name: str) -> Tuple[float, ...]:

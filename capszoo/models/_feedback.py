@@ -267,7 +267,8 @@ def encapnet_feedback(model: nn.Module, units: int = 1, **options: Any) -> Feedb
 
     Args:
         model: a model with ``feedback_pairs``.
-        units: 1 (Table 3, row c) or 2 per module (row 8).
+        units: 1 (Table 3, row c) or 2 per module (row 8; at 32x32 pixels the second one of the last module, whose
+            maps have 4x4 positions, has no gradient: see :class:`capszoo.layers.SinkhornUnit`).
         **options: arguments of :class:`FeedbackAgreement`.
 
     Raises:

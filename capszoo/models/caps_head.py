@@ -424,7 +424,7 @@ def attach_head(
         num_classes: classes.
         img_size: of the images, one number or (rows, columns) in pixels; None uses the backbone's.
         in_chans: channels of the images; None uses the backbone's.
-        pretrained: load the backbone's weights; nothing is downloaded otherwise.
+        pretrained: load the backbone's weights; nothing is downloaded otherwise. A module brings its own.
         freeze: freeze the backbone: its parameters need no gradient, and it stays in eval mode in training, so that the
             statistics of its norms do not change.
         **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), ``routing_iters``, and those specific to the
@@ -447,6 +447,10 @@ def attach_head(
     """
     if routing not in HEADS:
         raise unknown_routing(routing)
+    if pretrained and not isinstance(backbone, str):
+        raise ValueError(
+            "pretrained=True loads a named backbone's weights, a module has its own: leave it out"
+        )
     own: Dict[str, Any] = {
         key: head_args.pop(key)
         for key in ("proj_chans", "max_grid", "drop_rate", "routing_iters")

@@ -229,7 +229,8 @@ class SixLayerCapsNet(DynamicCapsNetBase):
 
     Args:
         num_classes: classes; 0 omits the class capsules.
-        in_chans, img_size: of the images. Weights depend on the size only where ``routing_init`` is not zero.
+        in_chans, img_size: of the images. Weights depend on the size only where ``routing_init`` is not zero,
+            and in the decoder.
         widths: channels of the 3x3 convolutions (strides 1, 1, 2, 2).
         caps_types: capsule types of both layers; the last width and ``mid_caps`` are multiples of it.
         mid_caps, mid_dim: capsules of the fifth layer, and their pose dimension.

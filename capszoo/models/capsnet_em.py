@@ -123,6 +123,15 @@ class EMNetBase(CapsuleNet):
         return logits
 
 
+def _check_normalised(num_classes: int, routing: Dict[str, Any]) -> None:
+    """Raise ValueError for one class with normalised costs: relative to itself, its score never changes."""
+    if num_classes == 1 and routing["normalize_cost"]:
+        raise ValueError(
+            "costs are normalised over the classes, so that one class has a constant score: use num_classes=2, "
+            "or normalize_cost=False"
+        )
+
+
 class EMCapsNet(EMNetBase):
     """Convolutional features, primary matrix capsules, two convolutional EM layers, class capsules.
 
@@ -131,8 +140,8 @@ class EMCapsNet(EMNetBase):
 
     Args:
         num_classes: classes; 0 omits the class capsules.
-        in_chans, img_size: of the images. No weight depends on the size, but ``img_size`` sets the class layer's λ:
-            the same weights give an image other scores in a network that was created for another size.
+        in_chans, img_size: of the images. Only the decoder's weights depend on the size, but ``img_size`` sets the
+            class layer's λ: the same weights give an image other scores in a network that was created for another size.
         backbone: ``"conv"``, one convolution, BatchNorm and ReLU, or ``"resnet"``, that of the IDPA paper.
         stem_chans, stem_kernel, stem_stride, stem_padding: of the convolution; the ResNet uses only the channels.
         caps: capsule types of the primary layer and of each 3x3 EM layer, the first of which has stride 2.
@@ -233,6 +242,7 @@ class EMCapsNet(EMNetBase):
     def _make_classifier(self) -> nn.Module:
         if self.num_classes == 0:
             return NoClassCaps()
+        _check_normalised(self.num_classes, self._routing)
         children = self.grid[0] * self.grid[1] * self.caps[-1]
         settings = self._settings(children, self.num_classes)
         return ClassEM(self.caps[-1], self.num_classes, init_beta_v=3.0, **settings)
@@ -290,7 +300,7 @@ class SixLayerEMCapsNet(EMNetBase):
 
     Args:
         num_classes: classes; 0 omits the class capsules.
-        in_chans, img_size: of the images. No weight depends on the size.
+        in_chans, img_size: of the images. Only the decoder's weights depend on the size.
         widths: channels of the 3x3 convolutions (strides 1, 1, 2, 2).
         caps_types: capsule types of both layers; the last width and ``mid_caps`` are multiples of it.
         mid_caps, mid_dim: capsules of the fifth layer, and their pose dimension. Memory grows with ``mid_caps``.
@@ -361,6 +371,7 @@ class SixLayerEMCapsNet(EMNetBase):
     def _make_classifier(self) -> nn.Module:
         if self.num_classes == 0:
             return NoClassCaps()
+        _check_normalised(self.num_classes, self._routing)
         return SharedEM(self.caps_types, self.mid_dim, self.num_classes, self.class_dim, **self._routing)
 
     def _grid_children(self, x: Tensor) -> Tuple[Tensor, Tensor]:

@@ -199,7 +199,9 @@ class IdpaNet(CapsuleNet):
             return None
         old = self._grid_behind(self.capsules.children(), self._feature_grid(img_size))
         new = self._grid_behind(self.capsules.children(), self.grid)
-        if tuple(old) == tuple(new):
+        if tuple(old) == tuple(new) or weight.shape[0] % (
+            old[0] * old[1]
+        ):  # the stated size is not the weights'
             return None
         maps = weight.float().unflatten(0, (*old, -1)).flatten(2).permute(2, 0, 1)[None]  # [1, i*q*j*r, h, w]
         maps = F.interpolate(maps, new, mode="bilinear", align_corners=False)[0].permute(1, 2, 0)

@@ -194,6 +194,7 @@ class RoutingPoolNet(CapsuleNet):
         """The untransformed children of each group as votes; their parents are the pooled groups."""
         if self.global_pool != "routing":
             raise NoCapsules("average and maximum pooling route nothing, so there are no votes")
+        self._require_classes()
         x = self.forward_features(x)
         pool: Any = self.pool
         return Votes(pool.capsules(x), pool(x).unflatten(1, (-1, self.caps_dim)), False)

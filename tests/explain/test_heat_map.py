@@ -242,3 +242,9 @@ def test_missing_matplotlib_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(CapszooError, match=r"pip install -e '\.\[explain\]'"):
         save_figure(explanation, tmp_path / "heat.png")
+
+
+def test_raw_pixels_are_no_normalised_input() -> None:
+    net = capszoo.inference.load_model("resnet20_routingcaps.mnist", device="cpu")
+    with pytest.raises(UsageError, match="must be normalised input, not torch.uint8: pass a picture"):
+        explain(net, torch.zeros(1, 28, 28, dtype=torch.uint8))

@@ -34,6 +34,7 @@ from capszoo.layers import (
     EncapModule,
     IDPAStack,
     RoutingPool2d,
+    SelfAttentionRouting,
     SelfRouting,
     SharedDynamicRouting,
     SharedEM,
@@ -726,3 +727,27 @@ def test_dynamic_routing_on_a_gpu_is_the_reference(training: bool) -> None:
     (choice,) = engine_report(model, batch=128, training=training, device="cuda")
     assert choice.engine is Reference
     assert set(choice.refused().values()) == {"does not run on this device"}
+
+
+def test_the_report_takes_a_model_s_own_channels_and_size() -> None:
+    net = create_model("resnet20_idpa", in_chans=1, img_size=40)
+    assert (
+        [c.name for c in engine_report(net)]
+        == [c.name for c in engine_report(net, input_size=(1, 40, 40))]
+        != []
+    )
+
+
+@pytest.mark.parametrize("layer", [ConvEM(2, 3), ConvDynamicRouting(2, 4, 3, 4)])
+def test_a_grid_below_the_window_is_refused(layer: Any) -> None:
+    chans = 2 * (17 if isinstance(layer, ConvEM) else 4)
+    with pytest.raises(AssertionError, match="the grid is smaller than the window"):
+        layer(torch.zeros(2, chans, 2, 2))
+
+
+@pytest.mark.parametrize("layer", [DynamicRouting(6, 8, 3, 4), SelfAttentionRouting(6, 8, 3, 4)])
+def test_another_pose_dimension_is_refused(layer: Any) -> None:
+    with pytest.raises(AssertionError, match="wrong pose dimension for this routing layer"):
+        layer(torch.zeros(2, 6, 4))
+    with pytest.raises(AssertionError, match="wrong pose dimension for this routing layer"):
+        SelfRouting(6, 8, 3)(torch.zeros(2, 6, 4), torch.zeros(2, 6))

@@ -549,3 +549,8 @@ def test_saved_weights_at_other_channels_and_sizes(
         position, theirs = (net.state_dict()["stages.backbone.model.pos_embed"] for net in (net, other))
         assert (position.shape[1], theirs.shape[1]) == (1 + 4 * 4, 1 + 6 * 6)
         assert torch.equal(theirs[:, 0], position[:, 0]), "the class token's has no place in the image"
+
+
+def test_a_module_brings_its_own_weights() -> None:
+    with pytest.raises(ValueError, match="a module has its own: leave it out"):
+        capszoo.attach_head(timm.create_model("resnet18"), pretrained=True)

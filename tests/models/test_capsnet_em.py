@@ -250,3 +250,21 @@ def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
 def test_mid_capsules_must_fill_their_types() -> None:
     with pytest.raises(ValueError, match="mid_caps"):
         SixLayerEMCapsNet(mid_caps=100)
+
+
+def test_one_class_needs_costs_that_are_not_normalised() -> None:
+    for create in (EMCapsNet, SixLayerEMCapsNet):
+        small: dict[str, Any] = dict(img_size=28 if create is EMCapsNet else 16, in_chans=1)
+        small |= (
+            dict(caps=(2, 2, 2), stem_chans=8)
+            if create is EMCapsNet
+            else dict(widths=(4, 4, 8, 8), caps_types=2)
+        )
+        small |= {} if create is EMCapsNet else dict(mid_caps=4, mid_dim=4, class_dim=4)
+        net = create(num_classes=2, normalize_cost=True, **small)
+        with pytest.raises(ValueError, match="one class has a constant score: use num_classes=2"):
+            net.reset_classifier(1)
+        assert net(torch.rand(2, 1, *net.img_size)).shape == (2, 2), "it is as it was"
+        with pytest.raises(ValueError, match="one class has a constant score"):
+            create(num_classes=1, normalize_cost=True, **small)
+        assert create(num_classes=1, normalize_cost=False, **small).num_classes == 1

@@ -371,3 +371,11 @@ def test_learned_parents_and_costs_are_not_decayed() -> None:
     own = {name.split(".")[-1] for name in net.no_weight_decay()}
     assert own == {"start", "beta_v", "beta_a"}
     assert not capszoo.create_model("idpa_cnn", device="meta").no_weight_decay()
+
+
+def test_weights_of_another_size_than_they_state_are_refused() -> None:
+    stored = capszoo.create_model("idpa_resnet", img_size=48).state_dict()
+    net = capszoo.create_model("idpa_resnet")
+    assert net.fit_to_size(stored, 48)[1] == ("capsules.classes.weight",)
+    with pytest.raises(ValueError, match="capsules.classes.weight depends on the image size"):
+        net.fit_to_size(stored, 44)

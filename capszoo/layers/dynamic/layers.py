@@ -152,11 +152,13 @@ class DynamicRouting(_DynamicLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to parents ``[b, j, e]``; their lengths lie in [0, 1]."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
+        torch._assert(x.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
         return self.compute([x], self.num_iters, False).poses[0]
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` of the last iteration."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
+        torch._assert(x.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
         routed = self.compute([x], self.num_iters, True)
         couplings = routed.couplings
         assert couplings is not None

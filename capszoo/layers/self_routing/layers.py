@@ -60,6 +60,7 @@ class SelfRouting(RoutingLayer):
     def route(self, poses: Tensor, activations: Tensor) -> Tuple[Tensor, Optional[Tensor], Tensor]:
         """Like :meth:`forward`, but also return the couplings ``[b, j, i]``."""
         torch._assert(poses.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
+        torch._assert(poses.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
         routed = self.compute([poses, activations], 1, True)
         parent_poses: Optional[Tensor] = None
         if self.pose_weight is not None:
