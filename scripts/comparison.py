@@ -213,7 +213,7 @@ def _spec(recipe: str) -> str:
 
 
 def cost_table(measured: Path = COST) -> list[str]:
-    """Times of every head as multiples of `avg`'s in the same run, and memory; empty if nothing was measured."""
+    """Ratios of every head's times to a CIFAR ResNet-18's, divided by those of `avg`; memory; empty if not measured."""
     if not measured.is_file():
         return []
     content = json.loads(measured.read_text(encoding="utf-8"))
@@ -221,8 +221,8 @@ def cost_table(measured: Path = COST) -> list[str]:
     twin, settings = by_model[_spec(HEADS["avg"])], content["settings"]
     lines = [
         f"What a head costs: batch {settings['batch']}, float32, not compiled, {settings['processor']}. "
-        f"Times are medians of {settings['iters']} turns, divided by the time of `avg`; memory "
-        "is the peak of two training steps above that of the imports.",
+        f"Each time is the median of {settings['iters']} ratios to a CIFAR ResNet-18 timed in the same turn, divided "
+        "by that of `avg`; memory is the peak of two training steps above that of the imports.",
         "",
         "| head | forward | training step | training memory, MiB |",
         "|---|---:|---:|---:|",
