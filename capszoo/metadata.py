@@ -115,6 +115,7 @@ class RecipeRecord(_Record):
     epochs: int | None = None
     seed: int | None = None
     batch_size: int | None = None
+    accumulate: int | None = None
     early_stop: int | None = None
     data: DataRecord = DataRecord()
     loss: LossRecord | None = None

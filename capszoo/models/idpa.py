@@ -199,10 +199,8 @@ class IdpaNet(CapsuleNet):
             return None
         old = self._grid_behind(self.capsules.children(), self._feature_grid(img_size))
         new = self._grid_behind(self.capsules.children(), self.grid)
-        if tuple(old) == tuple(new) or weight.shape[0] % (
-            old[0] * old[1]
-        ):  # the stated size is not the weights'
-            return None
+        if tuple(old) == tuple(new) or weight.shape[0] % (old[0] * old[1]):
+            return None  # the same grid, or the stated size is not the weights'
         maps = weight.float().unflatten(0, (*old, -1)).flatten(2).permute(2, 0, 1)[None]  # [1, i*q*j*r, h, w]
         maps = F.interpolate(maps, new, mode="bilinear", align_corners=False)[0].permute(1, 2, 0)
         scale = old[0] * old[1] / (new[0] * new[1])

@@ -74,10 +74,10 @@ def evaluation_batch(size: Sequence[int], device: torch.device, trained: int | N
     Args:
         size: height and width of the images.
         device: of the network.
-        trained: batch size of its training; None if it is not known.
+        trained: images of a forward pass of its training; None if it is not known.
     """
     fits = 2 * (trained or 0)
-    if fits and device.type == "cuda":
+    if fits > 0 and device.type == "cuda":
         return min(500, fits)
     return min(500, max(fits, MOST_PIXELS // (size[-2] * size[-1]), 1))
 
@@ -175,7 +175,8 @@ class EvalTarget:
     @property
     def batch_size(self) -> int:
         """Images per forward pass, unless a user states a number."""
-        return evaluation_batch(self.images.size, self.images.device, self.recipe.batch_size)
+        trained = (self.recipe.batch_size or 0) // max(self.recipe.accumulate or 1, 1)
+        return evaluation_batch(self.images.size, self.images.device, trained)
 
     def batches(
         self, batch_size: int | None, progress: Callable[[int], None] | None = None

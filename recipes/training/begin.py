@@ -132,7 +132,7 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
         cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
         **shares,
     )
-    measured = evaluation_batch(validation.size, device, recipe.batch_size)
+    measured = evaluation_batch(validation.size, device, recipe.batch_size // recipe.accumulate)
     held_out = Batches(validation.to(device), measured, **shares) if len(validation) else None
     if recipe.early_stop and not held_out:
         raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")

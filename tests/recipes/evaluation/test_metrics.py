@@ -20,7 +20,7 @@ from capszoo.data.augment import resize
 from capszoo.errors import CapszooError, UsageError
 from capszoo.recipes.evaluation.crops import Crops, default_side
 from capszoo.recipes.evaluation.metrics import Tally, assess, reproduced, scored, stated_top1
-from capszoo.recipes.evaluation.target import _grey, prepare
+from capszoo.recipes.evaluation.target import _grey, evaluation_batch, prepare
 from tests.support import packed
 
 MODEL = "resnet20_routingcaps.mnist"
@@ -173,6 +173,20 @@ def test_a_limit_draws_images_by_its_seed(tiny_mnist: Path) -> None:
     assert torch.equal(one.images.images, again.images.images)  # type: ignore[union-attr]
     assert not torch.equal(one.images.images, other.images.images)  # type: ignore[union-attr]
     assert stated_top1(whole) is None, "the metadata state it for 10,000 images"
+
+
+def test_the_batch_follows_size_and_training(tiny_mnist: Path) -> None:
+    target = prepare(MODEL, data=tiny_mnist, device="cpu")
+    assert target.batch_size == 500 and [len(b.labels) for b in target.batches(None)] == [40]
+    large = replace(
+        target, images=replace(target.images, images=torch.zeros(2, 1, 896, 896, dtype=torch.uint8))
+    )
+    info = target.info
+    assert info is not None
+    for batch, parts, expected in ((None, None, 4), (128, None, 256), (128, 16, 16)):
+        recipe = {**info.raw["recipe"], "batch_size": batch, "accumulate": parts}
+        assert replace(large, info=replace(info, raw={**info.raw, "recipe": recipe})).batch_size == expected
+    assert evaluation_batch((896, 896), torch.device("cuda"), -3) == 4, "a stranger's number"
 
 
 def test_held_out_images_are_those_of_the_recipe(tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
