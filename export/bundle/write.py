@@ -278,9 +278,8 @@ _BF16 = (
 
 def _triton_engine(engine: dict[str, Any]) -> str:
     """How Triton serves the TensorRT engine: once it is built, and with a flag if it is version-compatible."""
-    compatible = (
-        "--versionCompatible" in engine["trtexec"]
-    )  # Triton executes their host code only if it is told so
+    # Triton executes the host code of such plans only if it is told so
+    compatible = "--versionCompatible" in engine["trtexec"]
     flag = " --backend-config=tensorrt,version-compatible=true" if compatible else ""
     return (
         "Triton with the TensorRT engine, which `build_engine.sh` copies there: "
