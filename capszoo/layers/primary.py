@@ -11,6 +11,7 @@ from typing import Tuple
 
 from torch import Tensor, nn
 
+from ._ranges import at_least
 from ._strided_conv import StridedConv2d
 from ._windows import out_size
 from .squash import squash
@@ -60,8 +61,10 @@ class PrimaryCaps2d(nn.Module):
         activation: str = "identity",
     ) -> None:
         super().__init__()
-        if num_caps < 1 or pose_dim < 1:
-            raise ValueError(f"num_caps and pose_dim must be positive, not {num_caps} and {pose_dim}")
+        at_least(
+            1, in_chans=in_chans, num_caps=num_caps, pose_dim=pose_dim, kernel_size=kernel_size, stride=stride
+        )
+        at_least(0, padding=padding)
         if activation not in ("identity", "squash"):
             raise ValueError(f"activation must be 'identity' or 'squash', not {activation!r}")
         self.num_caps = num_caps

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from ._precision import upcast_half
+from ._ranges import at_least
 from .engine import Routed, RoutingLayer
 from .squash import squash
 
@@ -165,8 +166,7 @@ torch.fx.wrap("routing_caps")
 def _check(lam: float, num_iters: int, activation: str) -> None:
     if lam < 0:
         raise ValueError(f"lam must be 0 (average pooling) or more, not {lam}")
-    if num_iters < 1:
-        raise ValueError(f"num_iters must be at least 1, not {num_iters}")
+    at_least(1, num_iters=num_iters)
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"activation must be one of {', '.join(map(repr, _ACTIVATIONS))}, not {activation!r}"
@@ -209,8 +209,7 @@ class RoutingPool2d(RoutingLayer):
     ) -> None:
         super().__init__()
         _check(lam, num_iters, activation)
-        if caps_dim < 1:
-            raise ValueError(f"caps_dim must be at least 1, not {caps_dim}")
+        at_least(1, caps_dim=caps_dim)
         rows, cols = (output_size, output_size) if isinstance(output_size, int) else output_size
         if rows < 1 or cols < 1:
             raise ValueError(f"output_size must be at least 1, not {output_size}")
@@ -329,8 +328,7 @@ class RoutingCaps(RoutingLayer):
     ) -> None:
         super().__init__()
         _check(lam, num_iters, activation)
-        if min(in_types, in_dim, out_caps, out_dim) < 1:
-            raise ValueError("in_types, in_dim, out_caps and out_dim must be at least 1")
+        at_least(1, in_types=in_types, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
         self.in_types = in_types
         self.in_dim = in_dim
         self.out_caps = out_caps

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ._precision import upcast_half
+from ._ranges import at_least
 from .engine import Routed, RoutingLayer
 from .squash import exponential_squash
 
@@ -71,8 +72,7 @@ class SelfAttentionRouting(RoutingLayer):
 
     def __init__(self, in_caps: int, in_dim: int, out_caps: int, out_dim: int) -> None:
         super().__init__()
-        if min(in_caps, in_dim, out_caps, out_dim) < 1:
-            raise ValueError("in_caps, in_dim, out_caps and out_dim must be at least 1")
+        at_least(1, in_caps=in_caps, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
         self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
         self.weight = nn.Parameter(torch.empty(in_caps, in_dim, out_caps * out_dim))
         self.bias = nn.Parameter(torch.empty(out_caps, in_caps))

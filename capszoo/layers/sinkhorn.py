@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._precision import upcast_half
+from ._ranges import at_least
 from .capconv import SquashGroups
 
 __all__ = ["SinkhornUnit", "feature_kl", "ground_cost", "sinkhorn_divergence", "sinkhorn_plan"]
@@ -89,14 +90,15 @@ def sinkhorn_plan(cost: Tensor, num_iters: int = 10, epsilon: float = 1.0) -> Te
         ``[n, m]``; columns sum to ``1/m`` exactly, rows to ``1/n`` in the limit; float32 for half-precision inputs.
 
     Raises:
-        ValueError: ``num_iters`` is below 1, or ``epsilon`` is not positive.
+        ValueError: ``num_iters`` is below 1, ``epsilon`` is not positive, or a sample is empty.
     """
-    if num_iters < 1:
-        raise ValueError(f"num_iters must be at least 1, not {num_iters}")
+    at_least(1, num_iters=num_iters)
     if epsilon <= 0:
         raise ValueError(f"epsilon must be positive, not {epsilon}")
     cost = upcast_half(cost)
     n, m = cost.shape
+    if min(n, m) < 1:
+        raise ValueError(f"both samples need at least one row, not {n} and {m}")
     log_kernel = (cost.detach().amin(dim=1, keepdim=True) - cost) / epsilon  # [n, m]
     columns = log_kernel.new_full((m,), -math.log(m))
     rows = columns  # a placeholder: there is at least one iteration
@@ -206,10 +208,9 @@ class SinkhornUnit(nn.Module):
             raise ValueError(f"metric must be 'sinkhorn' or 'kl', not {metric!r}")
         if cost not in COSTS:
             raise ValueError(f"cost must be one of {', '.join(COSTS)}, not {cost!r}")
-        if num_iters < 1 or epsilon <= 0:
-            raise ValueError(
-                f"num_iters must be at least 1 and epsilon positive, not {num_iters} and {epsilon}"
-            )
+        at_least(1, low_chans=low_chans, high_chans=high_chans, groups=groups, num_iters=num_iters)
+        if epsilon <= 0:
+            raise ValueError(f"epsilon must be positive, not {epsilon}")
         if generator == "capsule" and (low_chans % groups or high_chans % groups):
             raise ValueError(
                 f"channels ({low_chans} and {high_chans}) must be multiples of groups ({groups}): "

@@ -613,3 +613,14 @@ def test_a_single_child_has_no_variance_to_compute_from_moments() -> None:
     assert [choice.engine.name for choice in choices] == ["frozen"]
     for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_class_logits_stay_finite_in_float16() -> None:
+    # without normalised costs they grow with the number of children
+    layer = ClassEM(2, 3, lam_start=1.0).half().eval()
+    x = torch.rand(2, 2 * 17, 48, 48, generator=torch.Generator().manual_seed(0)).half()
+    logits = layer(x)[1]
+    wide = layer.float()(x.float())[1]
+    assert wide.abs().max() > 65504
+    assert logits.dtype == torch.float16 and logits.isfinite().all()
+    torch.testing.assert_close(logits.float(), wide.clamp(-65504, 65504), rtol=1e-2, atol=1.0)

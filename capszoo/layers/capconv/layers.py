@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._ranges import at_least
 from ..engine import Reference, Routed, RoutingLayer
 from .convolutions import CapGroupConv2d, CoefficientConv2d, XavierConv2d
 from .engines import OneConvolution, Recompute, RecomputeBranches
@@ -46,7 +47,8 @@ class _GroupedLayer(RoutingLayer):
 
 
 def _check(in_chans: int, out_chans: int, groups: int, coefficients: str, mode: str) -> None:
-    if groups < 1 or in_chans % groups or out_chans % groups:
+    at_least(1, in_chans=in_chans, out_chans=out_chans, groups=groups)
+    if in_chans % groups or out_chans % groups:
         raise ValueError(f"channels ({in_chans} to {out_chans}) must be multiples of groups ({groups})")
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"coefficients must be one of {', '.join(COEFFICIENTS)}, not {coefficients!r}")
@@ -76,6 +78,7 @@ class MasterAide(_GroupedLayer):
     ) -> None:
         super().__init__()
         _check(in_chans, out_chans, groups, coefficients, "master_aide")
+        at_least(1, kernel_size=kernel_size, stride=stride)
         self.groups = groups
         self.coefficients = coefficients
         self.master = CapGroupConv2d(in_chans, out_chans, kernel_size, stride, groups)
@@ -179,6 +182,7 @@ class CapConv(_GroupedLayer):
     ) -> None:
         super().__init__()
         _check(in_chans, out_chans, groups, coefficients, mode)
+        at_least(1, kernel_size=kernel_size, stride=stride)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, not {kernel_size}")
         self.groups = groups
@@ -291,12 +295,12 @@ class CapFC(nn.Module):
         self, num_classes: int, pose_dim: int = 16, groups: int = 32, grid: Union[int, Tuple[int, int]] = 4
     ) -> None:
         super().__init__()
-        if num_classes < 1 or pose_dim < 1 or groups < 1:
-            raise ValueError("num_classes, pose_dim and groups must be at least 1")
+        at_least(1, num_classes=num_classes, pose_dim=pose_dim, groups=groups)
         self.num_classes = num_classes
         self.pose_dim = pose_dim
         self.groups = groups
         self.grid = (grid, grid) if isinstance(grid, int) else (int(grid[0]), int(grid[1]))
+        at_least(1, grid=min(self.grid))
         in_caps = groups * self.grid[0] * self.grid[1]
         self.weight = nn.Parameter(torch.empty(pose_dim, in_caps, num_classes))  # [d, g*h*w, n]
         self.reset_parameters()

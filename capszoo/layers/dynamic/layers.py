@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
+from .._ranges import at_least
 from .._start import reset_start
 from .._windows import windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
@@ -86,6 +87,7 @@ class DynamicRouting(_DynamicLayer):
         init: str = "zero",
         weight_std: float = 0.1,
     ) -> None:
+        at_least(1, in_caps=in_caps, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
         super().__init__(num_iters, softmax_over, init, out_caps, in_caps)
         self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
         self.weight_std = weight_std
@@ -207,6 +209,8 @@ class ConvDynamicRouting(nn.Module):
         weight_std: float = 0.1,
     ) -> None:
         super().__init__()
+        at_least(1, in_caps=in_caps, kernel_size=kernel_size, stride=stride)
+        at_least(0, padding=padding)
         self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
         children = kernel_size * kernel_size * in_caps
@@ -278,6 +282,7 @@ class SharedDynamicRouting(_DynamicLayer):
         init: str = "zero",
         positions: int = 0,
     ) -> None:
+        at_least(1, groups=groups, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
         super().__init__(num_iters, softmax_over, init, out_caps, groups * positions)
         if init != "zero" and positions < 1:
             raise ValueError(f"init={init!r} has one logit per child: positions (of the grid) must be given")

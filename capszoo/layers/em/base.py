@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
+from .._ranges import at_least
 from .._transforms import block_diagonal
 from ..engine import Routed, RoutingLayer
 from .steps import Settings, check_iterations
@@ -69,6 +70,7 @@ class MatrixEM(EMLayer):
         init_beta_v: float,
     ) -> None:
         super().__init__(settings)
+        at_least(1, in_caps=in_caps, out_caps=out_caps)
         if pose_size < 2:
             raise ValueError(f"pose_size must be at least 2 (poses are matrices), not {pose_size}")
         self.in_caps = in_caps

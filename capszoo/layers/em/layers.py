@@ -8,7 +8,8 @@ from typing import ClassVar, List, Optional, Tuple, Type
 import torch
 from torch import Tensor, nn
 
-from .._precision import upcast_half
+from .._precision import finite_cast, upcast_half
+from .._ranges import at_least
 from .._windows import out_size, windows
 from ..engine import Engine, Reference, Routed
 from .base import EMLayer, MatrixEM
@@ -20,6 +21,7 @@ from .steps import EPS, INIT_NOISE, LAM_START, LAM_STEP, VAR_FLOOR, Settings
 __all__ = ["ClassEM", "ConvEM", "SharedEM"]
 
 torch.fx.wrap("upcast_half")
+torch.fx.wrap("finite_cast")
 
 
 class ConvEM(MatrixEM):
@@ -64,6 +66,7 @@ class ConvEM(MatrixEM):
         init_noise: float = INIT_NOISE,
         init_beta_v: float = 0.0,
     ) -> None:
+        at_least(1, kernel_size=kernel_size, stride=stride)
         super().__init__(
             in_caps,
             out_caps,
@@ -191,7 +194,7 @@ class ClassEM(MatrixEM):
     def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Map ``[b, in_caps * (p*p + 1), h, w]`` to poses ``[b, n, p*p]`` and activation logits ``[b, n]``."""
         routed = self._route(x, False)
-        return routed.poses[0].to(x.dtype), routed.activations[0].to(x.dtype)
+        return routed.poses[0].to(x.dtype), finite_cast(routed.activations[0], x.dtype)
 
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Map to poses ``[b, n, p*p]``, activation logits ``[b, n]`` and couplings ``[b, n, h, w, in_caps]``.
@@ -295,6 +298,7 @@ class SharedEM(SharedSteps, EMLayer):
         init_beta_v: float = -5.0,
     ) -> None:
         super().__init__(Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost))
+        at_least(1, groups=groups, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
         self.groups, self.in_dim, self.out_caps, self.out_dim = groups, in_dim, out_caps, out_dim
         self.init_beta_v = init_beta_v
         self.weight = nn.Parameter(torch.empty(out_caps, groups, in_dim, out_dim))
@@ -329,7 +333,7 @@ class SharedEM(SharedSteps, EMLayer):
     def forward(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, g, d, s]``, activations ``[b, g, s]`` to poses ``[b, j, e]``, activation logits ``[b, j]``."""
         routed = self.compute([upcast_half(x), upcast_half(activations)], self.num_iters, False)
-        return routed.poses[0].to(x.dtype), routed.activations[0].to(x.dtype)
+        return routed.poses[0].to(x.dtype), finite_cast(routed.activations[0], x.dtype)
 
     def route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Results of :func:`shared_em_routing`, in float32 or wider: couplings are ``[b, j, g, s]``."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
+from .._ranges import at_least
 from .._start import reset_start
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import Blocked, Fused, Native
@@ -47,9 +48,8 @@ class IDPALayer(RoutingLayer):
             raise ValueError(f"pose must be 'matrix' or 'vector', not {pose!r}")
         if parent_init not in ("zero", "random", "learned"):
             raise ValueError(f"parent_init must be 'zero', 'random' or 'learned', not {parent_init!r}")
-        if num_iters < 1:
-            raise ValueError(f"num_iters must be at least 1, not {num_iters}")
         out_dim = in_dim if out_dim is None else out_dim
+        at_least(1, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim, num_iters=num_iters)
         side = math.isqrt(in_dim)
         if pose == "matrix" and (side * side != in_dim or in_dim != out_dim):
             raise ValueError(

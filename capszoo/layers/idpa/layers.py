@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._ranges import at_least
 from .._windows import out_size, windows
 from ..engine import Reference
 from .base import IDPALayer
@@ -80,6 +81,8 @@ class ConvIDPA(IDPALayer):
         padding: int = 0,
         **options: Any,
     ) -> None:
+        at_least(1, in_caps=in_caps, kernel_size=kernel_size, stride=stride)
+        at_least(0, padding=padding)
         super().__init__(in_caps * kernel_size * kernel_size, out_caps, in_dim, out_dim, **options)
         self.in_caps = in_caps
         self.kernel_size = kernel_size
@@ -238,6 +241,7 @@ class FCIDPA(IDPALayer):
     engines = (Masked, Fused, Native, Blocked, Reference)
 
     def __init__(self, in_caps: int, out_caps: int, *args: Any, **options: Any) -> None:
+        at_least(1, in_caps=in_caps)
         super().__init__(in_caps, out_caps, *args, **options)
         self.in_caps = in_caps
         self.kernel_size = self.stride = 1

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
+from .._ranges import at_least
 from .layers import FCIDPA, ConvIDPA
 
 torch.fx.wrap("upcast_half")
@@ -37,8 +38,7 @@ class IDPAStack(nn.Sequential):
         depth: Optional[int] = None,
     ) -> None:
         super().__init__(layers)
-        if num_iters < 1:
-            raise ValueError(f"num_iters must be at least 1, not {num_iters}")
+        at_least(1, num_iters=num_iters)
         if routing not in ("concurrent", "sequential"):
             raise ValueError(f"routing must be 'concurrent' or 'sequential', not {routing!r}")
         self.num_iters = num_iters

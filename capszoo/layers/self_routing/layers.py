@@ -5,6 +5,7 @@ from typing import ClassVar, List, Optional, Tuple, Type
 import torch
 from torch import Tensor, nn
 
+from .._ranges import at_least
 from .._windows import out_size, windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import VoteFree
@@ -34,8 +35,8 @@ class SelfRouting(RoutingLayer):
 
     def __init__(self, in_caps: int, in_dim: int, out_caps: int, out_dim: int = 0) -> None:
         super().__init__()
-        if min(in_caps, in_dim, out_caps) < 1 or out_dim < 0:
-            raise ValueError("in_caps, in_dim and out_caps must be at least 1, out_dim at least 0")
+        at_least(1, in_caps=in_caps, in_dim=in_dim, out_caps=out_caps)
+        at_least(0, out_dim=out_dim)
         self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
         self.weight = nn.Parameter(torch.empty(in_caps, in_dim, out_caps))
         self.bias = nn.Parameter(torch.empty(in_caps, out_caps))
@@ -118,6 +119,8 @@ class ConvSelfRouting(nn.Module):
         super().__init__()
         if out_dim < 1:
             raise ValueError(f"parents on a grid need poses: out_dim must be at least 1, not {out_dim}")
+        at_least(1, in_caps=in_caps, kernel_size=kernel_size, stride=stride)
+        at_least(0, padding=padding)
         self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
         self.window = SelfRouting(kernel_size * kernel_size * in_caps, in_dim, out_caps, out_dim)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capszoo._suggest import unknown_name
+from capszoo.layers._ranges import at_least
 
 from ...errors import NoCapsules
 from .._base import NO_NAMES, CouplingLayout, Votes
@@ -134,6 +135,7 @@ class CapsuleHead(nn.Module):
         super().__init__()
         if in_chans < 1 or min(grid) < 1:
             raise ValueError(f"in_chans and grid must be positive, not {in_chans} and {grid}")
+        at_least(0, proj_chans=proj_chans, max_grid=max_grid)
         self.routing = routing
         self.shrink = -(-max(grid) // max_grid) if max_grid else 1
         self.grid = (-(-grid[0] // self.shrink), -(-grid[1] // self.shrink))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capszoo.layers import capsules_from_map
+from capszoo.layers._ranges import at_least
 
 from .._base import CouplingLayout
 from .base import CapsuleHead, ConvNorm, HeadOutput
@@ -56,8 +57,7 @@ class CapsuleLayersHead(CapsuleHead):
         super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
         if depth not in (1, 2):
             raise ValueError(f"depth must be 1 or 2 capsule layers, not {depth}")
-        if caps_types < 1 or caps_dim < 1:
-            raise ValueError(f"caps_types and caps_dim must be positive, not {caps_types} and {caps_dim}")
+        at_least(1, caps_types=caps_types, caps_dim=caps_dim)
         self.caps_types, self.caps_dim, self.depth = caps_types, caps_dim, depth
         self.width = caps_types * caps_dim
         self.primary: nn.Module = nn.Identity()

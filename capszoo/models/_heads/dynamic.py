@@ -8,6 +8,7 @@ from torch import Tensor
 
 from capszoo.layers import ConvDynamicRouting, DynamicRouting, Squash, capsule_lengths
 from capszoo.layers._precision import upcast_half
+from capszoo.layers._ranges import at_least
 
 from .._base import Votes
 from .base import ConvNorm, HeadOutput, log_probabilities, register_head
@@ -76,6 +77,7 @@ class DynamicHead(LengthHead):
         super().__init__(
             in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate, caps_types, caps_dim, depth
         )
+        at_least(1, class_dim=class_dim)
         self.class_dim, self._iters = class_dim, num_iters
         self.primary = nn.Sequential(ConvNorm(self.chans, self.width), Squash(dim=1, pose_dim=caps_dim))
         if depth == 2:

@@ -7,6 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from capszoo.layers import RoutingPool2d
+from capszoo.layers._ranges import at_least
 
 from .._base import CouplingLayout, Votes
 from .._blocks import check_caps_dim, score_parts
@@ -84,6 +85,7 @@ class ConvHead(CapsuleHead):
         caps_dim: int = 16,
     ) -> None:
         super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+        at_least(1, caps_types=caps_types, caps_dim=caps_dim)
         self.width = caps_types * caps_dim
         self.primary = ConvNorm(self.chans, self.width, bias=True)
         self._ready(num_classes)

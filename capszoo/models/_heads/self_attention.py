@@ -5,6 +5,7 @@ from typing import Tuple
 import torch.nn as nn
 
 from capszoo.layers import SelfAttentionRouting, Squash
+from capszoo.layers._ranges import at_least
 
 from .base import ConvNorm, register_head
 from .dynamic import LengthHead
@@ -37,6 +38,7 @@ class SelfAttentionHead(LengthHead):
         super().__init__(
             in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate, caps_types, caps_dim
         )
+        at_least(1, class_dim=class_dim)
         self.class_dim = class_dim
         squash = Squash(dim=1, pose_dim=caps_dim, exponential=True)
         self.primary = nn.Sequential(ConvNorm(self.chans, self.width), squash)

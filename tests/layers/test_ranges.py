@@ -1,0 +1,114 @@
+"""Sizes out of range: every layer and every head names the argument."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from capszoo.layers import (
+    FCIDPA,
+    CapConv,
+    CapFC,
+    ClassEM,
+    ConvDynamicRouting,
+    ConvEM,
+    ConvIDPA,
+    ConvSelfRouting,
+    DynamicRouting,
+    EncapModule,
+    MasterAide,
+    PrimaryCaps2d,
+    RoutingCaps,
+    SelfAttentionRouting,
+    SelfRouting,
+    SharedDynamicRouting,
+    SharedEM,
+    SinkhornUnit,
+    sinkhorn_plan,
+)
+from capszoo.models.caps_head import CapsuleHead
+
+VOTES = dict(in_caps=2, in_dim=4, out_caps=3, out_dim=4)
+WINDOW = dict(kernel_size=3, stride=1)
+SHARED = dict(groups=2, in_dim=4, out_caps=3, out_dim=4)
+GROUPED = dict(in_chans=8, out_chans=8, groups=4)
+
+#: layer, valid arguments, the smallest value of each argument that is checked
+LAYERS: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
+    (DynamicRouting, VOTES, dict.fromkeys(VOTES, 1)),
+    (ConvDynamicRouting, VOTES | WINDOW, dict.fromkeys(VOTES | WINDOW, 1) | {"padding": 0}),
+    (SharedDynamicRouting, SHARED, dict.fromkeys(SHARED, 1)),
+    (ConvEM, {"in_caps": 2, "out_caps": 3}, dict.fromkeys(("in_caps", "out_caps", *WINDOW), 1)),
+    (ClassEM, {"in_caps": 2, "num_classes": 3}, {"in_caps": 1, "num_classes": 1, "pose_size": 2}),
+    (SharedEM, SHARED, dict.fromkeys(SHARED, 1)),
+    (
+        ConvIDPA,
+        {"in_caps": 2, "out_caps": 3},
+        dict.fromkeys(("in_caps", "out_caps", "in_dim", *WINDOW), 1) | {"padding": 0},
+    ),
+    (FCIDPA, {"in_caps": 2, "out_caps": 3, "pose": "vector"}, dict.fromkeys(VOTES, 1)),
+    (SelfRouting, VOTES, dict.fromkeys(VOTES, 1) | {"out_dim": 0}),
+    (ConvSelfRouting, VOTES | WINDOW, dict.fromkeys(VOTES | WINDOW, 1) | {"padding": 0}),
+    (SelfAttentionRouting, VOTES, dict.fromkeys(VOTES, 1)),
+    (
+        PrimaryCaps2d,
+        {"in_chans": 3, "num_caps": 2, "pose_dim": 4, "kernel_size": 3},
+        dict.fromkeys(("in_chans", "num_caps", "pose_dim", *WINDOW), 1) | {"padding": 0},
+    ),
+    (
+        RoutingCaps,
+        {"in_types": 2, "in_dim": 4, "out_caps": 3},
+        dict.fromkeys(("in_types", "in_dim", "out_caps", "out_dim", "num_iters"), 1),
+    ),
+    (CapConv, GROUPED, dict.fromkeys((*GROUPED, *WINDOW), 1)),
+    (
+        MasterAide,
+        GROUPED | WINDOW | {"coefficients": "both"},
+        dict.fromkeys((*GROUPED, *WINDOW), 1),
+    ),
+    (EncapModule, GROUPED, dict.fromkeys((*GROUPED, "stride", "depth"), 1)),
+    (CapFC, {"num_classes": 3}, dict.fromkeys(("num_classes", "pose_dim", "groups", "grid"), 1)),
+    (
+        SinkhornUnit,
+        {"low_chans": 8, "high_chans": 8, "groups": 4},
+        dict.fromkeys(("low_chans", "high_chans", "groups", "stride", "num_iters"), 1),
+    ),
+]
+
+HEADS = [
+    ("dynamic", {"proj_chans": 0, "max_grid": 0, "caps_types": 1, "caps_dim": 1, "class_dim": 1}),
+    ("self_attention", {"proj_chans": 0, "max_grid": 0, "caps_types": 1, "caps_dim": 1, "class_dim": 1}),
+    ("em", {"proj_chans": 0, "max_grid": 0, "caps_types": 1, "caps_dim": 1, "num_iters": 1}),
+    ("idpa", {"proj_chans": 0, "max_grid": 0, "caps_types": 1, "caps_dim": 1, "num_iters": 1}),
+    ("self_routing", {"proj_chans": 0, "max_grid": 0, "caps_types": 1, "caps_dim": 1}),
+    ("conv", {"proj_chans": 0, "max_grid": 0, "caps_types": 1, "caps_dim": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layer", "valid", "name", "least"),
+    [(layer, valid, name, least) for layer, valid, sizes in LAYERS for name, least in sizes.items()],
+)
+def test_a_size_below_its_least_is_named(layer: Any, valid: dict[str, Any], name: str, least: int) -> None:
+    layer(**valid)
+    if name == "num_classes" and layer is ClassEM:
+        name, valid = "out_caps", valid | {name: 0}  # the classes are its parents
+    else:
+        valid = valid | {name: least - 1}
+    with pytest.raises(ValueError, match=rf"\b{name}\b.*must be (at least {least}|{least} or more|odd)"):
+        layer(**valid)
+
+
+@pytest.mark.parametrize(
+    ("routing", "name", "least"),
+    [(routing, name, least) for routing, sizes in HEADS for name, least in sizes.items()],
+)
+def test_heads_name_a_size_below_its_least(routing: str, name: str, least: int) -> None:
+    with pytest.raises(ValueError, match=rf"\b{name} must be at least {least}, not {least - 1}"):
+        CapsuleHead(16, (4, 4), 3, routing, **{name: least - 1})
+
+
+def test_an_empty_sample_has_no_transport_plan() -> None:
+    for shape in ((0, 3), (3, 0)):
+        with pytest.raises(ValueError, match="both samples need at least one row"):
+            sinkhorn_plan(torch.zeros(shape))
