@@ -304,7 +304,7 @@ def naive_per_vote() -> dict[str, float]:
 def layer_table(args: argparse.Namespace) -> None:
     machine = measure_machine()
     print(
-        f"This machine, {torch.get_num_threads()} threads: matrix product {2 * machine.macs / 1e9:.0f} GFLOP/s, "
+        f"{torch.get_num_threads()} threads: matrix product {2 * machine.macs / 1e9:.0f} GFLOP/s, "
         f"copy {machine.bytes / 1e9:.0f} GB/s; batch {args.batch}; torch {torch.__version__}, "
         f"{platform.machine()}\n"
     )
