@@ -9,7 +9,7 @@ The same command resumes an interrupted run, and ends with the same weights bit 
 the data, the augmentation and the random numbers of the net are functions of (seed, epoch, step), everything else is
 in the checkpoint.
 
-Several processes: `accelerate launch -m capszoo.recipes.train RECIPE …`. They share each batch; all of them need the
+Several processes: `accelerate launch -m capszoo train RECIPE …`. They share each batch; all of them need the
 run's folder. `training/distributed.py` makes them fail and stop together, `training/log.py` reports progress,
 `training/anomaly.py` finds the origin of a value that is not finite.
 """

@@ -40,8 +40,9 @@ with them.
 Accuracies are those of the stored file, in one pass over the whole test set in float32; `make eval-weights` repeats it.
 ± is the sampling standard error for the number of test images. An accuracy is that of one run; where several seeds
 were trained, a line states their mean and standard deviation. The papers' errors are given as accuracies, too.
-Where a file replaced one of an earlier run, the [changelog](../CHANGELOG.md) states that run's test accuracy. It was
-known when the new run was started, so the new accuracy may be slightly optimistic.
+Where a file replaced one of an earlier run, the
+[changelog](../CHANGELOG.md#weights-that-replaced-earlier-ones) states that run's test accuracy. It was known when the
+new run was started, so the new accuracy may be slightly optimistic.
 Runs on the H200 shared the GPU with up to four other runs: their times are not those of the GPU alone. H200 runs
 with dynamic routing used a kernel that has since been removed.
 [reproduce.md](reproduce.md) says how to train one again, [publish.md](publish.md) how a model card is made of the same

@@ -39,6 +39,19 @@ def test_every_model_and_checkpoint_is_listed(root: Path) -> None:
     assert all(f"| `{name}` |" in readme for name in capszoo.list_pretrained())
 
 
+def test_the_changelog_states_replaced_weights_beside_the_present_ones(root: Path) -> None:
+    rows = re.findall(
+        r"^\| `(\S+)`[^|]*\| ([\d., ]+) \| ([\d.]+) \|$",
+        (root / "CHANGELOG.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) >= 18
+    for name, earlier, now in rows:
+        metadata = json.loads((root / "capszoo" / "weights" / f"{name}.json").read_text("utf-8"))
+        assert float(now) == round(metadata["metrics"]["test"]["top1"], 2), name
+        assert now not in earlier.split(", ")
+
+
 def test_the_readme_fits_two_screens(root: Path) -> None:
     text = (root / "README.md").read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```|^\|[^\n]*$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)

@@ -143,7 +143,7 @@ def train_command(
 ) -> None:
     """Train a recipe; resumes an interrupted run.
 
-    Ctrl-C and SIGTERM save first. Several processes: accelerate launch -m capszoo.recipes.train RECIPE.
+    Ctrl-C and SIGTERM save first. Several processes: accelerate launch -m capszoo train RECIPE.
     """
     recipes = recipes or []
     for recipe in recipes:
