@@ -174,7 +174,12 @@ def run_weights(folder: Path) -> Path:
     Raises:
         CapszooError: there are none, or several.
     """
-    found = [file for file in sorted(folder.glob("*.*.safetensors")) if file.with_suffix(".json").is_file()]
+    found = [
+        file
+        for file in sorted(folder.glob("*.*.safetensors"))
+        # macOS writes `._` beside each file on foreign file systems
+        if not file.name.startswith(".") and file.with_suffix(".json").is_file()
+    ]
     if len(found) != 1:
         what = "several checkpoints" if found else "no weights with their metadata, and no config.json"
         raise CapszooError(f"{folder}: {what} in this folder", "name a .safetensors file, or finish the run")

@@ -17,6 +17,7 @@ run's folder. `training/distributed.py` makes them fail and stop together, `trai
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import math
 import os
@@ -194,7 +195,7 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, s
         _locate_nonfinite(run, state, log, int(-bad))
     if state.losses:
         epoch = (state.step - 1) // run.steps + 1
-        rate = run.recipe.batch_size / pace
+        rate = run.recipe.batch_size / max(pace, 1e-6)
         log.update(
             state.step,
             mean.item(),
@@ -407,7 +408,8 @@ def _train(run: Run) -> dict[str, Any]:
 
 def _epoch_record(run: Run, state: TrainState) -> dict[str, Any]:
     """The record of a completed epoch, without validation."""
-    rate = (state.step - state.epoch_first) * run.recipe.batch_size / (time.monotonic() - state.epoch_began)
+    spent = max(time.monotonic() - state.epoch_began, 1e-6)  # a clock may advance every 16 ms
+    rate = (state.step - state.epoch_first) * run.recipe.batch_size / spent
     loss, right, n = run.accelerator.reduce(state.sums.clone()).tolist()
     return {
         "epoch": state.step // run.steps,
@@ -437,6 +439,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="CPU threads; default: those that the run began with")
     parser.add_argument("--cpu", action="store_true", help="leave an accelerator unused")
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path that its encoding lacks must not end a run
     try:
         train(
             args.recipe,

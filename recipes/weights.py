@@ -86,6 +86,8 @@ def source_commit() -> str | None:
         return done.stdout.strip()
 
     try:
+        # not the repository of a project whose virtual environment has the package
+        git("ls-files", "--error-unmatch", "--", str(package.resolve() / "__init__.py"))
         # by their text: resolving thousands of paths takes a second
         folders = tuple(f"{folder}{os.sep}" for folder in {package.parent, root})
         files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}

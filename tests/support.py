@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import sys
@@ -26,6 +27,7 @@ def is_packed(name: str) -> bool:
     return name in PACKED or dataset_spec(name).base in PACKED
 
 
+@functools.cache
 def packed(root: Path, name: str) -> ImageSet:
     """The first 1,000 images of a test set, out of the checkout `root`; or 1,000 composed from them."""
     spec = dataset_spec(name)

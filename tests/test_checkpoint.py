@@ -13,6 +13,7 @@ import torch
 from timm.models import save_for_hf
 
 import capszoo
+from capszoo._metadata import run_weights
 from capszoo.checkpoint import NoWeights, checkpoint_of, model_from_file, resolve
 from capszoo.cli.predict import _sha256
 from capszoo.errors import CapszooError
@@ -274,3 +275,10 @@ def test_offline_metadata_that_exist_are_not_left_out(monkeypatch: pytest.Monkey
         checkpoint._hub_metadata("me/pets")
     known[0] = object()  # the cache knows that the repository has no such file
     assert checkpoint._hub_metadata("me/pets") == {"model_args": {"depth": 8}}
+
+
+def test_hidden_files_are_no_weights_of_a_run(tmp_path: Path) -> None:
+    for name in ("a.b", "._a.b"):  # macOS writes the second on foreign file systems
+        for suffix in (".safetensors", ".json"):
+            (tmp_path / f"{name}{suffix}").write_bytes(b"")
+    assert run_weights(tmp_path) == tmp_path / "a.b.safetensors"

@@ -642,16 +642,6 @@ def test_as_a_process(root: Path, tmp_path: Path) -> None:
     )
 
 
-def test_importing_the_package_stays_light(root: Path) -> None:
-    code = (
-        "import sys, capszoo, capszoo.cli, capszoo.explain\n"
-        "heavy = {'onnx', 'onnxruntime', 'tensorrt', 'matplotlib', 'accelerate', 'datasets', 'pandas'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_the_queue_is_shown_without_training(tmp_path: Path) -> None:
     shown = succeeds("train", "--queue", "--dry-run", "--out", tmp_path / "runs")
     assert "idpa_resnet.cifar10" in shown and "resnet20_routingpool.cifar10, seed 2" in shown

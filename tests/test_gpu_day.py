@@ -89,6 +89,10 @@ def test_tests_of_several_types_are_items_of_their_own(day: ModuleType, tmp_path
     items = day.tests(day.Settings(tmp_path, False, 4.3e12, 790e12))
     triton = {name for name in items if "test_triton" in name}
     assert triton == {f"tests/layers/test_triton.py{part}" for part in day.DTYPES}
+
+
+@pytest.mark.slow
+def test_each_item_runs_the_tests_of_its_type(day: ModuleType, tmp_path: Path) -> None:
     text = (
         "import pytest\npytestmark = pytest.mark.gpu\n"
         "@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])\n"

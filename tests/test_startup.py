@@ -37,6 +37,20 @@ def _python(root: Path, code: str, *arguments: str, **environment: str) -> subpr
     )
 
 
+#: Runs several command lines, given as JSON; prints what each wrote and which of the heavy libraries it has loaded.
+_RUN_EACH = f"""
+import contextlib, io, json, sys
+from capszoo.cli import main
+results = []
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["capszoo", *line.split()]
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written), contextlib.suppress(SystemExit):
+        main()
+    results.append((written.getvalue(), [name for name in {HEAVY!r} if name in sys.modules]))
+print(json.dumps(results))
+"""
+
 #: Runs the command line, then prints which of the heavy libraries it has loaded.
 _RUN = f"""
 import sys
@@ -49,9 +63,8 @@ print("loaded:", *(name for name in {HEAVY!r} if name in sys.modules), file=sys.
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
+def test_no_torch_where_nothing_is_computed(root: Path) -> None:
+    cases = [
         ("--help", "Usage: capszoo"),
         ("--version", capszoo.__version__),
         ("list", "resnet20_routingcaps"),
@@ -82,9 +95,19 @@ print("loaded:", *(name for name in {HEAVY!r} if name in sys.modules), file=sys.
         ("eval idpa_resnet.cifar10 --dataset nosuch", "unknown data set 'nosuch'"),
         ("eval idpa_resnet.cifar", "no weights 'cifar' for idpa_resnet"),
         ("export idpa_resnt --out x.onnx", "did you mean 'idpa_resnet'"),
-    ],
+    ]
+    done = _python(root, _RUN_EACH, json.dumps([line for line, _ in cases]))
+    assert done.returncode == 0, done.stderr
+    for (line, expected), (written, loaded) in zip(cases, json.loads(done.stdout), strict=True):
+        assert expected in written, (line, written)
+        assert loaded == [], line  # by this line, or by one before it
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("info idpa_resnet", "multiply-adds"), ("predict idpa_resnt x.png", "did you mean 'idpa_resnet'")],
 )
-def test_no_torch_where_nothing_is_computed(root: Path, line: str, expected: str) -> None:
+def test_no_torch_in_a_process_of_its_own(root: Path, line: str, expected: str) -> None:
     done = _python(root, _RUN, *line.split())
     assert expected in done.stdout + done.stderr, done.stdout + done.stderr
     assert done.stderr.splitlines()[-1].strip() == "loaded:", done.stderr
@@ -107,13 +130,23 @@ def test_import_loads_nothing_heavy(root: Path) -> None:
     assert _python(root, code).stdout.strip() == "[]"
 
 
+#: Each public name is there, and an unknown one is an AttributeError.
+_EVERY_NAME = """
+import capszoo
+for name in capszoo.__all__: assert getattr(capszoo, name) is not None and name in dir(capszoo), name
+assert capszoo.models.CapsuleNet is capszoo.CapsuleNet and capszoo.layers
+from capszoo._api import UnknownModel; assert UnknownModel is capszoo.UnknownModel
+try: capszoo.nosuch
+except AttributeError as error: assert 'nosuch' in str(error)
+else: raise AssertionError
+"""
+
+
 @pytest.mark.parametrize(
     "first",
     [
         "import timm, capszoo",
         "import capszoo; from timm.models import is_model; import timm",
-        # imported anew, as coverage and notebooks do: the first import has left its finder
-        "import sys, capszoo; [sys.modules.pop(m) for m in [*sys.modules] if 'capszoo' in m]; import capszoo, timm",
         *(
             pytest.param(line, marks=pytest.mark.slow)
             for line in (
@@ -121,14 +154,17 @@ def test_import_loads_nothing_heavy(root: Path) -> None:
                 "import capszoo.models, timm",
                 "import capszoo, importlib.util; importlib.util.find_spec('timm'); import timm",
                 "from capszoo import *; import timm",
+                # imported anew, as coverage and notebooks do: the first import has left its finder
+                "import sys, capszoo; [sys.modules.pop(m) for m in [*sys.modules] if 'capszoo' in m]; "
+                "import capszoo, timm",
             )
         ),
     ],
 )
 def test_timm_knows_our_models_in_either_order(root: Path, first: str) -> None:
     code = f"{first}\nprint(timm.is_model('idpa_resnet'), timm.create_model('cnn_sabour', device='meta').num_classes)"
-    done = _python(root, code)
-    assert done.stdout.strip() == "True 10", done.stderr
+    done = _python(root, f"{code}\n{_EVERY_NAME}")
+    assert done.returncode == 0 and done.stdout.strip() == "True 10", done.stderr
 
 
 @pytest.mark.slow
@@ -138,20 +174,6 @@ def test_the_hook_leaves_timm_as_it_is(root: Path) -> None:
         "assert 'find_spec' in dir(timm.__spec__.loader) or 'SourceFileLoader' in repr(timm.__loader__)\n"
         "assert timm.__spec__.loader is timm.__loader__ and inspect.getsource(timm)\n"
         "assert not [f for f in sys.meta_path if type(f).__module__.startswith('capszoo')]\n"
-    )
-    done = _python(root, code)
-    assert done.returncode == 0, done.stderr
-
-
-def test_every_public_name_is_there(root: Path) -> None:
-    code = (
-        "import capszoo\n"
-        "for name in capszoo.__all__: assert getattr(capszoo, name) is not None and name in dir(capszoo), name\n"
-        "assert capszoo.models.CapsuleNet is capszoo.CapsuleNet and capszoo.layers\n"
-        "from capszoo._api import UnknownModel; assert UnknownModel is capszoo.UnknownModel\n"
-        "try: capszoo.nosuch\n"
-        "except AttributeError as error: assert 'nosuch' in str(error)\n"
-        "else: raise AssertionError\n"
     )
     done = _python(root, code)
     assert done.returncode == 0, done.stderr

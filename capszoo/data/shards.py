@@ -47,7 +47,8 @@ def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
     """
     numbered = _RANGE.search(pattern)
     if numbered is None:
-        found = sorted(path for path in folder.glob(pattern) if path.is_file())
+        matching = (path for path in folder.glob(pattern) if not path.name.startswith("."))
+        found = sorted(path for path in matching if path.is_file())
         if not found:
             raise DataError(f"{name}: {folder} has no file {pattern}")
         return found

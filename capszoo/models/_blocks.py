@@ -5,7 +5,7 @@ Sources: He et al. 2016 (basic block, CIFAR ResNet with parameter-free shortcuts
 """
 
 from collections import OrderedDict
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -19,6 +19,7 @@ __all__ = [
     "check_caps_dim",
     "cifar_resnet_stages",
     "freeze_batch_statistics",
+    "frozen_modules",
     "idpa_backbone_stages",
     "init_conv_weights",
     "score_parts",
@@ -164,15 +165,20 @@ def score_parts(pooled: Tensor, weight: Tensor, caps_dim: int) -> Tensor:
     return (pooled[:, None] * weight).unflatten(2, (-1, caps_dim)).sum(-1)
 
 
-def freeze_batch_statistics(net: nn.Module) -> None:
-    """Set frozen modules to eval mode, so that the statistics of their norms do not change.
-
-    A module is frozen if it has parameters and none of them requires a gradient.
-    """
+def frozen_modules(net: nn.Module) -> List[nn.Module]:
+    """The modules that have parameters, none of which requires a gradient."""
+    found = []
     for module in net.modules():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
-            module.eval()
+            found.append(module)
+    return found
+
+
+def freeze_batch_statistics(net: nn.Module) -> None:
+    """Set frozen modules to eval mode, so that the statistics of their norms do not change."""
+    for module in frozen_modules(net):
+        module.eval()
 
 
 class Decoder(nn.Module):

@@ -35,7 +35,7 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
         if checkpoint:
-            _check_epoch_length(run, checkpoint)
+            _check_number_of_images(run, checkpoint)
         elif read_records(run.out / "metrics.jsonl"):  # starting again would delete them
             raise TrainingError(
                 f"no checkpoint of the run in {run.out} can be read: put checkpoints/ back, or choose another --out"
@@ -82,9 +82,20 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     return state, log
 
 
-def _check_epoch_length(run: Run, checkpoint: Checkpoint) -> None:
-    """Refuse other images than before (accepted by the user) that are more or fewer batches: the epochs would shift."""
-    before = checkpoint.state.get("updates_per_epoch", run.steps)  # earlier versions did not store it
+def _check_number_of_images(run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse more or fewer images than before, though the user accepts other ones.
+
+    Epochs of another number of updates would shift. Another number of images would be split differently: images that
+    were trained on would become validation images.
+    """
+    counts: dict[str, int] = checkpoint.state.get("images", {})  # earlier versions stored neither
+    for split, now in run.data.counts.items():
+        if split != "test" and counts.get(split, now) != now:
+            raise TrainingError(
+                f"the run in {run.out} has {counts[split]:,} images of {split}, now there are {now:,}: "
+                "put the images back, or choose another --out"
+            )
+    before = checkpoint.state.get("updates_per_epoch", run.steps)
     if before != run.steps:
         raise TrainingError(
             f"the run in {run.out} has {before} updates an epoch, {len(run.data.training):,} images make {run.steps}: "

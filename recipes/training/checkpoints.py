@@ -8,11 +8,13 @@ one is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -58,6 +60,10 @@ def _sync(path: Path) -> None:
     )  # Windows syncs what is open for writing
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # some network and shared file systems sync files, but no folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -195,6 +201,8 @@ def clear_leftovers(run: Path) -> None:
     for leftover in (run / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in run.glob(".*.tmp"):
+        if not re.search(r"\.\d+\.tmp$", leftover.name):
+            continue  # not written by a run
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:

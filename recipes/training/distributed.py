@@ -21,7 +21,7 @@ from ..config import Recipe
 
 try:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"training needs accelerate: {install_hint('train')}") from error
@@ -82,7 +82,10 @@ def _destroy_group_at_exit(accelerator: Accelerator) -> None:
 
 @contextmanager
 def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
-    """Accelerate keeps its settings in a process-wide singleton: reset it afterwards, for runs with other settings."""
+    """Accelerate keeps its settings in process-wide singletons: reset them afterwards, for runs with other settings.
+
+    The device too, but for the process group of several processes, which outlives a run.
+    """
     precision = "no" if recipe.precision == "fp32" else recipe.precision
     unfit = f"precision {recipe.precision} does not work on this device"
     # losses are summed in float64, which MPS does not have; Accelerate would select it
@@ -105,7 +108,8 @@ def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
             raise TrainingError(f"{unfit} ({error}): use bf16 or fp32") from error
         raise
     finally:
-        AcceleratorState._reset_state()
+        alone = PartialState._shared_state.get("num_processes", 1) == 1
+        AcceleratorState._reset_state(reset_partial_state=alone)
 
 
 def sync_error(accelerator: Accelerator, failure: Exception | None) -> None:

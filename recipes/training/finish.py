@@ -29,11 +29,13 @@ def result_of_finished(run: Run) -> dict[str, Any] | None:
     if metadata is None or (run.data.test is not None) != ("test" in measured):
         return None
     checkpoint, _ = latest_checkpoint(run.out)
-    if checkpoint is None:  # deleted, or not imported; `check_run` compared the recipes
-        epochs = metadata.get("history", {}).get("epoch")
-        step = int(epochs[-1]) * run.steps if epochs else run.total
-    else:
-        step = int(checkpoint.state["step"])
+    # checkpoints may be deleted, not imported, or older than imported weights; `check_run` compared the recipes
+    epochs = metadata.get("history", {}).get("epoch")
+    step = int(epochs[-1]) * run.steps if epochs else 0
+    if checkpoint is not None:
+        step = max(step, int(checkpoint.state["step"]))
+    elif not epochs:
+        step = run.total
     if step < run.total and not run.recipe.early_stop:
         return None
     weights = run.out / f"{metadata['architecture']}.{metadata['tag']}.safetensors"

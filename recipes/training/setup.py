@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class RunData:
     Attributes:
         fingerprints: sha256 of each split as read.
         skipped: a line about each image that was skipped because it cannot be read.
+        counts: number of images of each split as read.
     """
 
     training: ImageSet | StreamedSet
@@ -60,6 +61,7 @@ class RunData:
     test: ImageSet | StreamedSet | None
     fingerprints: dict[str, str]
     skipped: tuple[str, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def measured(self) -> ImageSet | StreamedSet:
@@ -124,7 +126,8 @@ def load_data(
         raise DataError(
             f"{settings.name} has no test split besides val, which may choose the epoch: set data.test=false"
         )
-    return RunData(training, validation, test, fingerprints, tuple(skipped))
+    counts = {split: len(part) for split, part in own.items() if part is not None}
+    return RunData(training, validation, test, fingerprints, tuple(skipped), counts)
 
 
 def _limited(count: int, settings: DataConfig) -> torch.Tensor:

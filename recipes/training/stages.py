@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from capszoo.data import DatasetSpec, ImageSet, StreamedSet
+from capszoo.models._blocks import frozen_modules
 
 from ..config import Recipe, RecipeError
 from .setup import RunData
@@ -131,9 +132,10 @@ def fit_weights(
 
 
 def reset_batch_norm(net: nn.Module) -> None:
-    """Reset the running statistics of BatchNorm."""
+    """Reset the running statistics of BatchNorm, except in frozen modules, which would not collect new ones."""
+    kept = {part for module in frozen_modules(net) for part in module.modules()}
     for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in kept:
             module.reset_running_stats()
 
 

@@ -251,6 +251,7 @@ def save_state(run: Run, state: TrainState) -> None:
         # on a CPU, sums depend on their number
         **({"threads": torch.get_num_threads()} if run.device.type == "cpu" else {}),
         "updates_per_epoch": run.steps,
+        "images": run.data.counts,
     }
     tensors: dict[str, Any] = {"optimizer": whole(state.optimizer.state_dict())}
     if run.accelerator.scaler is not None:

@@ -259,6 +259,14 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for a, b in zip(Batches(held, 2, train=True).epoch(), Batches(read, 2, train=True).epoch(), strict=True):
         assert torch.equal(a.pixels, b.pixels) and torch.equal(a.labels, b.labels)
     assert len(load_dataset(name, "test", size=16)) == 3
+    shutil.copytree(repository, tmp_path / "copy")
+    (tmp_path / "copy" / ".cache").mkdir(exist_ok=True)
+    (tmp_path / "copy" / ".cache" / "note").write_text("of the Hub's client")
+    os.utime(tmp_path / "copy" / "data" / "train-0.parquet", (1, 1))
+    copied = load_dataset(f"hf:{tmp_path / 'copy'}", "train", size=16, resize=16)
+    assert copied.fingerprint() == read.fingerprint(), "neither the folder nor the files' times"
+    smaller = load_dataset(f"hf:{tmp_path / 'copy'}", "train", size=8, resize=8)
+    assert smaller.fingerprint() != read.fingerprint()
 
     # a row without an image
     test_file = repository / "data" / "test-0.parquet"

@@ -90,6 +90,9 @@ def test_a_pattern_and_class_names(folder: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             load_dataset(f"wds:{folder}/{pattern}", "val", size=12)
+    (folder / "._train-000000.tar").write_bytes(b"macOS writes these beside files on foreign file systems")
+    assert len(opened(folder)) == COUNT
+    assert len(load_dataset(f"wds:{folder}/*.tar", "train", size=12)) == COUNT
     (folder / "classes.txt").write_text("ant\n\nbee\n")
     with pytest.raises(DataError, match="classes.txt: line 2 is empty"):
         opened(folder)

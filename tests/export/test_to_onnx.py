@@ -588,21 +588,16 @@ def test_control_flow_is_found_inside_branches() -> None:
     assert node_types(proto) == {"If": 1, "NonZero": 2}
 
 
-def test_importing_export_does_not_import_onnx(root: Path) -> None:
+def test_importing_stays_light(root: Path) -> None:
     code = (
-        "import sys, capszoo.cli\n"
+        "import sys, capszoo.cli, capszoo.explain\n"
         "from capszoo.export import bundle, cached, compare, to_aoti, to_onnx, to_tensorrt, to_torch_tensorrt, unroll\n"
         "from capszoo.export.passes import conv_to_matmul, int8\n"
-        "loaded = {'onnx', 'onnxruntime', 'onnxscript', 'tensorrt', 'matplotlib', 'accelerate', 'datasets'}\n"
+        "loaded = {'onnx', 'onnxruntime', 'onnxscript', 'tensorrt', 'matplotlib', 'accelerate', 'datasets', 'pandas'}\n"
         "print(sorted(loaded & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_folder_is_no_package_of_its_own(root: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", "import export"], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 1 and "import capszoo.export" in done.stderr
 
 
 def test_large_graphs_are_optimised_in_linear_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -74,7 +75,7 @@ assert "capszoo.layers._triton.kernels" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def test_switches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_on_cpu", True)
     monkeypatch.setattr(_triton, "_FOUND", True)
     case = ("cpu", torch.float32, True, torch.zeros(1), 10, 4, 4, 4)
@@ -84,8 +85,9 @@ def test_switches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "switched off" in _triton.not_fused(*case)
     layers.use_triton()
     assert not _triton.not_fused(*case)
-    code = "from capszoo.layers import _triton; print(_triton._enabled)"
-    assert python(root, "-c", code, CAPSZOO_TRITON="0").stdout.strip() == "False"
+    for value, enabled in (("0", False), ("1", True)):
+        monkeypatch.setenv("CAPSZOO_TRITON", value)
+        assert runpy.run_path(_triton.__file__)["_enabled"] is enabled
 
 
 def test_float32_gradients_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

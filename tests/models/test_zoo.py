@@ -8,7 +8,6 @@ configurations and the full products.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -435,7 +434,7 @@ def test_batch_equals_its_images_one_by_one(name: str) -> None:
     assert relative_difference(together, alone) < 1e-4
 
 
-@each_model
+@each_family()
 def test_no_images(name: str) -> None:
     """A batch of no images has no scores, and raises nothing: what is left of a filtered batch may be empty."""
     model = small(name).eval()
@@ -706,17 +705,6 @@ def test_group_matcher_orders_the_depth(name: str) -> None:
 
 
 # -- bundled weights ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", capszoo.list_pretrained())
-def test_bundled_weights_load_and_match_their_metadata(name: str, root: Path) -> None:
-    model = capszoo.create_model(name, pretrained=True).eval()
-    folders = (root / "capszoo" / "weights", root / "weights-large")
-    (meta,) = (json.loads(path.read_text()) for f in folders for path in f.glob(f"{name}.json"))
-    assert (model.in_chans, *model.img_size) == tuple(meta["input_size"])
-    assert model.num_classes == meta["num_classes"]
-    with torch.no_grad():
-        _check_forward(model, images(model), model.num_classes)
 
 
 def test_bare_name_is_the_architecture_and_finds_weights() -> None:

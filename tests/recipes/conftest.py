@@ -40,3 +40,17 @@ def data(root: Path, tmp_path: Path) -> Path:
     folder = write_digits(root, tmp_path / "data")
     (folder / "counts.json").write_text(json.dumps(COUNTS))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing curves takes a second at the end of each run: only tests that request `real_curves` see them."""
+    if "real_curves" not in request.fixturenames:
+        monkeypatch.setattr(
+            "capszoo.recipes.training.log.draw_curves", lambda path, *_, **__: path.write_bytes(b"curves")
+        )
+
+
+@pytest.fixture
+def real_curves() -> None:
+    """Curves of a run are drawn."""

@@ -595,12 +595,6 @@ def test_command_line(tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "validation" not in metadata["metrics"]
 
 
-def test_bare_import_is_refused(root: Path) -> None:
-    code = "import recipes"
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode and "capszoo.recipes" in done.stderr.splitlines()[-1]
-
-
 def test_weights_metadata_matches_the_model(tiny_mnist: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(epochs=1, model_args={"depth": 8, "routing_iters": 1})
     train(recipe, out=tmp_path / "run", data=tiny_mnist)

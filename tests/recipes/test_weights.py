@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import capszoo
 from capszoo.checkpoint import model_from_file
 from capszoo.data import ImageSet, dataset_spec
 from capszoo.models import _pretrained
@@ -346,3 +349,22 @@ def test_the_same_curves_give_the_same_picture(tmp_path: Path, kind: str) -> Non
     draw_curves(tmp_path / f"formula.{kind}", "$EXP_$SEED", HISTORY)  # a folder's name is no formula
     draw_curves(tmp_path / f"one.{kind}", "a run", [{**r, "train_loss": math.pi} for r in HISTORY])
     assert (tmp_path / f"one.{kind}").read_bytes() != pictures[0]
+
+
+def test_the_commit_is_not_that_of_a_project_around_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / ".venv" / "lib" / "site-packages" / "capszoo"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "a project of its own"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(capszoo, "__file__", str(package / "__init__.py"))
+    monkeypatch.delenv("CAPSZOO_COMMIT", raising=False)
+    assert module.source_commit() is None
+    monkeypatch.setenv("CAPSZOO_COMMIT", "abc")
+    assert module.source_commit() == "abc"
+    subprocess.run([*git, "add", "-f", "."], check=True)
+    assert re.fullmatch("[0-9a-f]{40}.*", module.source_commit() or ""), "a checkout"

@@ -37,7 +37,14 @@ class _Rows:
         return to_tensor(decode_image(encoded, self.mode, row, self.side))
 
     def fingerprint(self) -> str:
-        return f"{self.rows._fingerprint} {self.side}"
+        # not the rows' own: it depends on the paths and times of the files
+        paths = (path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file())
+        files = [
+            f"{path.as_posix()} {(self.folder / path).stat().st_size}"
+            for path in sorted(paths)
+            if not any(part.startswith(".") for part in path.parts)  # caches of the Hub's client
+        ]
+        return "\n".join([*files, f"{self.column} {len(self.rows)} {self.side}"])
 
 
 def _cell(cell: dict[str, Any] | None, folder: Path, row: str) -> bytes | Path:

@@ -65,7 +65,12 @@ def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
         return expand_shards(name, locate(name, parent, data), last)
     folder = locate(name, where, data)
     subs = [folder / split for split in SPLIT_NAMES if (folder / split).is_dir()]
-    found = sorted(path for place in (folder, *subs) for path in place.glob("*.tar"))
+    found = sorted(
+        path
+        for place in (folder, *subs)
+        for path in place.glob("*.tar")
+        if not path.name.startswith(".")  # macOS's `._` files
+    )
     if not found:
         raise DataError(f"{name}: {folder} has no shards (train-*.tar, val-*.tar)")
     return found

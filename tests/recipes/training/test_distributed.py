@@ -231,7 +231,10 @@ def test_two_processes_train_as_one(
     ]
     assert records[0]["val_top1"] == records[1]["val_top1"]
     assert records[0]["train_loss"] == pytest.approx(records[1]["train_loss"], rel=1e-4)
-    _finished_run_is_left_alone(root, command(tmp_path / "by-2", data, recipe, mode, 2), tmp_path / "by-2")
+    if not mode:  # in one of the two: starting processes takes most of the time
+        _finished_run_is_left_alone(
+            root, command(tmp_path / "by-2", data, recipe, mode, 2), tmp_path / "by-2"
+        )
 
 
 def _finished_run_is_left_alone(root: Path, argv: list[str], out: Path) -> None:

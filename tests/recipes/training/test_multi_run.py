@@ -20,6 +20,7 @@ from capszoo.recipes.train import train
 from capszoo.recipes.training import multi_run
 from capszoo.recipes.training.distributed import Stopped, TrainingError
 from capszoo.recipes.training.multi_run import train_together
+from tests.test_cli import fails
 
 from .test_distributed import TINY, environment, newest
 
@@ -138,11 +139,8 @@ def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: P
         assert f"idpa_cnn.{tag}: stopped" in out
 
 
-def test_several_recipes_need_the_option(root: Path) -> None:
-    command = [sys.executable, "-m", "capszoo", "train", "idpa_cnn.mnist", "resnet20_routingcaps.mnist"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr == "error: 2 recipes were given: --together trains them side by side\n"
-    command = [sys.executable, "-m", "capszoo", "train", "resnet20_routingpool.cifar10", "--profile", "shrot"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "unknown profile 'shrot': did you mean 'short'" in done.stderr
+def test_several_recipes_need_the_option() -> None:
+    line = fails(2, "train", "idpa_cnn.mnist", "resnet20_routingcaps.mnist")
+    assert line == "error: 2 recipes were given: --together trains them side by side"
+    line = fails(2, "train", "resnet20_routingpool.cifar10", "--profile", "shrot")
+    assert "unknown profile 'shrot': did you mean 'short'" in line

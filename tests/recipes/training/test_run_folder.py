@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -230,6 +233,29 @@ def test_accepted_images_must_make_as_many_updates(tiny_mnist: Path, tmp_path: P
     images, labels = read_idx_pair(pair)
     write_idx(pair[0], images.squeeze(1).numpy()[:80])
     write_idx(pair[1], labels.numpy().astype("uint8")[:80])
+    with pytest.raises(TrainingError, match="has 120 images of train, now there are 80"):
+        train(recipe, out=out, accept_data=True)
+
+
+def test_one_image_less_would_mix_validation_and_training(tiny_mnist: Path, tmp_path: Path) -> None:
+    out, folder = tmp_path / "run", tiny_mnist / "mnist"
+    recipe = tiny_recipe(data={"name": f"idx:{folder}", "val_size": 20})
+    train(recipe, out=out, stop_after=1)
+    pair = (folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
+    images, labels = read_idx_pair(pair)
+    write_idx(pair[0], images.squeeze(1).numpy()[1:])  # as many updates an epoch
+    write_idx(pair[1], labels.numpy().astype("uint8")[1:])
+    with pytest.raises(
+        TrainingError, match="has 120 images of train, now there are 119: put the images back"
+    ):
+        train(recipe, out=out, accept_data=True)
+    # earlier versions stored the number of updates alone
+    for position in out.glob("checkpoints/step-*/state.json"):
+        state = json.loads(position.read_text())
+        del state["images"]
+        position.write_text(json.dumps(state))
+    write_idx(pair[0], images.squeeze(1).numpy()[:80])
+    write_idx(pair[1], labels.numpy().astype("uint8")[:80])
     with pytest.raises(TrainingError, match="updates an epoch, .* images make"):
         train(recipe, out=out, accept_data=True)
 
@@ -292,9 +318,10 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     _two(tmp_path)
     (tmp_path / "checkpoints" / ".step-00000009.1.tmp").mkdir()
     (tmp_path / ".metrics.jsonl.1.tmp").write_text("")
+    (tmp_path / ".notes.tmp").mkdir()  # a user's
     (tmp_path / ".run.1.tmp" / "checkpoints").mkdir(parents=True)
     clear_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "checkpoints"]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
@@ -325,3 +352,19 @@ def test_no_pickle_runs_from_a_checkpoint(tmp_path: Path) -> None:
     (newest / "state.json").write_text(json.dumps(state))
     checkpoint, _ = latest_checkpoint(tmp_path)
     assert checkpoint is not None and checkpoint.state["step"] == 3 and not (tmp_path / "ran").exists()
+
+
+def test_a_file_system_that_syncs_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def only_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    save_checkpoint(tmp_path, 3, {"model": {"weight": torch.zeros(2)}}, {"optimizer": {}}, POSITION)
+    assert latest_checkpoint(tmp_path)[0] is not None
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        save_checkpoint(tmp_path, 4, {"model": {"weight": torch.zeros(2)}}, {"optimizer": {}}, POSITION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import signal
@@ -43,7 +44,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(newest(out) / "model.safetensors")
 
 
-def test_events_and_curves_of_a_resumed_run(tiny_mnist: Path, tmp_path: Path) -> None:
+def test_events_and_curves_of_a_resumed_run(tiny_mnist: Path, tmp_path: Path, real_curves: None) -> None:
     out = tmp_path / "run"
     train(recipe(checkpoint_every=1), out=out, data=tiny_mnist, stop_after=5)
     shutil.rmtree(out / "checkpoints" / "step-00000005")  # as if killed before it: update 5 is made twice
@@ -417,3 +418,31 @@ def test_checkpoint_every_counts_at_the_end_of_an_epoch(
     monkeypatch.setattr(training, "save_state", lambda run, state: steps.append(state.step))
     train(recipe(epochs=4, checkpoint_every=6), out=tmp_path / "run", data=tiny_mnist)  # epochs of 3 updates
     assert steps == [6, 12]
+
+
+def test_a_run_leaves_no_device_to_the_next(tiny_mnist: Path, tmp_path: Path) -> None:
+    from accelerate.state import PartialState
+
+    train(recipe(epochs=1), out=tmp_path / "run", data=tiny_mnist, stop_after=1, cpu=True)
+    assert PartialState._shared_state == {}
+
+
+def test_updates_faster_than_the_clock(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    assert train(recipe(epochs=1), out=tmp_path / "run", data=tiny_mnist, cpu=True)["finished"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_path_that_the_output_cannot_write(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    out = tmp_path / "\N{CYRILLIC CAPITAL LETTER ZHE}"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe(epochs=1).model_dump_json(exclude_unset=True))
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding=encoding, write_through=True) as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert training.main([str(path), "--out", str(out), "--data", str(tiny_mnist), "--cpu"]) == 0
+        assert b"\\u0416" in written.getvalue()

@@ -211,3 +211,15 @@ def test_carrying_over_keeps_the_answers() -> None:
         answers(small.train(), resized)
         agreement = (answers(small.eval(), resized) == answers(large, images)).float().mean()
     assert agreement >= 0.9
+
+
+def test_a_later_stage_keeps_the_statistics_of_frozen_norms() -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.Conv2d(2, 2, 1), torch.nn.BatchNorm2d(2)
+    )
+    frozen, trained = net[1], net[3]
+    frozen.requires_grad_(False)
+    for norm in (frozen, trained):
+        norm.running_mean.fill_(5)
+    reset_batch_norm(net)
+    assert frozen.running_mean.tolist() == [5, 5] and trained.running_mean.tolist() == [0, 0]

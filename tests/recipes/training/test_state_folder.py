@@ -149,3 +149,16 @@ def test_a_state_that_is_further_than_the_run_is_not_lost(tmp_path: Path, data: 
     next(state.glob("*.state/manifest.json")).write_text("{")
     with pytest.raises(TrainingError, match="is not the state of a run, or damaged"):
         load_states([tmp_path / "old" / NAMES[0]], state)
+
+
+def test_a_finished_run_that_replaces_an_unfinished_one_is_finished(tmp_path: Path, data: Path) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "one")
+    here, there, state = tmp_path / "here" / NAMES[0], tmp_path / "there" / NAMES[0], tmp_path / "state"
+    train(recipe, out=there, cpu=True, stop_after=1)
+    whole = train(recipe, out=here, cpu=True)
+    save_states([here], state)
+    assert load_states([there], state) == [there]
+    records = (there / "metrics.jsonl").read_bytes()
+    result = train(recipe, out=there, cpu=True, stop_after=1)
+    assert result["finished"] and result["step"] == whole["step"]
+    assert (there / "metrics.jsonl").read_bytes() == records == (here / "metrics.jsonl").read_bytes()
