@@ -102,12 +102,6 @@ class ExportReport:
         return _worst([d.relative for d in self.comparisons])
 
     @property
-    def diffs(self) -> dict[str, float]:
-        """Probe → largest relative difference over its batches."""
-        probes = dict.fromkeys(d.probe for d in self.comparisons)
-        return {p: _worst([d.relative for d in self.comparisons if d.probe == p]) for p in probes}
-
-    @property
     def passed(self) -> bool:
         """True if steps were run and none failed."""
         return any(step.passed for step in self.gate) and all(step.passed is not False for step in self.gate)

@@ -37,6 +37,8 @@ __all__ = [
     "AugmentConfig",
     "DataConfig",
     "FeedbackConfig",
+    "MACHINE_KEYS",
+    "NEUTRAL_KEYS",
     "InitConfig",
     "LossConfig",
     "OptimizerConfig",
@@ -49,6 +51,13 @@ __all__ = [
     "list_recipes",
     "load_recipe",
 ]
+
+#: Keys of a recipe that suit the processor and may differ between the sessions of a run: the updates stay the same up
+#: to rounding. `sessions.json` states them.
+MACHINE_KEYS = frozenset({"channels_last", "compile", "precision"})
+
+#: Keys of a recipe that change no update: they may differ between a run's sessions, and between runs of one recipe.
+NEUTRAL_KEYS = frozenset({"description", "checkpoint_every", "routing_images"})
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 FIXED = ("arch", "tag", "profile", "profiles", "data.name")

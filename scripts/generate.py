@@ -28,7 +28,7 @@ from capszoo._metadata import default_weights  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS, PaperFigure  # noqa: E402
 from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
-from capszoo.recipes.config import list_profiles, list_recipes, load_recipe  # noqa: E402
+from capszoo.recipes.config import MACHINE_KEYS, list_profiles, list_recipes, load_recipe  # noqa: E402
 from capszoo.recipes.release.model_card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.release.paper_results import (  # noqa: E402
     as_accuracy,
@@ -42,7 +42,6 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     went_on,
 )
 from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy  # noqa: E402
-from capszoo.recipes.training.run_folder import MACHINE_KEYS  # noqa: E402
 from capszoo.summary import summarise  # noqa: E402
 from scripts.comparison import PROFILE, plus_minus, rows  # noqa: E402
 from scripts.help_page import help_page  # noqa: E402

@@ -53,9 +53,9 @@ def test_eval_json_and_files(tiny_mnist: Path, tmp_path: Path) -> None:
     (layer,) = found["routing"]["layers"]
     assert layer["over"] == "children" and 0 < layer["entropy"] < 1
     assert sum(found["routing"]["curve"]["share"]) == pytest.approx(100)
-    (rounds,) = found["routing"]["rounds"]
-    assert rounds["own"] == 3 and len(rounds["logits"]) == len(rounds["couplings"]) == 5
-    assert min(rounds["logits"]) > 0 and found["routing"]["rounds_n"] == 20
+    (layer,) = found["routing"]["iterations"]
+    assert layer["own"] == 3 and len(layer["logits"]) == len(layer["couplings"]) == 5
+    assert min(layer["logits"]) > 0 and found["routing"]["iterations_n"] == 20
     names = {Path(file).name for file in found["files"]}
     drawn = {f"{name}.{kind}" for name in ("confusion", "robustness", "routing") for kind in ("png", "csv")}
     assert names == drawn | {"eval.json"}

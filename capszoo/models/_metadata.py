@@ -10,27 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from capszoo._checks import (
-    ModelConfig,
-    architecture_name,
-    check_model_args,
-    checked_value,
-    described,
-    first_line,
-    read_json_object,
-)
+from capszoo._checks import ModelConfig, described, first_line
 from capszoo.errors import WeightsError
 
 __all__ = [
     "ModelConfig",
     "WeightsError",
-    "architecture_name",
     "check_demand",
-    "check_model_args",
-    "checked_value",
     "described",
     "fitting",
-    "read_json_object",
 ]
 
 #: Elements that a model may have beyond those of its weights file: a decoder, masks, tables of positions.

@@ -94,8 +94,8 @@ class Report:
             }
         if self.routing:
             found["routing"] = asdict(self.routing) | {"dead_below": DEAD}
-            found["routing"]["rounds"] = [asdict(layer) for layer in self.iterations]
-            found["routing"]["rounds_n"] = min(ITERATION_IMAGES, result.n)
+            found["routing"]["iterations"] = [asdict(layer) for layer in self.iterations]
+            found["routing"]["iterations_n"] = min(ITERATION_IMAGES, result.n)
         if self.by_iterations:
             found["routing_iters"] = [_rounded(asdict(one)) for one in self.by_iterations]
         return found

@@ -17,7 +17,7 @@ from capszoo.data import DATASETS
 from capszoo.models._papers import PAPERS, PaperFigure
 from capszoo.models._pretrained import WeightsInfo
 
-from ..config import CONFIGS, list_recipes, load_recipe
+from ..config import CONFIGS, MACHINE_KEYS, NEUTRAL_KEYS, list_recipes, load_recipe
 from .public import public
 
 __all__ = [
@@ -39,17 +39,7 @@ __all__ = [
 ]
 
 #: Keys of a recipe that describe it or how it is run, without effect on the result.
-NO_SETTINGS = (
-    "arch",
-    "tag",
-    "description",
-    "profile",
-    "seed",
-    "channels_last",
-    "compile",
-    "checkpoint_every",
-    "routing_images",
-)
+NO_SETTINGS = {"arch", "tag", "profile", "seed"} | NEUTRAL_KEYS | (MACHINE_KEYS - {"precision"})
 
 
 def header_line(recipe: str, key: str) -> str:

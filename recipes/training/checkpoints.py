@@ -27,6 +27,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from capszoo.models._pretrained import sha256_of
+
 __all__ = [
     "Checkpoint",
     "check_position",
@@ -86,10 +88,6 @@ def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as safetensors, completely or not at all."""
     write_atomically(path, _safetensors_bytes(tensors))
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _contents(
@@ -164,7 +162,7 @@ def _read(folder: Path) -> Checkpoint:
     if not isinstance(files, dict) or not {"model.safetensors", "optimizer.pt"} <= files.keys():
         raise ValueError("state.json does not name the files of a checkpoint")
     for name, digest in files.items():
-        if Path(name).name != name or _sha256(folder / name) != digest:
+        if Path(name).name != name or sha256_of(folder / name) != digest:
             raise ValueError(f"{name[:60]} does not match its checksum")
     weights = {
         Path(name).stem: load_file(folder / name) for name in sorted(files) if name.endswith(".safetensors")

@@ -25,15 +25,13 @@ from torch import nn
 import capszoo
 from capszoo._files import not_writable
 
-from ..config import Recipe
+from ..config import MACHINE_KEYS, NEUTRAL_KEYS, Recipe
 from ..yaml_tree import YamlError, read_yaml
 from .checkpoints import clear_leftovers, room_missing, write_atomically
 from .distributed import TrainingError
 
 __all__ = [
     "LOCK",
-    "MACHINE_KEYS",
-    "NEUTRAL_KEYS",
     "RunLock",
     "check_data",
     "check_room",
@@ -88,13 +86,6 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
             f"or continue with the run's own: {before}"
         )
 
-
-#: Keys of a recipe that suit the processor and may differ between the sessions of a run: the updates stay the same up
-#: to rounding. `sessions.json` states them.
-MACHINE_KEYS = frozenset({"channels_last", "compile", "precision"})
-
-#: Keys of a recipe that change no update: they may differ between a run's sessions, and between runs of one recipe.
-NEUTRAL_KEYS = frozenset({"description", "checkpoint_every", "routing_images"})
 
 #: Files of a run besides its recipe.
 _TRACES = ("checkpoints", "metrics.jsonl", "sessions.json")

@@ -24,6 +24,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from capszoo._files import not_writable
+from capszoo.models._pretrained import sha256_of
 
 from .checkpoints import Checkpoint, check_position, latest_checkpoint, save_checkpoint, write_atomically
 from .distributed import TrainingError
@@ -165,7 +166,7 @@ def export_state(run: str | Path, folder: str | Path, part_bytes: int = PART_BYT
         for name in COPIED:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
-                manifest["files"][name] = hashlib.sha256((temporary / name).read_bytes()).hexdigest()
+                manifest["files"][name] = sha256_of(temporary / name)
         write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     return target / "manifest.json"
 
@@ -179,7 +180,7 @@ def _read(source: Path) -> Checkpoint:
     for name, digest in manifest["files"].items():
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not a file name")
-        if hashlib.sha256((source / name).read_bytes()).hexdigest() != digest:
+        if sha256_of(source / name) != digest:
             raise ValueError(f"{name} does not match its checksum")
         if name.endswith(".safetensors"):
             pieces |= load_file(source / name)

@@ -104,8 +104,6 @@ class CapsuleHead(nn.Module):
     fixed_grid = True
     #: whether there are capsules; the twins have none
     has_capsules = True
-    #: whether the classes have capsules, which ``forward`` computes
-    has_poses = True
     #: what :meth:`coupling_map` normalises
     map_quantity = "coupling"
     #: whether the scores are normalised over the classes, so that a single class would have a constant one

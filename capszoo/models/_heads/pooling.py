@@ -20,7 +20,7 @@ __all__ = ["AverageHead", "ConvHead", "MaxHead", "RoutingPoolHead"]
 class AverageHead(CapsuleHead):
     """Average pooling and a linear layer: the twin without capsules."""
 
-    fixed_grid = has_capsules = has_poses = False
+    fixed_grid = has_capsules = False
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ConvHead(CapsuleHead):
         caps_types, caps_dim: their product is the number of channels.
     """
 
-    has_capsules = has_poses = False
+    has_capsules = False
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ class SelfRoutingHead(CapsuleLayersHead):
     """
 
     active = True
-    has_poses = False
     relative = True
     map_quantity = "coupling × activation"
 
