@@ -257,10 +257,14 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         (6804224, (1, 28, 28))
     """
     _check_name(name)
-    architecture, tag = split_model_name_tag(name)
     bundled = bundled_tags().get(name)  # a checkpoint has the arguments that it was built with
     trained = bundled.model_args if bundled else {}
-    model = create_model(name, device="meta", **{**trained, **kwargs})
+    return describe(name, create_model(name, device="meta", **{**trained, **kwargs}))
+
+
+def describe(name: str, model: nn.Module) -> ModelInfo:
+    """:func:`model_info` of a registered name whose model exists already."""
+    architecture, tag = split_model_name_tag(name)
     cfg = get_pretrained_cfg(name)
     weights = tuple(
         info

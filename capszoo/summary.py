@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ._api import ModelInfo, create_model, list_models, model_info
+from ._api import ModelInfo, create_model, describe, list_models, model_info
 from ._catalogue import weights_entry
 from ._metadata import WeightsInfo
 from ._modes import evaluating
@@ -113,7 +113,7 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
     architecture = str((getattr(model, "pretrained_cfg", None) or {}).get("architecture"))
     papers = PAPERS.get(architecture, ())
     if weights is None:
-        info = model_info(name, **kwargs)
+        info = describe(name, model)
     else:
         like = model_info(architecture) if architecture in list_models() else None
         info = ModelInfo(

@@ -144,11 +144,13 @@ def test_explain_takes_a_class_and_how_to_read_an_image(
     image = pictures / "a.png"
     for number, options in enumerate(((), ("--class", "bee"), ("--class", "cat"), ("--invert",))):
         out = tmp_path / f"{number}.png"
-        succeeds("explain", "heatmap", trained, image, *options, "--out", out)
+        succeeds("explain", "heatmap", trained, image, *options, "--out", out, "--dpi", 30)
         made.append(out.with_suffix(".csv").read_bytes())
     assert len(set(made[1:3])) == 2 and made[3] != made[0]
     for label in ("ant", "cat"):
-        text = succeeds("explain", "perturb", trained, image, "--class", label, "--out", tmp_path / "p.png")
+        text = succeeds(
+            "explain", "perturb", trained, image, "--class", label, "--out", tmp_path / "p.png", "--dpi", 30
+        )
         assert f"capsule of {label}, " in text
 
 

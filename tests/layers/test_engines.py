@@ -313,8 +313,13 @@ def test_not_a_number_is_a_deviation() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What was compiled is forgotten afterwards."""
     yield
     torch._dynamo.reset()
 
@@ -557,7 +562,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("case", "engine"), COMPILED)
-def test_compiles(case: Case, engine: type[Engine]) -> None:
+def test_compiles(case: Case, engine: type[Engine], fresh: None) -> None:
     """One graph, gradients included."""
     module, x = case.module(), case.inputs(3)
     inputs = [*x, *module.parameters()]

@@ -204,7 +204,7 @@ SLOW_SHAPES = [
 def _forward_at(name: str, batch: int, size: tuple[int, int] | None, channels: int, classes: int) -> None:
     arguments: dict[str, Any] = {} if size is None else {"img_size": size}
     wanted = small_arguments(name) | {"in_chans": channels, "num_classes": classes} | arguments
-    if _count(capszoo.create_model(name, device="meta", **wanted)) > 2e8:
+    if _count(capszoo.create_model(name, device="meta", **wanted)) > 5e7:
         # poses of 64 numbers, a transform from each capsule of the grid to each class: gigabytes at 200 classes
         classes = min(classes, 20)
     model = small(name, in_chans=channels, num_classes=classes, **arguments)

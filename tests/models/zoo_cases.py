@@ -28,7 +28,8 @@ SMALLER: dict[str, dict[str, Any]] = {
     "*multimnist*": {"img_size": 28},
     "capsnet_em*": {"img_size": 24},
     "cnn_sabour": {"img_size": 20},
-    "caps_head": {"img_size": 64},
+    "caps_head": {"img_size": 64, "backbone": "test_resnet"},
+    "idpa_resnet": {"img_size": 24},
 }
 
 #: Plain networks, the papers' baselines: they have no capsules to return.

@@ -69,10 +69,11 @@ def test_at_the_time_limit_a_failed_run_is_told_from_a_stopped_one(
 
     monkeypatch.setattr(multi_run, "_start", start)
     *jobs, stuck = [multi_run.Job(name, tmp_path / name) for name in programs]
-    monkeypatch.setattr(multi_run, "STOP_SECONDS", 1.0)
+    monkeypatch.setattr(multi_run, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(multi_run, "LOOK_SECONDS", 0.05)
     with pytest.raises(TrainingError, match="hangs"):
-        multi_run.run_jobs([stuck], minutes=0.05)
-    assert multi_run.run_jobs(jobs[1:], minutes=0.01) is False
+        multi_run.run_jobs([stuck], minutes=0.02)  # it must have begun to ignore the signal
+    assert multi_run.run_jobs(jobs[1:], minutes=0.005) is False
     with pytest.raises(TrainingError, match="^1 of 2 runs failed: bad;"):
         multi_run.run_jobs(jobs, minutes=0.02)
     printed = capsys.readouterr().out
