@@ -43,8 +43,12 @@ def data(root: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing curves takes a second at the end of each run: only tests that request `real_curves` see them."""
+def _quick_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what takes most of the time of a run of a few updates: git, and the curves at its end.
+
+    Only tests that request `real_curves` see these.
+    """
+    monkeypatch.setattr("capszoo.recipes.train.source_commit", lambda: "0" * 40)
     if "real_curves" not in request.fixturenames:
         monkeypatch.setattr(
             "capszoo.recipes.training.log.draw_curves", lambda path, *_, **__: path.write_bytes(b"curves")
