@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import signal
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,11 @@ def test_events_and_curves_of_a_resumed_run(tiny_mnist: Path, tmp_path: Path, re
     train(recipe(checkpoint_every=1), out=out, data=tiny_mnist, stop_after=5)
     shutil.rmtree(out / "checkpoints" / "step-00000005")  # as if killed before it: update 5 is made twice
     assert not (out / "curves.png").exists(), "drawn once a minute and after the last epoch"
+    second = int(time.time())
+    while (
+        int(time.time()) == second
+    ):  # event files are read in the order of their names, which begin with the second
+        time.sleep(0.02)
     train(recipe(checkpoint_every=1), out=out, data=tiny_mnist)
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
