@@ -138,16 +138,18 @@ def save_checkpoint(
 
 
 def check_position(state: Any) -> None:
-    """Raise `ValueError` if the position in a run lacks a value to resume from: its step, seconds or sums."""
+    """Raise `ValueError` if the position in a run lacks a value to resume from, or has one of another type."""
     if not isinstance(state, dict):
         raise ValueError("the position of the run is no object")
     step: Any = state.get("step")
     seconds: Any = state.get("seconds")
     sums: Any = state.get("sums")
+    images: Any = state.get("images", {})  # earlier versions did not store it
     right = {  # by type: `true` is an int
         "step": type(step) is int and step >= 0,
         "seconds": type(seconds) in (int, float) and 0 <= seconds < math.inf,
         "sums": isinstance(sums, list) and [type(value) in (int, float) for value in sums] == [True] * 3,
+        "images": isinstance(images, dict) and all(type(count) is int for count in images.values()),
     }
     for key, valid in right.items():
         if not valid:

@@ -94,7 +94,17 @@ def test_what_cannot_be_imported_is_one_line(tiny_mnist: Path, tmp_path: Path) -
     refused("outside", "is not a file name")
 
 
-@pytest.mark.parametrize(("key", "value"), [("step", -1), ("seconds", None), ("sums", [0.0]), ("step", True)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", -1),
+        ("seconds", None),
+        ("sums", [0.0]),
+        ("step", True),
+        ("images", [120]),
+        ("images", {"train": "120"}),
+    ],
+)
 def test_a_position_that_cannot_be_resumed_is_refused(
     tiny_mnist: Path, tmp_path: Path, key: str, value: object
 ) -> None:
