@@ -13,8 +13,9 @@ from __future__ import annotations
 if __name__ == "export":
     raise ImportError("this folder is the package capszoo.export: write `import capszoo.export`")
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from capszoo._lazy import resolver
 
 if TYPE_CHECKING:
     from . import compare, to_onnx, unroll
@@ -22,7 +23,4 @@ if TYPE_CHECKING:
 __all__ = ["compare", "to_onnx", "unroll"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = resolver(__name__, {}, __all__)

@@ -12,8 +12,9 @@ copied into it. Names are resolved on first access, so that ``infer`` can be imp
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from capszoo._lazy import resolver
 
 if TYPE_CHECKING:
     from ..options import FORMATS
@@ -31,18 +32,15 @@ __all__ = [
     "read_manifest",
 ]
 
-_DEFINED_IN = {
-    "FORMATS": "..options",
-    "BundleCheck": ".check",
-    "check_bundle": ".check",
-    "compare_bundle": ".check",
-    "export_bundle": ".write",
-    "open_runner": ".check",
-    "read_manifest": ".manifest",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _DEFINED_IN:
-        return getattr(import_module(_DEFINED_IN[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = resolver(
+    __name__,
+    {
+        "FORMATS": ".options",
+        "BundleCheck": "check",
+        "check_bundle": "check",
+        "compare_bundle": "check",
+        "export_bundle": "write",
+        "open_runner": "check",
+        "read_manifest": "manifest",
+    },
+)

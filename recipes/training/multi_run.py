@@ -33,7 +33,7 @@ from .distributed import Stopped, StopRequest, TrainingError
 from .history import trained_images
 from .run_folder import check_run
 
-__all__ = ["Job", "run_jobs", "train_seeds", "train_together"]
+__all__ = ["Job", "run_jobs", "train_arguments", "train_seeds", "train_together"]
 
 LOOK_SECONDS = 0.5
 
@@ -225,9 +225,10 @@ def _tell_rate(console: Any, images: int, seconds: float) -> None:
         )
 
 
-def _arguments(
+def train_arguments(
     overrides: Sequence[str] | None, data: str | Path | None, cpu: bool, profile: str | None
 ) -> tuple[str, ...]:
+    """Arguments of `python -m capszoo.recipes.train` after the recipe and its folder."""
     options = [part for override in overrides or () for part in ("--set", override)]
     options += ["--data", str(data)] if data else []
     options += ["--profile", profile] if profile else []
@@ -257,7 +258,7 @@ def train_together(
         if names.count(name) > 1:
             raise RecipeError(f"two of the recipes are {name}: they would write to the same folder")
     parent = Path(out) if out else Path("runs")
-    arguments = _arguments(overrides, data, cpu, profile)
+    arguments = train_arguments(overrides, data, cpu, profile)
     run_jobs([Job(recipe, parent / name, arguments) for recipe, name in zip(recipes, names, strict=True)])
 
 
@@ -299,7 +300,7 @@ def train_seeds(
     folders = {seed: parent / f"{resolved.name}.seed{seed}" for seed in seeds}
     for seed, folder in folders.items():  # an earlier run with other settings is no run of this recipe
         check_run(load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile), folder, resume=True)
-    arguments = _arguments(overrides, data, cpu, profile)
+    arguments = train_arguments(overrides, data, cpu, profile)
     open_runs = [
         Job(recipe, folder, (*arguments, "--set", f"seed={seed}"))
         for seed, folder in folders.items()

@@ -25,7 +25,7 @@ from ..config import CONFIGS, RecipeError, load_recipe
 from ..weights import finished_metadata
 from ..yaml_tree import YamlError, read_yaml
 from .history import read_records
-from .multi_run import Job, _arguments, run_jobs
+from .multi_run import Job, run_jobs, train_arguments
 from .run_folder import check_run, compared_settings
 from .state_folder import load_states, save_states
 
@@ -258,7 +258,7 @@ def _train_unfinished(
             one.item.tag,
             one.out,
             (
-                *_arguments([*one.item.set, *overrides], data, cpu, one.item.profile),
+                *train_arguments([*one.item.set, *overrides], data, cpu, one.item.profile),
                 "--set",
                 f"seed={one.seed}",
             ),
