@@ -184,18 +184,18 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, s
     if saving and not bad and not run.sharded:
         weights_finite = all(bool(weight.isfinite().all()) for weight in state.net.parameters())
         bad = 0 if weights_finite else state.step
-    pace = (time.monotonic() - state.epoch_began) / max(state.step - state.epoch_first, 1)
+    pace = max(time.monotonic() - state.epoch_began, 1e-6) / max(state.step - state.epoch_first, 1)
     news = torch.tensor([-bad or -math.inf, stop.number, pace], dtype=torch.float64, device=run.device)
     if run.world > 1:
         torch.distributed.all_reduce(news, torch.distributed.ReduceOp.MAX)
         mean = run.accelerator.reduce(mean, "mean")
     bad, number, pace = (0 if value == -math.inf else value for value in news.tolist())
-    state.next_sync = state.step + min(SYNC_EVERY, max(1, int(SYNC_SECONDS / max(pace, 1e-6))))
+    state.next_sync = state.step + min(SYNC_EVERY, max(1, int(SYNC_SECONDS / pace)))
     if bad:
         _locate_nonfinite(run, state, log, int(-bad))
     if state.losses:
         epoch = (state.step - 1) // run.steps + 1
-        rate = run.recipe.batch_size / max(pace, 1e-6)
+        rate = run.recipe.batch_size / pace
         log.update(
             state.step,
             mean.item(),

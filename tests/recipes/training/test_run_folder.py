@@ -225,14 +225,19 @@ def test_other_images_under_the_same_path_are_named(tiny_mnist: Path, tmp_path: 
     assert len(json.loads((out / "sessions.json").read_text())) == 2
 
 
+def _keep_images(folder: Path, kept: slice) -> None:
+    """Leave some of the training images in a folder of idx files."""
+    pair = (folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
+    images, labels = read_idx_pair(pair)
+    write_idx(pair[0], images.squeeze(1).numpy()[kept])
+    write_idx(pair[1], labels.numpy().astype("uint8")[kept])
+
+
 def test_accepted_images_must_make_as_many_updates(tiny_mnist: Path, tmp_path: Path) -> None:
     out, folder = tmp_path / "run", tiny_mnist / "mnist"
     recipe = tiny_recipe(data={"name": f"idx:{folder}", "val_size": 20})
     train(recipe, out=out, stop_after=1)
-    pair = (folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
-    images, labels = read_idx_pair(pair)
-    write_idx(pair[0], images.squeeze(1).numpy()[:80])
-    write_idx(pair[1], labels.numpy().astype("uint8")[:80])
+    _keep_images(folder, slice(80))
     with pytest.raises(TrainingError, match="has 120 images of train, now there are 80"):
         train(recipe, out=out, accept_data=True)
 
@@ -241,10 +246,7 @@ def test_one_image_less_would_mix_validation_and_training(tiny_mnist: Path, tmp_
     out, folder = tmp_path / "run", tiny_mnist / "mnist"
     recipe = tiny_recipe(data={"name": f"idx:{folder}", "val_size": 20})
     train(recipe, out=out, stop_after=1)
-    pair = (folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
-    images, labels = read_idx_pair(pair)
-    write_idx(pair[0], images.squeeze(1).numpy()[1:])  # as many updates an epoch
-    write_idx(pair[1], labels.numpy().astype("uint8")[1:])
+    _keep_images(folder, slice(1, None))  # as many updates an epoch
     with pytest.raises(
         TrainingError, match="has 120 images of train, now there are 119: put the images back"
     ):
@@ -254,8 +256,7 @@ def test_one_image_less_would_mix_validation_and_training(tiny_mnist: Path, tmp_
         state = json.loads(position.read_text())
         del state["images"]
         position.write_text(json.dumps(state))
-    write_idx(pair[0], images.squeeze(1).numpy()[:80])
-    write_idx(pair[1], labels.numpy().astype("uint8")[:80])
+    _keep_images(folder, slice(80))
     with pytest.raises(TrainingError, match="updates an epoch, .* images make"):
         train(recipe, out=out, accept_data=True)
 
