@@ -140,6 +140,14 @@ class AugmentConfig(_Section):
     """Shift within the black margin, so that nothing is cut off."""
     erase: NonNegative = 0
     """Side of a square that becomes black."""
+    mixup: NonNegativeRate = 0.0
+    """Alpha of mixup: a weighted mean of two images and of their labels."""
+    cutmix: NonNegativeRate = 0.0
+    """Alpha of CutMix: a rectangle of another image, and its share of the label."""
+    mix_prob: Share = 1.0
+    """Share of the images that mixup and CutMix change."""
+    mix_off_epochs: NonNegative = 0
+    """Last epochs of the run, which are without mixup and CutMix."""
 
     @field_validator("scale")
     @classmethod
@@ -151,7 +159,7 @@ class AugmentConfig(_Section):
     def build(self) -> Augment:
         from capszoo.data.augment import Augment  # imports torch, which reading a recipe does not need
 
-        return Augment(**self.model_dump(exclude={"cutout_off_epochs"}))
+        return Augment(**self.model_dump(exclude={"cutout_off_epochs", "mix_off_epochs"}))
 
 
 class DataConfig(_Section):
@@ -361,6 +369,21 @@ class Recipe(_Section):
                 "compile: reduce-overhead does not go with accumulate: the next part's CUDA graph overwrites the "
                 "gradients of the one before; use compile: true"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_mixed(self) -> Recipe:
+        augment = self.data.augment
+        if augment.mixup or augment.cutmix:
+            if self.loss.name == "spread":
+                raise ValueError(
+                    "loss.name: spread takes one label per image, data.augment.mixup and cutmix mix two: use margin, "
+                    "bce or cross_entropy"
+                )
+            if self.loss.reconstruction:
+                raise ValueError(
+                    "loss.reconstruction does not go with data.augment.mixup and cutmix: leave one of them out"
+                )
         return self
 
     @model_validator(mode="after")

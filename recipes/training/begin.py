@@ -141,6 +141,7 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
         seed=recipe.seed,
         balance=recipe.data.balance,
         cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
+        mix_epochs=recipe.epochs - augment.mix_off_epochs,
         **shares,
     )
     measured = evaluation_batch(validation.size, device, recipe.batch_size // recipe.accumulate)

@@ -78,10 +78,11 @@ class TrainStep(nn.Module):
         pixels: Tensor,
         parts: Tensor | None = None,
         part_labels: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss (mean over the batch, a scalar) and the scores [b, n]."""
+        """Return the loss (mean over the batch, a scalar) and the scores [b, n]. The arguments are those of `Batch`."""
         try:
-            return self._loss(images, labels, pixels, parts, part_labels)
+            return self._loss(images, labels, pixels, parts, part_labels, targets)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):  # of torch's batch_norm
                 raise
@@ -96,6 +97,7 @@ class TrainStep(nn.Module):
         pixels: Tensor,
         parts: Tensor | None,
         part_labels: Tensor | None,
+        targets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if self.reconstruction:
             scores, poses = self.forward_poses(images)
@@ -107,7 +109,7 @@ class TrainStep(nn.Module):
                 loss = loss + self._rebuilding(poses, label, part)
             return loss, scores
         scores = self.net(images)
-        return self._criterion(scores, labels), scores
+        return self._criterion(scores, labels if targets is None else targets), scores
 
     def _criterion(self, scores: Tensor, labels: Tensor) -> Tensor:
         """The loss of the scores, plus the feedback agreement of the forward pass that computed them."""
@@ -154,16 +156,15 @@ def _update(run: Run, state: TrainState, batch: Batch) -> Tensor:
     known = run.data.training.spec.labels_per_image
     threshold = score_threshold(recipe.loss.name)
     for number, part in enumerate(batch.chunk(recipe.accumulate), start=1):
-        images, labels, pixels, parts, part_labels = part
-        share = len(labels) / len(batch.labels)
+        share = len(part.labels) / len(batch.labels)
         # Gradients are synchronised between processes only with the last part.
         unsynced = number < recipe.accumulate
         with accelerator.no_sync(state.ddp_module) if unsynced else nullcontext():
-            images = images.contiguous(memory_format=run.layout)
-            loss, scores = state.ddp_module(images, labels, pixels, parts, part_labels)
+            images = part.images.contiguous(memory_format=run.layout)
+            loss, scores = state.ddp_module(images, *part[1:])
             accelerator.backward(loss * share)
         mean_loss += loss.detach() * share
-        state.sums[1] += all_right(scores.detach(), labels, known, threshold).sum()
+        state.sums[1] += all_right(scores.detach(), part.labels, known, threshold).sum()
     if recipe.clip_grad:
         accelerator.clip_grad_norm_(state.ddp_module.parameters(), recipe.clip_grad)
     state.optimizer.step()

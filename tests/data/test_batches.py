@@ -45,9 +45,10 @@ def test_an_epoch_shows_each_image_once(numbered: ImageSet) -> None:
 
 
 REGULARISED = Augment(shift=4, flip="alternating", pad_mode="reflect", cutout=8)
+MIXED = Augment(shift=4, flip=True, mixup=0.4, cutmix=1.0, mix_prob=0.8)
 
 
-@pytest.mark.parametrize("augment", [STRONG, REGULARISED])
+@pytest.mark.parametrize("augment", [STRONG, REGULARISED, MIXED])
 def test_batches_are_the_same_from_any_position(colour: ImageSet, augment: Augment) -> None:
     batches = Batches(colour, 8, train=True, augment=augment, seed=5)
     whole = list(batches.epoch(3))
@@ -58,7 +59,7 @@ def test_batches_are_the_same_from_any_position(colour: ImageSet, augment: Augme
     assert not torch.equal(whole[0].pixels, next(batches.epoch(4)).pixels)
 
 
-@pytest.mark.parametrize("augment", [STRONG, REGULARISED, Augment()])
+@pytest.mark.parametrize("augment", [STRONG, REGULARISED, MIXED, Augment()])
 @pytest.mark.parametrize("train", [True, False])
 def test_a_gpu_prepares_several_batches_together(
     colour: ImageSet, train: bool, augment: Augment, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +95,7 @@ def test_composed_batches_are_prepared_together(monkeypatch: pytest.MonkeyPatch,
         assert one.parts is not None and all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("augment", [STRONG, REGULARISED])
+@pytest.mark.parametrize("augment", [STRONG, REGULARISED, MIXED])
 @pytest.mark.parametrize("train", [True, False])
 def test_processes_share_the_global_batch(colour: ImageSet, train: bool, augment: Augment) -> None:
     options: dict[str, Any] = {"train": train, "augment": augment, "seed": 1}
@@ -104,6 +105,9 @@ def test_processes_share_the_global_batch(colour: ImageSet, train: bool, augment
         for rank in (0, 1):
             torch.testing.assert_close(batch.images[rank::2], shares[rank][number].images, atol=0, rtol=0)
             assert torch.equal(batch.labels[rank::2], shares[rank][number].labels)
+            assert same(
+                None if batch.targets is None else batch.targets[rank::2], shares[rank][number].targets
+            )
 
 
 def test_cutout_ends_before_the_last_epochs(colour: ImageSet) -> None:
@@ -150,7 +154,12 @@ def test_old_runs_go_on_with_the_same_images() -> None:
 def test_chunks() -> None:
     images, labels = torch.rand(6, 1, 2, 2), torch.arange(6)
     parts: Tensor = torch.rand(6, 2, 1, 2, 2)
-    for batch in (Batch(images, labels, images), Batch(images, labels, images, parts, parts[:, :, 0, 0, 0])):
+    composed = Batch(images, labels, images, parts, parts[:, :, 0, 0, 0])
+    for batch in (
+        Batch(images, labels, images),
+        composed,
+        Batch(images, labels, images, targets=images[:, 0, 0]),
+    ):
         chunks = batch.chunk(3)
         assert len(chunks) == 3
         for number, column in enumerate(batch):
