@@ -428,15 +428,21 @@ class CapsuleNet(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Callable[[str], Tuple[float, ...]]:
-        """Map a parameter name to its depth (timm's convention): by stage and numbered block, the head last."""
+        """Map a parameter name to its depth (timm's convention): by stage and numbered block, the head last.
+
+        The blocks of a stage are its own numbered children, or those of one of its children, which follow the others.
+        """
         order = {name: depth for depth, (name, _) in enumerate(self.stages.named_children())}
 
         def depth_of(name: str) -> Tuple[float, ...]:
             parts = name.split(".")
             if parts[0] != "stages":
                 return (math.inf,)
-            block = parts[2] if len(parts) > 2 else ""
-            return (order[parts[1]], int(block) if block.isdigit() and not coarse else 0)
+            block = 0
+            if not coarse:
+                numbered = next((part for part in parts[2:4] if part.isdigit()), None)
+                block = 0 if numbered is None else int(numbered) + (not parts[2].isdigit())
+            return (order[parts[1]], block)
 
         return depth_of
 

@@ -704,6 +704,14 @@ def test_group_matcher_orders_the_depth(name: str) -> None:
     assert set(model.no_weight_decay()) <= set(depths)
 
 
+def test_layers_of_an_encapnet_module_have_their_own_depth() -> None:
+    model = capszoo.create_model("encapnet_v1", device="meta")
+    fine, coarse = model.group_matcher(), model.group_matcher(coarse=True)
+    assert fine("stages.module2.skip.weight") == fine("stages.module2.type1.bn.bias") == (2, 0)
+    assert [fine(f"stages.module2.type2.{layer}.bn.bias") for layer in range(3)] == [(2, 1), (2, 2), (2, 3)]
+    assert coarse("stages.module2.type2.1.bn.bias") == (2, 0)
+
+
 # -- bundled weights ----------------------------------------------------------------------------------------------
 
 
