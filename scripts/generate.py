@@ -153,20 +153,19 @@ def defaults_table() -> str:
 def results_table() -> str:
     """The checkpoints and their measured results, from the metadata beside the weights."""
     lines = [
-        "| weights | data set | top-1, % | wrong of | runs | paper's top-1, % | parameters, decoder too | trained by |",
-        "|---|---|---:|---:|---|---|---:|---|",
+        "| weights | data set | top-1, % | trained | paper's top-1, % | parameters with decoder | command |",
+        "|---|---|---:|---|---|---:|---|",
     ]
     for name, info in bundled_tags().items():
         stated = info.metadata
         test = stated.metrics["test"]
         same = [_paper_accuracy(figure) for figure in paper_figures(info)]
-        runs = f"1 (seed {stated.seed}), {stated.trained.epochs} epochs, the last"
+        trained = f"seed {stated.seed}, {stated.trained.epochs} epochs"
         if began_with(info):
-            runs += ", after those of " + ("an interrupted run" if went_on(info) else "an earlier run")
+            trained += " after those of " + ("an interrupted run" if went_on(info) else "an earlier run")
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
-            f"| `{name}` | {stated.dataset.name} | {accuracy} | {test.errors:,} of {test.n:,} "
-            f"| {runs} | {'; '.join(same) or 'none'} "
+            f"| `{name}` | {stated.dataset.name} | {accuracy} | {trained} | {'; '.join(same) or 'none'} "
             f"| {stated.num_params:,} | [`{train_command(info)}`](../recipes/configs/{name}.yaml) |"
         )
     return "\n".join(lines)
