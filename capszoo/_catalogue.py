@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "checkpoints",
     "describe",
     "list_rows",
+    "path_remedy",
     "plain",
     "weights_entry",
 ]
@@ -73,6 +75,13 @@ def is_path(name: str) -> bool:
     return "/" in name or os.sep in name or name.startswith("local-dir:")
 
 
+def path_remedy(name: str) -> str:
+    """What to do about a path that does not exist: it may be meant as a repository of the Hub."""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        return f"check the path, or write hf-hub:{name} for a repository of the Hub"
+    return "check the path"
+
+
 def check_model_argument(name: str) -> None:
     """Raise an error if a MODEL argument cannot refer to a model, before anything is loaded.
 
@@ -92,10 +101,10 @@ def check_model_argument(name: str) -> None:
         raise CapszooError(
             f"{path}: only .safetensors weights are loaded", "convert the file, or give the model's name"
         )
-    if name.startswith("hf-hub:") or path.is_dir() or path.suffix in (".safetensors", ".json"):
+    if name.startswith(("hf-hub:", "hf_hub:")) or path.is_dir() or path.suffix in (".safetensors", ".json"):
         return
     if is_path(name):
-        raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
+        raise CapszooError(f"{path}: no such folder or .safetensors file", path_remedy(name))
     architecture, _, tag = name.partition(".")
     if name in checkpoints():  # also of an architecture that is timm's own
         return

@@ -463,7 +463,7 @@ class ModelConfig:
         cfg = described({**stated, **{key: raw[key] for key in over if raw.get(key) is not None}}, where)
         args = check_model_args(_stated_args(raw, stated), where)
         size = cfg.get("input_size", (3, 224, 224))
-        if args.get("in_chans") is not None:
+        if args.get("in_chans") is not None and "input_size" in cfg:  # else the architecture's size holds
             cfg["input_size"] = size = (int(args["in_chans"]), *size[1:])
         if args.get("img_size") is not None and cfg.get("fixed_input_size"):
             side = args["img_size"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import WeightsError
 
-__all__ = ["own_facts", "set_own_facts"]
+__all__ = ["for_new_classes", "own_facts", "set_own_facts"]
 
 _BEFORE = "capszoo: "
 _OLD_KEY = "capszoo"
@@ -44,6 +44,14 @@ def set_own_facts(cfg: dict[str, Any], facts: Mapping[str, Any]) -> None:
         notes.append(f"{_BEFORE}{json.dumps(facts, sort_keys=True)}")
     if notes or "notes" in cfg:
         cfg["notes"] = tuple(notes) or None
+
+
+def for_new_classes(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts without those about the images and labels of the former task: MultiMNIST's two digits on a canvas."""
+    kept = {key: value for key, value in facts.items() if key != "object_size"}
+    if str(kept.get("score_kind")).startswith("label_"):
+        del kept["score_kind"]
+    return kept
 
 
 def _notes(cfg: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from timm.models import is_model
 from torch import Tensor, nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
-from ._catalogue import is_path
+from ._catalogue import is_path, path_remedy
 from ._hub import is_hub_error
 from ._metadata import WeightsInfo, default_weights, run_weights
 from ._own_facts import own_facts, set_own_facts
@@ -210,6 +210,8 @@ def resolve(model: str | Path) -> Checkpoint:
         return Checkpoint(argument, "name", info=bundled_tags()[argument])
     if argument in list_models():
         return Checkpoint(argument, "name", info=default_weights(bundled_tags(), argument))
+    if argument.startswith("hf_hub:"):  # timm takes both
+        argument = argument.replace("hf_hub:", "hf-hub:", 1)
     if argument.startswith("hf-hub:"):
         return Checkpoint(argument, "hub")
     path = Path(argument.removeprefix("local-dir:"))
@@ -224,7 +226,7 @@ def resolve(model: str | Path) -> Checkpoint:
                 raise WeightsError(f"{file}: no such file: weights and their metadata must lie side by side")
         return Checkpoint(argument, "file", weights, WeightsInfo.from_json(metadata))
     if is_path(argument):
-        raise CapszooError(f"{path}: no such folder or .safetensors file", "check the path")
+        raise CapszooError(f"{path}: no such folder or .safetensors file", path_remedy(argument))
     return Checkpoint(argument, "name")
 
 

@@ -14,7 +14,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -136,13 +136,19 @@ class LoadedModel:
         try:
             net = self.net.cpu()
             if alone:
-                written = to_onnx.export(net, path, **{"name": Path(self.name).name, **options})
+                written = to_onnx.export(net, path, **{**self._about(options, "name"), **options})
                 return ExportedModel(path, written.passed, written.to_dict())
-            about = {"source": self.name, "name": Path(self.name).name}
-            manifest = bundle.export_bundle(net, path, **{**about, **options})
+            manifest = bundle.export_bundle(
+                net, path, **{**self._about(options, "name", "source"), **options}
+            )
         finally:
             self.net.to(device)
         return ExportedModel(path, all(step["passed"] is not False for step in manifest["gates"]), manifest)
+
+    def _about(self, options: Mapping[str, Any], *keys: str) -> dict[str, str]:
+        """Options that state the model; those of an options object have priority."""
+        own = {"name": Path(self.name).name, "source": self.name}
+        return {key: own[key] for key in keys if not getattr(options.get("options"), key, "")}
 
 
 def load(name: str, device: str | None = None, **kwargs: Any) -> LoadedModel:

@@ -39,7 +39,10 @@ __all__ = [
 
 #: Suffixes of image files in a folder; a file given by name may have any suffix.
 IMAGE_SUFFIXES = frozenset(
-    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+    f".{suffix}"
+    for suffix in (
+        "png jpg jpeg jpe jfif mpo bmp dib gif webp tif tiff pbm pgm ppm pnm jp2 j2k jpf jpx avif tga pcx sgi"
+    ).split()
 )
 
 #: Pixels of the largest image that is decoded, unless ``CAPSZOO_MAX_PIXELS`` or the caller sets another limit.

@@ -82,10 +82,13 @@ def spread_loss(scores: Tensor, target: Tensor, margin: float = 0.9) -> Tensor:
         margin: required lead of the labelled class.
 
     Raises:
-        ValueError: the targets are not ``[b]``.
+        ValueError: the targets are not class indices ``[b]``, or there is one class only.
     """
-    if target.dim() != 1:
-        raise ValueError(f"the spread loss needs one class index per image, [b], not {tuple(target.shape)}")
+    if target.dim() != 1 or target.is_floating_point():
+        kind = f"{tuple(target.shape)} of {str(target.dtype).removeprefix('torch.')}"
+        raise ValueError(f"the spread loss needs one class index per image, [b], not {kind}")
+    if scores.shape[1] < 2:
+        raise ValueError("the spread loss compares classes: there must be two or more")
     scores = upcast_half(scores)
     others = 1.0 - _presence(target, scores)
     labelled = scores.gather(1, target.long()[:, None])  # [b, 1]

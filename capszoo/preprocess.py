@@ -52,6 +52,8 @@ _RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
 }
 
 
@@ -115,7 +117,7 @@ class ImageTransform:
         channels: 1 (grey) or 3 (RGB).
         size: height and width.
         mean, std: per channel, for values in 0..1.
-        interpolation: ``nearest``, ``bilinear``, ``bicubic`` or ``lanczos``.
+        interpolation: ``nearest``, ``bilinear``, ``bicubic``, ``lanczos``, ``box`` or ``hamming``.
         crop_pct: share of the resized image that the crop keeps.
         background: ``black`` or ``white``: background for transparent pixels.
         object_size: height and width of objects in training on a larger canvas (affNIST, MultiMNIST): an image is
@@ -149,7 +151,7 @@ class ImageTransform:
         image = invert(image) if self.invert else image
         whole = (image.height, image.width) == self.size
         size = self.size if self.object_size is None or (whole and not self.fit) else self.object_size
-        resampling = _RESAMPLING.get(self.interpolation, Image.Resampling.BILINEAR)
+        resampling = _RESAMPLING[self.interpolation]
         if self.fit:
             image = fit_drawing(image, size)
         else:
@@ -173,7 +175,7 @@ class ImageTransform:
         return (tensor.detach().float().cpu() * self._column(self.std) + self._column(self.mean)).clamp(0, 1)
 
     def _column(self, values: tuple[float, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+        return torch.tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1)
 
 
 def model_input_size(model: nn.Module) -> tuple[int, int, int]:
@@ -227,12 +229,15 @@ def model_transform(
     trained_on = tuple((cfg.get("input_size") or (0, 0, 0))[-2:])
     objects = tuple(own.get("object_size") or ()) if trained_on == (height, width) else ()
     trained_background = own.get("background") or default_background(channels)
+    interpolation = str(cfg.get("interpolation") or "bilinear")
     return ImageTransform(
         channels=channels,
         size=(height, width),
         mean=per_channel(cfg.get("mean") or (0.0,), channels),
         std=per_channel(cfg.get("std") or (1.0,), channels),
-        interpolation=str(cfg.get("interpolation") or "bilinear"),
+        interpolation=interpolation
+        if interpolation in _RESAMPLING
+        else "bilinear",  # such as timm's "random"
         crop_pct=float(cfg.get("crop_pct") or 1.0),
         background=background or trained_background,
         object_size=objects if objects and objects != (height, width) else None,

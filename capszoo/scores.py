@@ -56,10 +56,14 @@ def score_kind(model: Any) -> str:
     return str(kind) if kind in SCORE_KINDS else "logits"
 
 
+_ALONE = {"logits": "label_logits", "lengths": "label_lengths", "activations": "label_lengths"}
+
+
 def probabilities(scores: Tensor, kind: str) -> Tensor:
     """Map scores ``[..., n]`` of a kind to values in 0..1; they sum to 1 if an image has one class.
 
-    Normalised capsule lengths order classes and compare images; they are not calibrated probabilities.
+    Normalised capsule lengths order classes and compare images; they are not calibrated probabilities. A single class
+    has the sigmoid of its logit, or its length or activation.
 
     Raises:
         KeyError: a kind that is not in `SCORE_KINDS`.
@@ -69,6 +73,8 @@ def probabilities(scores: Tensor, kind: str) -> Tensor:
         >>> probabilities(torch.tensor([0.9, 0.3]), "lengths")
         tensor([0.7500, 0.2500])
     """
+    if scores.shape[-1] == 1 and kind in _ALONE:  # a share of one class is 1, whatever its score
+        kind = _ALONE[kind]
     if kind in ("logits", "log_probabilities"):
         return scores.softmax(dim=-1)
     if kind == "label_logits":

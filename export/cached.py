@@ -12,6 +12,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,19 @@ __all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "wei
 
 
 def _exports_folder() -> Path:
-    """Folder of this version's exported files."""
-    return cache_folder() / "onnx" / capszoo.__version__
+    """Folder of the files that this version's code exported."""
+    return cache_folder() / "onnx" / f"{capszoo.__version__}-{_source_digest()}"
+
+
+@cache
+def _source_digest() -> str:
+    """Digest of the code that determines a graph and its preprocessing: a checkout changes between versions."""
+    package, digest = Path(capszoo.__file__).parent, hashlib.sha256()
+    folders = (package / "layers", package / "models", Path(__file__).parent)
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    for path in [*files, package / "preprocess.py", package / "reading.py"]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def weights_file(model: str) -> Path | None:
@@ -83,7 +95,7 @@ def find_cached(
     """
     try:
         # if nothing was ever exported, the weights need not be hashed
-        if importlib.util.find_spec("onnxruntime") is None or not _exports_folder().is_dir():
+        if importlib.util.find_spec("onnxruntime") is None or not (cache_folder() / "onnx").is_dir():
             return None
     except CapszooError:  # no folder for the cache
         return None

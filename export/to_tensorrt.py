@@ -155,6 +155,10 @@ def trtexec_line(report: ExportReport, options: BuildOptions, onnx: str, engine:
     return line
 
 
+class NoBuilder(ExportError):
+    """TensorRT is installed, but cannot build on this machine: it has no usable GPU."""
+
+
 def build_engine(
     onnx: str | os.PathLike[str],
     engine: str | os.PathLike[str],
@@ -185,7 +189,7 @@ def build_engine(
     try:
         builder = trt.Builder(log)
     except TypeError as error:  # of pybind11: the factory returned a null pointer
-        raise ExportError(
+        raise NoBuilder(
             f"{api} cannot create a builder: {log.last or first_line(error)}", "it needs an NVIDIA GPU"
         ) from error
     # TensorRT 11 has only strongly typed networks, 10 needs the flag
@@ -354,7 +358,14 @@ def write(
     if progress:
         progress("TensorRT builds the engine")
     plan = folder / PLAN
-    built = build_engine(folder / "model.onnx", plan, report, options, trt)
+    try:
+        built = build_engine(folder / "model.onnx", plan, report, options, trt)
+    except NoBuilder as error:
+        described["note"] = f"no engine was built: {error}"
+        return described, [
+            GateStep(name, None, f"not run: {error}"),
+            GateStep(parity, None, "not run: no engine"),
+        ]
     if built.inspection:
         (place / "layers.json").write_text(built.inspection, encoding="utf-8")
     described |= {"file": PLAN, "api": built.api, "layers": built.layers}

@@ -20,7 +20,7 @@ import torch
 
 from capszoo._api import default_device
 from capszoo.checkpoint import resolve
-from capszoo.data import DATASETS, DataError, split_validation
+from capszoo.data import DATASETS, DataError, ImageSet, split_validation
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import source_name
 from capszoo.errors import UsageError
@@ -244,7 +244,7 @@ def finetune_recipe(
             "validation": "own" if "val" in splits else "stratified",
             "val_size": validation,
             "test": "test" in splits,
-            "balance": True,
+            "balance": not (isinstance(images, ImageSet) and images.composer),
             "skip_bad": skip_bad,
             # The weights were trained on images with this normalisation.
             "mean": per_channel(source.mean, channels),

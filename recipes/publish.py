@@ -179,7 +179,8 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
     if history:
         draw_curves(folder / CURVES, info.name, records_of(history))
     confusion = found.weights.with_name(CONFUSION)  # drawn by fine-tuning
-    if confusion.is_file():
+    evaluated = confusion.with_name("eval.json").is_file()  # its picture has replaced fine-tuning's
+    if confusion.is_file() and not evaluated:
         shutil.copyfile(confusion, folder / CONFUSION)
     pictures = [file for file in (CURVES, CONFUSION) if (folder / file).is_file()]
     card = model_card(info, repo_id, private, pictures)

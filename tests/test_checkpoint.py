@@ -171,7 +171,8 @@ def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("argument", "error", "text"),
     [
-        ("no/such/folder", CapszooError, "no such folder or .safetensors file"),
+        ("no/such/folder", CapszooError, "no such folder or .safetensors file: check the path$"),
+        ("someone/model-1.0", CapszooError, "or write hf-hub:someone/model-1.0 for a repository of the Hub"),
         ("local-dir:nowhere", CapszooError, "no such folder or .safetensors file"),
         ("nowhere.safetensors", WeightsError, "no such file"),
         (".", CapszooError, "no weights with their metadata"),

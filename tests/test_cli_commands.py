@@ -300,6 +300,9 @@ def test_compare_two_models(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CAPSZOO_DATA", str(write_digits(root, tmp_path / "idx")))
     found = json.loads(succeeds("compare", *names, *options, "--limit", 5, "--json"))["agreement"]
     assert (found["dataset"], found["n"]) == ("mnist", 5)
+    line = ("--split", "train", "--limit", COUNTS["train"], "--json")
+    found = json.loads(succeeds("compare", *names, *options, *line))["agreement"]
+    assert found["n"] == COUNTS["train"] != COUNTS["test"]
     monkeypatch.setenv("CAPSZOO_DATA", str(tmp_path))
     text = run("compare", *names, *options, "--json")
     assert json.loads(text.stdout)["agreement"] is None and "MNIST (test) not found" in text.stderr
@@ -382,9 +385,13 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, bundle: 
         ("--img-size", "data.size=9"),
         ("--tag", "tag=x"),
         ("--lr", "optimizer.lr=9"),
+        ("--freeze", "init.freeze=[body]"),
+        ("--data", "data.name=imagefolder:x"),
     ):
         found = fails(2, "finetune", MODEL, "--data", pictures, option, 3, "--set", line)
         assert f"--set {line} and {option} exclude each other" in found
+    head = ("--backbone", "resnet18", "--head", "idpa", "--set", "model_args.routing=em")
+    assert "routing=em and --head exclude" in fails(2, "finetune", "--data", pictures, *head)
     found = fails(2, "train", "idpa_cnn.mnist", "--batch-size", 3, "--set", "batch_size=9")
     assert "--set batch_size=9 and --batch-size exclude each other" in found
     assert "--data has no effect on a bundle" in fails(2, "compare", bundle, "--data", pictures)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,6 +150,25 @@ def test_export(model: capszoo.LoadedModel, tmp_path: Path) -> None:
     assert named.report["name"] == "model" and not named.report["model"]["source"]
     with pytest.raises(UsageError, match="no .onnx file"):
         model.export(tmp_path / "m.pt")
+
+
+def test_an_options_object_keeps_its_name(
+    model: capszoo.LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from capszoo.export import bundle, to_onnx
+    from capszoo.export.options import BundleOptions, ExportOptions
+
+    calls: list[dict[str, Any]] = []
+    report = SimpleNamespace(passed=True, to_dict=dict)
+    monkeypatch.setattr(to_onnx, "export", lambda *_, **given: calls.append(given) or report)
+    monkeypatch.setattr(bundle, "export_bundle", lambda *_, **given: calls.append(given) or {"gates": []})
+    model.export(tmp_path / "a.onnx", options=ExportOptions(name="digits"))
+    model.export(tmp_path / "b", options=BundleOptions(source="runs/mine"))
+    model.export(tmp_path / "c")
+    own = {"name": model.name, "source": model.name}
+    assert calls[0] == {"options": ExportOptions(name="digits")}
+    assert calls[1] == {"options": BundleOptions(source="runs/mine"), "name": own["name"]}
+    assert calls[2] == own
 
 
 def test_options_and_what_it_says_of_itself() -> None:

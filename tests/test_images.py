@@ -82,7 +82,8 @@ def _gallery(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
-    ("crop_pct", "interpolation"), [(1.0, "bilinear"), (0.875, "bicubic"), (0.5, "nearest")]
+    ("crop_pct", "interpolation"),
+    [(1.0, "bilinear"), (0.875, "bicubic"), (0.5, "nearest"), (0.9, "box"), (0.7, "hamming")],
 )
 def test_a_bundle_opens_images_as_the_package_does(
     infer, tmp_path: Path, channels: int, crop_pct: float, interpolation: str

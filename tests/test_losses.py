@@ -62,6 +62,16 @@ def test_spread(margin) -> None:
     compare(spread_loss(scores, target, margin), reference.spread(scores, target, margin), scores)
 
 
+def test_spread_states_what_it_takes() -> None:
+    for scores, target, message in (
+        (torch.zeros(2, 1), torch.tensor([0, 0]), "two or more"),
+        (torch.zeros(2, 3), torch.zeros(2), "one class index per image, .b., not .2,. of float32"),
+        (torch.zeros(2, 3), torch.zeros(2, 3), "one class index per image"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            spread_loss(scores, target)
+
+
 def test_spread_margin_rises_unless_fixed() -> None:
     assert [round(spread_margin(p), 6) for p in (-1.0, 0.0, 0.5, 1.0, 2.0)] == [0.2, 0.2, 0.55, 0.9, 0.9]
     scores, target = scores_and_target(3, 4)

@@ -128,6 +128,16 @@ class Described(nn.Module):
             setattr(self, name, value)
 
 
+def test_the_default_device_does_not_matter() -> None:
+    transform = model_transform(
+        Described(in_chans=1, img_size=8, pretrained_cfg={"mean": (0.5,), "std": (0.5,)})
+    )
+    with torch.device("meta"):
+        pixels = transform(Image.new("L", (8, 8), 255))
+        assert pixels.device.type == transform.restore(pixels).device.type == "cpu"
+    assert bool((transform.restore(pixels) == 1).all())
+
+
 def test_model_transform_reads_the_configuration() -> None:
     cfg = dict(
         input_size=(3, 8, 8), mean=(0.1, 0.2, 0.3), std=(1, 1, 1), interpolation="bicubic", crop_pct=0.875
@@ -139,6 +149,10 @@ def test_model_transform_reads_the_configuration() -> None:
         (0.1, 0.2, 0.3),
         "bicubic",
         0.875,
+    )
+    assert (
+        model_transform(Described(pretrained_cfg={**cfg, "interpolation": "random"})).interpolation
+        == "bilinear"
     )
     grey = model_transform(Described(pretrained_cfg=cfg, in_chans=1, img_size=(6, 4)))
     assert grey.size == (6, 4) and grey.mean == pytest.approx((0.2,)) and len(grey.std) == 1

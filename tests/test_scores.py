@@ -111,6 +111,13 @@ def test_probabilities_of_zeros_in_half_precision() -> None:
     assert probabilities(torch.zeros(1, 3, dtype=torch.float16), "lengths").tolist() == [[0.0] * 3]
 
 
+def test_a_single_class_has_no_share_of_one() -> None:
+    for kind in ("logits", "label_logits"):
+        assert probabilities(torch.tensor([[-9.0]]), kind).item() == pytest.approx(1.2e-4, rel=0.03)
+    for kind in ("lengths", "activations", "label_lengths"):
+        assert probabilities(torch.tensor([[0.25]]), kind).item() == 0.25
+
+
 def test_probabilities_by_hand() -> None:
     assert probabilities(SCORES, "logits")[1].tolist() == pytest.approx([1 / 3] * 3)
     assert probabilities(SCORES, "lengths")[0].tolist() == pytest.approx([0.8, 0, 0.2])

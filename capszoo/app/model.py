@@ -230,14 +230,19 @@ class AppModel:
         pixels = (drawn.clamp(0, 1).permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
         return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
 
+    @property
+    def max_iterations(self) -> int:
+        """Largest number of routing iterations that the page offers."""
+        return max(MAX_ITERATIONS, self.iterations)
+
     def settle(self, answer: Answer, iterations: int) -> Explanation | None:
         """The couplings of the predicted class after another number of routing iterations.
 
         Raises:
-            UsageError: fewer than 1 iteration, or more than `MAX_ITERATIONS`.
+            UsageError: fewer than 1 iteration, or more than `max_iterations`.
         """
-        if not 1 <= iterations <= MAX_ITERATIONS:
-            raise UsageError(f"{iterations} routing iterations", f"give 1 to {MAX_ITERATIONS}")
+        if not 1 <= iterations <= self.max_iterations:
+            raise UsageError(f"{iterations} routing iterations", f"give 1 to {self.max_iterations}")
         if not self.iterations:
             return answer.explanation
         if iterations == self.iterations and answer.explanation is not None:

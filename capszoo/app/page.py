@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import threading
+import time
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -177,7 +179,10 @@ def _settled(model: AppModel, answer: Answer, iterations: int) -> str | None:
 
 def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], folder: Path) -> str:
     """A ZIP file of the displayed results: for each model its pictures, scores and settings."""
-    made = Path(tempfile.mkdtemp(dir=folder)) / "capszoo.zip"
+    for old in folder.glob("seen-*/capszoo.zip"):  # the page copies what it sends
+        if time.time() - old.stat().st_mtime > KEEP_SECONDS:
+            shutil.rmtree(old.parent, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix="seen-", dir=folder)) / "capszoo.zip"
     with zipfile.ZipFile(made, "w") as archive:
 
         def add(name: str, picture: Any) -> None:
@@ -195,7 +200,7 @@ def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], 
             if settled is not None:
                 add(f"{stem}/couplings.png", couplings_picture(settled))
                 add(f"{stem}/overlay.png", overlay_picture(settled, answer.view))
-                found |= {"routing_iterations": iterations}
+                found |= {"routing_iterations": iterations} if model.iterations else {}
                 found["share_of"] = settled.quantity
                 found["share_relative_to_even"] = settled.relative.nan_to_num(0).tolist()
             if model.dims:
@@ -244,7 +249,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppMode
             with gr.Accordion("Share by routing iteration", open=True):
                 iterations = gr.Slider(
                     1,
-                    MAX_ITERATIONS,
+                    MAX_ITERATIONS if model_ is None else model_.max_iterations,
                     value=own or 1,
                     step=1,
                     label="routing iterations",
@@ -369,12 +374,12 @@ def _wire_column(gr: Any, models: Models, column: _Column, picture: Any) -> None
         return ["" if name == NO_MODEL else f"{name} is being loaded", *[None] * 7]
 
     def choose(name: str) -> list[Any]:
-        dims = own = 0
+        dims = own = most = 0
         if name != NO_MODEL:
             with suppress(CapszooError):  # reported by `show`
                 model = models.get(name)
-                dims, own = model.dims, model.iterations
-        controls = [gr.update(visible=bool(own), value=own or 1)]
+                dims, own, most = model.dims, model.iterations, model.max_iterations
+        controls = [gr.update(visible=bool(own), value=own or 1, maximum=most or MAX_ITERATIONS)]
         controls += [gr.update(visible=i < dims, value=0) for i in range(MAX_DIMS)]
         return [gr.update(visible=name != NO_MODEL), *controls]
 

@@ -10,6 +10,7 @@ One process, one image at a time; further requests wait in a bounded queue, and 
 # No `from __future__ import annotations` here: FastAPI resolves annotations in the module, which lacks its classes.
 import asyncio
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -184,6 +185,10 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64)
         ) from None
     with tempfile.TemporaryDirectory(prefix="capszoo-serve-") as folder:
         model = AppModel(name, folder)
+    shown = f"[{host}]" if ":" in host else host
+    print(
+        f"{model.name} answers at http://{shown}:{port}/predict; Ctrl-C ends it", file=sys.stderr, flush=True
+    )
     uvicorn.run(
         create_app(model, queue),
         host=host,

@@ -211,8 +211,16 @@ def compare_command(
             "measure accuracy and agreement there.",
         ),
     ] = None,
+    split: Annotated[
+        str,
+        typer.Option(
+            "--split",
+            metavar="test|val|train",
+            help="Split of the data set; val: the images that training held out.",
+        ),
+    ] = "test",
     limit: Annotated[
-        int, typer.Option("--limit", min=1, metavar="N", help="Compare on a random sample of N test images.")
+        int, typer.Option("--limit", min=1, metavar="N", help="Compare on a random sample of N images.")
     ] = 1000,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the sample.")] = 0,
     batch: BatchOption = "1,8",
@@ -225,7 +233,7 @@ def compare_command(
     """Compare two models: accuracy, size, latency, and how often they agree."""
     sizes, others = _sizes(batch), list(other or ())
     if _is_bundle(model):
-        unused = ("dataset", "data", "limit", "seed", "device")
+        unused = ("dataset", "data", "split", "limit", "seed", "device")
         refuse_unused(context, unused, "on a bundle", "leave it out")
         images = [Path(one) for one in others]
         compare_runtimes(Path(model), images, runners, original, sizes, repeats, as_json)
@@ -236,7 +244,7 @@ def compare_command(
     refuse_unused(context, ["runners", "original"], f"on {model}, which is no bundle", "leave it out")
     _check_two(model, others)
     if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
-        refuse_unused(context, ["limit", "seed"], "without images", "add --data")
+        refuse_unused(context, ["split", "limit", "seed"], "without images", "add --data")
     names = [model, others[0]]
     for name in names:
         check_model_argument(name)
@@ -244,7 +252,7 @@ def compare_command(
     if names[0] == names[1]:
         raise UsageError(f"{given[0]} and {given[1]} are the same weights", "give two models")
     about = [_about(name) for name in names]
-    measured, why = _agreement(names, dataset, data, limit, seed, device)
+    measured, why = _agreement(names, dataset, data, split=split, limit=limit, seed=seed, device=device)
     timings = _time(names, sizes, repeats, device)
     if as_json:
         print_json({"models": about, "agreement": measured, "timings": timings})
@@ -300,23 +308,23 @@ def _about(name: str) -> dict[str, Any]:
 
 
 def _measure_agreement(
-    names: list[str], dataset: str | None, data: str | None, limit: int, seed: int, device: str | None
+    names: list[str], dataset: str | None, data: str | None, **options: Any
 ) -> dict[str, Any]:
-    """Accuracy and agreement on the same images."""
+    """Accuracy and agreement on the same images; the options are those of `prepare`."""
     from ..recipes.evaluation.agreement import agreement
     from ..recipes.evaluation.target import data_set_of, prepare
 
-    first = prepare(names[0], dataset, data=data, limit=limit, seed=seed, device=device)
+    first = prepare(names[0], dataset, data=data, **options)
     if dataset is None and data_set_of(data) is None:
         dataset = first.images.spec.name
-    second = prepare(names[1], dataset, data=data, limit=limit, seed=seed, device=device)
+    second = prepare(names[1], dataset, data=data, **options)
     with progress_bar("comparing", first.n) as advance:
         found = agreement(first, second, progress=advance)
     return {"dataset": first.images.spec.name, "of": first.whole, **found.to_dict()}
 
 
 def _agreement(
-    names: list[str], dataset: str | None, data: str | None, limit: int, seed: int, device: str | None
+    names: list[str], dataset: str | None, data: str | None, **options: Any
 ) -> tuple[dict[str, Any] | None, str]:
     """As `_measure_agreement`, if there are images; the folder that ``CAPSZOO_DATA`` names may lack them.
 
@@ -326,7 +334,7 @@ def _agreement(
     if not asked and not os.environ.get("CAPSZOO_DATA"):
         return None, ""
     try:
-        return _measure_agreement(names, dataset, data, limit, seed, device), ""
+        return _measure_agreement(names, dataset, data, **options), ""
     except CapszooError as error:
         if asked:
             raise

@@ -57,6 +57,7 @@ __all__ = [
     "refuse_unused",
     "stderr",
     "stdout",
+    "was_given",
 ]
 
 
@@ -68,6 +69,12 @@ MAX_MESSAGE = 500
 
 #: Seconds after which progress is shown.
 PROGRESS_AFTER = 2.0
+
+
+def was_given(context: typer.Context, parameter: str) -> bool:
+    """True if a parameter of a command was given on the command line, not left at its default."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def refuse_unused(context: typer.Context, parameters: Iterable[str], why: str, remedy: str) -> None:
@@ -83,8 +90,7 @@ def refuse_unused(context: typer.Context, parameters: Iterable[str], why: str, r
         UsageError: one of them was given.
     """
     for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if parameter.name in parameters and source is not None and source.name == "COMMANDLINE":
+        if parameter.name in parameters and was_given(context, parameter.name):
             raise UsageError(f"{parameter.opts[0]} has no effect {why}", remedy)
 
 

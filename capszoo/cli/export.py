@@ -14,6 +14,7 @@ from rich.table import Table
 from .._catalogue import check_model_argument
 from .._files import names_onnx_file
 from .._suggest import unknown_name
+from ..data.specs import is_data_set
 from ..errors import CapszooError, UsageError
 from .common import (
     MODEL_HELP,
@@ -27,6 +28,7 @@ from .common import (
     refuse_unused,
     stderr,
     stdout,
+    was_given,
 )
 
 if TYPE_CHECKING:
@@ -243,9 +245,11 @@ def export_command(
         refuse_unused(context, engine_options.split(), "without TensorRT", "add --format tensorrt")
     if images is None and calibrate is None:
         refuse_unused(context, ["data", "skip_bad"], "without images", "add --verify-data")
+    elif not any(place and is_data_set(place) for place in (images, calibrate)):
+        refuse_unused(context, ["data"], "on a folder of images", "leave it out")
     from ..export.options import BuildOptions, BundleOptions, ExportOptions
 
-    if int8 and precision not in ("fp32", "int8"):
+    if int8 and precision != "int8" and was_given(context, "precision"):
         raise UsageError(f"--int8 and --precision {precision} exclude each other", "give one of them")
     shared: dict[str, Any] = dict(
         name=Path(model).name,

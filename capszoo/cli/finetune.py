@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .._catalogue import HEAD_ROUTINGS, check_model_argument
-from .common import refuse_unused
+from .common import refuse_unused, was_given
 from .training import (
     AcceptDataOption,
     BatchOption,
@@ -139,7 +139,16 @@ def finetune_command(
         refuse_unused(context, ["layer_decay"], "with --from-scratch", "leave one of them out")
     refuse_set_twice(
         overrides,
-        {"epochs": epochs, "tag": tag, "data.size": img_size, "optimizer.layer_decay": layer_decay},
+        {
+            "epochs": epochs,
+            "tag": tag,
+            "data.name": data,
+            "data.size": img_size,
+            "data.skip_bad": skip_bad or None,
+            "init.freeze": freeze,
+            "model_args.routing": head if was_given(context, "head") else None,
+            "optimizer.layer_decay": layer_decay,
+        },
     )
     check_training()
     from ..data.specs import source_name

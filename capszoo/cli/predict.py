@@ -239,7 +239,7 @@ def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any
     on_cpu = device in (None, "auto", "cpu")
     if runtime == "onnx" and not on_cpu:
         raise UsageError(f"--runtime onnx computes on the CPU, not on {device}", "leave one of them out")
-    if runtime == "torch" or not on_cpu:
+    if runtime == "torch" or not on_cpu or (runtime, device) == ("auto", "auto"):  # CUDA, if there is one
         return None
     from ..export.cached import export_to_cache, find_cached
 

@@ -143,10 +143,10 @@ class Batches:
             raise DataError(
                 f"{self.data.spec.title}: augment.mixup and augment.cutmix need images with one label: leave them out"
             )
-        if self.batch_size % (2 * self.world):
+        if self.batch_size < 2 or (self.world > 1 and self.batch_size % (2 * self.world)):
+            multiple = f"a multiple of {2 * self.world}" if self.world > 1 else "at least 2"
             raise DataError(
-                f"augment.mixup and augment.cutmix mix pairs of images: batch_size {self.batch_size} must be a "
-                f"multiple of {2 * self.world}"
+                f"augment.mixup and augment.cutmix mix pairs of images: batch_size {self.batch_size} must be {multiple}"
             )
 
     @property

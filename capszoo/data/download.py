@@ -132,6 +132,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _fetch_file(file: RemoteFile, target: Path) -> None:
+    from http.client import HTTPException
     from urllib.error import URLError
 
     from torchvision.datasets.utils import check_integrity, download_url
@@ -146,7 +147,7 @@ def _fetch_file(file: RemoteFile, target: Path) -> None:
                 download_url(url, str(target), partial.name, file.md5)
             partial.replace(target / file.name)
             return
-        except (URLError, TimeoutError, ConnectionError) as error:
+        except (URLError, TimeoutError, ConnectionError, HTTPException, RecursionError) as error:
             reasons.append(f"{url}: {getattr(error, 'reason', error)}")
         except RuntimeError:  # raised by torchvision for a wrong checksum
             reasons.append(f"what {url} sent has another md5 than {file.md5}; nothing was kept")

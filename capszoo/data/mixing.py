@@ -53,7 +53,7 @@ def draw_mixing(
 
 
 def partners(sizes: list[int], device: torch.device) -> Tensor:
-    """Each image's partner [b] in consecutive batches (or one process's shares of them) of even `sizes`."""
+    """Each image's partner [b] in consecutive batches, or one process's shares of them, which have even `sizes`."""
     first = np.cumsum([0, *sizes[:-1]])
     rolled = [torch.arange(size).roll(size // 2) + int(at) for size, at in zip(sizes, first, strict=True)]
     return send(torch.cat(rolled), device)

@@ -259,7 +259,9 @@ class StreamedSet:
         for images in loader:
             if isinstance(images, str):
                 raise DataError(
-                    images, "replace it and go on with --accept-data, or begin anew with --skip-bad"
+                    images,
+                    "replace it (training then goes on with --accept-data), or leave such images out from the start "
+                    "(--skip-bad; in a recipe data.skip_bad: true)",
                 )
             yield images.to(self.device, non_blocking=True)
 

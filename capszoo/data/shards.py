@@ -34,6 +34,7 @@ __all__ = ["ShardIndex", "expand_shards", "member_name", "read_index", "read_mem
 
 _BLOCK = 512  # block size of a tar file
 _MAX_LABEL_BYTES = 2**20
+_SPELLED = {"training": "train", "testing": "test"}
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
 _COLUMNS = ("shards", "offsets", "sizes", "labels")
@@ -67,19 +68,33 @@ def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
 def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Collection[str]) -> list[Path]:
     """The shards that belong to a split: `train-000000.tar`, or `000000.tar` in a folder `train`.
 
-    The last word of a file's name that is a split's name counts: `crash-test-train-000000.tar` is of "train".
+    The last word of a file's name that is a split's name counts, in upper or lower case:
+    `crash-test-Train-000000.tar` is of "train".
 
     Args:
         paths: the shards.
         names: names of the split; the first that has shards is used. Shards without the name of a split are "train".
         known: the names of all splits.
+
+    Raises:
+        DataError: some shards name the training split and others none: these could be another split's.
     """
 
-    def split_of(path: Path) -> str:
+    def split_of(path: Path) -> str | None:
         words = [path.parent.name, *re.split(r"[-_.\d]+", path.name)]
-        return next((word for word in reversed(words) if word in known), "train")
+        spelled = [_SPELLED.get(word.casefold(), word.casefold()) for word in words]
+        return next((word for word in reversed(spelled) if word in known), None)
 
-    return next((mine for name in names if (mine := [p for p in paths if split_of(p) == name])), [])
+    splits = {path: split_of(path) for path in paths}
+    nameless = next((path for path, split in splits.items() if split is None), None)
+    if nameless and "train" in splits.values():
+        raise DataError(
+            f"{nameless} names no split, and other shards are named after train",
+            "begin its name with its split",
+        )
+    return next(
+        (mine for name in names if (mine := [p for p in paths if (splits[p] or "train") == name])), []
+    )
 
 
 @dataclass(frozen=True)

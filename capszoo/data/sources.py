@@ -227,8 +227,8 @@ def load_dataset(
         where = f"not in {', '.join(map(str, roots))}" if roots else "CAPSZOO_DATA names no folder"
         by_command = f", or `capszoo data fetch {name} --to FOLDER`" if remote_files(origin, split) else ""
         raise DataError(
-            f"{spec.title} ({split}) not found: {where}; give its folder with --data or CAPSZOO_DATA "
-            f"({spec.remedy}){by_command}"
+            f"{spec.title} ({split}) not found: {where}; set CAPSZOO_DATA to its folder, or give it with --data if "
+            f"that takes a folder of data sets ({spec.remedy}){by_command}"
         )
     images, labels = found
     if size or resize or spec.side:

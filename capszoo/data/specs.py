@@ -18,6 +18,7 @@ __all__ = [
     "DatasetSpec",
     "check_name",
     "dataset_spec",
+    "is_data_set",
     "is_text",
     "list_sets",
     "source_name",
@@ -270,6 +271,11 @@ def _prefix(name: str) -> str | None:
     return next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
 
 
+def is_data_set(name: str) -> bool:
+    """True for a named data set, or a name with a prefix; False for a path."""
+    return name in DATASETS or _prefix(name) is not None
+
+
 def is_text(name: str) -> bool:
     """False for a name with bytes that are no UTF-8: metadata and tables could not state it."""
     return name == name.encode(errors="ignore").decode()
@@ -284,7 +290,7 @@ def source_name(data: str | Path) -> str:
     text = str(data)
     if not text.strip() or text in PREFIXES:
         raise DataError(f"--data {text!r} names no folder: give a folder, or hf:OWNER/NAME")
-    if text in DATASETS or _prefix(text):
+    if is_data_set(text):
         return text
     if not expanded(text).is_dir():
         raise DataError(

@@ -266,7 +266,7 @@ FIRST_COLOUR, SECOND_COLOUR = (1.0, 0.55, 0.0), (0.0, 0.45, 1.0)
 
 def orange_and_blue(first: Tensor, second: Tensor) -> Tensor:
     """Two images ``[c, h, w]`` as one ``[3, h, w]``: the first orange, the second blue, both white."""
-    colours = torch.tensor([FIRST_COLOUR, SECOND_COLOUR])[:, :, None, None]
+    colours = torch.tensor([FIRST_COLOUR, SECOND_COLOUR], device=first.device)[:, :, None, None]
     return (torch.stack([first.mean(0), second.mean(0)])[:, None] * colours).sum(0).clamp(0, 1)
 
 

@@ -150,8 +150,8 @@ class _Curve:
     """Statistics of votes by cosine."""
 
     def __init__(self) -> None:
-        self.number = torch.zeros(BINS, dtype=torch.float64)
-        self.length = torch.zeros(BINS, dtype=torch.float64)
+        self.number = torch.zeros(BINS, dtype=torch.float64, device="cpu")
+        self.length = torch.zeros(BINS, dtype=torch.float64, device="cpu")
         self.classes = False
 
     def add(self, votes: Tensor, poses: Tensor) -> None:

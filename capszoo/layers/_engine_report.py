@@ -21,8 +21,10 @@ def engine_report(
 ) -> List[Choice]:
     """Report the engine of each routing layer and why the others were refused, without computing anything.
 
+    Nothing else may run capsule layers meanwhile, in any thread of the process.
+
     Args:
-        model: an image model; not modified.
+        model: an image model; its mode is switched meanwhile and restored.
         batch: batch size.
         training: report the choice for training mode with gradients.
         device: ``"cpu"`` or ``"cuda"``, where the model would run.

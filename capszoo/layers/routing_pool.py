@@ -234,7 +234,10 @@ class RoutingPool2d(RoutingLayer):
         return 1
 
     def capsules(self, x: Tensor) -> Tensor:
-        """Feature map ``[b, C, h, w]`` to capsules ``[b, g*rows*cols, l, e]``, where l are the positions of a cell."""
+        """Feature map ``[b, C, h, w]`` to capsules, with one cell ``[b, g, l, e]``, else ``[b*g, rows*cols, l, e]``.
+
+        l are the positions of a cell.
+        """
         torch._assert(x.shape[1] % self.caps_dim == 0, self._chans_message)
         if self.rows == 1 and self.cols == 1:
             return x.flatten(2).unflatten(1, [-1, self.caps_dim]).transpose(2, 3)  # a view
@@ -271,7 +274,7 @@ class RoutingPool2d(RoutingLayer):
         return pooled.flatten(1) if self.flatten else pooled
 
     def _as_map(self, x: Tensor, poses: Tensor) -> Tensor:
-        """Parents ``[b, g*rows*cols, e]`` of the capsules of ``x`` as a map, or flattened."""
+        """Parents ``[b, g, e]`` or ``[b*g, rows*cols, e]`` of the capsules of ``x`` as a map, or flattened."""
         if self.rows == 1 and self.cols == 1:
             pooled = poses.reshape(-1, x.shape[1], 1, 1)
         else:

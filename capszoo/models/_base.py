@@ -6,6 +6,7 @@ routing layers, and each family implements it in ``_class_capsules``. The class 
 number of classes; this base class creates and replaces them.
 """
 
+import inspect
 import math
 import operator
 from collections import OrderedDict
@@ -30,6 +31,8 @@ import torch.nn as nn
 from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import Tensor
+
+from capszoo._own_facts import for_new_classes, own_facts, set_own_facts
 
 from ._blocks import Decoder
 
@@ -276,11 +279,18 @@ class CapsuleNet(nn.Module):
             target: ``[b]`` class whose capsule is kept; defaults to the longest capsule. EM networks require it.
 
         Raises:
-            RuntimeError: the model was created without ``decoder=True``.
+            RuntimeError: the model was created without ``decoder=True``, or its architecture has no decoder.
         """
         if self.decoder is None:
-            raise RuntimeError("this model has no decoder: create it with decoder=True")
+            raise RuntimeError(self._why_no_decoder())
         return self.decoder(poses, target)
+
+    @torch.jit.unused
+    def _why_no_decoder(self) -> str:
+        if "decoder" not in inspect.signature(type(self).__init__).parameters:
+            return "networks of this architecture have no decoder"
+        classes = "" if self.num_classes else "classes and with "
+        return f"this model has no decoder: create it with {classes}decoder=True"
 
     # -- another image size ---------------------------------------------------------------------------------------
 
@@ -373,6 +383,7 @@ class CapsuleNet(nn.Module):
         cfg: Any = getattr(self, "pretrained_cfg", None)
         if num_classes and isinstance(cfg, dict):
             cfg.pop("label_names", None)  # the names of the new classes are not known
+            set_own_facts(cfg, for_new_classes(own_facts(cfg)))
 
     def _make_classifier(self) -> nn.Module:
         """A new class layer for ``num_classes``, or its replacement for 0 classes."""

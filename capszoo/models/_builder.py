@@ -20,7 +20,7 @@ from timm.models._pretrained import DefaultCfg, PretrainedCfg
 from torch import nn
 
 from capszoo._metadata import WeightsInfo, default_weights
-from capszoo._own_facts import own_facts, set_own_facts
+from capszoo._own_facts import for_new_classes, own_facts, set_own_facts
 from capszoo._suggest import unknown_name
 from capszoo.errors import UnknownArgument, WeightsError
 
@@ -424,4 +424,6 @@ def _record(model: Any, args: dict[str, Any], own_keys: Mapping[str, Any]) -> No
     kept = {"model_args": described} if described and _is_json(described) else {}
     # the arguments among them may be those of another network
     own = {key: value for key, value in own_keys.items() if key != "model_args"}
+    if getattr(model, "num_classes", 0) not in (0, model.pretrained_cfg.get("num_classes")):
+        own = for_new_classes(own)
     set_own_facts(model.pretrained_cfg, {**own, **kept})

@@ -336,6 +336,9 @@ def adapt_state_dict(
     other_classes = cfg.get("num_classes") != getattr(model, "num_classes", None)
     source_size = tuple(cfg.get("input_size") or ())[-2:]
     other_size = bool(source_size) and source_size != tuple(getattr(model, "img_size", source_size))
+    # the shapes of a backbone's weights may depend on the size although its head's do not
+    depends = getattr(model, "fixed_input_size", True) or hasattr(model, "backbone_cfg")
+    size_matters = other_size and depends
     without_head = getattr(model, "num_classes", None) == 0
     in_head, in_readout = _below(heads), _below(getattr(model, "readout", ()))
     resampled: dict[str, Tensor] = {}
@@ -357,7 +360,7 @@ def adapt_state_dict(
         elif (
             key.startswith("decoder.")
             or (other_classes and (in_head(key) or (given is None and in_readout(key))))
-            or (other_size and given is not None)
+            or (size_matters and given is not None)
         ):
             fitted[key] = value
             fresh.append(key)

@@ -115,7 +115,7 @@ class RoutingPoolNet(CapsuleNet):
         super().__init__(num_classes, in_chans, img_size, global_pool, pools=_POOLS)
         check_caps_dim(caps_dim, stage_chans[-1])
         self.num_features = self.head_hidden_size = stage_chans[-1]
-        self.default_pool = pool
+        self.default_pool = global_pool or pool
         self.lam, self.caps_dim, self.routing_iters = float(lam), caps_dim, routing_iters
         self.stages = nn.Sequential(stages)
         self.feature_info = feature_levels(zip(stages, stage_chans, reductions, strict=True))

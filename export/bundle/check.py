@@ -21,7 +21,7 @@ from capszoo.preprocess import load_image, model_input_size
 from .. import compare, to_aoti, to_tensorrt
 from ..prepare import PreparedModel, prepare
 from ..report import GateStep, first_line
-from ..verify.graph_rules import inspect_graph, require_libraries, widened
+from ..verify.graph_rules import inspect_graph, require_libraries, tensors_of, widened
 from . import infer
 from .manifest import read_manifest, state_digest
 
@@ -157,7 +157,7 @@ def _structure(path: Path, manifest: dict[str, Any]) -> GateStep:
     except Exception as error:  # protobuf's errors
         return GateStep("structure", False, f"model.onnx holds no graph ({first_line(error)})")
     outside = onnx.TensorProto.EXTERNAL
-    if any(tensor.data_location == outside for tensor in proto.graph.initializer):
+    if any(tensor.data_location == outside for tensor in tensors_of(proto)):
         return GateStep("structure", False, "model.onnx refers to data in another file")
     batch = tuple(manifest["batch"][key] for key in ("min", "usual", "max"))
     opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), None)
@@ -210,7 +210,10 @@ def _original(manifest: dict[str, Any], model: str | None = None) -> PreparedMod
     if not source:
         raise CapszooError("the bundle does not say where its model comes from", "name it: --model")
     if model is None and not _is_at_hand(source):
-        raise CapszooError(f"{source} is not fetched on a bundle's word", "name it: --model")
+        raise CapszooError(
+            f"{source} is neither in the zoo nor in this folder, and is not fetched on a bundle's word",
+            "name it: --model",
+        )
     try:
         net, size = load_model(source, device="cpu"), tuple(manifest["input"]["size"])
     except (CapszooError, WeightsError, ValueError, OSError) as e:
@@ -243,7 +246,9 @@ def _is_at_hand(source: str) -> bool:
     """Whether a model is the zoo's or lies on this machine, so that no repository of a stranger is fetched."""
     if source in checkpoints() or source in architectures():
         return True
-    return is_path(source) and not source.replace("_", "-").startswith("hf-hub:")
+    here = Path(source)  # also a name without a separator of folders
+    there = here.is_dir() or (here.is_file() and here.suffix in (".safetensors", ".json"))
+    return (is_path(source) or there) and not source.replace("_", "-").startswith("hf-hub:")
 
 
 def open_runner(

@@ -26,13 +26,17 @@ VANISHES_BELOW = 32  # of 255: mean difference from the background
 FITTED = 20 / 28  # ratio of the size of MNIST's digits to the side of the frame
 # Pillow's other formats open further files, run programs, or decode before their size can be refused. EPS is refused.
 FORMATS = "PNG JPEG MPO BMP DIB GIF WEBP TIFF PPM JPEG2000 AVIF TGA PCX SGI EPS".split()
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).absolute().parent
+if not (HERE / "model.onnx").is_file():  # this file alone is linked to, not each file of the bundle
+    HERE = Path(__file__).resolve().parent
 MAX_PIXELS = 64_000_000
 RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
 }
 
 
@@ -202,6 +206,10 @@ def resize_and_crop(image: Image.Image, size: tuple[int, int], spec: dict[str, A
 
 def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:
     """Map scores ``[b, n]`` to values in 0..1, by the kind of score in preprocess.json."""
+    alone = {"logits": "label_logits", "lengths": "label_lengths", "activations": "label_lengths"}
+    kind = (
+        alone.get(kind, kind) if scores.shape[1] == 1 else kind
+    )  # a share of one class is 1, whatever its score
     if kind in ("logits", "log_probabilities"):
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "require_libraries",
     "shape_of",
     "stripped",
+    "tensors_of",
     "widened",
 ]
 
@@ -269,6 +271,24 @@ def widened(proto: onnx.ModelProto) -> onnx.ModelProto:
             elif attribute.name in ("to", "dtype") and attribute.i == narrow:
                 attribute.i = float32
     return wide
+
+
+def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every constant of a model: initialisers and attributes, those of nested graphs and functions too."""
+    graphs, nodes = [proto.graph], [node for function in proto.functions for node in function.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes += graph.node
+            continue
+        for attribute in nodes.pop().attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+            graphs += [attribute.g, *attribute.graphs] if attribute.HasField("g") else [*attribute.graphs]
 
 
 def stripped(proto: onnx.ModelProto) -> onnx.ModelProto:

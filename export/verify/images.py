@@ -13,9 +13,9 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from capszoo.data import DATASETS, PREFIXES, ImageSet, check_name, load_dataset
+from capszoo.data import PREFIXES, ImageSet, check_name, load_dataset
 from capszoo.data.readers import MODES
-from capszoo.data.specs import RESIZED
+from capszoo.data.specs import RESIZED, is_data_set
 from capszoo.errors import CapszooError
 from capszoo.inference import class_positions, label_names
 from capszoo.preprocess import find_images, load_image, model_input_size, model_transform
@@ -68,7 +68,7 @@ def open_images(
     Raises:
         CapszooError: no such data set or path, other classes than the model's, or several classes per image.
     """
-    if where in DATASETS or where.startswith(tuple(PREFIXES)):
+    if is_data_set(where):
         return _of_data_set(model, where, split, limit, uint8_input, data, skipped)
     if not Path(where).exists():
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -300,7 +301,8 @@ def data_set_of(data: str | Path | None) -> str | None:
         return None
     if str(data).startswith(tuple(PREFIXES)):
         return str(data)
-    return f"imagefolder:{data}" if holds_classes(expanded(data)) else None
+    # named as training names it: photos/ is photos
+    return f"imagefolder:{os.path.normpath(data)}" if holds_classes(expanded(data)) else None
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:

@@ -13,7 +13,7 @@ from torch import nn
 from capszoo.data import Batches
 from capszoo.layers import engine_report
 
-from ..config import RecipeError
+from ..config import Recipe, RecipeError
 from ..evaluation.target import evaluation_batch
 from .checkpoints import Checkpoint, latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
@@ -76,10 +76,23 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
             f"note: the warm-up takes the whole run (schedule.warmup_epochs {schedule.warmup_epochs:g}): "
             "the learning rate never decays"
         )
+    for what, off in _never_on(run.recipe):
+        log.say(f"note: no epoch has {what}: data.augment.{off} is not below the {run.recipe.epochs} epochs")
     if not checkpoint:
         # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
         save_state(run, state)
     return state, log
+
+
+def _never_on(recipe: Recipe) -> list[tuple[str, str]]:
+    """Augmentations that the recipe states and that its number of epochs leaves no room for, and their keys."""
+    augment = recipe.data.augment
+    found = []
+    if augment.cutout and augment.cutout_off_epochs >= recipe.epochs:
+        found.append(("cutout", "cutout_off_epochs"))
+    if (augment.mixup or augment.cutmix) and augment.mix_off_epochs >= recipe.epochs:
+        found.append(("mixup and CutMix", "mix_off_epochs"))
+    return found
 
 
 def _check_number_of_images(run: Run, checkpoint: Checkpoint) -> None:

@@ -17,10 +17,12 @@ from typing import Any
 from capszoo._files import not_writable, replace_folder
 from capszoo.models._pretrained import WeightsError
 
+from ..config import Recipe
 from ..weights import SUFFIXES, finished_run
+from ..yaml_tree import read_yaml
 from .checkpoints import write_atomically
 from .distributed import TrainingError
-from .run_folder import closing_lock
+from .run_folder import check_run, closing_lock
 from .transfer import COPIED, PART_BYTES, export_state, import_state
 
 __all__ = ["load_states", "save_states"]
@@ -83,6 +85,12 @@ def _import_finished(source: Path, run: Path) -> None:
                 raise ValueError(f"{name} does not match its checksum")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainingError(f"{source} is not a finished run, or damaged: {error}") from error
+    if (run / "recipe.yaml").is_file() and "recipe.yaml" in contents:  # a run of other settings stays
+        try:
+            recipe = Recipe.model_validate(read_yaml(contents["recipe.yaml"].decode()))
+        except ValueError as error:
+            raise TrainingError(f"{source} is not a finished run, or damaged: {error}") from error
+        check_run(recipe, run, resume=True)
     try:
         run.mkdir(parents=True, exist_ok=True)
         with closing_lock(run) as lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -80,6 +81,22 @@ def test_the_page_s_file_holds_both_columns_of_one_name(tmp_path: Path) -> None:
         files = {name: archive.read(name) for name in archive.namelist()}
     assert sorted({name.partition("/")[0] for name in files}) == ["c", "run-1", "run-2"]
     assert json.loads(files["run-2/answer.json"])["model"] == "b/run"
+    assert "routing_iterations" not in json.loads(files["c/answer.json"])
+    first = next(tmp_path.glob("*/capszoo.zip"))
+    os.utime(first, (0, 0))
+    newer = _exported([(models[2], answer, (), 1)], tmp_path)
+    assert [str(path) for path in tmp_path.glob("*/capszoo.zip")] == [newer], "an old file stays"
+
+
+def test_a_network_with_many_iterations_is_offered_all_of_them() -> None:
+    model = AppModel.__new__(AppModel)
+    for iterations, most in ((0, 8), (3, 8), (10, 10)):
+        model.iterations = iterations
+        assert model.max_iterations == most
+    shown: Any = SimpleNamespace(explanation="that of the model")
+    assert model.settle(shown, 10) == "that of the model"
+    with pytest.raises(UsageError, match="give 1 to 10"):
+        model.settle(shown, 11)
 
 
 def test_a_space_holds_its_package_and_the_chosen_weights_alone(root: Path, tmp_path: Path) -> None:

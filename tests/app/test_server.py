@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -129,6 +130,15 @@ def test_a_taken_port_is_one_line_before_the_export(monkeypatch: pytest.MonkeyPa
             CapszooError, match=f"127.0.0.1:{port} cannot be served .*: choose another --port"
         ):
             serve(MODEL, port=port)
+
+
+def test_the_address_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
+    monkeypatch.setattr("capszoo.app.server.AppModel", lambda name, _: SimpleNamespace(name=name))
+    monkeypatch.setattr("capszoo.app.server.create_app", lambda *_: None)
+    monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
+    serve(MODEL, port=(port := free_port()))
+    assert capsys.readouterr().err == f"{MODEL} answers at http://127.0.0.1:{port}/predict; Ctrl-C ends it\n"
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,11 @@ def test_mistakes_are_one_line() -> None:
     data = ImageSet(dataset_spec("cifar10"), "train", images, labels)
     with pytest.raises(DataError, match="mix pairs of images: batch_size 6 must be a multiple of 4"):
         Batches(data, 6, train=True, augment=Augment(mixup=0.2), world=2)
-    Batches(data, 5, augment=Augment(mixup=0.2))  # evaluation has no augmentation
+    with pytest.raises(DataError, match="batch_size 1 must be at least 2"):
+        Batches(data, 1, train=True, augment=Augment(mixup=0.2))
+    odd = next(Batches(data, 5, train=True, augment=Augment(mixup=0.2)).epoch())
+    assert odd.targets is not None and len(odd.targets) == 5
+    Batches(data, 1, augment=Augment(mixup=0.2))  # evaluation has no augmentation
     several = replace(data, spec=replace(data.spec, labels_per_image=2))
     with pytest.raises(DataError, match=r"augment\.mixup and augment\.cutmix need images with one label"):
         Batches(several, 6, train=True, augment=Augment(cutmix=1.0))

@@ -355,6 +355,18 @@ def test_the_last_word_of_a_shard_s_name_is_its_split(tmp_path: Path, pictures: 
     assert len(opened(tmp_path / "set")) == 4 and len(opened(tmp_path / "set", "val")) == 2
 
 
+def test_shards_of_a_test_split_are_never_trained_on(tmp_path: Path, pictures: np.ndarray) -> None:
+    for split, count in (("Train", 4), ("Testing", 2)):
+        write_shards(tmp_path / "set", pictures[:count], [0, 1] * (count // 2), 8, split)
+    assert find_splits(f"wds:{tmp_path / 'set'}") == {"train", "test"}
+    assert len(opened(tmp_path / "set")) == 4 and len(opened(tmp_path / "set", "test")) == 2
+    write_shards(tmp_path / "set", pictures[:2], [0, 1], 8, "dev")
+    with pytest.raises(
+        DataError, match="dev-000000.tar names no split, and other shards are named after train"
+    ):
+        opened(tmp_path / "set")
+
+
 def test_class_names_beside_the_folder_are_another_set_s(folder: Path) -> None:
     (folder.parent / "classes.txt").write_text("apple\npear\nplum\n")
     assert opened(folder).spec.label_names == ("0", "1", "2")

@@ -77,6 +77,13 @@ def test_both_runtimes_answer_the_same(cache: Path, images: list[Path], options:
             assert a["probability"] == pytest.approx(b["probability"], abs=1e-5)
 
 
+def test_changed_code_exports_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPSZOO_CACHE", str(cache))
+    assert find_cached(MODEL) is not None
+    monkeypatch.setattr(cached, "_source_digest", lambda: "changed")
+    assert find_cached(MODEL) is None
+
+
 def test_without_a_home_folder_torch_answers(images: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     no_home(monkeypatch)
     found = CliRunner().invoke(app, ["predict", MODEL, str(images[0]), "--json"])

@@ -352,6 +352,17 @@ def test_write_without_tensorrt(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mo
         TensorRTRunner(tmp_path / "x.plan")
 
 
+def test_write_without_a_gpu(toy: Toy, tmp_path: Path) -> None:
+    onnx, job, report = toy
+    (tmp_path / "model.onnx").write_bytes(onnx.read_bytes())
+    described, steps = to_tensorrt.write(
+        job, report, tmp_path, BuildOptions(), trt=fake_tensorrt(no_builder=True)
+    )
+    assert described["file"] is None and "cannot create a builder: CUDA initialization" in described["note"]
+    assert [step.passed for step in steps] == [None, None]
+    assert {f.name for f in (tmp_path / "tensorrt").iterdir()} == {"profile.json", "build_engine.sh"}
+
+
 def test_script_runs_trtexec(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for trtexec that prints its arguments: --stronglyTyped only where that is an option."""
     import os

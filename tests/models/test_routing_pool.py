@@ -123,7 +123,11 @@ def test_pool_is_chosen_by_argument_and_kept() -> None:
         model.coupling_map(x)
     model.reset_classifier(3)  # a classifier needs pooled features: the model's own pooling is back
     assert isinstance(model.pool, RoutingPool2d) and model(x).shape == (1, 3)
-    assert capszoo.create_model("resnet20_routingpool", global_pool="max").global_pool == "max"
+    other = capszoo.create_model("resnet20_routingpool", global_pool="max")
+    assert other.global_pool == "max"
+    other.reset_classifier(0, "")
+    other.reset_classifier(3)
+    assert other.global_pool == "max", "the pooling that the caller chose"
 
 
 def test_class_capsules_can_be_left_out_and_reset() -> None:

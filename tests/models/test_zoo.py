@@ -30,6 +30,8 @@ from capszoo.inference import NoWeights, label_names, load_model
 from capszoo.layers import FCIDPA
 from capszoo.models._base import to_2tuple
 from capszoo.models._heads import CapsuleHead
+from capszoo.preprocess import model_transform
+from capszoo.scores import score_kind
 from capszoo.summary import summarise
 from tests.models.zoo_cases import (
     REPRESENTATIVES,
@@ -812,6 +814,47 @@ def test_new_classes_do_not_keep_the_names_of_the_old() -> None:
     assert label_names(net) == [str(k) for k in range(10)]
     other = capszoo.create_model("cnn_routingpool.fashion_mnist", pretrained=True)
     assert label_names(other)[0] == "T-shirt/top", "each model has its own"
+
+
+def test_new_classes_do_not_keep_the_task_of_the_old() -> None:
+    """MultiMNIST: several labels an image, digits of 28x28 on a canvas of 36x36."""
+    name = "resnet20_routingcaps.multimnist"
+    trained = capszoo.create_model(name, pretrained=True)
+    assert score_kind(trained) == "label_lengths" and model_transform(trained).object_size == (28, 28)
+    trained.reset_classifier(10)
+    for net in (trained, capszoo.create_model(name, pretrained=True, num_classes=4, in_chans=3)):
+        assert score_kind(net) == "lengths" and model_transform(net).object_size is None
+    features = capszoo.create_model(name, pretrained=True, num_classes=0)
+    assert model_transform(features).object_size == (28, 28)
+
+
+def test_another_size_excuses_no_other_argument() -> None:
+    name = "resnet20_routingcaps.mnist"  # none of its weights depends on the size
+    for size in ({}, {"img_size": 40}):
+        with pytest.raises(WeightsError, match="do not fit this model .class_caps.weight"):
+            capszoo.create_model(name, pretrained=True, pose_dim=8, **size)
+    assert not hasattr(capszoo.create_model(name, pretrained=True, img_size=40), "untrained")
+
+
+def test_what_a_missing_decoder_says_can_be_done() -> None:
+    for name, options, message in (
+        ("capsnet_dynamic", {}, "create it with decoder=True"),
+        (
+            "capsnet_dynamic",
+            {"decoder": True, "num_classes": 0},
+            "create it with classes and with decoder=True",
+        ),
+        ("resnet20_avg", {}, "networks of this architecture have no decoder"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            capszoo.create_model(name, device="meta", **options).reconstruct(torch.zeros(1, 10, 16))
+
+
+def test_a_head_with_weights_per_position_takes_its_own_grid_alone() -> None:
+    head = CapsuleHead(8, (4, 4), 3, "conv", caps_types=2, caps_dim=2)
+    assert head(torch.zeros(1, 8, 4, 4)).shape == (1, 3)
+    with pytest.raises(AssertionError, match="another grid"):
+        head(torch.zeros(1, 8, 6, 6))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
     report = json.loads(done.stdout)
     assert report["stated"] == result["validation"]["top1"]
     # without imagefolder:
-    said = run("eval", out, "--split", "val", "--data", photos, "--device", "cpu").stdout
+    said = run("eval", out, "--split", "val", "--data", f"{photos}/", "--device", "cpu").stdout
     assert "(validation; chose the epoch)" in said and "(test" not in said
     line = run("eval", out, "--device", "cpu").stderr
     assert "no test images: --split val takes those that training held out" in line

@@ -556,6 +556,16 @@ def test_a_user_s_own_images_are_not_uploaded(run: Path, tmp_path: Path) -> None
         assert not np.array_equal(sent["pixels"].numpy(), stored["pixels"])
 
 
+def test_a_picture_of_another_evaluation_is_not_sent(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    Image.new("L", (8, 8)).save(run / "confusion.png")
+    assert "confusion.png" in publish(run, "me/pets", dry_run=True)["files"]
+    (run / "eval.json").write_text(
+        "{}"
+    )  # `capszoo eval --out` this folder, which draws a picture of that name
+    assert "confusion.png" not in publish(run, "me/pets", dry_run=True)["files"]
+
+
 def test_other_scores_than_the_runs_are_not_sent(run: Path, tmp_path: Path) -> None:
     copy = write_run(tmp_path / "run")
     golden = copy / "resnet20_routingcaps.pets.golden.npz"

@@ -74,7 +74,7 @@ def open_images(
     classes = _class_folders(training)
     if not classes:
         raise DataError(f"{name}: {training} has no class folders")
-    _refuse_splits_as_classes(name, training, classes)
+    _refuse_misnamed_splits(name, folder, classes if training == folder else [])
     unreadable = [kind for kind in classes if not is_text(kind)]
     if unreadable:
         raise DataError(
@@ -86,6 +86,12 @@ def open_images(
         raise DataError(f"{name}: {root} has the class {strangers[0]}, which {training} lacks")
     paths, targets = _listed(root, numbers)
     if not paths:
+        flat = sum(is_visible_image(file.name) for file in root.iterdir())
+        if flat:
+            raise DataError(
+                f"{name}: {root} holds {flat} images outside of class folders",
+                "sort them into a sub-folder for each class, or move the folder away",
+            )
         raise DataError(f"{name}: {root} holds no images")
     filled = set(targets)
     empty = [kind for kind, label in numbers.items() if label not in filled]
@@ -114,14 +120,14 @@ def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
     return found
 
 
-def _refuse_splits_as_classes(name: str, folder: Path, classes: Sequence[str]) -> None:
-    """Refuse folders such as Train and Test, which would become the classes."""
-    words = {kind: kind.casefold() for kind in classes}
-    training = [kind for kind, word in words.items() if word in ("train", "training")]
-    held_out = [kind for kind, word in words.items() if word in (*SPLIT_NAMES, "testing") and word != "train"]
-    if training and held_out:
+def _refuse_misnamed_splits(name: str, folder: Path, classes: Sequence[str]) -> None:
+    """Refuse folders such as Test, which would become a class, or be ignored beside the folder train."""
+    beside = [kind for kind in _class_folders(folder) if kind not in SPLIT_NAMES]
+    words = {kind: kind.casefold() for kind in (classes or beside)}
+    misnamed = [kind for kind, word in words.items() if word in (*SPLIT_NAMES, "testing") and word != "train"]
+    if misnamed:
         raise DataError(
-            f"{name}: {folder} has the sub-folders {training[0]} and {held_out[0]}, which are splits and no classes",
+            f"{name}: {folder} has the sub-folder {misnamed[0]}, which is a split and no class",
             "rename the splits to train, val and test",
         )
 

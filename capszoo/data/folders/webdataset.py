@@ -64,7 +64,7 @@ def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
         parent = where[: -len(last) - 1] or ("/" if where.startswith("/") else ".")
         return expand_shards(name, locate(name, parent, data), last)
     folder = locate(name, where, data)
-    subs = [folder / split for split in SPLIT_NAMES if (folder / split).is_dir()]
+    subs = [sub for sub in folder.iterdir() if sub.name.casefold() in SPLIT_NAMES and sub.is_dir()]
     found = sorted(
         path
         for place in (folder, *subs)
@@ -80,7 +80,7 @@ def _shard_names(index: ShardIndex, training: ShardIndex) -> list[str]:
     """Class names from `classes.txt` beside the shards, or beside the folder of their split; else numbers."""
     count = 1 + int(max(index.labels.max(), training.labels.max()))
     folder = index.paths[0].parent
-    parents = [folder, *([folder.parent] if folder.name in SPLIT_NAMES else [])]
+    parents = [folder, *([folder.parent] if folder.name.casefold() in SPLIT_NAMES else [])]
     for file in (parent / "classes.txt" for parent in parents):
         if not file.is_file():
             continue

@@ -104,7 +104,14 @@ class ConvHead(CapsuleHead):
         return self.primary(self._map(x)).mean(dim=(2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classes(self.head_drop(self.primary(self._map(x)))).flatten(1)
+        primary = self.primary(self._map(x))
+        torch._assert(
+            primary.shape[2] == self.grid[0], "the head has weights for each position of another grid"
+        )
+        torch._assert(
+            primary.shape[3] == self.grid[1], "the head has weights for each position of another grid"
+        )
+        return self.classes(self.head_drop(primary)).flatten(1)
 
 
 @register_head("routing_pool")

@@ -513,6 +513,11 @@ def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Pa
     tensor.ClearField("raw_data")
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="../secret")
+    attribute = onnx.load(folder / "model.onnx")
+    attribute.graph.node.add(op_type="Constant", output=["k"]).attribute.add(name="value").t.CopyFrom(tensor)
+    nested = onnx.load(folder / "model.onnx")
+    branch = nested.graph.node.add(op_type="If").attribute.add(name="then_branch").g
+    branch.initializer.add().CopyFrom(tensor)
     looped = onnx.load(folder / "model.onnx")
     looped.graph.node.add(op_type="Loop")
     headless = onnx.load(folder / "model.onnx")
@@ -522,6 +527,8 @@ def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Pa
         ("model.onnx", b"", "structure: "),
         ("model.onnx", b"\xff" * 40, "structure: model.onnx holds no graph"),
         ("model.onnx", outside.SerializeToString(), "refers to data in another file"),
+        ("model.onnx", attribute.SerializeToString(), "refers to data in another file"),
+        ("model.onnx", nested.SerializeToString(), "refers to data in another file"),
         ("model.onnx", looped.SerializeToString(), "structure: "),
         ("model.onnx", headless.SerializeToString(), "structure: "),
         ("preprocess.json", b"[]", "preprocess.json is no object"),
@@ -614,6 +621,33 @@ def test_eager_needs_the_same_weights(served: tuple[Path, dict[str, Any]], tmp_p
         named = {**served[1], "model": {**served[1]["model"], "source": stranger}}
         with pytest.raises(CapszooError, match="is not fetched on a bundle's word: name it: --model"):
             bundle.open_runner("eager", served[0], named)
+
+
+def test_the_model_of_a_bundle_is_found_by_its_bare_name(
+    served: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {**served[1], "model": {**served[1]["model"], "source": "photos"}}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CapszooError, match="photos is neither in the zoo nor in this folder"):
+        bundle.open_runner("eager", served[0], named)
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(CapszooError, match="photos, which the bundle was made from: "):
+        bundle.open_runner("eager", served[0], named)
+
+
+def test_a_bundle_of_links_answers(served: tuple[Path, dict[str, Any]], tmp_path: Path, root: Path) -> None:
+    """As `snapshot_download` leaves one: each file is a link to another name elsewhere."""
+    digit = root / "capszoo" / "assets" / "digit_3.png"
+    (tmp_path / "bundle").mkdir()
+    for number, file in enumerate(sorted(path for path in served[0].iterdir() if path.is_file())):
+        Path(tmp_path / "bundle" / file.name).symlink_to(shutil.copyfile(file, tmp_path / str(number)))
+    alone = tmp_path / "answer.py"
+    alone.symlink_to(served[0] / "infer.py")
+    for script in (tmp_path / "bundle" / "infer.py", alone):
+        done = subprocess.run(
+            [sys.executable, script, digit, "--json"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_bundle_asks_for_no_more_work_than_an_export_writes(

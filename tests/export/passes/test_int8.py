@@ -248,6 +248,8 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
         ),
         (["--calibrate", "x"], 2, "--calibrate does nothing for fp32"),
         (["--int8", "--precision", "fp16"], 2, "exclude each other"),
+        (["--int8", "--precision", "fp32"], 2, "exclude each other"),
+        (["--verify-data", "photos", "--data", "."], 2, "--data has no effect on a folder of images"),
         (
             ["--int8", "--calibrate", "mnist", "--verify-data", "mnits"],
             1,

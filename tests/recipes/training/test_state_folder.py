@@ -157,6 +157,12 @@ def test_a_finished_run_that_replaces_an_unfinished_one_is_finished(tmp_path: Pa
     train(recipe, out=there, cpu=True, stop_after=1)
     whole = train(recipe, out=here, cpu=True)
     save_states([here], state)
+    other = tmp_path / "other" / NAMES[0]
+    train(recipe, ["epochs=9"], out=other, cpu=True, stop_after=1)
+    before = {file.name: file.read_bytes() for file in other.iterdir() if file.is_file()}
+    with pytest.raises(TrainingError, match="other/.* holds a run with epochs=9, this recipe says"):
+        load_states([other], state)
+    assert {file.name: file.read_bytes() for file in other.iterdir() if file.is_file()} == before
     assert load_states([there], state) == [there]
     records = (there / "metrics.jsonl").read_bytes()
     result = train(recipe, out=there, cpu=True, stop_after=1)
