@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ._own_facts import own_facts, set_own_facts
-from .errors import WeightsError
+from .errors import WeightsError, first_line
 from .scores import SCORE_KINDS
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "checked_sections",
     "checked_value",
     "described",
-    "first_line",
     "own_keys",
     "read_json_object",
 ]
@@ -98,10 +97,6 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise WeightsError(f"{path}: holds {_kind(raw)} where a JSON object is needed: the file is damaged")
     return raw
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _kind(value: Any) -> str:

@@ -35,7 +35,7 @@ from ._hub import is_hub_error
 from ._metadata import WeightsInfo, default_weights, run_weights
 from ._own_facts import own_facts, set_own_facts
 from ._suggest import unknown_name
-from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
+from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError, first_line
 from .models._builder import NO_SOURCE
 from .models._metadata import ModelConfig, check_demand, fitting
 from .models._pretrained import (
@@ -182,9 +182,8 @@ class Checkpoint:
         except Exception as e:
             if isinstance(e, CapszooError) or not is_hub_error(e):
                 raise
-            reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise CapszooError(
-                f"{name}: the Hub gives no such model ({reason})", "check the name and the connection"
+                f"{name}: the Hub gives no such model ({first_line(e)})", "check the name and the connection"
             ) from e
 
     def _from_folder(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

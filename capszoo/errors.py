@@ -15,6 +15,7 @@ __all__ = [
     "UnknownModel",
     "UsageError",
     "WeightsError",
+    "first_line",
     "install_hint",
     "require",
 ]
@@ -65,6 +66,12 @@ class WeightsError(RuntimeError):
     """Weights are missing, damaged or do not fit; the message is one line and states how to fix it."""
 
     exit_code = 1
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 300 characters; its class if the message is empty."""
+    text = str(error).strip()
+    return text.splitlines()[0].strip()[:300] if text else type(error).__name__
 
 
 def install_hint(extra: str) -> str:

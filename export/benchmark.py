@@ -13,12 +13,11 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from capszoo.errors import CapszooError, UsageError, require
+from capszoo.errors import CapszooError, UsageError, first_line, require
 from capszoo.preprocess import model_input_size
 
 from . import to_onnx
 from .compare import EagerRunner, OnnxRunner, Runner, Timing, probe_input, time_runners
-from .report import first_line
 
 __all__ = ["RUNTIMES", "benchmark", "time_models"]
 

@@ -16,13 +16,13 @@ import torch.nn as nn
 
 from capszoo._modes import evaluating
 from capszoo._verbosity import is_verbose
-from capszoo.errors import NoCapsules, UsageError
+from capszoo.errors import NoCapsules, UsageError, first_line
 from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.preprocess import model_input_size, model_transform
 
 from . import unroll
 from .options import PRECISIONS, ExportOptions, collect
-from .report import ExportError, first_line
+from .report import ExportError
 
 __all__ = ["PreparedModel", "check_images", "prepare", "quiet"]
 

@@ -12,7 +12,7 @@ from capszoo.errors import CapszooError
 
 from . import compare
 
-__all__ = ["ExportError", "ExportReport", "GateStep", "first_line"]
+__all__ = ["ExportError", "ExportReport", "GateStep"]
 
 
 class ExportError(CapszooError, RuntimeError):
@@ -119,9 +119,3 @@ class ExportReport:
 
 def _worst(values: Sequence[float]) -> float:
     return float(np.max(values)) if values else float("nan")
-
-
-def first_line(error: BaseException) -> str:
-    """The message of an error, in one line; its class if the message is empty."""
-    text = str(error).strip()
-    return text.splitlines()[0].strip() if text else type(error).__name__

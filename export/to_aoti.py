@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from capszoo._npz import read_npz
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, first_line
 
 from .atomic import workplace
 from .compare import as_arrays, compare_by_input
 from .prepare import PreparedModel, quiet
-from .report import ExportError, first_line
+from .report import ExportError
 from .verify.gate import verify_against_eager
 
 __all__ = ["AotiRunner", "compile_program", "recompile_command", "write"]

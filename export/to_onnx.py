@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import CapszooError, UsageError, first_line
 
 from .atomic import workplace
 from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
 from .prepare import PreparedModel, check_images, prepare, quiet
-from .report import ExportError, ExportReport, GateStep, first_line
+from .report import ExportError, ExportReport, GateStep
 from .to_tensorrt import rtx_step
 from .unroll import Served
 from .verify.gate import MIN_AGREEMENT, Gate

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from capszoo.errors import CapszooError, install_hint
+from capszoo.errors import CapszooError, first_line, install_hint
 
 from .atomic import workplace
 from .options import BuildOptions
 from .prepare import PreparedModel
-from .report import ExportError, ExportReport, GateStep, first_line
+from .report import ExportError, ExportReport, GateStep
 from .to_aoti import RECOMPILED
 from .verify.gate import verify_against_eager
 

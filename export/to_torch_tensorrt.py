@@ -19,12 +19,12 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from capszoo.errors import UsageError
+from capszoo.errors import UsageError, first_line
 
 from .compare import as_arrays
 from .options import BuildOptions, ExportOptions, collect
 from .prepare import PreparedModel, prepare
-from .report import ExportError, first_line
+from .report import ExportError
 from .verify.gate import verify_against_eager
 
 __all__ = ["compile_module", "find_torch_tensorrt"]

@@ -18,7 +18,7 @@ from typing import Any
 
 from .._catalogue import check_model_argument, checkpoints
 from .._extras import EXTRAS
-from ..errors import CapszooError, WeightsError, require
+from ..errors import CapszooError, WeightsError, first_line, require
 from .model import MAX_FILE_MB, MAX_ITERATIONS, Answer, AppModel, read_drawing, read_upload
 from .pictures import (
     PICTURE,
@@ -451,9 +451,8 @@ def run(
                 theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
             )
         except OSError as error:
-            reason = str(error).splitlines()[0]
             raise CapszooError(
-                f"the page cannot be served ({reason})", "choose another --port or --host"
+                f"the page cannot be served ({first_line(error)})", "choose another --port or --host"
             ) from None
         finally:
             page.close()

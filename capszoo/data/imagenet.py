@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from capszoo._files import expanded
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, first_line
 
 from .batches import Batches
 from .errors import DataError
@@ -105,7 +105,7 @@ def load_judge(weights: str | Path | None = None) -> nn.Module:
     try:
         return timm.create_model("resnet18.tv_in1k", pretrained=True, pretrained_cfg_overlay=overlay).eval()
     except (OSError, RuntimeError) as error:
-        reason = (str(error) or f"{weights}: no such file").splitlines()[0]  # timm's has no text
+        reason = first_line(error) if str(error) else f"{weights}: no such file"  # timm's has no text
         raise DataError(f"cannot load ResNet-18's weights: {reason}; give a file") from error
 
 

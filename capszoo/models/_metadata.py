@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from capszoo._checks import ModelConfig, described, first_line
-from capszoo.errors import WeightsError
+from capszoo._checks import ModelConfig, described
+from capszoo.errors import WeightsError, first_line
 
 __all__ = [
     "ModelConfig",

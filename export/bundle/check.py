@@ -13,14 +13,14 @@ import numpy as np
 
 from capszoo._catalogue import architectures, checkpoints, is_path
 from capszoo._npz import read_npz
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import CapszooError, UsageError, first_line
 from capszoo.inference import label_lines, load_model
 from capszoo.models._pretrained import WeightsError, sha256_of
 from capszoo.preprocess import load_image, model_input_size
 
 from .. import compare, to_aoti, to_tensorrt
 from ..prepare import PreparedModel, prepare
-from ..report import GateStep, first_line
+from ..report import GateStep
 from ..verify.graph_rules import inspect_graph, require_libraries, tensors_of, widened
 from . import infer
 from .manifest import read_manifest, state_digest

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.checkpoint import checkpoint_of
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, first_line
 from capszoo.models._pretrained import (
     WeightsError,
     WeightsInfo,
@@ -24,7 +24,7 @@ from capszoo.summary import iteration_attributes
 
 from .. import compare, unroll
 from ..prepare import PreparedModel
-from ..report import ExportReport, first_line
+from ..report import ExportReport
 from .manifest_model import SCHEMA, check_manifest
 
 __all__ = [

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from capszoo.errors import first_line
+
 from .. import compare
 from ..passes import int8
 from ..prepare import PreparedModel
-from ..report import ExportError, ExportReport, GateStep, first_line
+from ..report import ExportError, ExportReport, GateStep
 from .graph_rules import FLOAT32_OPS, HEAVY_OPS, MAX_TENSORRT_OPSET, half_squares, inspect_graph, widened
 from .images import RealImages
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from capszoo.errors import require
+from capszoo.errors import first_line, require
 
-from ..report import ExportError, first_line
+from ..report import ExportError
 
 if TYPE_CHECKING:
     import onnx

@@ -24,6 +24,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from capszoo._files import not_writable
+from capszoo.errors import first_line
 from capszoo.models._pretrained import sha256_of
 
 from .checkpoints import Checkpoint, check_position, latest_checkpoint, save_checkpoint, write_atomically
@@ -230,8 +231,7 @@ def import_state(folder: str | Path, run: str | Path) -> Path:
         checkpoint = _read(source)
         step = checkpoint.state["step"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TrainingError(f"{source} is not the state of a run, or damaged: {reason}") from error
+        raise TrainingError(f"{source} is not the state of a run, or damaged: {first_line(error)}") from error
     with _writing(target) as temporary:
         save_checkpoint(temporary, step, checkpoint.weights, checkpoint.optimizer, checkpoint.state)
         for name in COPIED:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capszoo._files import expanded
-from capszoo.errors import install_hint
+from capszoo.errors import first_line, install_hint
 
 from ..errors import DataError
 from ..readers import decode_image, image_below, image_mode, mode_of
@@ -70,9 +70,7 @@ def fetch_repository(repository: str, folder: str | Path) -> Path:
     try:
         snapshot_download(repository, repo_type="dataset", local_dir=target)
     except Exception as error:  # no network, no such repository, no access, disk full: many kinds
-        raise DataError(
-            f"cannot fetch hf:{repository}: {(str(error) or repr(error)).splitlines()[0]}"
-        ) from error
+        raise DataError(f"cannot fetch hf:{repository}: {first_line(error)}") from error
     return target
 
 
@@ -166,5 +164,5 @@ def hub_splits(
     try:
         found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
     except Exception as error:  # the library raises many kinds of errors
-        raise DataError(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+        raise DataError(f"{name}: {first_line(error)}") from error
     return {part: rows for part, rows in found.items() if not _is_unlabelled(rows)}, folder
