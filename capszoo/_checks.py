@@ -100,7 +100,7 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
@@ -129,7 +129,7 @@ def _tag(value: Any, where: str, key: str) -> str:
 
 def _text(value: Any, where: str, key: str) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise WeightsError(f"{where}: {key} must be a text, not {_kind(value)}")
+        raise WeightsError(f"{where}: {key} must be a string, not {_kind(value)}")
     return value
 
 
@@ -194,7 +194,7 @@ def _labels(value: Any, where: str, key: str) -> tuple[str, ...] | None:
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(v, (str, int)) and not isinstance(v, bool) for v in value
     ):
-        raise WeightsError(f"{where}: {key} must be a list of texts, one for each class")
+        raise WeightsError(f"{where}: {key} must be a list of strings, one for each class")
     return tuple(str(v) for v in value)
 
 
@@ -202,7 +202,7 @@ def _names(value: Any, where: str, key: str) -> str | tuple[str, ...] | None:
     """A module's name, or several."""
     given = value if isinstance(value, (list, tuple)) else (value,)
     if value is not None and not all(isinstance(v, str) for v in given):
-        raise WeightsError(f"{where}: {key} must be a text or a list of texts")
+        raise WeightsError(f"{where}: {key} must be a string or a list of strings")
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -300,7 +300,7 @@ def _check_argument(value: Any, where: str, key: str, depth: int) -> None:
             if name in _NOT_FOR_STRANGERS:
                 raise WeightsError(
                     f"{where}: {key} names '{name}', which is for the caller to choose and never for a file: "
-                    "take the key out if you trust the rest"
+                    "remove the key if you trust the rest"
                 )
             _check_argument(inner, where, f"{key}.{_short(name)[1:-1]}", depth - 1)
     elif isinstance(value, list):

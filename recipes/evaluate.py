@@ -85,6 +85,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", help="folder of the data set; default: CAPSZOO_DATA")
     parser.add_argument("--batch-size", type=int, help="default: 500, less for large images and on a GPU")
     parser.add_argument("--device")
+    parser.add_argument(
+        "--require-stated",
+        action="store_true",
+        help="fail if the metadata state no accuracy for these images",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
     try:
@@ -102,7 +107,12 @@ def main(argv: list[str] | None = None) -> int:
             f"{result['accuracy']} {result['top1']:.2f}%, {result['errors']} wrong"
         )
     if result["stated"] is None:
-        return 0
+        if args.require_stated:
+            print(
+                f"error: the metadata of {result['model']} state no accuracy for these images",
+                file=sys.stderr,
+            )
+        return int(args.require_stated)
     same = reproduced(result["stated"], result["top1"], result["n"])
     if not args.json:
         print(f"stated in the metadata: {result['stated']:.2f}%: {'reproduced' if same else 'DIFFERS'}")

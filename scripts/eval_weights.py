@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     if not names:
         print("there are no weights to evaluate", file=sys.stderr)
         return 1
-    return max(evaluate([name, *arguments]) for name in names)
+    return max(evaluate([name, "--require-stated", *arguments]) for name in names)
 
 
 if __name__ == "__main__":

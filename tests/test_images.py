@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import struct
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from torch import nn
 
 from capszoo import images
 from capszoo.data import DataError
 from capszoo.data.readers import decode_image, image_mode
 from capszoo.errors import CapszooError, UsageError
+from capszoo.export.bundle.manifest import preprocessing
 from capszoo.images import open_image, resize_and_crop, to_mode
 from capszoo.preprocess import ImageTransform
 from tests.support import load_script
@@ -45,10 +49,11 @@ def _png(path: Path, width: int, height: int, bits: bytes | None = None) -> Path
 
 
 def _spec(transform: ImageTransform) -> dict:
-    return {
-        **dict(channels=transform.channels, size=list(transform.size), crop_pct=transform.crop_pct),
-        **dict(interpolation=transform.interpolation, dtype="float32", mean=[0.5], std=[0.25]),
-    }
+    """The preprocess.json that an export writes for a transform."""
+    report: Any = SimpleNamespace(
+        batch=(1, 2, 4), outputs={"scores": ()}, input_name="input", input_dtype="float32"
+    )
+    return json.loads(json.dumps(preprocessing(nn.Identity(), transform, report)))
 
 
 def _gallery(folder: Path) -> list[Path]:
@@ -88,7 +93,8 @@ def _gallery(folder: Path) -> list[Path]:
 def test_a_bundle_opens_images_as_the_package_does(
     infer, tmp_path: Path, channels: int, crop_pct: float, interpolation: str
 ) -> None:
-    transform = ImageTransform(channels, (28, 24), (0.5,), (0.25,), interpolation, crop_pct)
+    mean, std = (0.1, 0.4, 0.7)[-channels:], (0.2, 0.3, 0.5)[-channels:]
+    transform = ImageTransform(channels, (28, 24), mean, std, interpolation, crop_pct)
     for path in _gallery(tmp_path):
         ours, theirs = transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform))
         assert np.array_equal(ours, theirs.astype(np.float32)), path.name

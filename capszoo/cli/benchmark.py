@@ -84,7 +84,7 @@ def benchmark_command(
             "--runners",
             metavar="NAME,NAME,…",
             help="What is timed, the reference first. Of a model: eager, compiled, onnxruntime; of a bundle: eager, "
-            "onnxruntime, onnxruntime-cuda, tensorrt, aoti.",
+            "onnxruntime, onnxruntime-cuda, tensorrt, aoti. Default: all of a model; eager,onnxruntime of a bundle.",
         ),
     ] = "",
     batch: BatchOption = "1,8,32",
@@ -166,7 +166,9 @@ def compare_runtimes(
 
 
 def _print_timings(rows: list[dict[str, Any]], first: str = "runtime") -> None:
-    times = Table(first, "batch", "ms", "images/s", "speed-up", box=None, pad_edge=False)
+    reference = escape(rows[0]["runner"]) if rows else "the first"
+    columns = (first, "batch size", "ms/batch", "images/s", f"speed-up over {reference}")
+    times = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{1 / row['ratio']:.2f}"
         times.add_row(escape(row["runner"]), str(row["batch"]), *shown)
@@ -262,7 +264,7 @@ def compare_command(
     _print_models(about)
     stdout().print()
     if measured is None:
-        reason = why or "--data FOLDER measures it on test images"
+        reason = why or "--data FOLDER measures it"
         stdout().print(escape(f"agreement: not measured; {reason}"), soft_wrap=True)
     else:
         _print_agreement(names, measured)

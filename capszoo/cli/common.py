@@ -122,7 +122,7 @@ OriginalOption = Annotated[
     typer.Option(
         "--model",
         metavar="NAME",
-        help="Model to compare with, if the name in the bundle's manifest is not found.",
+        help="Model to compare with (default: the manifest's, if it is in the zoo or on this machine).",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
@@ -134,7 +134,7 @@ DeviceOption = Annotated[
         "--device",
         metavar="|".join(DEVICES),
         callback=check_device,
-        help="Where to compute (auto: CUDA if there is one, else CPU).",
+        help="Device (default: auto, which is CUDA if available, else CPU).",
     ),
 ]
 BackgroundOption = Annotated[

@@ -68,7 +68,8 @@ def eval_command(
     crops: Annotated[
         str,
         typer.Option(
-            help="single, or multi: the mean over corners and middle of a larger image.",
+            help="single, or multi: mean scores of five crops (corners and middle), ten with mirror images if training "
+            "mirrored.",
             metavar="NAME",
             rich_help_panel="Measurements",
         ),
@@ -105,7 +106,8 @@ def eval_command(
             "--pgd-eps",
             "--eps",
             metavar="R,…",
-            help="Radii of PGD on pixels in 0..1, such as 2/255,8/255.",
+            help="L-infinity radii of PGD on pixels in 0..1 (default: 0,0.05,0.1,0.2,0.3 for one channel, else "
+            "0,1/255,2/255,4/255,8/255).",
             show_default=False,
             rich_help_panel="Measurements",
         ),
@@ -121,7 +123,7 @@ def eval_command(
         typer.Option(
             "--limit",
             min=1,
-            help="Evaluate a random sample of N images.",
+            help="Evaluate a random sample of N images (default: all).",
             show_default=False,
             metavar="N",
             rich_help_panel="Images",
@@ -228,7 +230,7 @@ def eval_command(
     on_test = target.images.split == "test"
     if on_test and report.stated is not None and not reproduced(report.stated, accuracy, report.result.n):
         raise CapszooError(
-            f"top-1 is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
+            f"{target.images.spec.accuracy} is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
             "check that the data set is the one they name",
         )
 
@@ -265,7 +267,7 @@ def _print(report: Report, files: list[Path]) -> None:
             figures.add_row(name, f"{value:.2f}%")
     figures.add_row("wrong", f"{result.errors:,}")
     if report.stated is not None:
-        figures.add_row("stated", f"{report.stated:.2f}%")
+        figures.add_row("stated in the metadata", f"{report.stated:.2f}%")
     out.print(figures)
     out.print()
     _print_classes(result)
@@ -305,14 +307,14 @@ def _print_classes(result: EvalResult) -> None:
 def _print_robustness(report: Report) -> None:
     out = stdout()
     for sweep in report.sweeps:
-        table = Table(sweep.name, *(f"{amount:g}" for amount in sweep.amounts), box=None, pad_edge=False)
-        table.add_row(f"({sweep.unit})", *(f"{accuracy:.1f}" for accuracy in sweep.accuracy))
+        amounts = (f"{amount:g}" for amount in sweep.amounts)
+        table = Table(f"{sweep.name} ({sweep.unit})", *amounts, box=None, pad_edge=False)
+        table.add_row("accuracy %", *(f"{accuracy:.1f}" for accuracy in sweep.accuracy))
         out.print(table)
     if report.attacks:
-        table = Table("PGD, eps", *(f"{one.eps:.4g}" for one in report.attacks), box=None, pad_edge=False)
-        table.add_row(
-            f"({report.attacks[0].steps} steps)", *(f"{one.accuracy:.1f}" for one in report.attacks)
-        )
+        title = f"PGD, {report.attacks[0].steps} steps, L-infinity eps"
+        table = Table(title, *(f"{one.eps:.4g}" for one in report.attacks), box=None, pad_edge=False)
+        table.add_row("accuracy %", *(f"{one.accuracy:.1f}" for one in report.attacks))
         out.print(table)
     elif report.target.images.spec.multi_label:
         out.print("PGD: not run, images have several labels")
@@ -332,8 +334,8 @@ def _print_routing(stats: RoutingStats, labels: list[str]) -> None:
     if not stats.layers:
         out.print("nothing is routed by iterations: no couplings")
     else:
-        columns = ("routing layer", "places", "parents", "children", "sum over", "entropy", "largest", "dead")
-        table = Table(*columns, box=None, pad_edge=False)
+        columns = ("routing layer", "positions", "parents", "children", "sum to 1 over", "entropy (0 to 1)")
+        table = Table(*columns, "mean largest coupling", "dead", box=None, pad_edge=False)
         for number, layer in enumerate(stats.layers, 1):
             sizes = (f"{layer.positions}", f"{layer.parents}", f"{layer.children}")
             entropy = "" if layer.entropy is None else f"{layer.entropy:.4f}"
@@ -362,7 +364,7 @@ def _print_iterations(report: Report) -> None:
     out = stdout()
     out.print()
     out.print(
-        f"change by iteration: logits, and couplings as a share of an even one in brackets; "
+        f"mean absolute change in each iteration: routing logits (couplings, as a multiple of an even one); "
         f"n = {min(ITERATION_IMAGES, report.result.n)}; * beyond the network's own iterations",
         soft_wrap=True,
     )

@@ -56,7 +56,7 @@ def export_command(
         typer.Option(
             "--out",
             "-o",
-            help="Folder to write, or FILE.onnx alone.",
+            help="Folder to write, or FILE.onnx alone. [required]",
             show_default=False,
             metavar="PATH",
             rich_help_panel="Output",
@@ -93,7 +93,10 @@ def export_command(
     opset: Annotated[
         int | None,
         typer.Option(
-            help="ONNX opset (20; for bf16 22).", show_default=False, metavar="N", rich_help_panel="Output"
+            help="ONNX opset (default: 20; 22 for bf16).",
+            show_default=False,
+            metavar="N",
+            rich_help_panel="Output",
         ),
     ] = None,
     batch: Annotated[
@@ -101,8 +104,8 @@ def export_command(
         typer.Option(
             "--batch-profile",
             "--batch",
-            metavar="MIN,USUAL,MAX",
-            help="Batch sizes to serve; one number fixes the batch.",
+            metavar="MIN,OPT,MAX",
+            help="Smallest, typical and largest batch size (TensorRT's min, opt and max); one number fixes the batch.",
             rich_help_panel="Output",
         ),
     ] = "1,8,32",
@@ -110,7 +113,11 @@ def export_command(
     img_size: SizeOption = None,
     outputs: Annotated[
         str,
-        typer.Option(help="scores, poses, activations, couplings.", metavar="NAME", rich_help_panel="Output"),
+        typer.Option(
+            help="scores, poses, activations, couplings; several with commas.",
+            metavar="NAME",
+            rich_help_panel="Output",
+        ),
     ] = "scores",
     uint8_input: Annotated[
         bool,
@@ -122,7 +129,7 @@ def export_command(
         str | None,
         typer.Option(
             metavar="cpu|gpu",
-            help="What the ONNX file is written for (gpu with tensorrt or half precision, else cpu).",
+            help="Target of the ONNX file (default: gpu for TensorRT or half precision, else cpu).",
             show_default=False,
             rich_help_panel="Output",
         ),
@@ -134,14 +141,20 @@ def export_command(
         Path | None,
         typer.Option(
             "--timing-cache",
-            help="TensorRT's timing cache file.",
+            help="TensorRT's timing cache file: read, updated, created if it does not exist.",
             metavar="PATH",
             rich_help_panel="TensorRT",
         ),
     ] = None,
     workspace: Annotated[
         int,
-        typer.Option("--workspace", min=1, help="Workspace, MiB.", metavar="N", rich_help_panel="TensorRT"),
+        typer.Option(
+            "--workspace",
+            min=1,
+            help="TensorRT's workspace limit in MiB.",
+            metavar="N",
+            rich_help_panel="TensorRT",
+        ),
     ] = 4096,
     optimization_level: Annotated[
         int,
@@ -175,7 +188,10 @@ def export_command(
         ),
     ] = False,
     pretrained: Annotated[
-        bool, typer.Option("--pretrained/--no-pretrained", help="Load weights, or export untrained ones.")
+        bool,
+        typer.Option(
+            "--pretrained/--no-pretrained", help="Load weights (default), or export untrained ones."
+        ),
     ] = True,
     images: Annotated[
         str | None,

@@ -64,7 +64,7 @@ def finetune_command(
         typer.Option(
             "--out",
             "-o",
-            help="Folder of the run (default: runs/<model>.<data>).",
+            help="Folder of the run (default: runs/ARCHITECTURE.TAG; with --backbone runs/caps_head.TAG).",
             show_default=False,
             metavar="PATH",
         ),
@@ -121,7 +121,9 @@ def finetune_command(
     tag: Annotated[
         str | None,
         typer.Option(
-            help="Name of the new weights (default: the folder's).", show_default=False, metavar="NAME"
+            help="Tag of the new weights, ARCHITECTURE.TAG (default: from the last part of --data).",
+            show_default=False,
+            metavar="NAME",
         ),
     ] = None,
     overrides: SetOption = None,

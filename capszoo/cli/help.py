@@ -99,7 +99,8 @@ def _value(param: Any) -> str:
 def _described(param: Any) -> str:
     default = param.default
     shown = param.show_default and isinstance(default, (str, int, float)) and not isinstance(default, bool)
-    return f"{param.help or ''}{f' [default: {default}]' if shown and default != '' else ''}"
+    required = " [required]" if param.required and param.param_type_name == "option" else ""
+    return f"{param.help or ''}{required}{f' [default: {default}]' if shown and default != '' else ''}"
 
 
 def _table(rows: list[tuple[str, str, str]]) -> Table:

@@ -90,8 +90,8 @@ def predict_command(
         typer.Option(
             "--runtime",
             metavar="|".join(RUNTIMES),
-            help="onnx: export the model once into a cache, then answer without PyTorch; auto: use that file if it "
-            "exists, else torch.",
+            help="onnx: ONNX Runtime on the CPU, from a file that is exported once into a cache; auto: that file if it "
+            "exists and --device is cpu or not given, else torch.",
         ),
     ] = "auto",
     img_size: SizeOption = None,

@@ -99,7 +99,11 @@ def copy_command(
     with replacing(target) as temporary:
         temporary.write_text(text, encoding="utf-8")
     stdout().print(
-        escape(f"written: {target}\nchange arch or tag, then: capszoo train {target}"), soft_wrap=True
+        escape(
+            f"written: {target}\nedit it, with a new tag so that its run has its own folder; "
+            f"then: capszoo train {target}"
+        ),
+        soft_wrap=True,
     )
 
 

@@ -59,8 +59,8 @@ def train_command(
         typer.Option(
             "--out",
             "-o",
-            help="Folder of the run (default: runs/<recipe>); with --together, --seeds or --queue the folder "
-            "that holds all runs (default: runs).",
+            help="Folder of the run (default: runs/ARCH.TAG of the recipe); with --together, --seeds or --queue the "
+            "folder that holds all runs (default: runs).",
             show_default=False,
             metavar="PATH",
         ),
@@ -102,7 +102,8 @@ def train_command(
         typer.Option(
             min=1,
             metavar="N",
-            help="With --seeds or --queue: runs at the same time.",
+            help="With --seeds or --queue: simultaneous runs (default: 1 with --seeds; with --queue at most 2 on a "
+            "CPU, 5 on a GPU).",
             rich_help_panel="Several runs",
         ),
     ] = None,
@@ -111,7 +112,7 @@ def train_command(
         typer.Option(
             min=0,
             metavar="N",
-            help="With --queue: after N minutes, save the training states and stop all runs.",
+            help="With --queue: after N minutes, stop all runs and save their states, which may take 3 minutes.",
             rich_help_panel="Several runs",
         ),
     ] = None,
@@ -143,7 +144,8 @@ def train_command(
 ) -> None:
     """Train a recipe; resumes an interrupted run.
 
-    Ctrl-C and SIGTERM save first. Several processes: accelerate launch -m capszoo train RECIPE.
+    Ctrl-C and SIGTERM save first. Several GPUs: accelerate launch --num_processes N -m capszoo train RECIPE. Several
+    CPU processes: torchrun --nproc_per_node N -m capszoo train RECIPE --cpu.
     """
     recipes = recipes or []
     for recipe in recipes:
@@ -292,7 +294,9 @@ def _train_queue(
     items = choose_items(read_queue(), recipes)
     if not dry_run:
         train_queue(out, data, cpu, parallel, minutes, recipes, overrides, state=state)
-    table = Table("run", "epochs", "test, %", "aim, %", "in the zoo, %", "paper, %", box=None, pad_edge=False)
+    table = Table(
+        "run", "epochs", "test, %", "target, %", "in the zoo, %", "paper, %", box=None, pad_edge=False
+    )
     for run in queue_state(items, out, overrides):
 
         def shown(value: float | None) -> str:

@@ -70,7 +70,7 @@ RateOption = Annotated[
     float | None,
     typer.Option(
         "--lr",
-        help="Learning rate, as --set optimizer.lr=.",
+        help="Learning rate, optimizer.lr (default: the recipe's; finetune: 0.003).",
         show_default=False,
         metavar="X",
         rich_help_panel="Settings",
@@ -81,7 +81,8 @@ BatchOption = Annotated[
     typer.Option(
         "--batch-size",
         min=1,
-        help="Images per update.",
+        help="Images per update, over all processes and accumulated parts (default: the recipe's; finetune: 32, fewer "
+        "for small sets). timm's is per process.",
         show_default=False,
         metavar="N",
         rich_help_panel="Settings",
@@ -92,7 +93,7 @@ SeedOption = Annotated[
     typer.Option(
         "--seed",
         min=0,
-        help="Seed of weights, order and augmentation.",
+        help="Seed of weights, order and augmentation (default: the recipe's; finetune: 0).",
         metavar="N",
         rich_help_panel="Settings",
     ),

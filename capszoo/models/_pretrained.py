@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from capszoo._hub import is_hub_error, limit_hub_waits
 from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, stored_file, weights_folders
+from capszoo.errors import first_line
 
 from ._metadata import ModelConfig, WeightsError
 
@@ -219,12 +220,16 @@ def download_weights(
                 f"{name} has no {HUB_FILENAME}, and nothing else is loaded (a pickle such as pytorch_model.bin can run "
                 "code): ask its owner to publish safetensors"
             ) from e
-        reason = "no connection" if offline else (str(e).strip().splitlines() or [type(e).__name__])[0]
-        by_hand = f", put {local_name} into {weights_folders()[0]}" if local_name else ""
+        reason = "no connection" if offline else first_line(e)
+        by_hand = (
+            f", or download {HUB_FILENAME} there as {local_name} into {weights_folders()[0]}"
+            if local_name
+            else ""
+        )
         raise WeightsError(
             f"no weights of {name} on this machine, and the Hub does not give {HUB_FILENAME} ({reason}): "
-            f"go online for https://huggingface.co/{name}{by_hand}, or use weights "
-            "of this machine: a name of capszoo.list_pretrained(), or local-dir:FOLDER"
+            f"connect to https://huggingface.co/{name}{by_hand}, or use local weights: a name of "
+            "capszoo.list_pretrained(), or local-dir:FOLDER"
         ) from e
     expected = hub_config(repo_id, cache_dir).sha256 if sha256 is None else sha256
     actual = sha256_of(path)

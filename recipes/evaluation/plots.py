@@ -144,7 +144,7 @@ def draw_dynamics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | P
         if not found:
             raise CapszooError(
                 f"{name} has no routing statistics",
-                "train it with --set routing_images=200, a net with votes",
+                "train a network that has votes, with --set routing_images=200",
             )
         rows[name] = {epoch: found[epoch] for epoch in shown_epochs(sorted(found))}
     columns = max(map(len, rows.values()))

@@ -18,6 +18,7 @@ from timm.models import get_pretrained_cfg
 from capszoo._paper_links import PAPER_LINKS, paper_address, paper_label
 from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import HUB_FILENAME, METADATA_FILENAME, WeightsInfo
+from capszoo.scores import SCORE_KINDS
 
 from .paper_results import (
     began_with,
@@ -194,11 +195,11 @@ def model_card(
         f"capszoo export {shlex.quote(known_as)} --out bundle\n```",
         "## Results",
         f"Accuracy of the file in this {'folder' if local else 'repository'}, "
-        "± its standard error for that number of images"
+        "± the binomial standard error"
         + (
             ", and what the paper reports:"
             if paper_figures(info)
-            else "; no paper reports a result for this:"
+            else "; no paper reports a result for this network and data set."
         ),
         "\n".join(figures_table(info)),
         "\n".join(protocol_lines(info)),
@@ -221,7 +222,7 @@ def _classes(info: WeightsInfo) -> str:
     found = info.metadata.per_class
     if not found:
         return ""
-    lines = [f"| class | images of {found.split} | right, % |", "|---|---:|---:|"]
+    lines = [f"| class | images of {found.split} | recall, % |", "|---|---:|---:|"]
     for label, n, right in zip(info.label_names or (), found.images, found.right, strict=True):
         name = label.replace("|", "\\|")  # else it would end the cell
         lines.append(f"| {name} | {n:,} | {f'{100 * right / n:.1f}' if n else ''} |")
@@ -266,15 +267,23 @@ def _provenance(info: WeightsInfo) -> str:
     return "\n".join(lines)
 
 
+def _score_words(info: WeightsInfo) -> str:
+    """The kind of the scores, and how probabilities are computed from them."""
+    kind = info.score_kind
+    if kind not in SCORE_KINDS:
+        return "logits, capsule lengths or activations. Probabilities are computed from them"
+    name = {"lengths": "capsule lengths"}.get(kind.removeprefix("label_"), kind.removeprefix("label_"))
+    return f"{name.replace('_', ' ')}. Probabilities: {SCORE_KINDS[kind]}"
+
+
 def _limits(info: WeightsInfo, title: str) -> str:
     height, width = info.raw.get("object_size") or info.input_size[1:]
     whole = info.input_size[1:]
     padded = "" if (height, width) == tuple(whole) else f" and padded to {whole[0]}×{whole[1]}"
     lines = [
-        f"- It knows the {info.num_classes} classes of {title} and nothing else: any image gets one of them.",
+        f"- It knows only the {info.num_classes} classes of {title}: images of anything else are assigned to them, too.",
         f"- Images are scaled to {height}×{width} pixels{padded}: what looks alike at that size, it cannot tell apart.",
-        "- Scores are logits, log-probabilities, capsule lengths or activations. The probabilities computed from them "
-        "are not calibrated.",
+        f"- Scores: {_score_words(info)}. They are not calibrated.",
         "- This card states no robustness (to noise, shifts, other cameras). Fairness has not been measured.",
     ]
     if "test" not in info.metadata.metrics:

@@ -78,7 +78,8 @@ def _records(name: str) -> list[dict[str, Any]]:
         return records_of(bundled_tags()[name].metadata.history)
     if not (folder / "recipe.yaml").is_file():
         raise CapszooError(
-            f"{name}: neither the folder of a run nor a checkpoint of the zoo", "give what --out of train was"
+            f"{name}: neither the folder of a run nor a checkpoint of the zoo",
+            "give the folder that capszoo train --out wrote",
         )
     return _folder_records(folder)
 

@@ -77,8 +77,8 @@ def setback_line(record: Mapping[str, Any], before: Mapping[str, Any] | None) ->
     if loss < SETBACK_LOSS * earlier or record["train_top1"] > before["train_top1"] - SETBACK_TOP1:
         return None
     return (
-        f"the training loss rose from {earlier:.4g} to {loss:.4g}: a single large gradient can do that. "
-        "clip_grad limits gradients (docs/reproduce.md)"
+        f"the training loss rose from {earlier:.4g} to {loss:.4g}: one very large gradient can cause this. If the "
+        "accuracy does not recover, start again in another --out with --set clip_grad=2 (our recipes: 1 to 2)"
     )
 
 

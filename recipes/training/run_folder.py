@@ -83,7 +83,7 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
     if key:
         raise TrainingError(
             f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
-            f"or continue with the run's own: {before}"
+            f"or resume that run: capszoo train {before} --out {out}"
         )
 
 

@@ -24,9 +24,9 @@ from capszoo.explain.reconstructions import (
     save_perturbation,
 )
 from capszoo.preprocess import model_transform
-from tests.explain.test_routing_stats import FAMILIES
+from tests.explain.test_routing_stats import FAMILIES, REPEATED
 from tests.export.toys import ToyCaps
-from tests.models.zoo_cases import small
+from tests.models.zoo_cases import slow_unless, small
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_errors(model: ToyCaps, tmp_path: Path) -> None:
         save_answers([], tmp_path / "x.png")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_unless(set(FAMILIES) - set(REPEATED), FAMILIES))
 def test_a_heat_map_of_every_routing(name: str, tmp_path: Path) -> None:
     model = small(name).eval()
     chans = 1 if model.in_chans == 2 else model.in_chans

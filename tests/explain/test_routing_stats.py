@@ -29,7 +29,7 @@ FAMILIES = (
 )
 
 #: of layers that others of the list have: in the slow suite
-_REPEATED = ("capsnet_dynamic_multimnist", "capsnet6_em", "idpa_cnn_cifar100")
+REPEATED = ("capsnet_dynamic_multimnist", "capsnet6_em", "idpa_cnn_cifar100")
 
 
 def test_entropy_of_even_and_of_single_couplings() -> None:
@@ -97,7 +97,7 @@ def test_votes_are_sorted_by_their_cosine_with_the_own_class() -> None:
     assert curve.length[1] is None and curve.cosine[-1] == pytest.approx(0.95)
 
 
-@pytest.mark.parametrize("name", slow_unless(set(FAMILIES) - set(_REPEATED), FAMILIES))
+@pytest.mark.parametrize("name", slow_unless(set(FAMILIES) - set(REPEATED), FAMILIES))
 def test_every_family(name: str) -> None:
     model = small(name).eval()
     calibrate(model)

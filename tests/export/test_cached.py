@@ -114,16 +114,23 @@ def test_a_cached_file_answers_without_torch(cache: Path, root: Path, images: li
 
 
 def test_metadata_may_be_in_another_folder_than_the_weights(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CAPSZOO_CACHE", str(cache))
+    entry = find_cached(MODEL)
+    monkeypatch.setenv("CAPSZOO_CACHE", str(tmp_path))
     apart = [
         name
         for name in checkpoints()
         if (file := weights_file(name)) is not None and not file.with_suffix(".json").is_file()
     ]
     assert apart  # weights-large/ of a checkout
-    assert all(cached._place(name, None, None) is not None and find_cached(name) is None for name in apart)
+    assert entry is not None
+    for name in apart[:2]:
+        place = cached._place(name, None, None)
+        assert place is not None and find_cached(name) is None
+        shutil.copytree(entry, place)
+        assert find_cached(name) == place
 
 
 def test_other_weights_metadata_or_bytes_are_not_answered_for(

@@ -216,6 +216,12 @@ def test_uint8_input_of_a_model_without_parameters() -> None:
 
     graph = unroll.Served(Mean(), mean=(0.5,), std=(0.25,))
     assert graph(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).item() == pytest.approx(2.0)
+    mean, std = (0.1, 0.4, 0.7), (0.2, 0.3, 0.5)
+    images = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8)
+    colour = unroll.Served(torch.nn.Identity(), mean=mean, std=std)(images)
+    for channel in range(3):
+        expected = (images[:, channel] / 255 - mean[channel]) / std[channel]
+        torch.testing.assert_close(colour[:, channel], expected)
 
 
 def test_the_top_1_is_that_of_the_scores_wherever_they_are(tmp_path: Path) -> None:

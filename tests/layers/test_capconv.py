@@ -186,7 +186,7 @@ def test_recomputing_refuses_what_it_does_not_know() -> None:
     assert reasons[0] == reasons[1] == ["a norm or squash was replaced or has hooks"]
     assert reasons[2] == ["each coefficient comes from one branch"]
     with torch.no_grad(), record_engines() as choices:
-        layer(x)
+        CapConv(8, 8, 1, 1, groups=4)(x)
     assert {c.engine.name for c in choices} == {"reference"}
     for mode in ("master", "master_aide"):
         with pytest.raises(ValueError, match="more than 1 value per channel"):

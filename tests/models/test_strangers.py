@@ -145,7 +145,7 @@ def test_a_sound_pair_loads(tmp_path: Path) -> None:
         ("crop_pct", 1e-300, "crop_pct must be a number"),
         ("sha256", 5, "sha256 must be 64 hexadecimal digits"),
         ("tag", "../x", "tag must be letters"),
-        ("label_names", {"a": 1}, "label_names must be a list of texts"),
+        ("label_names", {"a": 1}, "label_names must be a list of strings"),
         ("recipe", [], "recipe must be an object"),
         ("recipe", {"loss": "margin"}, "recipe.loss must be an object"),
         ("metrics", {"test": 99.0}, "metrics.test must be an object"),

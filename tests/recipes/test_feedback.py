@@ -90,6 +90,8 @@ def test_wrong_feedback_is_one_line(
 
 def test_unknown_key_of_feedback_names_the_nearest() -> None:
     tree = encap_recipe().model_dump()
+    without = Recipe.model_validate({**tree, "feedback": None})
     tree["feedback"]["wieght"] = 1.0
-    with pytest.raises(RecipeError, match="key of 'feedback'.*weight"):
-        load_recipe(Recipe.model_validate({**tree, "feedback": None}), ["feedback={wieght: 1.0}"])
+    for given, overrides in ((tree, []), (without, ["feedback={wieght: 1.0}"])):
+        with pytest.raises(RecipeError, match="key of 'feedback'.*weight"):
+            load_recipe(given, overrides)

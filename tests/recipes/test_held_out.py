@@ -60,6 +60,7 @@ def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["stated"] == result["validation"]["top1"]
+    assert report["top1"] == pytest.approx(report["stated"], abs=1e-3)
     # without imagefolder:
     said = run("eval", out, "--split", "val", "--data", f"{photos}/", "--device", "cpu").stdout
     assert "(validation; chose the epoch)" in said and "(test" not in said

@@ -111,6 +111,35 @@ def test_a_run_from_start_to_bundle(tiny_mnist: Path, tmp_path: Path) -> None:
         model_from_file(out / f"{name}.json")
 
 
+def test_only_held_out_images_validate_and_none_of_them_trains(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated: list[Any] = []
+    trained: set[bytes] = set()
+    count, step_of = train_module.count_correct, train_module.train_step
+
+    def counted(net: Any, batches: Batches, *rest: Any) -> Any:
+        validated.append(batches.data)
+        return count(net, batches, *rest)
+
+    def stepped(run: Any, state: Any, batch: Any) -> Any:
+        trained.update(pixels.numpy().tobytes() for pixels in batch.pixels)
+        return step_of(run, state, batch)
+
+    monkeypatch.setattr(train_module, "count_correct", counted)
+    monkeypatch.setattr(train_module, "train_step", stepped)
+    data = {"name": "mnist", "val_size": 20, "val_seed": 7}
+    train(tiny_recipe(epochs=1, data=data), out=tmp_path / "run", data=tiny_mnist, cpu=True)
+    rest, held = split_validation(load_dataset("mnist", "train", tiny_mnist), 20, 7)
+    (given,) = validated
+    assert torch.equal(given.images, held.images)
+    assert trained <= {pixels.numpy().tobytes() for pixels in rest.images} and len(trained) > 60
+    others = [*held.images, *load_dataset("mnist", "test", tiny_mnist).images]
+    assert not trained & {pixels.numpy().tobytes() for pixels in others}
+    seen = target.prepare(str(tmp_path / "run"), split="val", data=tiny_mnist, device="cpu").images
+    assert torch.equal(seen.images, held.images)
+
+
 def test_the_loss_falls(tiny_mnist: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(epochs=8, data={"name": "mnist", "val_size": 20})
     train(recipe, out=tmp_path / "run", data=tiny_mnist)
@@ -396,7 +425,9 @@ def test_a_warm_up_that_takes_the_whole_run_is_noted(
         assert noted == (epochs == 2)
 
 
-@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGHUP"))]
+)
 def test_a_signal_saves_and_says_how_to_go_on(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -427,6 +458,17 @@ def test_a_signal_saves_and_says_how_to_go_on(
     resumed = train(recipe, out=tmp_path / "run", data=tiny_mnist)
     expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
     assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_hangup_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capszoo.recipes.training.distributed._leave_terminal", lambda: None)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may run under nohup
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:
