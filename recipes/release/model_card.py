@@ -281,7 +281,7 @@ def _limits(info: WeightsInfo, title: str) -> str:
     whole = info.input_size[1:]
     padded = "" if (height, width) == tuple(whole) else f" and padded to {whole[0]}×{whole[1]}"
     lines = [
-        f"- It knows only the {info.num_classes} classes of {title}: images of anything else are assigned to them, too.",
+        f"- It knows only the {info.num_classes} classes of {title}: images of anything else are assigned to them too.",
         f"- Images are scaled to {height}×{width} pixels{padded}: what looks alike at that size, it cannot tell apart.",
         f"- Scores: {_score_words(info)}. They are not calibrated.",
         "- This card states no robustness (to noise, shifts, other cameras). Fairness has not been measured.",

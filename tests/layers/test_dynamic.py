@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, library
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import (
     ConvDynamicRouting,
@@ -23,6 +21,7 @@ from capszoo.layers.engine import choose
 from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
 from tests.reference import dynamic as naive
+from tests.support import LargestTensor
 
 F64 = torch.float64
 AXES = ["parents", "children"]
@@ -51,21 +50,6 @@ def start_of(layer: torch.nn.Module) -> Tensor | None:
     if isinstance(start, torch.nn.Parameter):  # not zeros, or the test would not see them
         torch.nn.init.normal_(start)
     return None if start is None else start.t()
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation makes (views do not count)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return out
 
 
 # -- the pure function ------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, library, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM, _blockwise, em_routing, shared_em_routing
@@ -21,6 +20,7 @@ from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
 from tests.layers.test_engines import Largest
 from tests.reference import em as naive
+from tests.support import LargestTensor
 
 F64 = torch.float64
 
@@ -57,21 +57,6 @@ def capsule_map(
 ) -> Tensor:
     poses = torch.randn(batch, capsules * rows * rows, height, width, dtype=dtype)
     return torch.cat([poses, torch.rand(batch, capsules, height, width, dtype=dtype)], dim=1)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation makes (views do not count)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return out
 
 
 # -- the pure function --------------------------------------------------------------------------------------------

@@ -31,28 +31,6 @@ def warmed(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize(
-    "name, arguments, parameters",
-    [
-        ("encapnet_v1", {}, 36_544_064),
-        ("encapnet_v1", dict(num_classes=100), 37_281_344),
-        ("encapnet_v1", dict(coefficients="own"), 36_474_944),
-        ("encapnet_v1", dict(coefficients="cross"), 36_474_944),
-        ("encapnet_v1", dict(mode="master"), 1_743_680),
-        ("encapnet_v1", dict(aide=(False, False, False, False)), 1_743_680),
-        ("encapnet_v1", dict(img_size=128, num_classes=200), 38_104_384),
-        ("encapnet_v2", {}, 176_330_752),
-        ("encapnet_v3", {}, 179_709_952),
-        ("encapnet6_master", {}, 1_689_856),
-        ("encapnet6", {}, 8_133_440),
-        ("resnet18_encap", {}, 11_156_778),
-    ],
-)
-def test_parameters(name, arguments, parameters) -> None:
-    model = timm.create_model(name, device="meta", **arguments)
-    assert sum(p.numel() for p in model.parameters()) == parameters
-
-
 def test_depth_counts_the_papers_layers() -> None:
     for name, layers in [("encapnet_v1", 18), ("encapnet_v2", 101), ("encapnet_v3", 101), ("encapnet6", 6)]:
         model = timm.create_model(name, device="meta")

@@ -17,17 +17,6 @@ from tests.reference import idpa as naive
 
 F64 = torch.float64
 
-SIZES = [
-    ("idpa_cnn", {}, 561_297),
-    ("idpa_cnn_cifar100", {}, 1_462_989),
-    ("idpa_resnet", {}, 1_828_817),
-    ("idpa_resnet_cifar100", {}, 2_799_629),
-    ("idpa_multimnist", {}, 42_478_017),
-    ("idpa_multimnist", {"pose": "vector"}, 42_478_017),
-    ("idpa_multimnist", {"pose": "matrix"}, 9_963_969),
-    ("idpa_multimnist", {"pose": "matrix", "num_caps": 64}, 41_593_281),
-]
-
 
 def tiny(**kwargs: Any) -> IdpaNet:
     """Three classes, two types of 2x2 poses, all layers of a CIFAR-100 network; grids 10x9, 4x4, 2x2."""
@@ -58,12 +47,6 @@ def reference(model: IdpaNet, features: Tensor) -> tuple[Tensor, list[Any], list
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "arguments", "expected"), SIZES)
-def test_parameter_count(name: str, arguments: dict[str, Any], expected: int) -> None:
-    model = capszoo.create_model(name, device="meta", **arguments)
-    assert sum(p.numel() for p in model.parameters()) == expected
 
 
 def test_the_papers_shapes() -> None:

@@ -294,7 +294,7 @@ REDIRECTED, MOVED = ("/repos/create", "/preupload/", "/commit/"), {"Location": "
         (Fault("POST", "/preupload/", 429, {"RateLimit": '"api";r=0;t=7'}, times=99), "again in 7 s"),
         (Fault("PUT", "/lfs/", drop=True, times=99), "the connection to the Hub broke"),
         (Fault("POST", "/commit/", 500), "the Hub failed (500)"),
-        (Fault("POST", REDIRECTED[0], 302, MOVED, times=99), "the Hub"),
+        (Fault("POST", REDIRECTED[0], 302, MOVED, times=99), "the Hub knows no me/"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
