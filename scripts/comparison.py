@@ -409,6 +409,7 @@ TWINS = (
     ("CIFAR-10", "resnet20_routingpool.cifar10", "resnet20_routingpool.cifar10_avg"),
     ("CIFAR-100", "resnet20_routingpool.cifar100", "resnet20_routingpool.cifar100_avg"),
     ("CIFAR-10, ResNet-32", "resnet32_routingpool.cifar10", "resnet32_routingpool.cifar10_avg"),
+    ("CIFAR-10, ResNet-56", "resnet56_routingpool.cifar10", "resnet56_routingpool.cifar10_avg"),
 )
 
 
