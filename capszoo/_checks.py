@@ -457,11 +457,13 @@ class ModelConfig:
         over = ("num_classes", "label_names", "label_descriptions")
         cfg = described({**stated, **{key: raw[key] for key in over if raw.get(key) is not None}}, where)
         args = check_model_args(_stated_args(raw, stated), where)
-        size = cfg.get("input_size", (3, 224, 224))
-        if args.get("in_chans") is not None and "input_size" in cfg:  # else the architecture's size holds
-            cfg["input_size"] = size = (int(args["in_chans"]), *size[1:])
-        if args.get("img_size") is not None and cfg.get("fixed_input_size"):
-            side = args["img_size"]
+        size, chans, side = cfg.get("input_size", (3, 224, 224)), args.get("in_chans"), args.get("img_size")
+        # without a stated size, that of the architecture holds
+        if chans is not None and ("input_size" in cfg or side is not None):
+            cfg["input_size"] = size = (int(chans), *size[1:])
+        if side is not None and (
+            cfg.get("fixed_input_size") or "input_size" not in stated and chans is not None
+        ):
             cfg["input_size"] = (size[0], *(side if isinstance(side, list) else (side, side)))
         architecture = checked_value(raw, "architecture", where)
         cfg["architecture"] = architecture

@@ -261,6 +261,16 @@ def compare_command(
         if measured is None and why:
             stderr().print(escape(f"note: agreement not measured: {why}"), soft_wrap=True)
         return
+    _print_comparison(about, names, measured, why, timings)
+
+
+def _print_comparison(
+    about: list[dict[str, Any]],
+    names: list[str],
+    measured: dict[str, Any] | None,
+    why: str,
+    timings: list[dict[str, Any]],
+) -> None:
     _print_models(about)
     stdout().print()
     if measured is None:

@@ -83,7 +83,7 @@ def test_errors_are_one_line_with_a_remedy(
     monkeypatch.delenv("CAPSZOO_DATA", raising=False)
     assert "did you mean 'mnist'" in message("mnits", "test")
     assert "there are train, test" in message("mnist", "validation")
-    assert "--data or CAPSZOO_DATA" in message("mnist", "test")
+    assert "set CAPSZOO_DATA to its folder" in message("mnist", "test")
     assert "no such folder; --data takes a folder" in message("mnist", "test", tmp_path / "absent")
     assert f"not in {tmp_path}" in message("mnist", "test", tmp_path)
     path = write_parquet(tmp_path / "test-00000-of-00001.parquet", digits[0][:5], [7, 2, 1, 0, 4])

@@ -287,11 +287,18 @@ def test_a_configuration_describes_and_names_no_source(tmp_path: Path) -> None:
     assert config.cfg.keys() == {
         *("architecture", "num_classes", "label_names", "mean", "std", "crop_mode", "input_size")
     }
-    assert config.cfg["input_size"][0] == 1
+    assert config.cfg["input_size"] == (1, 28, 28)
     model = capszoo.create_model(f"local-dir:{tmp_path}")
     assert not {"url", "file", "hf_hub_id", "hf_hub_filename", "state_dict"} & model.pretrained_cfg.keys()
     assert model.pretrained_cfg["mean"] == (0.1,) and model.num_classes == 3
     assert model.pretrained_cfg["first_conv"] == "stages.stem.conv", "what the network is, its code says"
+
+
+def test_a_configuration_without_a_size_has_the_architecture_s(tmp_path: Path) -> None:
+    stated = {"architecture": "resnet20_routingpool", "num_classes": 10, "model_args": {"in_chans": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    model = capszoo.create_model(f"local-dir:{tmp_path}")
+    assert (model.in_chans, model.img_size) == (1, (32, 32))
 
 
 def test_configurations_of_timm_are_accepted() -> None:
