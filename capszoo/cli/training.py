@@ -149,10 +149,10 @@ def refuse_set_twice(overrides: list[str] | None, stated: Mapping[str, Any]) -> 
     Raises:
         UsageError: there is one.
     """
+    named = {"data.size": "img-size", "data.name": "data", "model_args.routing": "head"}
     for line in overrides or ():
         key = line.partition("=")[0].strip()
         if stated.get(key) is not None:
-            named = {"data.size": "img-size", "data.name": "data", "model_args.routing": "head"}
             option = named.get(key, key.rpartition(".")[2].replace("_", "-"))
             raise UsageError(f"--set {line} and --{option} exclude each other", "give one of them")
 

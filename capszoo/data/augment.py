@@ -312,6 +312,14 @@ def reflected(places: Tensor, size: int) -> Tensor:
     return (size - 1) - ((size - 1) - places.abs()).abs()
 
 
+def rectangles(images: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The pixels of one rectangle in each image, bool [b, 1, h, w]; the last row and column [b] are not included."""
+    row, col = (torch.arange(places, device=images.device) for places in images.shape[2:])
+    rows = (row >= top[:, None]) & (row < bottom[:, None])
+    cols = (col >= left[:, None]) & (col < right[:, None])
+    return rows[:, None, :, None] & cols[:, None, None, :]
+
+
 def cut_out(
     images: Tensor, row: Tensor, col: Tensor, side: int, fill: tuple[float, ...] | None = None
 ) -> Tensor:
@@ -326,14 +334,8 @@ def cut_out(
     Returns:
         uint8 [b, c, h, w].
     """
-    h, w = images.shape[2:]
-
-    def inside(middle: Tensor, places: int) -> Tensor:  # [b, places]
-        first = (send(middle, images.device) - side // 2)[:, None]
-        place = torch.arange(places, device=images.device)
-        return (place >= first) & (place < first + side)
-
-    square = inside(row, h)[:, None, :, None] & inside(col, w)[:, None, None, :]
+    top, left = (send(middle, images.device) - side // 2 for middle in (row, col))
+    square = rectangles(images, top, top + side, left, left + side)
     colour = _per_channel(tuple(fill or (0.0,)), images.device).mul(255).round().to(images.dtype)
     return torch.where(square, colour, images)
 

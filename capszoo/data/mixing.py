@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .augment import Draws, send
+from .augment import Draws, rectangles, send
 
 __all__ = ["draw_mixing", "mix_images", "mix_labels", "own_shares", "partners"]
 
@@ -67,15 +67,10 @@ def own_shares(draws: Draws, size: tuple[int, int]) -> Tensor:
 
 def mix_images(images: Tensor, partner: Tensor, draws: Draws) -> Tensor:
     """Mix uint8 [b, c, h, w], each with its partner [b], by the random numbers of `draw_mixing`; returns the same."""
-    device, (h, w) = images.device, images.shape[2:]
     others = images[partner]
-    own = send(draws["blend"], device)[:, None, None, None]
+    own = send(draws["blend"], images.device)[:, None, None, None]
     blended = torch.lerp(others.float(), images.float(), own).round_().to(images.dtype)
-    top, bottom, left, right = send(draws["paste"], device)[:, :, None].unbind(1)  # each [b, 1]
-    row, col = torch.arange(h, device=device), torch.arange(w, device=device)
-    inside = ((row >= top) & (row < bottom))[:, None, :, None] & ((col >= left) & (col < right))[
-        :, None, None, :
-    ]
+    inside = rectangles(images, *send(draws["paste"], images.device).unbind(1))
     return torch.where(inside, others, blended)
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "DatasetSpec",
     "check_name",
     "dataset_spec",
+    "folder_name",
     "is_data_set",
     "is_text",
     "list_sets",
@@ -281,6 +282,11 @@ def is_text(name: str) -> bool:
     return name == name.encode(errors="ignore").decode()
 
 
+def folder_name(path: str | Path) -> str:
+    """The name of a folder of images as a data set; `photos/` is `photos`."""
+    return f"imagefolder:{os.path.normpath(path)}"
+
+
 def source_name(data: str | Path) -> str:
     """Source of the images that `data` names: a data set's name, a prefixed name, or a prefixed folder of images.
 
@@ -298,7 +304,7 @@ def source_name(data: str | Path) -> str:
         )
     if not is_text(text):
         raise DataError(f"{text!r}: the folder's name is not UTF-8, and metadata cannot state it: rename it")
-    return f"imagefolder:{os.path.normpath(text)}"  # photos/ is photos
+    return folder_name(text)
 
 
 def check_name(name: str) -> str:

@@ -207,9 +207,8 @@ def resize_and_crop(image: Image.Image, size: tuple[int, int], spec: dict[str, A
 def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:
     """Map scores ``[b, n]`` to values in 0..1, by the kind of score in preprocess.json."""
     alone = {"logits": "label_logits", "lengths": "label_lengths", "activations": "label_lengths"}
-    kind = (
-        alone.get(kind, kind) if scores.shape[1] == 1 else kind
-    )  # a share of one class is 1, whatever its score
+    if scores.shape[1] == 1:  # a share of one class is 1, whatever its score
+        kind = alone.get(kind, kind)
     if kind in ("logits", "log_probabilities"):
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)

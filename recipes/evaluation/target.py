@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -36,7 +35,7 @@ from capszoo.data import (
 from capszoo.data.folders import find_splits, holds_classes
 from capszoo.data.readers import MODES
 from capszoo.data.roots import given_root
-from capszoo.data.specs import RESIZED
+from capszoo.data.specs import RESIZED, folder_name
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
@@ -301,8 +300,7 @@ def data_set_of(data: str | Path | None) -> str | None:
         return None
     if str(data).startswith(tuple(PREFIXES)):
         return str(data)
-    # named as training names it: photos/ is photos
-    return f"imagefolder:{os.path.normpath(data)}" if holds_classes(expanded(data)) else None
+    return folder_name(data) if holds_classes(expanded(data)) else None
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:

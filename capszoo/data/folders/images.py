@@ -74,7 +74,7 @@ def open_images(
     classes = _class_folders(training)
     if not classes:
         raise DataError(f"{name}: {training} has no class folders")
-    _refuse_misnamed_splits(name, folder, classes if training == folder else [])
+    _refuse_misnamed_splits(name, folder)
     unreadable = [kind for kind in classes if not is_text(kind)]
     if unreadable:
         raise DataError(
@@ -120,10 +120,9 @@ def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
     return found
 
 
-def _refuse_misnamed_splits(name: str, folder: Path, classes: Sequence[str]) -> None:
+def _refuse_misnamed_splits(name: str, folder: Path) -> None:
     """Refuse folders such as Test, which would become a class, or be ignored beside the folder train."""
-    beside = [kind for kind in _class_folders(folder) if kind not in SPLIT_NAMES]
-    words = {kind: kind.casefold() for kind in (classes or beside)}
+    words = {kind: kind.casefold() for kind in _class_folders(folder) if kind not in SPLIT_NAMES}
     misnamed = [kind for kind, word in words.items() if word in (*SPLIT_NAMES, "testing") and word != "train"]
     if misnamed:
         raise DataError(
