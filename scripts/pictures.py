@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COUNT, RIGHT, WRONG = 8, 5, 3
 
 #: Version of the drawing code for each kind of picture: a picture of another version is stale.
-STYLES = {"heat": 3, "decoded": 2, "explain": 1}
+STYLES = {"heat": 4, "decoded": 2, "explain": 2}
 
 #: The first picture of the README: the heat map of one digit, by these weights.
 FIRST, FIRST_OF = "explain.png", "resnet20_routingcaps.mnist"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._files import check_numbers_file
@@ -22,6 +21,7 @@ from ..inference import label_names
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind
+from .cell_centres import CellCentres, centres_of, recorded_centres
 from .plotting import for_display, image_style, new_figure, save, show, write_numbers
 
 __all__ = ["Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]
@@ -44,6 +44,8 @@ class Explanation:
         name: of the model.
         score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
         quantity: what the shares are shares of: the couplings, or e.g. ``coupling × vote length``.
+        centres: where the grid's rows and columns lie in the image: the centres of the cells' receptive fields, in
+            pixels. None divides the image evenly.
     """
 
     heat: Tensor
@@ -58,6 +60,7 @@ class Explanation:
     name: str = "model"
     score_kind: str = "logits"
     quantity: str = "coupling"
+    centres: tuple[CellCentres, CellCentres] = None  # type: ignore[assignment]  # never None after __post_init__
 
     def __repr__(self) -> str:
         shown = f"{self.labels[self.target]!r}, predicted {self.labels[self.predicted]!r}"
@@ -66,6 +69,9 @@ class Explanation:
     def __post_init__(self) -> None:
         if self.covered is None:
             object.__setattr__(self, "covered", torch.ones_like(self.heat, dtype=torch.bool))
+        if self.centres is None:
+            cells, (height, width) = _cells(self.heat), self.image.shape[-2:]
+            object.__setattr__(self, "centres", centres_of(cells, {}, (height, width)))
 
     @property
     def relative(self) -> Tensor:
@@ -91,9 +97,36 @@ class Explanation:
         return save_figure(self, path)
 
     def heat_at(self, height: int, width: int) -> Tensor:
-        """Multiples of an even share, resampled to ``[height, width]`` of an overlaid image; 1 in uncovered cells."""
-        grid = self.relative.nan_to_num(1.0)[None, None]
-        return F.interpolate(grid, (height, width), mode="bilinear", align_corners=False)[0, 0]
+        """Multiples of an even share, resampled to ``[height, width]`` of an overlaid image.
+
+        Each cell's value lies at the centre of its receptive field, with linear steps between. It is 1 in uncovered
+        cells, and more than half a step outside the outermost centres.
+        """
+        values = self.relative.nan_to_num(1.0)
+        (lower_y, upper_y, part_y, inside_y), (lower_x, upper_x, part_x, inside_x) = (
+            _between_cells(centres, cells, size, side)
+            for centres, cells, size, side in zip(
+                self.centres, values.shape, self.image.shape[-2:], (height, width), strict=True
+            )
+        )
+        rows = torch.lerp(values[lower_y], values[upper_y], part_y[:, None])
+        heat = torch.lerp(rows[:, lower_x], rows[:, upper_x], part_x)
+        return torch.where(inside_y[:, None] & inside_x, heat, 1.0)
+
+
+def _cells(heat: Tensor) -> tuple[int, int]:
+    return heat.shape[0], heat.shape[1]
+
+
+def _between_cells(
+    centres: CellCentres, cells: int, size: int, side: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For ``side`` places along ``size`` pixels: cell before, cell after, the latter's share, whether inside the grid."""
+    at = ((torch.arange(side) + 0.5) * (size / side) - centres.first) / centres.step
+    inside = (at >= -0.5) & (at <= cells - 0.5)
+    at = at.clamp(0, cells - 1)
+    lower = at.floor().long()
+    return lower, (lower + 1).clamp(max=cells - 1), at - lower, inside
 
 
 def explain(
@@ -139,7 +172,9 @@ def explain(
             scores = output.scores[0].float().cpu()
             predicted = int(scores.argmax())
             chosen = predicted if target is None else class_index(target, labels)
-            heat = model.coupling_map(batch)[0, chosen].float().cpu()  # type: ignore[operator]
+            with recorded_centres(model, transform.size) as found:
+                heat = model.coupling_map(batch)[0, chosen].float().cpu()  # type: ignore[operator]
+            shrink = getattr(getattr(model, "head", None), "shrink", 1)
             covered_cells: Any = getattr(model, "covered_cells", None)
             covered = covered_cells(batch).cpu() if covered_cells else torch.ones_like(heat, dtype=torch.bool)
             reconstruction = None
@@ -165,6 +200,7 @@ def explain(
         name=name or _model_name(model),
         score_kind=score_kind(model),
         quantity=getattr(model, "map_quantity", "coupling"),
+        centres=centres_of(_cells(heat), found, transform.size, shrink),
     )
 
 
@@ -292,17 +328,21 @@ NOTHING = "even within 10%:\nnothing to see"
 
 
 def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> Any:
-    """Draw the grid of shares at the size of the image; return None if they are even, else the mappable."""
+    """Draw the grid of shares, each cell about the centre of its receptive field; return None if they are even.
+
+    Else the mappable.
+    """
     height, width = explanation.image.shape[-2:]
     _bare(axis)
     drawn = None
     if explanation.is_even:
         axis.text(0.5, 0.5, NOTHING, ha="center", va="center", fontsize=fontsize, transform=axis.transAxes)
-        axis.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
     else:
         scale = {"cmap": COLOURS, "vmin": LEAST, "vmax": MOST}
-        grid = explanation.relative.numpy()
-        drawn = axis.imshow(grid, extent=(0, width, height, 0), interpolation="nearest", **scale)
+        (top, bottom), (left, right) = _edges(explanation)
+        grid, extent = explanation.relative.numpy(), (left, right, bottom, top)
+        drawn = axis.imshow(grid, extent=extent, interpolation="nearest", **scale)
+    axis.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
     _hatch(axis, explanation)
     return drawn
 
@@ -332,13 +372,18 @@ def _hatch(axis: Any, explanation: Explanation) -> None:
     """Hatch the cells that no window covers: no coupling exists there."""
     from matplotlib.patches import Rectangle
 
-    height, width = explanation.image.shape[-2:]
-    rows, cols = explanation.heat.shape
-    tall, wide = height / rows, width / cols
+    (top, _), (left, _) = _edges(explanation)
+    tall, wide = (centres.step for centres in explanation.centres)
     for row, col in (~explanation.covered).nonzero().tolist():
-        cell = Rectangle((col * wide, row * tall), wide, tall)
+        cell = Rectangle((left + col * wide, top + row * tall), wide, tall)
         cell.set(facecolor="none", edgecolor="0.5", hatch="////", linewidth=0)
         axis.add_patch(cell)
+
+
+def _edges(explanation: Explanation) -> list[tuple[float, float]]:
+    """Top and bottom, left and right of the grid's cells in the image, in pixels."""
+    cells = _cells(explanation.heat)
+    return [centres.edges(count) for centres, count in zip(explanation.centres, cells, strict=True)]
 
 
 def _bare(axis: Any) -> None:

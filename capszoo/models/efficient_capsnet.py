@@ -193,6 +193,22 @@ class EfficientCapsNet(CapsuleNet):
         return down / down.sum(dim=(2, 3), keepdim=True)
 
     @torch.jit.ignore
+    def covered_cells(self, x: Tensor) -> Tensor:
+        """Images to the mask of positions of the last convolution's map that a primary capsule sees, ``[h', w']``.
+
+        A stride may leave out the last rows and columns. A stride larger than the kernel leaves out others, too.
+        """
+        primary: Any = self.stages.primary
+        conv4: Any = self.stages[:-2](x[:1])
+        seen = []
+        for length, count, kernel, stride in zip(
+            conv4.shape[2:], self.grid, primary.kernel_size, primary.stride, strict=True
+        ):
+            at = torch.arange(length, device=x.device)
+            seen.append((at % stride < kernel) & (at < (count - 1) * stride + kernel))
+        return seen[0].unsqueeze(1) & seen[1]
+
+    @torch.jit.ignore
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         return (CouplingLayout(1, "parents"),)
 

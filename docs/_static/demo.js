@@ -115,10 +115,13 @@
       overlay.width = cols;
       overlay.height = rows;
       const context = overlay.getContext("2d"), image = context.createImageData(cols, rows);
+      const [[firstY, stepY], [firstX, stepX]] = about.centres; // of the cells' receptive fields, in pixels
       for (let y = 0; y < rows; y++) {
         for (let x = 0; x < cols; x++) {
           const i = y * cols + x;
-          const share = relative[Math.floor((y * h) / rows) * w + Math.floor((x * w) / cols)];
+          const row = Math.round((y + 0.5 - firstY) / stepY), column = Math.round((x + 0.5 - firstX) / stepX);
+          const inside = row >= 0 && row < h && column >= 0 && column < w;
+          const share = inside ? relative[row * w + column] : 1;
           const strength = 0.8 * Math.min(Math.abs(share - 1), 1), tint = colour(share);
           for (let k = 0; k < 3; k++) image.data[4 * i + k] = grey[i] * (1 - strength) + tint[k] * strength;
           image.data[4 * i + 3] = 255;

@@ -14,6 +14,7 @@ import tarfile
 from pathlib import Path
 
 import capszoo
+from capszoo.explain import explain
 from capszoo.export import to_onnx
 from capszoo.inference import label_names, load_model
 from capszoo.preprocess import model_transform
@@ -42,6 +43,7 @@ def place_demo(folder: Path, cache: Path) -> None:
     report = to_onnx.export(net, folder / "model.onnx", name=MODEL, outputs=("scores", "couplings"), batch=1)
     assert report.passed
     transform, digits = model_transform(net), Path(capszoo.__file__).parent / "assets"
+    centres = explain(net, digits / "digit_0.png").centres
     about = {
         "name": MODEL,
         "size": list(transform.size),
@@ -49,6 +51,7 @@ def place_demo(folder: Path, cache: Path) -> None:
         "std": transform.std[0],
         "labels": label_names(net),
         "score_kind": score_kind(net),
+        "centres": [[axis.first, axis.step] for axis in centres],
         "gate": [[step.name, step.passed] for step in report.gate],
         "digits": [_data_url(digits / f"digit_{k}.png") for k in range(10)],
     }

@@ -143,6 +143,14 @@ def test_the_strips_that_no_idpa_window_sees_are_uncovered() -> None:
     assert found.name == "idpa_cnn.mnist" and found.score_kind == "logits"
 
 
+def test_the_strips_that_a_strided_primary_convolution_leaves_out_are_uncovered() -> None:
+    model = capszoo.create_model(
+        "efficient_capsnet", img_size=36, primary_kernel=5, primary_stride=2, strides=(1, 1, 2, 2)
+    )
+    found = explain(model.eval(), torch.rand(1, 36, 36))
+    assert torch.equal(found.covered, found.heat > 0) and not found.covered.all()
+
+
 @pytest.mark.parametrize("pool", ["avg", "max"])
 def test_pooling_without_routing_has_no_couplings_to_show(pool: str) -> None:
     model = capszoo.create_model("cnn_routingpool", pool=pool, img_size=16)
