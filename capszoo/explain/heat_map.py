@@ -342,6 +342,7 @@ def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> 
         (top, bottom), (left, right) = _edges(explanation)
         grid, extent = explanation.relative.numpy(), (left, right, bottom, top)
         drawn = axis.imshow(grid, extent=extent, interpolation="nearest", **scale)
+        axis.set_facecolor("0.9")  # white is an even share
     axis.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
     _hatch(axis, explanation)
     return drawn

@@ -25,7 +25,7 @@ from capszoo._files import replace_folder
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import label_lines, label_names
 from capszoo.models._pretrained import sha256_of
-from capszoo.preprocess import model_transform
+from capszoo.preprocess import model_input_size, model_transform
 
 from .. import compare, to_aoti, to_onnx, to_tensorrt
 from ..atomic import old_name, workplace
@@ -66,6 +66,12 @@ def export_bundle(
     options = collect(BundleOptions, options, changes)
     options.check_images()
     target = _checked_target(Path(out))
+    channels = model_input_size(model)[0]
+    if channels not in (1, 3):
+        raise UsageError(
+            f"a folder has a script that reads images, and the model takes {channels} channels",
+            "export the graph alone: --out FILE.onnx, or capszoo.export.to_onnx.export",
+        )
     transform = model_transform(model)
     labels = label_names(model)
     if not labels:

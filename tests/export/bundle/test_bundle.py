@@ -882,3 +882,10 @@ def test_command_line_refuses(
     done = CliRunner().invoke(app, ["export", NAME, *extra])
     assert done.exit_code == 2 and message in done.stderr
     assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_a_network_that_takes_no_single_image_is_exported_as_a_graph_alone(tmp_path: Path) -> None:
+    net = capszoo.create_model("capsnet_em_norb_small", in_chans=2)
+    with pytest.raises(UsageError, match="takes 2 channels: export the graph alone: --out FILE.onnx"):
+        export_bundle(net, tmp_path / "bundle")
+    assert not list(tmp_path.iterdir())
