@@ -361,6 +361,7 @@ _OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
     "background": _one_of("black", "white"),  # those of `capszoo.reading`, which imports Pillow
     "object_size": _object_size,
     "score_kind": _one_of(*SCORE_KINDS),
+    "inherited_mean": _flag,
 }
 
 

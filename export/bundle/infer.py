@@ -112,8 +112,11 @@ def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tu
     frame = tuple(spec["size"])
     whole = (image.height, image.width) == frame and not options.get("fit")
     size = frame if whole or not spec.get("object_size") else tuple(spec["object_size"])
-    image = fit_drawing(image, size) if options.get("fit") else resize_and_crop(image, size, spec)
-    bright = "" if options.get("invert") else looks_inverted(image, spec["mean"])
+    cropped = resize_and_crop(image, size, spec)
+    # judged before it is fitted, which puts it on black; with another set's mean there is nothing to compare with
+    unknown = options.get("invert") or spec.get("inherited_mean")
+    bright = "" if unknown else looks_inverted(cropped, spec["mean"])
+    image = fit_drawing(image, size) if options.get("fit") else cropped
     notes = [said for said in (note, bright) if said]
     if size != frame:
         value = BACKGROUNDS[spec.get("background", "black")]  # as in training, whatever `background` says
