@@ -230,6 +230,8 @@ def test_check_reads_the_splits_that_exist(pictures: Path, tmp_path_factory: pyt
 def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the real library, on a local copy of a repository; nothing is fetched."""
     import datasets  # takes a second
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     rng = np.random.default_rng(0)
@@ -292,6 +294,14 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert find_splits(name) == {"train"}
             with pytest.raises(DataError, match="has the splits train, none of test"):
                 load_dataset(name, "test", size=16)
+    test_file.write_bytes(labelled)
+
+    # The library reads labels beyond the class names.
+    table = pq.read_table(test_file)
+    beyond = pa.array([0, 7, 1], table.schema.field("kind").type)
+    pq.write_table(table.set_column(table.schema.get_field_index("kind"), table.schema.field("kind"), beyond), test_file)
+    with pytest.raises(DataError, match=r"\(test\): a label is 7, but there are 2 class names$"):
+        load_dataset(name, "test", size=16)
     test_file.write_bytes(labelled)
 
     # Fetched to a folder, it is found below it.
