@@ -134,13 +134,15 @@ def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[s
     cfg = stranger_cfg(config.cfg, config.architecture, target, config.architecture in list_models())
     cfg["tag"] = trusted_tag(config.architecture, config.cfg.get("tag"), config.sha256)
     create = partial(timm.create_model, config.architecture)
+    state = None
     if pretrained:
         if source == "hf-hub":
             path = download_weights(target, cache_dir, config.sha256 or "")
         else:
             path, _ = local_weights(target)
         state = load_safetensors(path)
-        check_demand(partial(create, pretrained_cfg=dict(cfg), **config.model_args), state, target)
+    check_demand(partial(create, pretrained_cfg=dict(cfg), **config.model_args), state, target)
+    if state is not None:
         cfg["state_dict"] = state
     with fitting(target):
         model = create(pretrained=pretrained, pretrained_cfg=cfg, **{**config.model_args, **kwargs})

@@ -300,12 +300,10 @@ def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: d
     create = partial(create_model, info.architecture)
     # timm would adapt the first convolution of its architectures from three channels, but the file may have others
     exact = info.architecture not in list_models() and all(arguments[k] == v for k, v in stated.items())
-    state: dict[str, Tensor] = {}
-    if pretrained:
-        state = load_safetensors(weights)
-        check_demand(partial(create, pretrained_cfg_overlay=dict(about), **described), state, str(weights))
+    state = load_safetensors(weights) if pretrained else None
+    check_demand(partial(create, pretrained_cfg_overlay=dict(about), **described), state, str(weights))
     with fitting(str(weights)):
-        if pretrained and exact:
+        if state is not None and exact:
             model = create(pretrained_cfg_overlay=about, **arguments)
             model.load_state_dict(state)
         else:
