@@ -18,6 +18,7 @@ A MODEL is, in this order:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,7 +215,7 @@ def resolve(model: str | Path) -> Checkpoint:
     if argument.startswith("hf-hub:"):
         return Checkpoint(argument, "hub")
     path = Path(argument.removeprefix("local-dir:"))
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name that is too long for a file
         if (path / "config.json").is_file():
             return Checkpoint(argument, "folder", path)
         path = run_weights(path)

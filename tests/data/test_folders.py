@@ -214,7 +214,9 @@ def test_idx_folder(tmp_path: Path) -> None:
         load_dataset(f"idx:{tmp_path.parent}", "train")
 
 
-def test_check_reads_the_splits_that_exist(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_check_reads_the_splits_that_exist(
+    pictures: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found(folder: Path) -> list[str]:
         return [line.split(" ", 1)[1].partition(" images")[0] for line in check_set(f"imagefolder:{folder}")]
 
@@ -225,6 +227,8 @@ def test_check_reads_the_splits_that_exist(pictures: Path, tmp_path_factory: pyt
     assert found(copies / "three") == ["train: 12", "val: 4", "test: 4"]
     shutil.copytree(pictures / "train", copies / "classes")  # no splits: folders of classes alone
     assert found(copies / "classes") == ["train: 12"]
+    monkeypatch.chdir(copies)  # as finetune, eval and export take it
+    assert list(check_set("classes")) == list(check_set("imagefolder:classes"))
 
 
 def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
