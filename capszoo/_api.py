@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,7 @@ def _check_name(name: str) -> None:
     architecture, tag = split_model_name_tag(name)
     if not is_model(architecture):
         raise UnknownModel(unknown_name("model", architecture, list_models()))
-    if tag and architecture in list_models() and name not in bundled_tags():
+    if name != architecture and architecture in list_models() and name not in bundled_tags():
         tags = [t for t in bundled_tags() if t.startswith(f"{architecture}.")]
         have = (
             f"it has {', '.join(tags)}" if tags else "it has none yet: leave the tag out, or train its recipe"
@@ -134,13 +135,15 @@ def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[s
     cfg = stranger_cfg(config.cfg, config.architecture, target, config.architecture in list_models())
     cfg["tag"] = trusted_tag(config.architecture, config.cfg.get("tag"), config.sha256)
     create = partial(timm.create_model, config.architecture)
+    state = None
     if pretrained:
         if source == "hf-hub":
             path = download_weights(target, cache_dir, config.sha256 or "")
         else:
             path, _ = local_weights(target)
         state = load_safetensors(path)
-        check_demand(partial(create, pretrained_cfg=dict(cfg), **config.model_args), state, target)
+    check_demand(partial(create, pretrained_cfg=dict(cfg), **config.model_args), state, target)
+    if state is not None:
         cfg["state_dict"] = state
     with fitting(target):
         model = create(pretrained=pretrained, pretrained_cfg=cfg, **{**config.model_args, **kwargs})
@@ -192,7 +195,7 @@ def create_model(
     try:
         source, target = parse_model_name(name)
     except ValueError as error:  # a path, or an unknown prefix
-        if not Path(name).exists():
+        if not os.path.exists(name):
             raise UnknownModel(str(error)) from None
         saved = (Path(name) / "config.json").is_file()
         remedy = f"local-dir:{name}" if saved else f"capszoo.load({name!r}).net"

@@ -93,25 +93,26 @@ def check_model_argument(name: str) -> None:
         CapszooError: a path that does not exist.
     """
     path = Path(name.removeprefix("local-dir:"))
-    if (path / "infer.py").is_file() and (path / "manifest.json").is_file():
+    # os.path's functions take a name that is too long for a file as one that does not exist
+    if os.path.isfile(path / "infer.py") and os.path.isfile(path / "manifest.json"):
         raise CapszooError(
             f"{path} is an exported bundle, not a model", f"run `python {path}/infer.py IMAGE`"
         )
-    if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".onnx") and path.is_file():
+    if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".onnx") and os.path.isfile(path):
         raise CapszooError(
             f"{path}: only .safetensors weights are loaded", "convert the file, or give the model's name"
         )
-    if name.startswith(("hf-hub:", "hf_hub:")) or path.is_dir() or path.suffix in (".safetensors", ".json"):
+    if name.startswith(("hf-hub:", "hf_hub:")) or os.path.isdir(path) or path.suffix in (".safetensors", ".json"):
         return
     if is_path(name):
         raise CapszooError(f"{path}: no such folder or .safetensors file", path_remedy(name))
-    architecture, _, tag = name.partition(".")
+    architecture, dot, tag = name.partition(".")
     if name in checkpoints():  # also of an architecture that is timm's own
         return
     if architecture not in architectures():
         raise UnknownModel(unknown_name("model", name, [*architectures(), *checkpoints()]))
     tags = [known for known in checkpoints() if known.startswith(f"{architecture}.")]
-    if tag and name not in tags:
+    if dot and name not in tags:
         have = (
             f"it has {', '.join(tags)}" if tags else "it has none yet: leave the tag out, or train its recipe"
         )
@@ -136,20 +137,18 @@ def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]
     """One row for each architecture, or for each checkpoint, sorted by name.
 
     Args:
-        filter: part of a name or of a tag, or a shell pattern.
+        filter: part of a name or of a tag, or a shell pattern, in any case.
         pretrained: list checkpoints instead of architectures.
     """
-    pattern = shell_pattern(filter)
+    pattern = re.compile(fnmatch.translate(shell_pattern(filter)), re.IGNORECASE)
     if pretrained:
-        return [
-            checkpoint_row(info) for name, info in checkpoints().items() if fnmatch.fnmatch(name, pattern)
-        ]
+        return [checkpoint_row(info) for name, info in checkpoints().items() if pattern.match(name)]
     rows = []
     for name, entry in architectures().items():
         own = [info for info in checkpoints().values() if info.architecture == name]
         own.sort(key=lambda info: info is not default_weights(checkpoints(), name))  # the default first
         weights = [checkpoint_row(info) for info in own]
-        if not any(fnmatch.fnmatch(known, pattern) for known in (name, *(row["name"] for row in weights))):
+        if not any(map(pattern.match, (name, *(row["name"] for row in weights)))):
             continue
         rows.append(
             {

@@ -356,19 +356,34 @@ def check_object_size(own: Mapping[str, Any], input_size: Sequence[int], where: 
 #: Keys of metadata whose values are objects.
 _SECTIONS = ("recipe", "dataset", "metrics", "history", "versions", "per_class")
 
+
+def _count(value: Any, where: str, key: str) -> int:
+    return _whole(value, where, key, 0, 10**15)
+
+
+#: Values of a measurement, see `capszoo.metadata.Measurement`.
+_MEASURED: dict[str, Callable[[Any, str, str], Any]] = {
+    "top1": lambda value, where, key: _real(value, where, key, 0, 100),
+    "errors": _count,
+    "n": _count,
+}
+
 #: The zoo's keys: facts about weights for which timm's ``PretrainedCfg`` has no field.
 _OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
     "background": _one_of("black", "white"),  # those of `capszoo.reading`, which imports Pillow
     "object_size": _object_size,
     "score_kind": _one_of(*SCORE_KINDS),
+    "inherited_mean": _flag,
 }
 
 
 def checked_sections(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Metadata whose sections are objects; a section that is null counts as absent and is left out.
 
+    Values that ``capszoo list`` and ``info`` show have their types.
+
     Raises:
-        WeightsError: a section of another type.
+        WeightsError: a section or one of these values of another type.
     """
     found = _without_nulls(raw, _SECTIONS)
     sections = {key: found[key] for key in _SECTIONS if key in found}
@@ -381,6 +396,12 @@ def checked_sections(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         found["metrics"] = _without_nulls(sections["metrics"], tuple(sections["metrics"]))
         for split, measured in found["metrics"].items():
             _object(measured, where, f"metrics.{split}")
+            for key, check in _MEASURED.items():
+                if measured.get(key) is not None:
+                    check(measured[key], where, f"metrics.{split}.{key}")
+    _text(sections.get("dataset", {}).get("name"), where, "dataset.name")
+    if found.get("num_params") is not None:
+        _count(found["num_params"], where, "num_params")
     return found
 
 

@@ -81,7 +81,13 @@ class WeightsInfo:
     def own_keys(self) -> dict[str, Any]:
         """Facts for which timm's configuration has no field (see `capszoo._own_facts`)."""
         stated = {key: self.raw[key] for key in ("background", "object_size") if self.raw.get(key)}
-        return stated | ({"score_kind": self.score_kind} if self.score_kind else {})
+        if self.score_kind:
+            stated["score_kind"] = self.score_kind
+        # a recipe that states a mean has it from the weights that it starts from, as fine-tuning does
+        data = self.raw.get("recipe", {}).get("data")
+        if isinstance(data, dict) and data.get("mean"):
+            stated["inherited_mean"] = True
+        return stated
 
     @property
     def metadata(self) -> Metadata:

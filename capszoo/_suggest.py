@@ -9,7 +9,7 @@ __all__ = ["unknown_name"]
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
-    """One line stating that ``name`` is not a valid ``kind``, and the nearest valid name.
+    """One line stating that ``name`` is not a valid ``kind``, and the nearest valid name, whatever its case.
 
     Args:
         kind: kind of thing that is named, e.g. ``"model"`` or ``"argument of idpa_resnet"``.
@@ -17,10 +17,12 @@ def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
         valid: every valid name.
     """
     options = sorted(set(valid))
-    close = difflib.get_close_matches(name, options, n=3, cutoff=0.4)
+    word, folded = name.casefold(), {option.casefold(): option for option in options}
+    close = difflib.get_close_matches(word, folded, n=3, cutoff=0.4)
     if not close:
         # difflib scores a long name low against a short fragment of it, which is what people type
-        close = [option for option in options if name and (name in option or option in name)][:3]
+        close = [option for option in folded if word and (word in option or option in word)][:3]
+    close = [folded[option] for option in close]
     if close:
         return f"unknown {kind} '{name}': did you mean {' or '.join(repr(c) for c in close)}?"
     shown = ", ".join(options[:12]) + (", …" if len(options) > 12 else "")

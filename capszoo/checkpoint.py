@@ -18,6 +18,7 @@ A MODEL is, in this order:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,7 +215,7 @@ def resolve(model: str | Path) -> Checkpoint:
     if argument.startswith("hf-hub:"):
         return Checkpoint(argument, "hub")
     path = Path(argument.removeprefix("local-dir:"))
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name that is too long for a file
         if (path / "config.json").is_file():
             return Checkpoint(argument, "folder", path)
         path = run_weights(path)
@@ -300,12 +301,10 @@ def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: d
     create = partial(create_model, info.architecture)
     # timm would adapt the first convolution of its architectures from three channels, but the file may have others
     exact = info.architecture not in list_models() and all(arguments[k] == v for k, v in stated.items())
-    state: dict[str, Tensor] = {}
-    if pretrained:
-        state = load_safetensors(weights)
-        check_demand(partial(create, pretrained_cfg_overlay=dict(about), **described), state, str(weights))
+    state = load_safetensors(weights) if pretrained else None
+    check_demand(partial(create, pretrained_cfg_overlay=dict(about), **described), state, str(weights))
     with fitting(str(weights)):
-        if pretrained and exact:
+        if state is not None and exact:
             model = create(pretrained_cfg_overlay=about, **arguments)
             model.load_state_dict(state)
         else:

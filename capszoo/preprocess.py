@@ -126,6 +126,8 @@ class ImageTransform:
         invert: swap dark and bright.
         fit: centre and scale a drawing like the makers of MNIST (:func:`capszoo.reading.fit_drawing`).
         canvas: ``black`` or ``white``: the padding around an object of ``object_size``, as in training.
+        inherited_mean: ``mean`` and ``std`` are not those of the training images: nothing is known of their brightness,
+            and no image is said to look inverted.
     """
 
     channels: int
@@ -139,6 +141,7 @@ class ImageTransform:
     invert: bool = False
     fit: bool = False
     canvas: str = "black"
+    inherited_mean: bool = False
 
     def view(self, image: Image.Image) -> Image.Image:
         """The part of the image that the model sees, at the model's size, in grey or RGB."""
@@ -152,11 +155,10 @@ class ImageTransform:
         whole = (image.height, image.width) == self.size
         size = self.size if self.object_size is None or (whole and not self.fit) else self.object_size
         resampling = _RESAMPLING[self.interpolation]
-        if self.fit:
-            image = fit_drawing(image, size)
-        else:
-            image = resize_and_crop(image, size, self.crop_pct, resampling)
-        bright = "" if self.invert else looks_inverted(image, self.mean)
+        cropped = resize_and_crop(image, size, self.crop_pct, resampling)
+        # judged before it is fitted, which puts it on black
+        bright = "" if self.invert or self.inherited_mean else looks_inverted(cropped, self.mean)
+        image = fit_drawing(image, size) if self.fit else cropped
         image = image if size == self.size else pad_to(image, self.size, self.canvas)
         return image, tuple(said for said in (note, bright) if said)
 
@@ -244,6 +246,7 @@ def model_transform(
         invert=invert,
         fit=fit,
         canvas=trained_background,
+        inherited_mean=bool(own.get("inherited_mean")),
     )
 
 

@@ -89,14 +89,13 @@ def _count(node: Any, known: dict[int, int], above: tuple[int, ...]) -> int:
         below: list[Any] = []
         if isinstance(node, yaml.MappingNode):
             below = [part for pair in node.value for part in pair]
-            keys = [
-                key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"
-            ]
-            for k, key in enumerate(keys):
-                if key in keys[:k]:
-                    raise YamlError(
-                        f"line {node.value[k][0].start_mark.line + 1}: '{key[:100]}' is stated twice"
-                    )
+            stated: set[str] = set()
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                    continue
+                if key.value in stated:
+                    raise YamlError(f"line {key.start_mark.line + 1}: '{key.value[:100]}' is stated twice")
+                stated.add(key.value)
         elif isinstance(node, yaml.SequenceNode):
             below = list(node.value)
         total = 1 + sum(_count(part, known, (*above, id(node))) for part in below)

@@ -114,6 +114,13 @@ def test_list_without_a_match() -> None:
     assert json.loads(succeeds("list", "nosuchthing", "--json")) == []
 
 
+def test_case_does_not_matter_to_a_filter_or_a_suggestion() -> None:
+    assert succeeds("list", "MNIST") == succeeds("list", "mnist")
+    assert succeeds("list", "*Cnn.Mnist", "--pretrained") == succeeds("list", "*cnn.mnist", "--pretrained")
+    assert "did you mean 'idpa_cnn'" in fails(2, "info", "IDPA_CNN")
+    assert "unknown data set 'MNIST': did you mean 'mnist'" in fails(1, "data", "check", "MNIST")
+
+
 def test_list_shows_size_data_and_accuracy_and_finds_tags() -> None:
     (line,) = (row for row in succeeds("list").splitlines() if row.startswith("resnet20_routingpool "))
     stated = bundled_tags()["resnet20_routingpool.cifar10"].raw["metrics"]["test"]["top1"]
@@ -180,6 +187,19 @@ def test_wrong_model_name_suggests_the_right_one(pictures: Path) -> None:
     for arguments in (("info", "resnet20_routingcap"), ("predict", "resnet20_routingcap", pictures)):
         line = fails(2, *arguments)
         assert "did you mean" in line and MODEL in line
+
+
+def test_names_that_end_without_a_tag_or_are_too_long_for_a_file(pictures: Path) -> None:
+    for command in ("info", "predict"):
+        files = [pictures] if command == "predict" else []
+        line = fails(2, command, "idpa_cnn.", *files)
+        assert "no weights '' for idpa_cnn: it has idpa_cnn.cifar10" in line
+        assert "unknown model 'aaaa" in fails(2, command, "a" * 300, *files)
+    for create in (capszoo.load, capszoo.create_model):
+        with pytest.raises(capszoo.UnknownModel, match="no weights '' for idpa_cnn: it has idpa_cnn.cifar10"):
+            create("idpa_cnn.")
+        with pytest.raises(capszoo.UnknownModel, match="unknown model 'aaaa"):
+            create("a" * 300)
 
 
 # -- predict ----------------------------------------------------------------------------------------------------------

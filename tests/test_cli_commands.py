@@ -513,6 +513,25 @@ def test_a_picture_without_out_does_not_replace_a_table(
     assert own.read_bytes() == digit.read_bytes()
 
 
+HOSTILE = "[/]\x1b]0;T\x1b\\\x9bred"
+
+
+@pytest.mark.parametrize("command", [("info",), ("explain", "heatmap"), ("predict",)])
+def test_metadata_cannot_steer_the_terminal(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    pictures: Path,  # noqa: F811
+) -> None:
+    """Neither by control characters nor by markup."""
+    stated = {"license": HOSTILE, "dataset": {"name": HOSTILE}, "label_names": [HOSTILE] * 3}
+    image = tmp_path / "\x1b[2J[b].png"
+    image.write_bytes((pictures / "a.png").read_bytes())
+    files = () if command == ("info",) else (image,)
+    out = ("--out", tmp_path / "h.png") if "heatmap" in command else ()
+    text = succeeds(*command, write_run(tmp_path / "run", **stated), *files, *out)
+    assert "[/]" in text and text.replace("\n", "").isprintable()
+
+
 def test_names_of_classes_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Metadata of a downloaded model may hold any text."""
     from capszoo.cli.predict import _print_table

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.models import save_for_hf
 
 import capszoo
 from capszoo.data import DataError, load_dataset
@@ -16,6 +18,7 @@ from capszoo.errors import UsageError
 from capszoo.preprocess import ImageTransform, model_transform, to_mode
 from capszoo.reading import fit_drawing, flatten, looks_inverted, pad_to
 from tests.support import load_script, packed
+from tests.test_cli import write_run
 
 MNIST = ImageTransform(1, (28, 28), (0.1307,), (0.3081,))
 
@@ -60,11 +63,14 @@ def _pictures() -> list[Image.Image]:
     palette = Image.fromarray(noise[..., 0]).convert("P")
     palette.info["transparency"] = 7
     bright = Image.new("L", (40, 40), 240)
+    ink = bright.copy()
+    ink.paste(10, (10, 8, 20, 30))
     return [
         *(Image.fromarray(array) for array in (noise, drawn, white, noise[..., :3])),
         grey_alpha,
         palette,
         bright,
+        ink,
         Image.effect_noise((28, 28), 80),
         Image.effect_noise((40, 40), 80),
     ]
@@ -132,6 +138,28 @@ def test_folders_are_read_alike(tmp_path: Path) -> None:
             seen = np.asarray(to_mode(image, channels))
         assert seen.min() == 0 and seen.max() == 255
         np.testing.assert_array_equal(tensor.permute(1, 2, 0).squeeze(-1).numpy(), seen)
+
+
+def test_the_note_on_inverted_images_needs_the_image_and_its_own_mean(root: Path) -> None:
+    image = Image.fromarray(255 - packed(root, "mnist").images[0, 0].numpy())
+    for fit in (False, True):  # a fitted drawing is on black
+        (note,) = replace(MNIST, fit=fit).read(image)[1]
+        assert "inverted? --invert" in note
+    assert replace(MNIST, inherited_mean=True).read(image)[1] == ()
+
+
+@pytest.mark.parametrize("mean", [None, [0.1307]])
+def test_a_mean_from_other_weights_says_nothing_about_the_images(
+    mean: list[float] | None, tmp_path: Path
+) -> None:
+    """Fine-tuning keeps the normalisation of the weights that it starts from."""
+    recipe = {"data": {"name": "imagefolder:photos", "mean": mean, "std": mean}}
+    net = capszoo.load(write_run(tmp_path, mean=[0.1307], recipe=recipe), device="cpu").net
+    bright = Image.new("L", (20, 20), 240)
+    assert bool(model_transform(net).read(bright)[1]) == (mean is None)
+    save_for_hf(net, str(tmp_path / "hub"), safe_serialization=True)
+    saved = capszoo.load(f"local-dir:{tmp_path / 'hub'}", device="cpu").net
+    assert bool(model_transform(saved).read(bright)[1]) == (mean is None)
 
 
 def test_the_note_on_inverted_images_never_fires_on_test_images(root: Path) -> None:

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from .._backgrounds import check_background
 from .._catalogue import architectures, checkpoints
@@ -200,14 +201,21 @@ def check_paths(paths: Iterable[Path]) -> None:
             raise CapszooError(f"{path}: no such file", "check the path")
 
 
+class _Terminal(Console):
+    """A console that shows no control characters: names of files and of classes could steer the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
+
+
 def stdout() -> Console:
     """Console for results."""
-    return Console(width=_width(sys.stdout), highlight=False, emoji=False)
+    return _Terminal(width=_width(sys.stdout), highlight=False, emoji=False)
 
 
 def stderr() -> Console:
     """Console for notes and progress; prints nothing with ``--quiet``."""
-    return Console(width=_width(sys.stderr), highlight=False, emoji=False, stderr=True, quiet=is_quiet())
+    return _Terminal(width=_width(sys.stderr), highlight=False, emoji=False, stderr=True, quiet=is_quiet())
 
 
 def print_error(line: str) -> None:

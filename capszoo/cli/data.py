@@ -19,7 +19,8 @@ __all__ = ["data_app"]
 data_app = typer.Typer(cls=HelpGroup, help="List, download and check data sets.", no_args_is_help=True)
 
 NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="Data set, such as mnist or cifar10.", show_default=False)
+    str,
+    typer.Argument(metavar="NAME", help="Data set, such as mnist, or a folder of images.", show_default=False),
 ]
 
 

@@ -25,6 +25,7 @@ from .common import (
     StyleOption,
     check_paths,
     picture,
+    printable,
     stderr,
     stdout,
 )
@@ -293,7 +294,7 @@ def _draw_image(
         line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
         if explanation.is_even:
             stderr().print("note: the shares are even within 10%: nothing to see")
-    stdout().print(f"{escape(str(image))}: {escape(line)}; written: {escape(str(written))}", soft_wrap=True)
+    stdout().print(f"{escape(printable(str(image)))}: {escape(printable(line))}; written: {escape(str(written))}", soft_wrap=True)
 
 
 def _draw_data(

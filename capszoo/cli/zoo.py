@@ -83,7 +83,7 @@ def _checkpoint_table(rows: list[dict[str, Any]]) -> Table:
         count = row["parameters"]
         table.add_row(
             row["name"],
-            row["dataset"] or "",
+            escape(row["dataset"] or ""),
             _accuracy(row),
             "" if count is None else f"{count:,}",
             _size(row["input_size"]),
@@ -177,7 +177,7 @@ def _print_facts(about: dict[str, Any]) -> None:
     if about["routing_iters"]:
         facts.add_row("routing", f"{'/'.join(map(str, about['routing_iters']))} iterations")
     if about["license"]:
-        facts.add_row("licence", about["license"])
+        facts.add_row("licence", escape(about["license"]))
     if about["paper_ids"]:
         facts.add_row("paper", escape(", ".join(map(paper_address, about["paper_ids"]))))
     stdout().print(facts)
@@ -191,11 +191,11 @@ def _weights_table(entries: list[dict[str, Any]]) -> Table:
         measured = entry["metrics"].get("test", {}).get("top1")
         weights.add_row(
             entry["name"] + (" (default)" if entry["default"] and len(entries) > 1 else ""),
-            entry["dataset"] or "",
+            escape(entry["dataset"] or ""),
             "" if measured is None else f"{measured:.2f}",
             _size(entry["input_size"]),
             entry["score_kind"],
-            entry["license"],
+            escape(entry["license"]),
             entry["sha256"][:12],
         )
     return weights

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from .._files import expanded
 from .download import fetch, remote_files
 from .errors import DataError
 from .folders import find_splits
 from .folders.common import unreadable
 from .sources import load_dataset
-from .specs import DATASETS, PREFIXES, dataset_spec
+from .specs import DATASETS, PREFIXES, dataset_spec, is_data_set, source_name
 
 __all__ = ["build_h_imagenet", "check_set", "fetch_set"]
 
@@ -20,12 +22,14 @@ def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
     """Read a whole data set; yield a line for each split.
 
     Args:
-        name: name of the data set.
+        name: name of the data set, or a folder of images as finetune and eval take it.
         data: its folder; None uses ``CAPSZOO_DATA``.
 
     Raises:
         DataError: not found, or damaged.
     """
+    if not is_data_set(name) and os.path.isdir(expanded(name)):
+        name = source_name(name)
     if name in DATASETS:
         splits = list(DATASETS[name].counts)
     else:  # a folder of classes alone has no splits, and is all training images

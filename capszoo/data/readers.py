@@ -312,11 +312,20 @@ def _mode_of_cells(encoded: Sequence[tuple[bytes | Path, Path]], channels: int |
     return mode_of(lambda k: image_mode(*encoded[k]), len(encoded), channels)
 
 
+def _check_labels(labels: Sequence[int], source: Path) -> None:
+    """Refuse labels that are no numbers of classes, before a list of that many classes is made."""
+    if labels and (min(labels) < 0 or max(labels) > MAX_LABEL):
+        raise DataError(
+            f"{source}: labels run from {min(labels)} to {max(labels)}: number the classes from 0"
+        )
+
+
 def parquet_colour_and_top(files: Sequence[Path]) -> tuple[int, int]:
     """Channels (1 or 3, by `mode_of`) and the highest label of parquet shards, for the splits beside them."""
     colour, top = False, 0
     for file in files:  # one at a time: together they may be larger than the memory
         encoded, labels = _parquet_cells([file])
+        _check_labels(labels, file)
         colour = colour or _mode_of_cells(encoded) == "RGB"
         top = max(top, *labels, 0)
     return (3 if colour else 1), top
@@ -349,10 +358,7 @@ def read_parquet(
     mode = _mode_of_cells(encoded, channels)
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
-    if min(labels) < 0 or max(labels) > MAX_LABEL:
-        raise DataError(
-            f"{paths[0].parent}: labels run from {min(labels)} to {max(labels)}: number the classes from 0"
-        )
+    _check_labels(labels, paths[0].parent)
     return _decode_all(encoded, mode, side, paths[0].parent), torch.tensor(labels, dtype=torch.int64)
 
 

@@ -389,7 +389,7 @@ def _stem_of(
     weight, size = state.get("stages.stem.conv.weight"), kwargs.get("img_size")
     if "stem" not in own_args or weight is None or size is None:
         return {}
-    large = weight.shape[-1] == 7
+    large = weight.shape[-1:] == (7,)  # a damaged file may hold a number
     return {} if large == (max(to_2tuple(size)) > 64) else {"stem": "resnet" if large else "conv"}
 
 

@@ -58,22 +58,25 @@ def _module_limit(most: int, where: str) -> Iterator[None]:
 
 
 def check_demand(
-    create: Callable[[], nn.Module], state_dict: Mapping[str, Tensor], where: str, keys: Sequence[str] = ()
+    create: Callable[[], nn.Module],
+    state_dict: Mapping[str, Tensor] | None,
+    where: str,
+    keys: Sequence[str] = (),
 ) -> None:
     """Refuse metadata that describe a model much larger than its weights, before allocating any memory for it.
 
     Args:
         create: creates the model that the metadata describe; called where parameters take no memory.
-        state_dict: the tensors of the file.
+        state_dict: the tensors of the file; None if no weights are loaded, and the model must only be possible.
         where: name of the file in error messages.
         keys: parameters that the caller re-initialises, which are not counted.
 
     Raises:
-        WeightsError: the model has more elements than 1.1 times the file's plus :data:`MAX_FRESH_NUMBERS`, or more
-            modules than 20 times the file's tensors plus :data:`MAX_FRESH_MODULES`; or one of two tensors of the same
-            name is floating-point and the other is not.
+        WeightsError: the arguments make no model; the model has more elements than 1.1 times the file's plus
+            :data:`MAX_FRESH_NUMBERS`, or more modules than 20 times the file's tensors plus :data:`MAX_FRESH_MODULES`;
+            or one of two tensors of the same name is floating-point and the other is not.
     """
-    with torch.device("meta"), _module_limit(20 * len(state_dict) + MAX_FRESH_MODULES, where):
+    with torch.device("meta"), _module_limit(20 * len(state_dict or ()) + MAX_FRESH_MODULES, where):
         try:
             model = create()
         except NotImplementedError:  # a few of timm's models compute with values, which do not exist here
@@ -82,6 +85,8 @@ def check_demand(
             raise
         except Exception as e:  # models check their arguments with many kinds of errors
             raise WeightsError(f"{where}: the metadata's arguments make no model ({first_line(e)})") from e
+    if state_dict is None:
+        return
     held = sum(tensor.numel() for tensor in state_dict.values())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     needed = sum(tensor.numel() for name, tensor in tensors.items() if name not in keys)

@@ -358,8 +358,9 @@ def adapt_state_dict(
     wrong: list[str] = []
     for key, value in own.items():
         given = state_dict.get(key)
-        if given is not None and key == f"{first_conv}.weight" and given.shape[1] != value.shape[1]:
-            given = _fit_input_channels(given, value.shape[1])
+        if given is not None and key == f"{first_conv}.weight" and given.ndim == value.ndim and given.numel():
+            if given.shape[1] != value.shape[1]:
+                given = _fit_input_channels(given, value.shape[1])
         if given is not None and given.shape == value.shape and not (other_classes and in_head(key)):
             fitted[key] = given
         elif (

@@ -112,8 +112,11 @@ def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tu
     frame = tuple(spec["size"])
     whole = (image.height, image.width) == frame and not options.get("fit")
     size = frame if whole or not spec.get("object_size") else tuple(spec["object_size"])
-    image = fit_drawing(image, size) if options.get("fit") else resize_and_crop(image, size, spec)
-    bright = "" if options.get("invert") else looks_inverted(image, spec["mean"])
+    cropped = resize_and_crop(image, size, spec)
+    # judged before it is fitted, which puts it on black; with another set's mean there is nothing to compare with
+    unknown = options.get("invert") or spec.get("inherited_mean")
+    bright = "" if unknown else looks_inverted(cropped, spec["mean"])
+    image = fit_drawing(image, size) if options.get("fit") else cropped
     notes = [said for said in (note, bright) if said]
     if size != frame:
         value = BACKGROUNDS[spec.get("background", "black")]  # as in training, whatever `background` says
@@ -270,6 +273,11 @@ def first_line(error: BaseException) -> str:
     return "".join(c for c in text if c.isprintable())[:300]
 
 
+def printable(text: str) -> str:
+    """Replace control characters, which could steer the terminal; surrogates are bytes of a file's name."""
+    return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def classify(
     classifier: Classifier, images: list[str], topk: int, max_pixels: int, **reading: Any
 ) -> list[dict[str, Any]]:
@@ -293,7 +301,7 @@ def classify(
                 continue
             if notes:
                 results[-1]["notes"] = notes
-                print(*(f"note: {image}: {said}" for said in notes), sep="\n", file=sys.stderr)
+                print(*(printable(f"note: {image}: {said}") for said in notes), sep="\n", file=sys.stderr)
             inputs.append(pixels)
             readable.append(results[-1])
         if not inputs:
@@ -320,9 +328,8 @@ def show(results: list[dict[str, Any]], kind: str, as_json: bool) -> None:
     if not as_json:
         for entry in results:
             for scored in entry.get("predictions", ()):
-                print(
-                    f"{entry['image']}  {scored['label']}  {scored['probability']:.4f}  ({scored['score']:.4f} {kind})"
-                )
+                shown = f"{scored['probability']:.4f}  ({scored['score']:.4f} {kind})"
+                print(printable(f"{entry['image']}  {scored['label']}  {shown}"))
         return
     document = {"score_kind": kind, "results": results}
     other = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"
@@ -374,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     failed = [entry["error"] for entry in results if "error" in entry]
     for line in failed:
-        print(f"error: {line}", file=sys.stderr)
+        print(printable(f"error: {line}"), file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -83,6 +83,7 @@ def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportRep
         "scale": "value / 255",
         "mean": list(transform.mean),
         "std": list(transform.std),
+        "inherited_mean": transform.inherited_mean,
         "normalisation_in_graph": report.input_dtype == "uint8",
         "batch": {"min": smallest, "usual": usual, "max": largest},
         "score_kind": score_kind(model),

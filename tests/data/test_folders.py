@@ -214,7 +214,9 @@ def test_idx_folder(tmp_path: Path) -> None:
         load_dataset(f"idx:{tmp_path.parent}", "train")
 
 
-def test_check_reads_the_splits_that_exist(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_check_reads_the_splits_that_exist(
+    pictures: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found(folder: Path) -> list[str]:
         return [line.split(" ", 1)[1].partition(" images")[0] for line in check_set(f"imagefolder:{folder}")]
 
@@ -225,11 +227,15 @@ def test_check_reads_the_splits_that_exist(pictures: Path, tmp_path_factory: pyt
     assert found(copies / "three") == ["train: 12", "val: 4", "test: 4"]
     shutil.copytree(pictures / "train", copies / "classes")  # no splits: folders of classes alone
     assert found(copies / "classes") == ["train: 12"]
+    monkeypatch.chdir(copies)  # as finetune, eval and export take it
+    assert list(check_set("classes")) == list(check_set("imagefolder:classes"))
 
 
 def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the real library, on a local copy of a repository; nothing is fetched."""
     import datasets  # takes a second
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     rng = np.random.default_rng(0)
@@ -292,6 +298,14 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert find_splits(name) == {"train"}
             with pytest.raises(DataError, match="has the splits train, none of test"):
                 load_dataset(name, "test", size=16)
+    test_file.write_bytes(labelled)
+
+    # The library reads labels beyond the class names.
+    table = pq.read_table(test_file)
+    beyond = pa.array([0, 7, 1], table.schema.field("kind").type)
+    pq.write_table(table.set_column(table.schema.get_field_index("kind"), table.schema.field("kind"), beyond), test_file)
+    with pytest.raises(DataError, match=r"\(test\): a label is 7, but there are 2 class names$"):
+        load_dataset(name, "test", size=16)
     test_file.write_bytes(labelled)
 
     # Fetched to a folder, it is found below it.

@@ -76,12 +76,15 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
         image_below(tmp_path / "in", "link.png", "a table")
 
 
-@pytest.mark.parametrize("label", [10**9, 2**62, -1])
-def test_a_label_is_a_class_and_there_are_not_many(tmp_path: Path, label: int) -> None:
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("label", [300_000, 10**9, 2**62, -1])
+def test_a_label_is_a_class_and_there_are_not_many(tmp_path: Path, label: int, split: str) -> None:
+    """The training split states the number of classes, so its labels count for the others too."""
+    _table(tmp_path, [_png()] * 2, [0, 1]).rename(tmp_path / "test.parquet")
     path = _table(tmp_path, [_png()] * 6, [0, 1, 2, 3, 4, label])
     start = time.monotonic()
     with pytest.raises(DataError, match="labels run from"):
-        load_dataset(f"parquet:{tmp_path}", "train")
+        load_dataset(f"parquet:{tmp_path}", split)
     assert time.monotonic() - start < 5 and path.stat().st_size < 10_000
 
 

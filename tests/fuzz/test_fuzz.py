@@ -15,8 +15,10 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,7 +28,10 @@ from PIL import Image
 from safetensors.torch import save
 
 import capszoo
+from capszoo._catalogue import checkpoint_row
+from capszoo._metadata import WeightsInfo
 from capszoo._npz import read_npz
+from capszoo.cli import zoo
 from capszoo.cli.common import MAX_MESSAGE, printable
 from capszoo.cli.group import _one_line
 from capszoo.data import load_dataset
@@ -38,6 +43,7 @@ from capszoo.inference import load_model
 from capszoo.preprocess import ImageTransform
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
+from capszoo.summary import summarise
 
 #: What stands in for a value somewhere in a tree.
 ODD: list[Any] = [
@@ -59,6 +65,7 @@ ODD: list[Any] = [
 ODD += [
     "\x00",
     "\x1b[31m",
+    "[/]",
     "../..",
     "hf-hub:a/b",
     "local-dir:/",
@@ -148,7 +155,9 @@ class Inputs:
                 label_names=["a", "b", "c"],
                 crop_pct=0.9,
                 recipe={},
-                metrics={},
+                metrics={"test": {"top1": 99.5, "errors": 5, "n": 1000}},
+                license="apache-2.0",
+                num_params=1000,
             ),
             **dict(dataset={"name": "mnist"}, sha256=hashlib.sha256(self.weights).hexdigest()),
         }
@@ -213,6 +222,18 @@ class Inputs:
         path = self._write("net.safetensors", self.weights)
         self._write("net.json", _text(_mutate_tree(self.info, rng), rng))
         load_model(str(path), device="cpu")
+
+    def shown(self, rng: random.Random) -> None:
+        """What `capszoo info` and `capszoo list --pretrained` print of metadata."""
+        path = self._write("net.safetensors", self.weights)
+        self._write("net.json", _text(_mutate_tree(self.info, rng), rng))
+        info = WeightsInfo.from_json(path.with_suffix(".json"))
+        about, known = summarise(str(path)).to_dict(), {info.name: info}
+        with redirect_stdout(io.StringIO()) as printed, patch.object(zoo, "checkpoints", lambda: known):
+            zoo._print_facts(about)
+            zoo.stdout().print(zoo._weights_table(about["weights"]))
+            zoo.stdout().print(zoo._checkpoint_table([checkpoint_row(info)]))
+        assert printed.getvalue().replace("\n", "").isprintable()
 
     def weights_file(self, rng: random.Random) -> None:
         head = rng.random() < 0.7  # the header says the most
@@ -306,7 +327,7 @@ def _mat() -> bytes:
 
 #: Cases of each kind: of the quick tests, and of all (12,500 in sum; no fewer than 10,000).
 KINDS = {
-    **dict(metadata=(20, 1500), weights_file=(10, 1000), configuration=(20, 1500), recipe_file=(40, 1500)),
+    **dict(metadata=(20, 1500), shown=(60, 1000), weights_file=(10, 1000), configuration=(20, 1500), recipe_file=(40, 1500)),
     **dict(setting=(30, 500), image=(100, 2500), table=(30, 1000), binary=(60, 1500), golden=(40, 600)),
     **dict(manifest_file=(40, 600), state=(20, 300)),
 }

@@ -156,6 +156,17 @@ def test_weights_of_another_width_are_refused(weights: Path) -> None:
         _load(weights, width=8)
 
 
+@pytest.mark.parametrize("shape", [(), (4,), (4, 0, 3, 3)])
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_a_first_convolution_of_another_shape_is_refused(
+    weights: Path, shape: tuple[int, ...], in_chans: int
+) -> None:
+    state = _pretrained.load_safetensors(weights)
+    save_file({**state, "stages.stem.conv.weight": torch.zeros(shape)}, weights)
+    with pytest.raises(WeightsError, match=r"do not fit this model \(stages.stem.conv.weight \("):
+        _load(weights, in_chans=in_chans)
+
+
 def test_nothing_but_safetensors(tmp_path: Path) -> None:
     pickled = tmp_path / "toy.pth"
     torch.save({}, pickled)

@@ -23,6 +23,7 @@ from capszoo.models import _pretrained
 from capszoo.models._metadata import ModelConfig, described
 from capszoo.models._pretrained import WeightsError, WeightsInfo, load_safetensors
 from capszoo.scores import score_kind
+from capszoo.summary import summarise
 
 #: The oldest libraries that pyproject.toml allows.
 OLDEST = ("timm==1.0.26", "huggingface_hub==0.30.0")
@@ -149,6 +150,11 @@ def test_a_sound_pair_loads(tmp_path: Path) -> None:
         ("recipe", [], "recipe must be an object"),
         ("recipe", {"loss": "margin"}, "recipe.loss must be an object"),
         ("metrics", {"test": 99.0}, "metrics.test must be an object"),
+        ("metrics", {"test": {"top1": "x"}}, "metrics.test.top1 must be a number from 0 to 100"),
+        ("metrics", {"validation": {"n": 1.5}}, "metrics.validation.n must be a whole number"),
+        ("num_params", "x", "num_params must be a whole number"),
+        ("dataset", {"name": {"a": 1}}, "dataset.name must be a string, not an object"),
+        ("license", ["mit"], "license must be a string, not a list"),
         ("score_kind", ["lengths"], "score_kind must be one of logits"),
         ("background", "green", "background must be one of black, white"),
         ("object_size", 28, "object_size must be two numbers"),
@@ -176,6 +182,8 @@ def test_metadata_that_make_no_sense(tmp_path: Path, key: str, value: Any, messa
         load_model(str(path), device="cpu")
     text = str(e.value)
     assert message in text and "net." in text and "\n" not in text and len(text) < 500
+    with pytest.raises(WeightsError):
+        summarise(str(path))
 
 
 @pytest.mark.parametrize(
@@ -334,6 +342,8 @@ def test_one_damaged_file_spares_the_other_weights(
     sound.rename(tmp_path / "idpa_cnn.x.json")
     (tmp_path / "idpa_cnn.y.json").write_text("{")
     (tmp_path / "idpa_cnn.z.json").write_text(json.dumps({"architecture": "idpa_cnn"}))
+    wrong = {**json.loads((tmp_path / "idpa_cnn.x.json").read_text()), "tag": "w", "num_params": "x"}
+    (tmp_path / "idpa_cnn.w.json").write_text(json.dumps(wrong))
     monkeypatch.setattr(_pretrained, "weights_folders", lambda: (tmp_path,))
     _pretrained.bundled_tags.cache_clear()
     try:

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from capszoo.recipes import yaml_tree
 from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.yaml_tree import YamlError, read_yaml
 
@@ -68,11 +70,32 @@ def test_what_is_refused_is_one_line(text: str, tmp_path: Path) -> None:
 def test_a_key_that_stands_twice() -> None:
     with pytest.raises(YamlError, match="line 3: 'epochs' is stated twice"):
         read_yaml("epochs: 20\nlr: 0.1\nepochs: 2\n")
+    with pytest.raises(YamlError, match="line 4: 'b' is stated twice"):
+        read_yaml("? [a]\n: 1\nb: 2\nb: 3\n")
     assert read_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [{x: 1}, {x: 2}]") == {
         "a": {"x": 1},
         "b": {"x": 1, "y": 2},
         "c": [{"x": 1}, {"x": 2}],
     }
+
+
+def test_keys_are_compared_in_linear_time() -> None:
+    compared = 0
+
+    class Key(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    def scalar(value: str) -> yaml.ScalarNode:
+        return yaml.ScalarNode("tag:yaml.org,2002:str", value)
+
+    keys = [scalar(Key(f"key {k}")) for k in range(2000)]
+    node = yaml.MappingNode("tag:yaml.org,2002:map", [(key, scalar("")) for key in keys])
+    assert yaml_tree._count(node, {}, ()) == 4001 and compared < 10_000
 
 
 def test_a_profile_of_nested_anchors(tmp_path: Path) -> None:

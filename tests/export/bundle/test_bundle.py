@@ -245,6 +245,20 @@ def test_infer_prints_names_that_stdout_cannot_hold(
         assert r"a\udce9" in said
 
 
+def test_infer_shows_no_control_characters(
+    zeros: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    infer, classifier = zeros
+    classifier.labels, classifier.spec = ("\x1b[31mred", "b"), classifier.spec | {"mean": [0.1]}
+    bright, bad = tmp_path / "\x1b[2Jbright.png", tmp_path / "\x9bbad.png"
+    Image.new("L", (28, 28), 240).save(bright)
+    bad.write_bytes(b"no picture")
+    infer.main([str(bright), str(bad)])
+    out, err = capsys.readouterr()
+    assert "red" in out and "bright.png: mean" in err and "bad.png: cannot be read" in err
+    assert (out + err).replace("\n", "").isprintable()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_infer_says_that_the_results_cannot_be_written(
     zeros: tuple[Any, _Zeros], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
