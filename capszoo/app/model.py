@@ -135,6 +135,7 @@ class AppModel:
             )
         self.transform = model_transform(self.net)
         self.drawing_transform = model_transform(self.net, fit=True)
+        self.inverted_transform = model_transform(self.net, invert=True)
         self.has_decoder = getattr(self.net, "decoder", None) is not None
         counts = routing_iterations(self.net)
         self.iterations = max(counts) if counts else 0
@@ -172,7 +173,7 @@ class AppModel:
         return {name: out[0] for name, out in zip(self.outputs, self._session.run(None, feed), strict=True)}
 
     def answer(self, image: Image.Image, drawn: bool = False, explained: bool = True) -> Answer:
-        """Classify an image and explain the answer.
+        """Classify an image and explain the answer. One that looks inverted is read with dark and bright swapped.
 
         Args:
             image: of any mode and size.
@@ -182,6 +183,9 @@ class AppModel:
         start = time.perf_counter()
         transform = self.drawing_transform if drawn else self.transform
         view, notes = transform.read(image)
+        if not drawn and any("--invert" in note for note in notes):  # the page has no such option
+            view, notes = self.inverted_transform.read(image)
+            notes = (*notes, "dark on bright: read with dark and bright swapped")
         seen = transform.normalise(view)
         found = self._run(seen)
         scores = found["scores"]

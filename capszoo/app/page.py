@@ -196,13 +196,16 @@ def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], 
                 stem = f"{stem}-{number}"
             add(f"{stem}/input.png", answer.view)
             found: dict[str, Any] = {"model": model.name, **answer.to_dict()}
-            settled = model.settle(answer, iterations) if model.iterations else answer.explanation
+            if answer.explanation is not None:
+                add(f"{stem}/couplings.png", couplings_picture(answer.explanation))
+                add(f"{stem}/overlay.png", overlay_picture(answer.explanation, answer.view))
+            settled = model.settle(answer, iterations) if model.iterations else None
             if settled is not None:
-                add(f"{stem}/couplings.png", couplings_picture(settled))
-                add(f"{stem}/overlay.png", overlay_picture(settled, answer.view))
-                found |= {"routing_iterations": iterations} if model.iterations else {}
-                found["share_of"] = settled.quantity
-                found["share_relative_to_even"] = settled.relative.nan_to_num(0).tolist()
+                add(f"{stem}/overlay-after-iterations.png", overlay_picture(settled, answer.view))
+                found["after_iterations"] = {
+                    "routing_iterations": iterations,
+                    "share_relative_to_even": settled.relative.nan_to_num(0).tolist(),
+                }
             if model.dims:
                 add(f"{stem}/reconstruction.png", model.reconstruct(answer, offsets))
                 found["capsule_offsets"] = list(offsets)[: model.dims]

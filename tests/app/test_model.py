@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops
 
 import capszoo
 from capszoo.app import page
@@ -81,7 +81,7 @@ def test_the_page_s_file_holds_both_columns_of_one_name(tmp_path: Path) -> None:
         files = {name: archive.read(name) for name in archive.namelist()}
     assert sorted({name.partition("/")[0] for name in files}) == ["c", "run-1", "run-2"]
     assert json.loads(files["run-2/answer.json"])["model"] == "b/run"
-    assert "routing_iterations" not in json.loads(files["c/answer.json"])
+    assert "after_iterations" not in json.loads(files["c/answer.json"])
     first = next(tmp_path.glob("*/capszoo.zip"))
     os.utime(first, (0, 0))
     newer = _exported([(models[2], answer, (), 1)], tmp_path)
@@ -162,8 +162,12 @@ def test_the_exported_file_answers_as_the_network_does(name: str, tmp_path: Path
         assert np.allclose(answer.explanation.heat, heat.heat, atol=1e-5)
 
 
-def test_capsule_dimensions_and_iterations_change_the_pictures(tmp_path: Path) -> None:
-    model = AppModel("capsnet_dynamic.mnist", tmp_path)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> AppModel:
+    return AppModel("capsnet_dynamic.mnist", tmp_path_factory.mktemp("app"))
+
+
+def test_capsule_dimensions_and_iterations_change_the_pictures(model: AppModel) -> None:
     answer = model.answer(Image.open(ASSETS / "digit_3.png"))
     assert model.dims == 16 and model.iterations == 3
     assert answer.explanation is not None and answer.explanation.reconstruction is not None
@@ -177,6 +181,25 @@ def test_capsule_dimensions_and_iterations_change_the_pictures(tmp_path: Path) -
     assert np.allclose(own.heat, answer.explanation.heat, atol=1e-6)
     assert not np.allclose(first.heat, own.heat, atol=1e-4)
     assert couplings_picture(own).size == overlay_picture(own, answer.view).size == (280, 280)
+
+
+def test_a_dropped_image_that_is_dark_on_bright_is_read_inverted(model: AppModel) -> None:
+    digit = Image.open(ASSETS / "digit_3.png")
+    plain, swapped = model.answer(digit), model.answer(ImageChops.invert(digit))
+    assert swapped.label == plain.label == "3" and swapped.view.tobytes() == plain.view.tobytes()
+    assert not plain.notes and swapped.notes == ("dark on bright: read with dark and bright swapped",)
+
+
+def test_the_file_has_the_shares_of_both_numbers_of_iterations(model: AppModel, tmp_path: Path) -> None:
+    answer = model.answer(Image.open(ASSETS / "digit_3.png"))
+    with zipfile.ZipFile(_exported([(model, answer, (), 1)], tmp_path)) as archive:
+        found = json.loads(archive.read("capsnet_dynamic.mnist/answer.json"))
+        first, settled = (
+            archive.read(f"capsnet_dynamic.mnist/{name}.png")
+            for name in ("overlay", "overlay-after-iterations")
+        )
+    assert found["after_iterations"]["routing_iterations"] == 1 and first != settled
+    assert found["share_relative_to_even"] != found["after_iterations"]["share_relative_to_even"]
 
 
 def test_a_network_without_routing_says_so(tmp_path: Path) -> None:
