@@ -1,7 +1,7 @@
-"""Draws the documentation's screenshots, after ``make site``, in its environment.
+"""The documentation's screenshots, after ``make site``, in its environment.
 
-``python -m tests.app.screenshots`` writes ``docs/pictures/app.png`` (the app with two models) and ``site.png`` (the first page
-of the site, which classifies in the browser).
+``python -m tests.app.screenshots`` draws ``docs/pictures/app.png`` (the app with two models) and ``site.png``
+(the site's first page, with a digit that was classified in the browser).
 """
 
 from __future__ import annotations
