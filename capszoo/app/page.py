@@ -55,10 +55,13 @@ CANVAS = f"""<div>Draw a digit</div>
 <canvas width="{SIDE}" height="{SIDE}" style="touch-action:none;cursor:crosshair;border:1px solid #888"></canvas>
 <div style="margin-top:6px"><button type="button">Clear</button></div>"""
 
-#: Sends the drawing to the server.
+#: Sends the drawing to the server as the component's value, not as the event's data: an event that Gradio defers while it
+#: handles another (`always_last`) is sent with that other's data, but with the components' values as they are then.
 CONNECT = """
-capszooCanvas(element.querySelector("canvas"), element.querySelector("button"),
-  (canvas) => trigger("input", { drawing: canvas === null ? "" : canvas.toDataURL("image/png") }));
+capszooCanvas(element.querySelector("canvas"), element.querySelector("button"), (canvas) => {
+  props.value = canvas === null ? "" : canvas.toDataURL("image/png");
+  trigger("input");
+});
 """
 
 
@@ -315,12 +318,12 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
             shown += _explain(models, name, image, drawn, iterations, offsets)
         return shown
 
-    def score_drawing(event: Any, *values: Any) -> list[Any]:
-        image, said = _or_message(read_drawing, event.drawing)
+    def score_drawing(drawing: str, *values: Any) -> list[Any]:
+        image, said = _or_message(read_drawing, drawing)
         return [(image, True), said, *score(image, True, values)]
 
-    def explain_drawing(event: Any, *values: Any) -> list[Any]:
-        image, _ = _or_message(read_drawing, event.drawing)
+    def explain_drawing(drawing: str, *values: Any) -> list[Any]:
+        image, _ = _or_message(read_drawing, drawing)
         return explain(image, True, values)
 
     def dropped(path: str | None, *values: Any) -> list[Any]:
@@ -330,15 +333,12 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
             Path(path).unlink(missing_ok=True)
         return [(image, False), said, *score(image, False, values), *explain(image, False, values)]
 
-    for function in (score_drawing, explain_drawing):
-        # gradio inspects the class, which is not known above
-        function.__annotations__["event"] = gr.EventData
     asked = [part for column in columns for part in (column.model, *column.controls)]
     scored = [picture, message, *(part for column in columns for part in column.scored)]
     explained = [part for column in columns for part in column.explained]
     # Both start at once: the couplings take several times as long as the scores, which do not wait for them.
-    sketch.input(score_drawing, asked, scored, trigger_mode="always_last", **QUICK)
-    sketch.input(explain_drawing, asked, explained, trigger_mode="always_last", **QUICK)
+    sketch.input(score_drawing, [sketch, *asked], scored, trigger_mode="always_last", **QUICK)
+    sketch.input(explain_drawing, [sketch, *asked], explained, trigger_mode="always_last", **QUICK)
     upload.change(dropped, [upload, *asked], [*scored, *explained], trigger_mode="always_last", **QUICK)
     for column in columns:
         _wire_column(gr, models, column, picture)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from .browser import chromium_page, draw, free_port, served, set_slider
-from .latency import times_of_strokes
+from .latency import EMPTY, times_of_strokes
 
 pytest.importorskip("gradio", reason="needs gradio: make test-site runs this in the site's environment")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -66,6 +66,15 @@ def _changes(page: Any, id: str, before: str) -> None:
         arg=[f"#{id}", page.evaluate("s => new URL(s, location.href).href", before)],
         timeout=30_000,
     )
+
+
+def test_a_drawing_that_is_cleared_at_once_leaves_nothing(page: Any) -> None:
+    """Clear arrives while the page is still answering the stroke, which Gradio defers."""
+    for digit in "17217":
+        draw(page, "#sketch canvas", digit)
+        page.click("#sketch button")
+        page.wait_for_timeout(1000)
+        page.wait_for_function(EMPTY, timeout=10_000)
 
 
 def test_strokes_are_read_and_answered_in_time(page: Any) -> None:
