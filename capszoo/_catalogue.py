@@ -102,7 +102,11 @@ def check_model_argument(name: str) -> None:
         raise CapszooError(
             f"{path}: only .safetensors weights are loaded", "convert the file, or give the model's name"
         )
-    if name.startswith(("hf-hub:", "hf_hub:")) or os.path.isdir(path) or path.suffix in (".safetensors", ".json"):
+    if (
+        name.startswith(("hf-hub:", "hf_hub:"))
+        or os.path.isdir(path)
+        or path.suffix in (".safetensors", ".json")
+    ):
         return
     if is_path(name):
         raise CapszooError(f"{path}: no such folder or .safetensors file", path_remedy(name))

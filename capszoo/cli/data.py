@@ -20,7 +20,9 @@ data_app = typer.Typer(cls=HelpGroup, help="List, download and check data sets."
 
 NameArgument = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="Data set, such as mnist, or a folder of images.", show_default=False),
+    typer.Argument(
+        metavar="NAME", help="Data set, such as mnist, or a folder of images.", show_default=False
+    ),
 ]
 
 

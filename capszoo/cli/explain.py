@@ -294,7 +294,10 @@ def _draw_image(
         line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
         if explanation.is_even:
             stderr().print("note: the shares are even within 10%: nothing to see")
-    stdout().print(f"{escape(printable(str(image)))}: {escape(printable(line))}; written: {escape(str(written))}", soft_wrap=True)
+    stdout().print(
+        f"{escape(printable(str(image)))}: {escape(printable(line))}; written: {escape(str(written))}",
+        soft_wrap=True,
+    )
 
 
 def _draw_data(

@@ -303,7 +303,9 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The library reads labels beyond the class names.
     table = pq.read_table(test_file)
     beyond = pa.array([0, 7, 1], table.schema.field("kind").type)
-    pq.write_table(table.set_column(table.schema.get_field_index("kind"), table.schema.field("kind"), beyond), test_file)
+    pq.write_table(
+        table.set_column(table.schema.get_field_index("kind"), table.schema.field("kind"), beyond), test_file
+    )
     with pytest.raises(DataError, match=r"\(test\): a label is 7, but there are 2 class names$"):
         load_dataset(name, "test", size=16)
     test_file.write_bytes(labelled)

@@ -327,7 +327,13 @@ def _mat() -> bytes:
 
 #: Cases of each kind: of the quick tests, and of all (12,500 in sum; no fewer than 10,000).
 KINDS = {
-    **dict(metadata=(20, 1500), shown=(60, 1000), weights_file=(10, 1000), configuration=(20, 1500), recipe_file=(40, 1500)),
+    **dict(
+        metadata=(20, 1500),
+        shown=(60, 1000),
+        weights_file=(10, 1000),
+        configuration=(20, 1500),
+        recipe_file=(40, 1500),
+    ),
     **dict(setting=(30, 500), image=(100, 2500), table=(30, 1000), binary=(60, 1500), golden=(40, 600)),
     **dict(manifest_file=(40, 600), state=(20, 300)),
 }

@@ -105,7 +105,9 @@ def open_hub(
     if not all(_is_label(value) for value in values):
         raise DataError(f"{name}: some images of {part} have no label: it cannot be trained or tested on")
     if max(values, default=0) >= len(label_names):
-        raise DataError(f"{name} ({part}): a label is {max(values)}, but there are {len(label_names)} class names")
+        raise DataError(
+            f"{name} ({part}): a label is {max(values)}, but there are {len(label_names)} class names"
+        )
     labels = torch.tensor(values, dtype=torch.int64)
     rows = rows.cast_column(image, datasets.Image(decode=False))
     looked = (found["train"] if "train" in found else rows).cast_column(image, datasets.Image(decode=False))

@@ -126,7 +126,9 @@ def test_a_damaged_report_is_one_line(tmp_path: Path, changes: dict[str, Any], s
     assert said in line and not (tmp_path / "x.png").exists()
     report = _report("a", 90.0)
     report["robustness"]["sweeps"][0]["accuracy"].pop()
-    with pytest.raises(CapszooError, match="a: the report is damaged .*amounts and accuracy differ in length"):
+    with pytest.raises(
+        CapszooError, match="a: the report is damaged .*amounts and accuracy differ in length"
+    ):
         draw_robustness({"a": report}, tmp_path / "x.png")
 
 

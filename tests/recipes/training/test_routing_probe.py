@@ -159,7 +159,10 @@ def test_mistakes(tmp_path: Path) -> None:
         ({"epoch": 0, "step": 1}, "record 3 is damaged (epoch: Input should be"),
         ({"epoch": 3, "step": 1, "train_loss": "x"}, "record 3 is damaged (train_loss: Input should be"),
         ({"epoch": 3, "step": 1, "routing": 5}, "record 3 is damaged (routing: Input should be"),
-        ({"epoch": 3, "step": 1, "routing": {"share": []}}, "record 3 is damaged (routing.share: List should"),
+        (
+            {"epoch": 3, "step": 1, "routing": {"share": []}},
+            "record 3 is damaged (routing.share: List should",
+        ),
         ({"epoch": 3, "step": 1, "routing": {"share": [1.0]}}, "share and length differ in length"),
     ],
 )
