@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from timm.models import is_model
-from torch import Tensor, nn
+from torch import nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
 from ._catalogue import is_path, path_remedy
