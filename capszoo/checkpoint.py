@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from timm.models import is_model
-from torch import Tensor, nn
+from torch import nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
 from ._catalogue import is_path, path_remedy
@@ -46,6 +46,7 @@ from .models._pretrained import (
     hub_config,
     load_safetensors,
     locate_weights,
+    read_cached,
 )
 
 if TYPE_CHECKING:
@@ -253,6 +254,8 @@ def _folder_metadata(folder: Path) -> dict[str, Any]:
 def _hub_metadata(repo_id: str) -> dict[str, Any]:
     """Metadata of a repository whose model has been loaded; only ``model_args`` if it has no such file.
 
+    A damaged file in the client's cache is replaced by another download.
+
     Raises:
         WeightsError: the file is not on this machine, and the Hub cannot be asked for it.
     """
@@ -260,8 +263,12 @@ def _hub_metadata(repo_id: str) -> dict[str, Any]:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     name, _, revision = repo_id.partition("@")
+
+    def fetch(anew: bool) -> Path:
+        return Path(hf_hub_download(name, METADATA_FILENAME, revision=revision or None, force_download=anew))
+
     try:
-        path = Path(hf_hub_download(name, METADATA_FILENAME, revision=revision or None))
+        path = fetch(False)
     except Exception as error:
         if not is_hub_error(error):
             raise
@@ -273,7 +280,7 @@ def _hub_metadata(repo_id: str) -> dict[str, Any]:
             f"{name}: {METADATA_FILENAME}, which states how the weights were trained, is not on this machine: "
             "run the command once with a connection"
         ) from error
-    return WeightsInfo.from_json(path).raw
+    return read_cached(path, lambda file: WeightsInfo.from_json(file).raw, fetch)
 
 
 def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

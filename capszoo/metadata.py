@@ -26,7 +26,14 @@ __all__ = [
     "RecipeRecord",
     "SeedsMeasurement",
     "SeedsRecord",
+    "first_complaint",
 ]
+
+
+def first_complaint(error: ValidationError) -> str:
+    """The first wrong value that pydantic found: its key, and what is wrong with it."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 class _Record(BaseModel):
@@ -179,9 +186,8 @@ class Metadata(_Record):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
+            key, _, why = first_complaint(error).partition(": ")
             raise CapszooError(
-                f"{where}: the metadata's {key} is wrong ({first['msg']})",
+                f"{where}: the metadata's {key} is wrong ({why})",
                 "take the file from its source again",
             ) from None

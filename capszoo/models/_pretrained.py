@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +42,13 @@ __all__ = [
     "load_safetensors",
     "local_weights",
     "locate_weights",
+    "read_cached",
     "sha256_of",
     "sha256_tag",
     "weights_folders",
 ]
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -157,15 +161,27 @@ def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig
             ) from error
         return Path(file)
 
-    path = fetch(False)
+    return read_cached(fetch(False), lambda path: ModelConfig.read(path, f"{name}: config.json"), fetch)
+
+
+def read_cached(path: Path, read: Callable[[Path], T], fetch: Callable[[bool], Path]) -> T:
+    """Read a file of the Hub client's cache; a damaged one is replaced by another download, once.
+
+    Args:
+        path: the file.
+        read: reads it, or raises a WeightsError.
+        fetch: with True, downloads it anew.
+    """
     try:
-        return ModelConfig.read(path, f"{name}: config.json")
+        return read(path)
     except WeightsError as refused:
         try:
             path = fetch(True)
-        except WeightsError:  # offline: the file stays, and what is wrong with it is the reason
-            raise refused from None
-    return ModelConfig.read(path, f"{name}: config.json")
+        except Exception as error:
+            if not isinstance(error, WeightsError) and not is_hub_error(error):
+                raise
+            raise refused from None  # offline: the file stays, and what is wrong with it is the reason
+    return read(path)
 
 
 def _remove_cached(path: Path) -> None:
@@ -195,7 +211,8 @@ def download_weights(
     Args:
         repo_id: ``user/repository``, with ``@revision`` unless it is the newest.
         cache_dir: of the Hub's client; None uses its default.
-        sha256: expected checksum; None uses the one in the repository's ``config.json``, "" skips the check.
+        sha256: expected checksum; None uses the one in the repository's ``config.json``. If that is None, or with "",
+            it is the one by which the client names large files.
         local_name: name that the file may also have in a folder of ``weights_folders``, for the error message.
 
     Raises:
@@ -233,6 +250,8 @@ def download_weights(
         ) from e
     expected = hub_config(repo_id, cache_dir).sha256 if sha256 is None else sha256
     actual = sha256_of(path)
+    if not expected and re.fullmatch("[0-9a-f]{64}", path.resolve().name):
+        expected = path.resolve().name
     if expected and actual != expected:
         try:  # newer weights have replaced them, but every publication has a tag
             tagged = fetch(sha256_tag(expected))

@@ -275,7 +275,9 @@ def first_line(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """Replace control characters, which could steer the terminal; surrogates are bytes of a file's name."""
-    return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(
+        c if c.isprintable() or "\ud800" <= c <= "\udfff" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def classify(

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from capszoo.errors import CapszooError
 from capszoo.explain.convergence import IterationChanges
 from capszoo.explain.plotting import new_figure, save, write_numbers
 from capszoo.explain.routing_stats import RoutingStats
+from capszoo.metadata import first_complaint
 
 from .metrics import EvalResult
 
@@ -21,6 +24,48 @@ if TYPE_CHECKING:
     from .report import Report
 
 __all__ = ["agreement_panel", "draw_confusion", "draw_report", "draw_robustness", "interval"]
+
+
+Percent = Annotated[float, Field(ge=0, le=100)]
+
+
+class _Measured(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Sweep(_Measured):
+    name: str
+    unit: str
+    amounts: list[float] = Field(min_length=1)
+    accuracy: list[Percent]
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> _Sweep:
+        if len(self.amounts) != len(self.accuracy):
+            raise ValueError("amounts and accuracy differ in length")
+        return self
+
+
+class _Attack(_Measured):
+    eps: float
+    steps: int
+    accuracy: Percent
+
+
+class _Robustness(_Measured):
+    sweeps: list[_Sweep]
+    pgd: list[_Attack]
+
+
+class _Drawn(_Measured):
+    """What `draw_robustness` draws of an ``eval.json``."""
+
+    dataset: str
+    split: str
+    n: int = Field(ge=1, le=10**12)
+    top1: Percent | None = None
+    exact_set: Percent | None = None
+    robustness: _Robustness
 
 
 def draw_report(report: Report, folder: Path, kind: str = "png") -> list[Path]:
@@ -106,12 +151,20 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
         path: of the file.
 
     Raises:
-        CapszooError: a report without robustness.
+        CapszooError: a report without robustness, or a damaged one.
     """
     panels: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
     for name, report in reports.items():
         measured = report.get("robustness")
-        if not measured:
+        try:
+            if measured:
+                _Drawn.model_validate(report)
+        except ValidationError as error:
+            raise CapszooError(
+                f"{name}: the report is damaged ({first_complaint(error)})",
+                "write it again with capszoo eval --robustness --out",
+            ) from None
+        if not measured or not (measured["sweeps"] or measured["pgd"]):
             raise CapszooError(f"{name} holds no robustness", "measure it with capszoo eval --robustness")
         for sweep in measured["sweeps"]:
             points = list(zip(sweep["amounts"], sweep["accuracy"], strict=True))

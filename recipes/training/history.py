@@ -8,7 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from capszoo.errors import CapszooError
+from capszoo.metadata import first_complaint
 from capszoo.models._pretrained import bundled_tags
 
 from ..yaml_tree import YamlError, read_yaml
@@ -19,14 +22,44 @@ __all__ = ["find_runs", "history_of", "read_records", "records_of", "trained_ima
 KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1", "seconds")
 
 
+class _Votes(BaseModel):
+    """Votes by their agreement, see `capszoo.explain.routing_stats.AgreementCurve`."""
+
+    model_config = ConfigDict(strict=True)
+
+    share: list[float] = Field(default=[], min_length=1)
+    length: list[float | None] = []
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> _Votes:
+        if len(self.share) != len(self.length):
+            raise ValueError("share and length differ in length")
+        return self
+
+
+class _Epoch(BaseModel):
+    """What `capszoo curves` draws of an epoch's record."""
+
+    model_config = ConfigDict(strict=True)
+
+    epoch: int = Field(ge=1, le=10**9)
+    step: int = Field(ge=0, le=10**15)
+    lr: float | None = None
+    train_loss: float | None = None
+    train_top1: float | None = None
+    val_loss: float | None = None
+    val_top1: float | None = None
+    routing: _Votes = _Votes()
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The epochs' records of a `metrics.jsonl`, without a line truncated by a kill. Empty if there is no file."""
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(json.JSONDecodeError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
-    return found
+    return [record for record in found if isinstance(record, dict)]
 
 
 def history_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
@@ -85,14 +118,23 @@ def _records(name: str) -> list[dict[str, Any]]:
 
 
 def _folder_records(folder: Path) -> list[dict[str, Any]]:
-    batch = _batch_size(folder / "recipe.yaml")
-    return [record | {"images": record["step"] * batch} for record in read_records(folder / "metrics.jsonl")]
+    batch, file = _batch_size(folder / "recipe.yaml"), folder / "metrics.jsonl"
+    records = read_records(file)
+    for number, record in enumerate(records, 1):
+        try:
+            _Epoch.model_validate(record)
+        except ValidationError as error:
+            raise CapszooError(
+                f"{file}: record {number} is damaged ({first_complaint(error)})",
+                "put the file back, or leave the run out",
+            ) from None
+    return [record | {"images": record["step"] * batch} for record in records]
 
 
 def _batch_size(file: Path) -> int:
     try:
         return int(read_yaml(file.read_text(encoding="utf-8"))["batch_size"])
-    except (YamlError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    except (YamlError, UnicodeDecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CapszooError(
             f"{file} is no recipe of a run", "put it back, or choose another folder"
         ) from error

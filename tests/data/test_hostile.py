@@ -76,8 +76,9 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
         image_below(tmp_path / "in", "link.png", "a table")
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("label", [300_000, 10**9, 2**62, -1])
+@pytest.mark.parametrize(
+    ("label", "split"), [(10**9, "train"), (2**62, "train"), (-1, "train"), (300_000, "test"), (-1, "test")]
+)
 def test_a_label_is_a_class_and_there_are_not_many(tmp_path: Path, label: int, split: str) -> None:
     """The training split states the number of classes, so its labels count for the others too."""
     _table(tmp_path, [_png()] * 2, [0, 1]).rename(tmp_path / "test.parquet")

@@ -409,8 +409,35 @@ def test_a_hub_that_never_answers_a_download_is_given_up(hub: Hub, client: Clien
     assert time.monotonic() - start < 120
 
 
-def test_a_damaged_download_does_not_stay(hub: Hub, client: Client, tmp_path: Path, home: Path) -> None:
+def test_metadata_damaged_in_the_cache_are_fetched_anew(
+    hub: Hub, client: Client, tmp_path: Path, home: Path
+) -> None:
+    assert client.capszoo("publish", write_run(tmp_path / "run", seed=10), "me/described").code == 0
+    code = "from capszoo.checkpoint import resolve; resolve('hf-hub:me/described').metadata()"
+    assert client.python(code).code == 0
+    (cached,) = (home / "hub" / "models--me--described").glob("snapshots/*/metadata.json")
+    whole = cached.read_bytes()
+    for damaged in (b"", whole[:100], b"[]"):
+        cached.resolve().write_bytes(damaged)
+        done = client.python(code)
+        assert done.code == 0 and cached.read_bytes() == whole, done.err
+    cached.resolve().write_bytes(b"[]")
+    hub.faults = [Fault("GET", "metadata.json", 500, times=99)]
+    assert "where a JSON object is needed" in client.python(code).error
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_damaged_download_does_not_stay(
+    hub: Hub, client: Client, tmp_path: Path, home: Path, stated: bool
+) -> None:
+    """Nor where the repository states no sha256: the client names the file by it."""
     assert client.capszoo("publish", write_run(tmp_path / "run", seed=5), "me/damaged").code == 0
+    if not stated:
+        repo = hub.repos["me/damaged"]
+        config = json.loads(repo.files["config.json"])
+        del config["sha256"]
+        repo.files["config.json"] = json.dumps(config).encode()
+        repo.tags.clear()
     for library in ("capszoo", "timm"):
         code = f"import capszoo, timm; {library}.create_model('hf-hub:me/damaged', pretrained=True)"
         hub.faults = [Fault("GET", "model.safetensors", corrupt=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,6 @@ def test_several_models_in_one_picture(tmp_path: Path, kept: list[Any]) -> None:
 
 
 def test_the_command_takes_reports(tmp_path: Path) -> None:
-    import json
-
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "eval.json").write_text(json.dumps(_report(name, 90.0)))
@@ -107,6 +106,30 @@ def test_the_command_takes_reports(tmp_path: Path) -> None:
     }, "no report replaces another"
     assert "third.json is given twice" in fails(2, *line, tmp_path / "a", files[1], files[1])
     assert "--log has no effect with --what robustness" in fails(2, *line, tmp_path / "a", "--log")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"robustness": {"sweeps": 5}}, "robustness.sweeps: Input should be a valid list"),
+        ({"robustness": [1]}, "robustness: Input should be"),
+        ({"robustness": {"sweeps": [{}], "pgd": []}}, "robustness.sweeps.0.name: Field required"),
+        ({"robustness": {"sweeps": [], "pgd": []}}, "holds no robustness"),
+        ({"n": 0}, "n: Input should be greater"),
+        ({"top1": "x"}, "top1: Input should be a valid number"),
+        ({"dataset": None}, "dataset: Input should be a valid string"),
+    ],
+)
+def test_a_damaged_report_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    (tmp_path / "eval.json").write_text(json.dumps(_report("a", 90.0) | changes))
+    line = fails(1, "curves", "--what", "robustness", "--out", tmp_path / "x.png", tmp_path)
+    assert said in line and not (tmp_path / "x.png").exists()
+    report = _report("a", 90.0)
+    report["robustness"]["sweeps"][0]["accuracy"].pop()
+    with pytest.raises(
+        CapszooError, match="a: the report is damaged .*amounts and accuracy differ in length"
+    ):
+        draw_robustness({"a": report}, tmp_path / "x.png")
 
 
 def test_confusion(tmp_path: Path, kept: list[Any]) -> None:

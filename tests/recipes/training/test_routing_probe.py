@@ -151,6 +151,33 @@ def test_mistakes(tmp_path: Path) -> None:
         draw_runs(find_runs(["resnet20_routingcaps.mnist"]), tmp_path / "y.png", x="images")
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"epoch": 1}, "record 3 is damaged (step: Field required)"),
+        ({"epoch": "x", "step": 1}, "record 3 is damaged (epoch: Input should be"),
+        ({"epoch": 0, "step": 1}, "record 3 is damaged (epoch: Input should be"),
+        ({"epoch": 3, "step": 1, "train_loss": "x"}, "record 3 is damaged (train_loss: Input should be"),
+        ({"epoch": 3, "step": 1, "routing": 5}, "record 3 is damaged (routing: Input should be"),
+        (
+            {"epoch": 3, "step": 1, "routing": {"share": []}},
+            "record 3 is damaged (routing.share: List should",
+        ),
+        ({"epoch": 3, "step": 1, "routing": {"share": [1.0]}}, "share and length differ in length"),
+    ],
+)
+def test_damaged_records_are_one_line(tmp_path: Path, record: Any, said: str) -> None:
+    run = write_run(tmp_path / "run", 10, [3.0, 2.0])
+    with (run / "metrics.jsonl").open("ab") as file:
+        # as of a line that was cut by a kill, nothing is left of lines that hold no object
+        file.write(b'[1]\n5\n\xff\n{"epoch"\n' + json.dumps(record).encode())
+    for what in ("training", "routing"):
+        line = fails(1, "curves", run, "--what", what, "--out", tmp_path / "x.png")
+        assert said in line and "metrics.jsonl: " in line
+    (run / "recipe.yaml").write_text("batch_size: .inf\n")
+    assert "is no recipe of a run" in fails(1, "curves", run, "--out", tmp_path / "x.png")
+
+
 def test_panels_show_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = lines_of(monkeypatch, plots)
     routing = [{"share": [60.0, 40.0], "length": [None, 2.0 * k]} for k in (1, 2)]
