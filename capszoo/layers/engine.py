@@ -194,7 +194,8 @@ class RoutingLayer(nn.Module):
     def describe(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Call:
         """The call for which an engine is chosen."""
         x = inputs[0]
-        mode = "graph" if is_tracing(x) else "compiled" if torch.compiler.is_compiling() else "eager"
+        mode = STATE.mode or ("compiled" if torch.compiler.is_compiling() else "eager")
+        mode = "graph" if is_tracing(x) else mode
         routings, children, parents, child_dim, parent_dim = self.sizes(inputs)
         return Call(
             mode,
@@ -241,7 +242,7 @@ class RoutingLayer(nn.Module):
     def _by_engine(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         if isinstance(inputs[0], torch.fx.Proxy):
             return self.reference(inputs, num_iters, need_couplings)
-        device = inputs[0].device.type
+        device = STATE.device or inputs[0].device.type
         if not self.autocasts and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self._by_engine(inputs, num_iters, need_couplings)

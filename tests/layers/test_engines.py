@@ -725,6 +725,35 @@ def test_report() -> None:
     )
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        (lambda: EncapModule(8, 16, 2, 1, groups=4), (8, 6, 6)),
+        (lambda: DynamicRouting(64, 8, 4, 16), (64, 8)),
+        (lambda: RoutingPool2d(4), (8, 3, 3)),
+    ],
+    ids=["capconv", "dynamic", "routing_pool"],
+)
+def test_the_report_is_what_runs(
+    build: Callable[[], nn.Module], size: tuple[int, ...], half: bool, mode: str
+) -> None:
+    model = build()
+    run: Any = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        reported = engine_report(model, 2, training=True, input_size=size, mode=mode)
+        with record_engines() as choices:
+            run(torch.randn(2, *size))
+    assert [c.engine for c in reported] == [c.engine for c in choices] != []
+    assert [c.call.mode for c in reported] == [c.call.mode for c in choices]
+
+
+def test_the_report_has_two_modes() -> None:
+    with pytest.raises(ValueError, match="'eager' or 'compiled', not 'graph'"):
+        engine_report(FCIDPA(6, 3, 4), mode="graph")
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_dynamic_routing_on_a_gpu_is_the_reference(training: bool) -> None:
     model: Any = nn.Sequential(DynamicRouting(1152, 8, 10, 16))
