@@ -57,7 +57,7 @@ class Chunked(Engine):
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         # a difference of moments about 0, which are those of large poses, where it should be 0
-        return "the votes of a single child have no variance" if call.children == 1 else ""
+        return "needs more than one child, whose votes have a variance" if call.children == 1 else ""
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
@@ -81,7 +81,7 @@ class Blocked(Engine):
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.votes <= TUNING.em_blocked_min_votes:
-            return "its votes have no more elements than TUNING.em_blocked_min_votes"
+            return "needs votes of more than TUNING.em_blocked_min_votes elements"
         return ""
 
     @classmethod
@@ -149,7 +149,7 @@ class SharedBlocked(Engine):
         products = layer.groups * call.child_dim * (call.child_dim + 1) // 2 * call.parent_dim * call.parents
         couplings = call.routings * call.children * call.parents
         if max(products, couplings) <= TUNING.em_shared_block_numbers:
-            return "no temporary has more elements than TUNING.em_shared_block_numbers"
+            return "needs a temporary of more than TUNING.em_shared_block_numbers elements"
         return ""
 
     @classmethod
