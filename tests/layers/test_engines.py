@@ -150,7 +150,7 @@ EM = {
     "em_blocked_min_votes": 0,
     "em_block_votes": 5 * 8 * 3 * 4,
     "em_chunk_votes": 4 * 8 * 3 * 4,
-    "em_shared_block_numbers": 200,
+    "em_shared_block_elements": 200,
 }
 
 #: blocks of three images

@@ -233,7 +233,7 @@ class RecomputeBranches(Recompute):
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
         norms = [t for norm in (layer.master_bn, layer.aide_bn) for t in (norm.weight, norm.bias)]
-        coef = layer.merged_weight()
+        coef = layer.coefficient_weight()
         return Routed([_Branches.apply(*inputs, layer, coef, layer.coef_aide.bias, *norms)], [], None)
 
 
