@@ -65,6 +65,9 @@ def margin_loss(
         m_plus: length from which a present class has no loss.
         m_minus: length below which an absent class has no loss.
         down_weight: lambda, weight of the absent classes.
+
+    Raises:
+        ValueError: the target is neither class indices nor of the shape of the scores.
     """
     scores = upcast_half(scores)
     present = _presence(target, scores)
@@ -108,6 +111,9 @@ def cross_entropy_loss(scores: Tensor, target: Tensor, label_smoothing: float = 
         scores: logits ``[b, n]``.
         target: class indices ``[b]``, or class probabilities ``[b, n]``.
         label_smoothing: 0 to 1.
+
+    Raises:
+        ValueError: a two-dimensional target has another shape than the scores.
     """
     scores = upcast_half(scores)
     if target.dim() == 1:
@@ -121,6 +127,9 @@ def bce_loss(scores: Tensor, target: Tensor) -> Tensor:
     Args:
         scores: logits ``[b, n]``.
         target: ``[b]`` or ``[b, n]``.
+
+    Raises:
+        ValueError: the target is neither class indices nor of the shape of the scores.
     """
     scores = upcast_half(scores)
     return F.binary_cross_entropy_with_logits(scores, _presence(target, scores))
@@ -132,6 +141,9 @@ def reconstruction_loss(reconstruction: Tensor, image: Tensor, weight: float = 0
     Args:
         reconstruction, image: ``[b, c, h, w]``, pixels in 0 to 1.
         weight: 0.0005, so that the reconstruction does not dominate the margin loss.
+
+    Raises:
+        ValueError: the two differ in shape.
     """
     if reconstruction.shape != image.shape:
         raise ValueError(
@@ -162,6 +174,9 @@ class SpreadLoss(nn.Module):
 
     Call :meth:`set_progress` with the completed share of the training, e.g. once an epoch; the linear schedule is
     our choice. ``margin_low=None`` keeps the margin fixed ("fix_m" in Li et al. 2018, Table 5).
+
+    Raises:
+        ValueError: ``margin_low`` exceeds ``margin``.
     """
 
     def __init__(self, margin: float = 0.9, margin_low: float | None = 0.2) -> None:
@@ -185,7 +200,11 @@ class SpreadLoss(nn.Module):
 
 
 class CrossEntropyLoss(nn.Module):
-    """:func:`cross_entropy_loss` as a module."""
+    """:func:`cross_entropy_loss` as a module.
+
+    Raises:
+        ValueError: ``label_smoothing`` is not between 0 and 1.
+    """
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         super().__init__()

@@ -163,6 +163,8 @@ class AugmentConfig(_Section):
 
 
 class DataConfig(_Section):
+    """The data set, its validation images, and how images are read."""
+
     name: str
     """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, wds:PATH, parquet:PATH, idx:PATH,
     hf:OWNER/NAME."""

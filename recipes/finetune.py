@@ -96,7 +96,10 @@ def find_source(model: str, weights: bool = True) -> Source:
         model: the name.
         weights: False for an architecture that starts from random weights, and may have no others.
 
-    Raises the errors of `capszoo.checkpoint.resolve` and its `create`.
+    Raises:
+        UnknownModel: no model has this name.
+        CapszooError: no such folder or file, or a folder without a finished run.
+        WeightsError: weights are missing or do not fit.
     """
     found = resolve(model)
     net = found.create(pretrained=weights, device="cpu")
@@ -327,8 +330,12 @@ def finetune(
     Returns:
         The result of `train` and, once finished, paths: `"labels"`, `"confusion"`, `"card"`.
 
-    Raises `UsageError`, `DataError`, `TrainingError`, `WeightsError`, `UnknownModel` or another `CapszooError`, each
-    one line with a remedy.
+    Raises:
+        UnknownModel: no model or backbone has this name.
+        UsageError: an argument is invalid, or two do not go together.
+        DataError: the images are missing or unreadable.
+        WeightsError: the model's weights are missing or do not fit.
+        TrainingError: the run cannot start, continue or be saved.
     """
     read = functools.cache(read_split)  # read each split once: for the recipe, for training, for evaluation
     recipe = finetune_recipe(

@@ -114,8 +114,12 @@ def train(
         `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
         `"validation"` and `"test"`, if there are such images.
 
-    Raises `UsageError` (`RecipeError` among them), `DataError`, `WeightsError` or `TrainingError`, each one line with a
-    remedy; with several processes the first one raises it, the others exit.
+    Raises:
+        UsageError: an argument is invalid; a `RecipeError` if it is the recipe.
+        DataError: the data set is missing or unreadable.
+        WeightsError: initial weights are missing or do not fit.
+        TrainingError: the run cannot start, continue or be saved. With several processes the first one raises an error,
+            the others exit.
     """
     recipe = load_recipe(recipe, overrides, profile)
     if threads is not None and threads < 1:

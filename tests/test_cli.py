@@ -155,7 +155,7 @@ def test_info_engines() -> None:
     name = "native" if compiler() else "blocked"
     assert [row["engine"] for row in rows] == ["reference", "reference", name]
     absent = {} if compiler() else {"native": rows[2]["refused"]["native"]}
-    expected = {"masked": "is for other graphs", "fused": "runs on CUDA alone", **absent}
+    expected = {"masked": "needs a graph for its target", "fused": "needs CUDA", **absent}
     assert rows[2]["refused"] == expected
     assert rows[2]["votes"] == 32 * 800 * 10 * 16
     text = succeeds(*command)

@@ -60,7 +60,7 @@ def curves_command(
     if what != "training":
         refuse_unused(context, ["x", "log"], f"with --what {what}", "leave it out")
     require_matplotlib("curves")
-    from ..recipes.evaluation.plots import NAMES, draw_dynamics, draw_runs
+    from ..recipes.evaluation.plots import NAMES, draw_routing_probe, draw_runs
     from ..recipes.evaluation.report_plots import draw_robustness
     from ..recipes.training.history import find_runs
 
@@ -72,7 +72,7 @@ def curves_command(
     found = find_runs(runs)
     with file.drawn():
         written = (
-            draw_dynamics(found, file.path) if what == "routing" else draw_runs(found, file.path, x, log)
+            draw_routing_probe(found, file.path) if what == "routing" else draw_runs(found, file.path, x, log)
         )
     for name, records in found.items():
         last = records[-1]

@@ -207,7 +207,9 @@ def save_columns(
         title: of the whole figure.
         legend: name to colour, below the pictures.
 
-    Raises `UsageError` if there are no pictures, and the errors of :func:`save`.
+    Raises:
+        UsageError: there are no pictures, or :func:`save` cannot write this kind of file.
+        CapszooError: matplotlib is not installed, or the file cannot be written.
     """
     if not columns:
         raise UsageError("there is nothing to draw", "give more images")

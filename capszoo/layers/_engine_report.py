@@ -18,8 +18,11 @@ def engine_report(
     device: str = "cpu",
     target: str = "",
     input_size: Optional[Tuple[int, ...]] = None,
+    mode: str = "eager",
 ) -> List[Choice]:
     """Report the engine of each routing layer and why the others were refused, without computing anything.
+
+    Autocast of ``device`` is honoured: call it within the context in which the model would run.
 
     Nothing else may run capsule layers meanwhile, in any thread of the process.
 
@@ -30,7 +33,13 @@ def engine_report(
         device: ``"cpu"`` or ``"cuda"``, where the model would run.
         target: report the choice for a graph exported for one of TARGETS.
         input_size: shape of an image without the batch; defaults to the model's own.
+        mode: ``"eager"``, or ``"compiled"`` for a model under ``torch.compile``.
+
+    Raises:
+        ValueError: ``mode`` is neither word.
     """
+    if mode not in ("eager", "compiled"):
+        raise ValueError(f"mode must be 'eager' or 'compiled', not {mode!r}")
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     size = input_size or config.get("input_size", (3, 32, 32))
     if input_size is None:  # a model of another size or other channels states them itself
@@ -39,14 +48,18 @@ def engine_report(
     state = {k: torch.empty_like(v, device="meta") for k, v in _tensors(model).items()}
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     x = torch.empty(batch, *size, dtype=like.dtype, device="meta")
-    modes = [(module, module.training) for module in model.modules()]
+    training_modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
-        with torch.set_grad_enabled(training), use_engines(target=target), record_engines(device) as choices:
+        with (
+            torch.set_grad_enabled(training),
+            use_engines(target=target),
+            record_engines(device, mode) as choices,
+        ):
             torch.func.functional_call(model, state, (x,))
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, was_training in training_modes:
+            module.training = was_training
     names = {module: name for name, module in model.named_modules()}
     return [replace(choice, name=names.get(choice.layer, "")) for choice in choices]
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .engine_choice import STATE
+
 __all__ = ["finite_cast", "upcast_half", "wide_type", "working_type"]
 
 
@@ -35,7 +37,7 @@ torch.fx.wrap("finite_cast")
 
 def working_type(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products with ``x`` are computed: that of ``x``, or autocast's where it is on."""
-    device = x.device.type
+    device = STATE.device or x.device.type  # an engine report assumes a device for tensors on the meta device
     if x.dtype == torch.float32 and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype

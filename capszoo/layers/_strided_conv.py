@@ -48,6 +48,7 @@ class StridedConv2d(nn.Conv2d):
             return False
         return (
             torch.is_grad_enabled()
+            # as `choose` of a routing layer: this form has no name that could be forced, PyTorch's has "reference"
             and "reference" not in STATE.names
             and x.device.type == "cpu"
             and x.dim() == 4

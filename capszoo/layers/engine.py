@@ -94,12 +94,12 @@ class Engine:
 
     @classmethod
     def unsupported(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Reason why it cannot compute this call: a sentence without numbers, empty if it can."""
+        """What it needs to compute this call: "needs ..." without numbers; empty if it can."""
         return ""
 
     @classmethod
     def unprofitable(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Reason why it does not pay here, naming the threshold as ``TUNING.<name>``; empty if it does."""
+        """What it needs to pay: "needs ...", naming the threshold as ``TUNING.<name>``; empty if it does."""
         return ""
 
     @classmethod
@@ -121,18 +121,20 @@ class Engine:
     def cannot(cls, layer: "RoutingLayer", call: Call) -> str:
         """Reason why it cannot be used: mode, device, an empty batch, :meth:`unsupported`."""
         if call.mode not in cls.modes:
-            return "does not run in this mode (eager, compiled, graph)"
+            return "needs another mode (of eager, compiled, graph)"
         if cls.devices and call.device not in cls.devices:
-            return "does not run on this device"
+            return "needs another device"
         if call.routings == 0:
-            return "there are no images"
+            return "needs at least one image"
         return cls.unsupported(layer, call)
 
     @classmethod
     def does_not_pay(cls, layer: "RoutingLayer", call: Call) -> str:
         """Reason why it is not chosen: target, :meth:`unprofitable`, :meth:`not_built`."""
         if call.target not in cls.targets and (cls.targets or call.target):
-            return "is for other graphs" if cls.targets else "writes no graph for this target"
+            return (
+                "needs a graph for its target" if cls.targets else "needs a call outside of exported graphs"
+            )
         return cls.unprofitable(layer, call) or cls.not_built(layer, call)
 
 
@@ -194,7 +196,8 @@ class RoutingLayer(nn.Module):
     def describe(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Call:
         """The call for which an engine is chosen."""
         x = inputs[0]
-        mode = "graph" if is_tracing(x) else "compiled" if torch.compiler.is_compiling() else "eager"
+        mode = STATE.mode or ("compiled" if torch.compiler.is_compiling() else "eager")
+        mode = "graph" if is_tracing(x) else mode
         routings, children, parents, child_dim, parent_dim = self.sizes(inputs)
         return Call(
             mode,
@@ -241,7 +244,7 @@ class RoutingLayer(nn.Module):
     def _by_engine(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         if isinstance(inputs[0], torch.fx.Proxy):
             return self.reference(inputs, num_iters, need_couplings)
-        device = inputs[0].device.type
+        device = STATE.device or inputs[0].device.type
         if not self.autocasts and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self._by_engine(inputs, num_iters, need_couplings)
@@ -272,4 +275,4 @@ def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
 def other_type(layer: Any, call: Call) -> str:
     """Reason for a reference that refuses children and weights of different types, after autocast's casts."""
     same = call.dtype == working_type(layer.weight)
-    return "" if same else "children and weights have different types"
+    return "" if same else "needs children and weights of one type"

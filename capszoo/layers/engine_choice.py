@@ -30,6 +30,7 @@ class State:
         self.target = ""
         self.records: Optional[List["Choice"]] = None
         self.device = ""  # assumed by choices where tensors are on the meta device
+        self.mode = ""  # likewise
 
 
 STATE = State()
@@ -58,19 +59,20 @@ class Choice:
 
 
 @contextmanager
-def record_engines(meta_as: str = "") -> Iterator[List[Choice]]:
+def record_engines(meta_as: str = "", mode: str = "") -> Iterator[List[Choice]]:
     """Within this context, append every choice to the list that it yields.
 
     Args:
         meta_as: the device that choices assume for tensors on the meta device, where nothing is computed.
+        mode: the mode that choices assume, ``"eager"`` or ``"compiled"``; by default that of the call.
     """
-    before = STATE.records, STATE.device
+    before = STATE.records, STATE.device, STATE.mode
     records: List[Choice] = []
-    STATE.records, STATE.device = records, meta_as
+    STATE.records, STATE.device, STATE.mode = records, meta_as, mode
     try:
         yield records
     finally:
-        STATE.records, STATE.device = before
+        STATE.records, STATE.device, STATE.mode = before
 
 
 @contextmanager

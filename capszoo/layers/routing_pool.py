@@ -44,8 +44,6 @@ from .squash import squash
 
 __all__ = ["RoutingCaps", "RoutingPool2d", "routing_caps", "routing_pool"]
 
-_ACTIVATIONS = ("identity", "squash", "norm")
-
 
 def _inverse_length(square: Tensor) -> Tensor:
     """1 / length from the squared length; finite, with a finite gradient, for every input."""
@@ -58,6 +56,16 @@ def _activate(s: Tensor, activation: str) -> Tensor:
     if activation == "norm":
         return s * _inverse_length((s * s).sum(dim=-1, keepdim=True))
     return s
+
+
+def _check(lam: float, num_iters: int, activation: str) -> None:
+    """Also in scripted code, which knows neither keyword arguments of any name nor global tuples."""
+    if lam < 0:
+        raise ValueError(f"lam must be 0 (average pooling) or more, not {lam}")
+    if num_iters < 1:
+        raise ValueError(f"num_iters must be at least 1, not {num_iters}")
+    if activation != "identity" and activation != "squash" and activation != "norm":
+        raise ValueError(f"activation must be one of 'identity', 'squash', 'norm', not '{activation}'")
 
 
 def routing_pool(
@@ -74,7 +82,11 @@ def routing_pool(
     Returns:
         Poses ``[b, g, e]`` in the dtype of ``x``, and couplings ``[b, g, l]`` that sum to 1 over ``l`` (float32 for
         half precision).
+
+    Raises:
+        ValueError: ``lam`` is negative, ``num_iters`` is below 1, or the activation does not exist.
     """
+    _check(lam, num_iters, activation)
     groups, locations, pose = x.shape[1], x.shape[2], x.shape[3]
     u = upcast_half(x).reshape(-1, locations, pose)  # [b*g, l, e]
     s = u.mean(dim=1, keepdim=True)  # lines 2, 3 and the first line 5: uniform couplings, [b*g, 1, e]
@@ -114,7 +126,11 @@ def routing_caps(
     Returns:
         Poses ``[b, n, e]`` in the dtype of ``x``, and couplings ``[b, n, g, l]``: for each class they sum to 1 over
         all children, ``g`` and ``l`` together (float32 for half precision).
+
+    Raises:
+        ValueError: ``lam`` is negative, ``num_iters`` is below 1, or the activation does not exist.
     """
+    _check(lam, num_iters, activation)
     types, locations, d = x.shape[1], x.shape[2], x.shape[3]
     classes, e = weight.shape[0], weight.shape[2]
     w = upcast_half(weight)  # [n, g*d, e]
@@ -161,16 +177,6 @@ def routing_caps(
 # Leaves for FX, which cannot trace the dtype and autocast branches.
 torch.fx.wrap("routing_pool")
 torch.fx.wrap("routing_caps")
-
-
-def _check(lam: float, num_iters: int, activation: str) -> None:
-    if lam < 0:
-        raise ValueError(f"lam must be 0 (average pooling) or more, not {lam}")
-    at_least(1, num_iters=num_iters)
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"activation must be one of {', '.join(map(repr, _ACTIVATIONS))}, not {activation!r}"
-        )
 
 
 class RoutingPool2d(RoutingLayer):

@@ -11,8 +11,9 @@ v      the returned tensor
 ====== ===============================================
 
 Deviations: below ``|s| = 1e-6`` the factor ``|s| / (1 + |s|^2)`` is clamped at ``1e-6`` (a zero capsule gives
-zero and a finite gradient; the gradient of the formula is zero there). Half precision is computed in float32 and
-cast back.
+zero and a finite gradient; the gradient of the formula is zero there). Squared lengths are clamped at 1e38, so that
+float32 stays finite: from ``|s| = 1e19`` on, the length of the result is above 1, ``|s| / 1e19``. Half precision is
+computed in float32 and cast back.
 
 :func:`exponential_squash` is the squash of Efficient-CapsNet (Mazzia, Salvetti, Chiaberge 2021, arXiv:2101.12491):
 ``v = (1 - exp(-|s|)) * (s / |s|)``. Its slope at zero is 1, so that short capsules keep their gradient.
@@ -36,7 +37,7 @@ def squash(s: Tensor, dim: int = -1) -> Tensor:
         dim: the pose axis.
 
     Returns:
-        Tensor of the shape and dtype of ``s``; lengths lie in [0, 1].
+        Tensor of the shape and dtype of ``s``; lengths lie in [0, 1] (of capsules up to a length of 1e19).
 
     Examples:
         >>> squash(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).norm(dim=-1)  # 25 / 26, and no NaN at zero
@@ -86,7 +87,7 @@ def exponential_squash(s: Tensor, dim: int = -1) -> Tensor:
         dim: the pose axis.
 
     Returns:
-        Tensor of the shape and dtype of ``s``; lengths lie in [0, 1].
+        Tensor of the shape and dtype of ``s``; lengths lie in [0, 1] (of capsules up to a length of 1e19).
     """
     x = upcast_half(s)
     length = squared_lengths(x, dim).sqrt()

@@ -117,7 +117,11 @@ def cifar_resnet_stages(
 ) -> "OrderedDict[str, nn.Module]":
     """Stem and three stages of the CIFAR ResNet with ``depth = 6n + 2`` layers (He et al. 2016, section 4.2).
 
-    Returns stages ``stem``, ``layer1``, ``layer2``, ``layer3`` with reductions 1, 1, 2, 4.
+    Returns:
+        Stages ``stem``, ``layer1``, ``layer2``, ``layer3`` with reductions 1, 1, 2, 4.
+
+    Raises:
+        ValueError: ``depth`` is not 6n + 2 of at least 8.
     """
     if depth < 8 or (depth - 2) % 6:
         raise ValueError(f"a CIFAR ResNet has 6n + 2 layers (8, 14, 20, 32, …), not {depth}")
@@ -133,7 +137,8 @@ def cifar_resnet_stages(
 def idpa_backbone_stages(in_chans: int, out_chans: int = 128) -> "OrderedDict[str, nn.Module]":
     """ResNet backbone of the IDPA paper (appendix A.1): 32x32 images to 16x16 features of ``out_chans``.
 
-    Returns ``stem`` (3x3, 64), ``layer1`` (3 blocks of 64), ``layer2`` (4 blocks, stride 2); reductions 1, 1, 2.
+    Returns:
+        ``stem`` (3x3, 64), ``layer1`` (3 blocks of 64), ``layer2`` (4 blocks, stride 2); reductions 1, 1, 2.
     """
     return OrderedDict(
         stem=ConvBnAct(in_chans, 64),

@@ -81,6 +81,9 @@ class DynamicCapsNet(DynamicCapsNetBase):
         decoder: build the reconstruction decoder.
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
         drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -241,6 +244,9 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         decoder: build the reconstruction decoder.
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
         drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     map_quantity = "coupling × capsule length"

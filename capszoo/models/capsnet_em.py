@@ -156,6 +156,9 @@ class EMCapsNet(EMNetBase):
         decoder: build the reconstruction decoder.
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
         drop_rate: share of the class layer's children that are set inactive in training.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -311,6 +314,9 @@ class SixLayerEMCapsNet(EMNetBase):
         decoder: build the reconstruction decoder.
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.
         drop_rate: share of the class layer's children that are set inactive in training.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(

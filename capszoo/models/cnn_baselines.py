@@ -156,6 +156,9 @@ class SabourCNN(ConvNet):
         widths: channels of the 5x5 convolutions.
         hidden: widths of the hidden layers.
         drop_rate: dropout before the classifier.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -203,6 +206,9 @@ class MultiMnistCNN(ConvNet):
         hidden: width of the linear layer.
         pool: ``"avg"`` (Table 12), or ``"linear"``: the linear layer sees every position (section 6).
         drop_rate: dropout before the classifier.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -244,6 +250,9 @@ class BaselineCNN(ConvNet):
         num_classes, in_chans, img_size, global_pool: see :class:`ConvNet`; no weight depends on ``img_size``.
         width: channels of the convolutions.
         drop_rate: dropout before the classifier.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -301,6 +310,9 @@ class SixLayerCNN(ConvNet):
         widths: channels of the 3x3 convolutions (strides 1, 1, 2, 2, 1).
         pool_grid: rows and columns of the grid to which the features are averaged before the classifier.
         drop_rate: dropout before the classifier.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(

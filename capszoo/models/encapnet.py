@@ -97,6 +97,9 @@ class EncapNet(CapsuleNet):
         global_pool: pooling of the features without a class layer; ``""`` for none.
         drop_rate: dropout of capFC's input.
         decoder: add the reconstruction decoder.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     classifier_name = "head"
@@ -260,6 +263,9 @@ class EncapResNet(CapsuleNet):
         stem: ``"conv"`` (3x3), ``"resnet"``, or ``"auto"``: the ResNet stem above 64 pixels.
         global_pool: ``"avg"``; ``""`` only without a classifier.
         drop_rate: dropout before the classifier.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     classifier_name = "head"

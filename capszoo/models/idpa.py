@@ -90,6 +90,9 @@ class IdpaNet(CapsuleNet):
         activations: capsules have activations as in EM routing (ablation C).
         global_pool: ``"avg"``; ``""`` returns the feature map without a class layer.
         drop_rate: dropout of the sums of votes, before their LayerNorm.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     readout = ("score",)

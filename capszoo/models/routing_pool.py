@@ -87,6 +87,9 @@ class RoutingPoolNet(CapsuleNet):
         global_pool: timm's name for ``pool``, which it overrides if given; ``""`` leaves the features unpooled
             while there is no classifier.
         drop_rate: dropout before the classifier.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     classifier_name = "fc"

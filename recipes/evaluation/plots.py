@@ -13,7 +13,7 @@ from capszoo.explain.plotting import new_figure, save, write_numbers
 from ..training.checkpoints import write_atomically
 from .report_plots import agreement_panel
 
-__all__ = ["NAMES", "draw_curves", "draw_dynamics", "draw_runs"]
+__all__ = ["NAMES", "draw_curves", "draw_routing_probe", "draw_runs"]
 
 NAMES = {
     "train_loss": "training loss",
@@ -124,7 +124,7 @@ def shown_epochs(epochs: Sequence[int]) -> list[int]:
     return sorted({min(epochs, key=lambda epoch: abs(epoch - value)) for value in wanted})
 
 
-def draw_dynamics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> Path:
+def draw_routing_probe(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> Path:
     """Draw the curves of Li et al. 2018 ("Neural Network Encapsulation"), Fig. 2, at some epochs, one row per run.
 
     Votes by their cosine with the parent capsule: their share (grey) and their mean length (blue).

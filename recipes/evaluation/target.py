@@ -226,7 +226,10 @@ def prepare(
         device: None selects CUDA if available.
         skip_bad: skip images that cannot be read, as training with `data.skip_bad` does; the target lists them.
 
-    Raises `DataError`, `WeightsError` or `CapszooError`, one line each, if something is missing or does not fit.
+    Raises:
+        UsageError: an argument is invalid.
+        DataError: the data set is missing, or does not fit the model.
+        WeightsError: the weights are missing or do not fit.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"a limit of {limit} images is invalid", "give 1 or more")

@@ -217,15 +217,18 @@ def _note_session(run: Run, state: TrainState) -> None:
 def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str, str] | None:
     """The engine with which each routing layer trains on images of ``size``, by the layer's name.
 
-    None for a network that cannot run without data (on the meta device), such as some backbones.
+    It is the engine of the run's own precision and ``compile``. None for a network that cannot run without data (on the
+    meta device), such as some backbones.
     """
     batch = run.recipe.batch_size // run.world // run.recipe.accumulate
     images = (run.data.training.spec.input_size[0], *size)
+    mode = "compiled" if run.recipe.compile else "eager"
     if run.sharded:  # the report needs a net on the meta device, which shards are not
         with torch.device("meta"):
             net = create_net(run.recipe.model_copy(update={"init": None}), run.data.training.spec)
     try:
-        choices = engine_report(net, batch, True, run.device.type, input_size=images)
+        with run.accelerator.autocast():
+            choices = engine_report(net, batch, True, run.device.type, input_size=images, mode=mode)
     except (RuntimeError, NotImplementedError):
         return None
     return {choice.name: choice.engine.name for choice in choices}

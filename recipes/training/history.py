@@ -78,7 +78,8 @@ def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
 
     Records of a folder get `images`, the number of training images processed so far.
 
-    Returns records by the folder's last name, or by the whole path if two names are equal.
+    Returns:
+        Records by the folder's last name, or by the whole path if two names are equal.
 
     Raises:
         CapszooError: there is no such run, or no epoch has ended yet.

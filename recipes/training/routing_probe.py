@@ -1,7 +1,7 @@
 """Record how routing changes in training: statistics of the same few images after each epoch.
 
 The statistics are those in Fig. 2 of Li et al. 2018 ("Neural Network Encapsulation"): votes by their cosine with the
-parent capsule, their share and their mean length; `evaluation.plots.draw_dynamics` draws them.
+parent capsule, their share and their mean length; `evaluation.plots.draw_routing_probe` draws them.
 """
 
 from __future__ import annotations

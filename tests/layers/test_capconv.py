@@ -183,8 +183,8 @@ def test_recomputing_refuses_what_it_does_not_know() -> None:
         with record_engines() as choices:
             layer(x).sum().backward()
         reasons.append([r for c in choices for r in c.refused().values()])
-    assert reasons[0] == reasons[1] == ["a norm or squash was replaced or has hooks"]
-    assert reasons[2] == ["each coefficient comes from one branch"]
+    assert reasons[0] == reasons[1] == ["needs the original norm and squash, without hooks"]
+    assert reasons[2] == ["needs coefficients that each come from both branches"]
     with torch.no_grad(), record_engines() as choices:
         CapConv(8, 8, 1, 1, groups=4)(x)
     assert {c.engine.name for c in choices} == {"reference"}

@@ -366,7 +366,7 @@ def test_shared_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     apply = _blockwise._Blockwise.apply
     monkeypatch.setattr(_blockwise._Blockwise, "apply", lambda *a: (made.append(a[3]), apply(*a))[1])
-    with tuned(em_shared_block_numbers=200):
+    with tuned(em_shared_block_elements=200):
         layer(x, activations)
     # products, first moments; twice forms, weighted features, moments
     assert len(made) == 8 and max(made) < 7
@@ -475,6 +475,13 @@ def test_batch_equals_one_by_one(name: str, layer: nn.Module, x: Tensor) -> None
 
 def half_types() -> list[torch.dtype]:
     return [torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_shared_transforms_of_children_whose_moments_would_overflow() -> None:
+    layer = SharedEM(4, 8, 6, 5)
+    for x, activations in ((1e18, 1e18), (1e18, 1.0), (1.0, 1e18)):
+        out = layer(x * torch.randn(2, 4, 8, 9), torch.full((2, 4, 9), activations))
+        assert all(t.isfinite().all() for t in out)
 
 
 @pytest.mark.parametrize("dtype", half_types())

@@ -150,7 +150,7 @@ EM = {
     "em_blocked_min_votes": 0,
     "em_block_votes": 5 * 8 * 3 * 4,
     "em_chunk_votes": 4 * 8 * 3 * 4,
-    "em_shared_block_numbers": 200,
+    "em_shared_block_elements": 200,
 }
 
 #: blocks of three images
@@ -448,7 +448,7 @@ def test_no_images(case: Case, engine: type[Engine]) -> None:
     with tuned(**case.tuning), use_engines(engine.name), record_engines() as choices:
         found = flat(case.route(module, *x))
     assert {choice.engine for choice in choices} == {Reference}
-    assert "there are no images" in choices[0].refused().values()
+    assert "needs at least one image" in choices[0].refused().values()
     assert all(not t.numel() for t in found)
     assert all(not g.any() for g in gradients(found, [*x, *module.parameters()]))
 
@@ -613,9 +613,8 @@ def test_small_layers_use_their_reference(case: Case) -> None:
     with torch.no_grad(), record_engines() as choices:
         module(*x)
     assert choices and {choice.engine for choice in choices} == {Reference}
-    assert not any("another was forced" in choice.refused().values() for choice in choices), (
-        "each has its reason"
-    )
+    for choice in choices:
+        assert all(reason.startswith("needs ") for reason in choice.refused().values()), choice.refused()
 
 
 def subclasses(base: type[Engine]) -> list[type[Engine]]:
@@ -720,9 +719,55 @@ def test_report() -> None:
     assert model.training and not model.drop.training and next(model.parameters()).device.type == "cpu"
     choice = engine_report(model, device="cuda")[0]
     assert choice.engine.name == "fused" or choice.refused()["fused"] in (
-        "Triton is not installed",
+        "needs Triton, which is not installed",
         "needs compute capability 8",
     )
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        (lambda: EncapModule(8, 16, 2, 1, groups=4), (8, 6, 6)),
+        (lambda: DynamicRouting(64, 8, 4, 16), (64, 8)),
+        (lambda: RoutingPool2d(4), (8, 3, 3)),
+    ],
+    ids=["capconv", "dynamic", "routing_pool"],
+)
+def test_the_report_is_what_runs(
+    build: Callable[[], nn.Module], size: tuple[int, ...], half: bool, mode: str
+) -> None:
+    model = build()
+    run: Any = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        reported = engine_report(model, 2, training=True, input_size=size, mode=mode)
+        with record_engines() as choices:
+            run(torch.randn(2, *size))
+    assert [c.engine for c in reported] == [c.engine for c in choices] != []
+    assert [c.call.mode for c in reported] == [c.call.mode for c in choices]
+
+
+@pytest.mark.parametrize(
+    ("build", "engine", "reason"),
+    [
+        (
+            lambda: DynamicRouting(8, 4, 3, 4, softmax_over="children"),
+            "native",
+            "needs a softmax over the parents",
+        ),
+        (lambda: DynamicRouting(8, 4, 3, 4, init="learned"), "native", "needs first logits of zero"),
+    ],
+    ids=["softmax", "init"],
+)
+def test_refusals_say_what_an_engine_needs(build: Callable[[], nn.Module], engine: str, reason: str) -> None:
+    (choice,) = engine_report(build(), 2, input_size=(8, 4))
+    assert choice.refused()[engine].startswith(reason)
+
+
+def test_the_report_has_two_modes() -> None:
+    with pytest.raises(ValueError, match="'eager' or 'compiled', not 'graph'"):
+        engine_report(FCIDPA(6, 3, 4), mode="graph")
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -731,7 +776,7 @@ def test_dynamic_routing_on_a_gpu_is_the_reference(training: bool) -> None:
     model.default_cfg = {"input_size": (1152, 8)}
     (choice,) = engine_report(model, batch=128, training=training, device="cuda")
     assert choice.engine is Reference
-    assert set(choice.refused().values()) == {"does not run on this device"}
+    assert set(choice.refused().values()) == {"needs another device"}
 
 
 def test_the_report_takes_a_model_s_own_channels_and_size() -> None:

@@ -87,7 +87,7 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     layer = ConvEM(2, 3)
     layer.default_cfg = {"input_size": (34, 8, 8)}  # type: ignore[assignment]
     (choice,) = engine_report(layer, training=True)
-    assert "there is no C++ compiler" in choice.refused()["native"]
+    assert "needs a C++ compiler" in choice.refused()["native"]
 
 
 def test_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -265,6 +266,13 @@ def test_shapes_and_repr() -> None:
     assert "lam=5" in repr(RoutingPool2d(16)) and "4x16 -> 10x16" in repr(RoutingCaps(4, 16, 10))
 
 
+#: the functions with arguments of their own
+FUNCTIONS: tuple[Callable[[dict[str, Any]], object], ...] = (
+    lambda wrong: routing_pool(torch.ones(1, 2, 3, 4), **wrong),
+    lambda wrong: routing_caps(torch.ones(1, 2, 3, 4), torch.ones(5, 8, 6), **wrong),
+)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -272,6 +280,16 @@ def test_shapes_and_repr() -> None:
         (lambda: RoutingPool2d(lam=-1.0), "lam must be 0"),
         (lambda: RoutingPool2d(num_iters=0), "num_iters must be at least 1"),
         (lambda: RoutingPool2d(activation="relu"), "activation must be one of"),
+        *(
+            (lambda function=function, wrong=wrong: function(wrong), message)
+            for function in FUNCTIONS
+            for wrong, message in (
+                ({"num_iters": 0}, "num_iters must be at least 1, not 0"),
+                ({"num_iters": -3}, "num_iters must be at least 1, not -3"),
+                ({"activation": "sqaush"}, "activation must be one of .*, not 'sqaush'"),
+                ({"lam": -1.0}, "lam must be 0"),
+            )
+        ),
         (lambda: RoutingPool2d(output_size=0), "output_size"),
         (lambda: RoutingPool2d(output_size=2, flatten=True), "flatten needs"),
         (lambda: RoutingCaps(0, 4, 3), "at least 1"),
@@ -280,6 +298,13 @@ def test_shapes_and_repr() -> None:
 def test_wrong_arguments(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_scripted_functions_refuse_wrong_arguments() -> None:
+    with pytest.raises(torch.jit.Error, match="num_iters must be at least 1, not 0"):
+        torch.jit.script(routing_pool)(torch.ones(1, 2, 3, 4), num_iters=0)
+    with pytest.raises(torch.jit.Error, match="one of 'identity', 'squash', 'norm', not 'sqaush'"):
+        torch.jit.script(routing_caps)(torch.ones(1, 2, 3, 4), torch.ones(5, 8, 6), activation="sqaush")
 
 
 def test_channels_that_cannot_be_cut() -> None:

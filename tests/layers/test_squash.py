@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from capszoo.layers import Squash, squash
+from capszoo.layers import Squash, exponential_squash, squash
 from tests.reference.squash import squash as naive_squash
 
 
@@ -55,6 +57,15 @@ def test_overflowing_squares_stay_finite() -> None:
     v.sum().backward()
     assert torch.isfinite(v).all()
     assert s.grad is not None and torch.isfinite(s.grad).all()
+
+
+@pytest.mark.parametrize("function", [squash, exponential_squash])
+def test_the_documented_limit_of_long_capsules(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """To 1e19 the length is at most 1; above, it grows, as the module's docstring says."""
+    lengths = torch.tensor([1e18, 9e18, 1e25, 1e30])
+    found = function(torch.stack([lengths, torch.zeros(4)], dim=1)).norm(dim=1)
+    assert (found[:2] <= 1 + 1e-6).all()
+    torch.testing.assert_close(found[2:], lengths[2:] / 1e19)
 
 
 def test_lengths_lie_below_one_and_grow() -> None:

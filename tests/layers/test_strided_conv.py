@@ -97,8 +97,11 @@ def test_where_it_is_chosen() -> None:
     layer.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert chosen(layer, x)
-        with use_engines("reference"):
-            assert not chosen(layer, x)
+        for names in (("reference",), ("blocked", "reference")):  # as a routing layer without "blocked"
+            with use_engines(*names):
+                assert not chosen(layer, x)
+        with use_engines("blocked"):
+            assert chosen(layer, x)
         with torch.no_grad():
             assert layer(x).grad_fn is None
         for other in (

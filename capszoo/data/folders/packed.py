@@ -15,6 +15,18 @@ __all__ = ["parquet_shards", "read_idx", "read_packed_parquet"]
 
 
 def read_idx(folder: Path, split: str) -> tuple[Tensor, Tensor, Sequence[str]]:
+    """Read a split of the set ``idx:PATH``, files in the format of MNIST.
+
+    Args:
+        folder: of the files.
+        split: ``"train"`` or ``"test"``; there is no ``"val"``.
+
+    Returns:
+        Images, class indices, and the classes' names, which are their indices.
+
+    Raises:
+        DataError: files are missing or cannot be read, or images and labels differ in number.
+    """
     pair = idx_pair(folder, "train" if split == "train" else "t10k") if split != "val" else None
     if pair is None:
         raise DataError(
@@ -32,6 +44,21 @@ def read_idx(folder: Path, split: str) -> tuple[Tensor, Tensor, Sequence[str]]:
 def read_packed_parquet(
     folder: Path, split: str, size: int | None, resize: int | None, channels: int | None = None
 ) -> tuple[Tensor, Tensor, Sequence[str]]:
+    """Read a split of the set ``parquet:PATH``.
+
+    Args:
+        folder: of the files, whose names begin with that of the split.
+        split: ``"train"``, ``"val"`` or ``"test"``.
+        size: side of the images; None keeps that of the files.
+        resize: side to which they are resized where ``size`` is given; None: ``size``.
+        channels: 1 or 3; None: as many as the training images have.
+
+    Returns:
+        Images, class indices, and the classes' names.
+
+    Raises:
+        DataError: files are missing, cannot be read, or do not fit into memory.
+    """
     names = SPLITS[split]
     shards = parquet_shards(folder, names)
     if not shards:
@@ -51,4 +78,5 @@ def read_packed_parquet(
 
 
 def parquet_shards(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Parquet files in ``folder`` whose names begin with the first of ``names`` that has some; in order."""
     return next((found for name in names if (found := sorted(folder.glob(f"{name}[-.]*parquet")))), [])

@@ -16,16 +16,16 @@ __all__ = ["does_not_build", "not_native", "too_few_votes"]
 def not_native(dtype: torch.dtype) -> str:
     """Explain why no C++ code can compute in this dtype here; an empty string if it can."""
     if dtype not in (torch.float32, torch.float64):
-        return "computes in float32 and float64"
-    return "" if compiler() else "there is no C++ compiler (CXX, g++ or clang++), or CAPSZOO_NATIVE is 0"
+        return "needs float32 or float64"
+    return "" if compiler() else "needs a C++ compiler (CXX, g++ or clang++), and CAPSZOO_NATIVE other than 0"
 
 
 def too_few_votes(call: Call) -> str:
     """Reason why the C++ code does not pay for so few votes; an empty string if it does."""
     if call.grad and call.votes < TUNING.native_min_votes:
-        return "its votes have fewer elements than TUNING.native_min_votes"
+        return "needs votes of at least TUNING.native_min_votes elements"
     if not call.grad and call.votes < TUNING.native_min_votes_without_grad:
-        return "its votes have fewer elements than TUNING.native_min_votes_without_grad"
+        return "needs votes of at least TUNING.native_min_votes_without_grad elements"
     return ""
 
 

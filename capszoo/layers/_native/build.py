@@ -130,5 +130,5 @@ def _build_error(source: str, double: bool, **sizes: int) -> str:
         load(source, double, **sizes)
     except (OSError, RuntimeError) as error:
         warnings.warn(f"capszoo's C++ code cannot be used, other code is slower: {error}", stacklevel=2)
-        return "its C++ code could not be compiled or loaded"
+        return "needs its C++ code, which could not be compiled or loaded"
     return ""

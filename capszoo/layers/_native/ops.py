@@ -186,7 +186,7 @@ def _code(rows: Tensor, mean: Tensor, squares: bool) -> ctypes.CDLL:
 
 #: Largest q * r: transforms of more elements would fill the registers many times.
 MAX_TRANSFORM = 64
-TRANSFORM_TOO_LARGE = "a transform has more elements than its code keeps in registers"
+TRANSFORM_TOO_LARGE = "needs transforms with no more elements than its code keeps in registers"
 
 
 def pass_sizes(rows: int, inner: int, cols: int, squares: bool) -> Dict[str, int]:

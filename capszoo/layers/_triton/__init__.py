@@ -69,16 +69,16 @@ def not_fused(
         parents, rows, inner, cols: sizes j, p, q and r.
     """
     if not _enabled:
-        return "Triton is switched off (use_triton, CAPSZOO_TRITON)"
+        return "needs Triton, which is switched off (use_triton, CAPSZOO_TRITON)"
     if not _FOUND:
-        return "Triton is not installed"
+        return "needs Triton, which is not installed"
     if device != "cuda" and not (_on_cpu and device == "cpu"):
-        return "runs on CUDA alone"
+        return "needs CUDA"
     j, p, q, r = padded(parents, rows, inner, cols)
     if p > _MAX_DEPTH or q > _MAX_DEPTH:
-        return "poses have more rows or columns than its tiles"
+        return "needs poses whose rows and columns fit its tiles"
     if j * r > _MAX_WIDTH.get(dtype, 0):
-        return "the parents' poses in this type are wider than its tiles"
+        return "needs parents' poses that fit its tiles in this type"
     if weight.device.type == "cuda":
         about = torch.cuda.get_device_properties(weight.device)
         if torch.version.hip is not None or about.major < 8:
@@ -89,5 +89,5 @@ def not_fused(
             and j * r > 128
             and about.shared_memory_per_block_optin < _WIDE_BYTES
         ):
-            return "the float32 gradients of so wide parents need more shared memory than this GPU has"
+            return "needs more shared memory than this GPU has, for float32 gradients of so wide parents"
     return ""

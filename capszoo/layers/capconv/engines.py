@@ -179,8 +179,8 @@ class Recompute(Engine):
     modes = ("eager",)
     devices = ("cpu",)
     atol = {torch.float64: 1e-11, torch.float32: 2e-6}
-    #: why it refuses modules that are not plain
-    altered = "a norm or squash was replaced or has hooks"
+    #: reason for its refusal of modules that are not plain
+    altered = "needs the original norm and squash, without hooks"
 
     @classmethod
     def modules(cls, layer: Any) -> Tuple[nn.Module, ...]:
@@ -190,17 +190,17 @@ class Recompute(Engine):
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         if call.dtype not in cls.atol:
-            return "half precision is squashed in float32"
+            return "needs float32 or float64: half precision is squashed in float32"
         modules = cls.modules(layer)
         if call.routings == 1 and any(m.training for m in modules if isinstance(m, nn.BatchNorm2d)):
-            return "BatchNorm refuses one value per channel in training"
+            return "needs more than one value per channel, for BatchNorm in training"
         return "" if all(_is_known(module) for module in modules) else cls.altered
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         elements = call.routings * call.children * call.child_dim
         if not call.grad and elements < TUNING.capconv_recompute_min_elements:
-            return "no gradients are taken, and fewer elements than TUNING.capconv_recompute_min_elements"
+            return "needs gradients, or at least TUNING.capconv_recompute_min_elements elements"
         return ""
 
     @classmethod
@@ -213,7 +213,7 @@ class RecomputeBranches(Recompute):
     """The same for both branches of a layer, with their coefficients and the combination."""
 
     name = "recompute"
-    altered = "a norm, squash or coefficient was replaced or has hooks"
+    altered = "needs the original norms, squash and coefficients, without hooks"
 
     @classmethod
     def modules(cls, layer: Any) -> Tuple[nn.Module, ...]:
@@ -225,15 +225,15 @@ class RecomputeBranches(Recompute):
         if not reason and not (is_plain(layer.coef_master) and is_plain(layer.coef_aide)):
             return cls.altered
         if not reason and layer.coefficients != "both":
-            return "each coefficient comes from one branch"
+            return "needs coefficients that each come from both branches"
         if not reason and layer.graph_weight is not None:
-            return "its weights are constants of a graph"
+            return "needs weights that are not constants of a graph"
         return reason
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
         norms = [t for norm in (layer.master_bn, layer.aide_bn) for t in (norm.weight, norm.bias)]
-        coef = layer.merged_weight()
+        coef = layer.coefficient_weight()
         return Routed([_Branches.apply(*inputs, layer, coef, layer.coef_aide.bias, *norms)], [], None)
 
 
@@ -254,14 +254,14 @@ class OneConvolution(Engine):
         known = type(master) is CapGroupConv2d and type(skip) is XavierConv2d
         if known and all(is_plain(module) for module in (master, skip, layer.type1)):
             return ""
-        return "a convolution was replaced or has hooks"
+        return "needs the original convolutions, without hooks"
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if not call.grad:
-            return "no gradients are taken"
+            return "needs gradients"
         if call.child_dim > TUNING.capconv_one_convolution_max_child_dim:
-            return "its children have more dimensions than TUNING.capconv_one_convolution_max_child_dim"
+            return "needs children of at most TUNING.capconv_one_convolution_max_child_dim dimensions"
         return ""
 
     @classmethod

@@ -131,11 +131,11 @@ class MasterAide(_GroupedLayer):
         """Both coefficients ``[b, g, 2, h, w]`` from both branches side by side, ``[b, g*2d, h, w]``."""
         weight = self.graph_weight
         if weight is None:
-            weight = self.merged_weight()
+            weight = self.coefficient_weight()
         maps = F.conv2d(pair, weight, self.coef_aide.bias, 1, 1, 1, self.groups // self.coef_aide.together)
         return maps.unflatten(1, (self.groups, 2))
 
-    def merged_weight(self) -> Tensor:
+    def coefficient_weight(self) -> Tensor:
         """Weights of the one convolution that gives both coefficients (see :func:`merge_groups`)."""
         weight = torch.cat((self.coef_master.weight, self.coef_aide.weight), dim=1)
         return merge_groups(weight, self.groups, self.coef_aide.together)
@@ -144,7 +144,7 @@ class MasterAide(_GroupedLayer):
     def prepare_for_export(self) -> None:
         """Store the merged weights as a constant."""
         if self.coefficients == "both":
-            self.graph_weight = self.merged_weight().detach()
+            self.graph_weight = self.coefficient_weight().detach()
             self.coef_master.graph_weight = self.coef_aide.graph_weight = None
 
     def extra_repr(self) -> str:

@@ -21,7 +21,7 @@ from .routing import dynamic_routing, shared_dynamic_routing
 __all__ = ["Blocked", "Float32", "Native", "SharedFloat32"]
 
 _HALF = (torch.float16, torch.bfloat16)
-_NO_VOTES = "a single iteration forms no votes"
+_NO_VOTES = "needs more than one iteration: the first forms no votes"
 
 
 def _routed(poses: Tensor, couplings: Optional[Tensor], call: Call) -> Routed:
@@ -32,10 +32,10 @@ def _routed(poses: Tensor, couplings: Optional[Tensor], call: Call) -> Routed:
 
 
 def _not_plain(layer: Any) -> str:
-    """Reason why an engine of the paper's couplings alone (even at first, over the parents) cannot compute a layer."""
+    """What an engine of the paper's couplings alone (even at first, over the parents) needs that a layer lacks."""
     if layer.softmax_over != "parents":
-        return "its softmax runs over the parents"
-    return "" if layer.start is None else "its first logits are zero"
+        return "needs a softmax over the parents"
+    return "" if layer.start is None else "needs first logits of zero"
 
 
 def _vote_type(call: Call) -> torch.dtype:
@@ -58,15 +58,15 @@ class Blocked(Engine):
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         if call.mode == "compiled" and not call.grad:
-            return "without gradients, a compiled graph would unroll its blocks"
+            return "needs gradients: without them, a compiled graph would unroll its blocks"
         return _NO_VOTES if call.num_iters == 1 else other_type(layer, call)
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.votes < TUNING.dynamic_blocked_min_votes:
-            return "its votes have fewer elements than TUNING.dynamic_blocked_min_votes"
+            return "needs votes of at least TUNING.dynamic_blocked_min_votes elements"
         if call.votes > call.routings * TUNING.dynamic_blocked_max_image_votes:
-            return "the votes of an image have more elements than TUNING.dynamic_blocked_max_image_votes"
+            return "needs votes of at most TUNING.dynamic_blocked_max_image_votes elements per image"
         return ""
 
     @classmethod
@@ -103,13 +103,13 @@ class Native(Engine):
         if call.num_iters == 1:
             return _NO_VOTES
         if call.child_dim > MAX_DIM or call.parent_dim > MAX_DIM:
-            return "a pose has more elements than the C++ code is tested for"
+            return "needs poses of no more dimensions than the C++ code is tested for"
         return other_type(layer, call) or not_native(wide_type(call.dtype))
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.routings < TUNING.dynamic_native_min_routings:
-            return "fewer images or windows than TUNING.dynamic_native_min_routings"
+            return "needs at least TUNING.dynamic_native_min_routings images or windows"
         return too_few_votes(call)
 
     @classmethod
@@ -147,7 +147,7 @@ class Float32(Engine):
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.dtype not in _HALF:
-            return "the children are not in half precision"
+            return "needs children in half precision"
         return _NO_VOTES if call.num_iters == 1 else ""
 
     @classmethod
@@ -174,8 +174,10 @@ class SharedFloat32(Engine):
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.dtype not in _HALF:
-            return "the children are not in half precision"
-        return "in training, half the memory is worth more" if call.grad else ""
+            return "needs children in half precision"
+        return (
+            "needs a call without gradients: in training, half the memory is worth more" if call.grad else ""
+        )
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:

@@ -33,7 +33,8 @@ from the second iteration on also ``var_share`` of the first iteration's varianc
 rounding error are not stretched to the full range (``min_share``; these two are arguments of the functions only).
 ``eps`` is added to every child's activation, so that a weighted mean is defined where no child is active.
 Activations are returned before their sigmoid, which keeps their order where the sigmoid has saturated; without
-``normalize_cost`` it saturates early (Li et al. call this option crucial).
+``normalize_cost`` it saturates early (Li et al. call this option crucial). :class:`SharedEM` clamps poses and
+activations at 1e11: their products would overflow.
 
 Computation: squares are taken about the mean of the first iteration, where they do not cancel; means,
 variances and log-likelihoods are then matrix-vector products of the votes and of these squares, the only two

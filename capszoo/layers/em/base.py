@@ -93,17 +93,17 @@ class MatrixEM(EMLayer):
         nn.init.constant_(self.beta_v, self.init_beta_v)
         nn.init.zeros_(self.beta_a)
 
-    def wide_weight(self) -> Tensor:
+    def flat_weight(self) -> Tensor:
         """The transforms as matrices on flattened poses, ``[i, d, j * e]``."""
         return block_diagonal(upcast_half(self.weight), self.pose_size)
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         """Votes, then :func:`em_routing`."""
         weight = upcast_half(self.weight).transpose(1, 2).contiguous()
-        return self.route_through(inputs, weight, self.wide_weight(), num_iters, need_couplings)
+        return self.route_through(inputs, weight, self.flat_weight(), num_iters, need_couplings)
 
     def route_through(
-        self, inputs: List[Tensor], weight: Tensor, wide: Tensor, num_iters: int, need_couplings: bool
+        self, inputs: List[Tensor], weight: Tensor, flat_weight: Tensor, num_iters: int, need_couplings: bool
     ) -> Routed:
         """:meth:`reference` with given transforms: ``[i, q, j, r]``, and as ``[i, d, j * e]`` on flattened poses."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ def chunked_routing(
     poses: Tensor,
     activations: Tensor,
     weight: Tensor,
-    wide: Tensor,
+    flat_weight: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
     settings: Settings,
@@ -37,7 +37,7 @@ def chunked_routing(
     Args:
         poses: ``[b, s, i, d]`` at s output positions, a plain integer.
         activations: ``[b, s, i]``.
-        weight, wide: the transforms, ``[i, q, j, r]`` and ``[i, d, j * e]``.
+        weight, flat_weight: the transforms, ``[i, q, j, r]`` and ``[i, d, j * e]``.
         beta_v, beta_a: ``[j]``.
         settings: see :func:`.routing.em_routing`.
         need_couplings: whether to return the couplings.
@@ -46,7 +46,7 @@ def chunked_routing(
         poses ``[bs, j, e]``, logits ``[bs, j]``, and couplings ``[bs, j, i]`` or None.
     """
     num_iters, lam_start, lam_step, var_floor, eps, normalize = settings
-    parents, pose_dim = beta_v.shape[0], wide.shape[2] // beta_v.shape[0]
+    parents, pose_dim = beta_v.shape[0], flat_weight.shape[2] // beta_v.shape[0]
     cut = _Chunks(poses.shape[1], max(1, TUNING.em_chunk_votes // (poses.shape[2] * parents * pose_dim)))
     even, mass = first_weights(activations.flatten(0, 1), parents, eps)  # [bs, i], [bs, 1]
     mean, second = _even_moments(poses.flatten(0, 1), even, weight)
@@ -55,7 +55,7 @@ def chunked_routing(
     logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize, 0.0)
     shift = torch.zeros_like(mean)
     coupling: Optional[Tensor] = None
-    votes, squares = _votes_about(cut, poses, wide, mean) if num_iters > 1 else ([], [])
+    votes, squares = _votes_about(cut, poses, flat_weight, mean) if num_iters > 1 else ([], [])
     for t in range(1, num_iters):
         # the E-step's terms of a child: sum_h p_h (V - mu)_h^2 with p = 1 / 2 sigma^2, expanded about the first mean
         precision = 0.5 / variance
@@ -102,15 +102,15 @@ class _Chunks(NamedTuple):
 
 
 def _votes_about(
-    cut: _Chunks, poses: Tensor, wide: Tensor, mean: Tensor
+    cut: _Chunks, poses: Tensor, flat_weight: Tensor, mean: Tensor
 ) -> Tuple[List[Tensor], List[Tensor]]:
     """Votes about ``mean`` ``[bs, j, e]`` and their squares, ``[nj, i, e]`` of each chunk."""
     votes, squares = [], []
     for x, m in zip(cut.split(poses.flatten(0, 1)), cut.split(mean), strict=True):
-        v = torch.bmm(x.transpose(0, 1), wide) - m.flatten(1)  # [i, n, j*e]
+        v = torch.bmm(x.transpose(0, 1), flat_weight) - m.flatten(1)  # [i, n, j*e]
         # only products with these two follow, and they read this layout: no vote is copied
-        votes.append(v.reshape(wide.shape[0], -1, mean.shape[2]).transpose(0, 1))
-        squares.append((v * v).reshape(wide.shape[0], -1, mean.shape[2]).transpose(0, 1))
+        votes.append(v.reshape(flat_weight.shape[0], -1, mean.shape[2]).transpose(0, 1))
+        squares.append((v * v).reshape(flat_weight.shape[0], -1, mean.shape[2]).transpose(0, 1))
     return votes, squares
 
 

@@ -31,19 +31,19 @@ class Frozen(Engine):
 
     @classmethod
     def prepare(cls, layer: Any) -> Dict[str, Tensor]:
-        return {"wide": layer.wide_weight()}
+        return {"graph_weight": layer.flat_weight()}
 
     @classmethod
     def transforms(cls, layer: Any) -> List[Tensor]:
         """``[i, q, j, r]`` and ``[i, d, j * e]``, both derived from the constant alone."""
-        wide, p = upcast_half(layer.weights(Frozen)["wide"]), layer.pose_size
-        weight = wide.reshape(-1, p, p, layer.out_caps, p, p)[:, 0, :, :, 0]  # of [i, p, q, j, p, r]
-        return [weight.contiguous(), wide]
+        flat_weight, p = upcast_half(layer.weights(Frozen)["graph_weight"]), layer.pose_size
+        weight = flat_weight.reshape(-1, p, p, layer.out_caps, p, p)[:, 0, :, :, 0]  # of [i, p, q, j, p, r]
+        return [weight.contiguous(), flat_weight]
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        weight, wide = cls.transforms(layer)
-        return layer.route_through(inputs, weight, wide, call.num_iters, call.couplings)
+        weight, flat_weight = cls.transforms(layer)
+        return layer.route_through(inputs, weight, flat_weight, call.num_iters, call.couplings)
 
 
 class Chunked(Engine):
@@ -57,15 +57,15 @@ class Chunked(Engine):
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         # a difference of moments about 0, which are those of large poses, where it should be 0
-        return "the votes of a single child have no variance" if call.children == 1 else ""
+        return "needs more than one child, whose votes have a variance" if call.children == 1 else ""
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        weight, wide = Frozen.transforms(layer)
+        weight, flat_weight = Frozen.transforms(layer)
         betas = (upcast_half(layer.beta_v), upcast_half(layer.beta_a))
         settings = layer.settings(call.num_iters)
         mu, logits, couplings = chunked_routing(
-            inputs[0], inputs[1], weight, wide, *betas, settings, call.couplings
+            inputs[0], inputs[1], weight, flat_weight, *betas, settings, call.couplings
         )
         return Routed([mu], [logits], couplings)
 
@@ -81,7 +81,7 @@ class Blocked(Engine):
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.votes <= TUNING.em_blocked_min_votes:
-            return "its votes have no more elements than TUNING.em_blocked_min_votes"
+            return "needs votes of more than TUNING.em_blocked_min_votes elements"
         return ""
 
     @classmethod
@@ -148,8 +148,8 @@ class SharedBlocked(Engine):
     def unprofitable(cls, layer: Any, call: Call) -> str:
         products = layer.groups * call.child_dim * (call.child_dim + 1) // 2 * call.parent_dim * call.parents
         couplings = call.routings * call.children * call.parents
-        if max(products, couplings) <= TUNING.em_shared_block_numbers:
-            return "no temporary has more elements than TUNING.em_shared_block_numbers"
+        if max(products, couplings) <= TUNING.em_shared_block_elements:
+            return "needs a temporary of more than TUNING.em_shared_block_elements elements"
         return ""
 
     @classmethod

@@ -125,14 +125,14 @@ class ConvEM(MatrixEM):
         return inputs[0].shape[1], inputs[0].shape[2], self.out_caps, self.pose_dim, self.pose_dim
 
     def route_through(
-        self, inputs: List[Tensor], weight: Tensor, wide: Tensor, num_iters: int, need_couplings: bool
+        self, inputs: List[Tensor], weight: Tensor, flat_weight: Tensor, num_iters: int, need_couplings: bool
     ) -> Routed:
         """Windows ``[b, hw, i, d]`` and ``[b, hw, i]`` to poses ``[bhw, j, e]``, logits and couplings."""
         mu, logits, couplings = window_routing(
             inputs[0].flatten(0, 1),
             inputs[1].flatten(0, 1),
             weight,
-            wide,
+            flat_weight,
             upcast_half(self.beta_v),
             upcast_half(self.beta_a),
             self.settings(num_iters),
@@ -214,15 +214,15 @@ class ClassEM(MatrixEM):
     def votes(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Map to votes ``[b, n, h*w*in_caps, p*p]``, coordinates added, and activations ``[b, h*w*in_caps]``."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
-        return self._votes_through(upcast_half(x), self.wide_weight())
+        return self._votes_through(upcast_half(x), self.flat_weight())
 
-    def _votes_through(self, x: Tensor, wide: Tensor) -> Tuple[Tensor, Tensor]:
+    def _votes_through(self, x: Tensor, flat_weight: Tensor) -> Tuple[Tensor, Tensor]:
         h, w = x.shape[2], x.shape[3]
         x = x.flatten(2).transpose(1, 2)  # [b, hw, channels]
         split = self.in_caps * self.pose_dim
         poses = x[:, :, :split].reshape(-1, self.in_caps, self.pose_dim)  # [bhw, caps, d]
         activations = x[:, :, split:].flatten(1)  # [b, hw*caps]
-        votes = torch.bmm(poses.transpose(0, 1), wide)  # [caps, bhw, n*e]
+        votes = torch.bmm(poses.transpose(0, 1), flat_weight)  # [caps, bhw, n*e]
         votes = votes.reshape(self.in_caps, -1, h * w, self.out_caps, self.pose_dim)
         places = grid_coordinates(x, h, w, self.pose_size)
         votes = votes.permute(1, 3, 2, 0, 4) + places  # [b, n, hw, caps, e]
@@ -234,10 +234,10 @@ class ClassEM(MatrixEM):
         return 1, children, self.out_caps, self.pose_dim, self.pose_dim
 
     def route_through(
-        self, inputs: List[Tensor], weight: Tensor, wide: Tensor, num_iters: int, need_couplings: bool
+        self, inputs: List[Tensor], weight: Tensor, flat_weight: Tensor, num_iters: int, need_couplings: bool
     ) -> Routed:
         """A map ``[b, channels, h, w]`` to poses ``[b, n, p*p]``, logits and couplings ``[b, n, h*w*in_caps]``."""
-        votes, activations = self._votes_through(inputs[0], wide)
+        votes, activations = self._votes_through(inputs[0], flat_weight)
         mu, logits, couplings = em_routing(
             votes, activations, upcast_half(self.beta_v), upcast_half(self.beta_a), *self.settings(num_iters)
         )
@@ -330,14 +330,18 @@ class SharedEM(SharedSteps, EMLayer):
         """:func:`shared_em_routing`."""
         return self.route_shared(inputs, self.shared_tensors(), self.settings(num_iters), need_couplings)
 
+    def _bounded(self, x: Tensor, activations: Tensor) -> List[Tensor]:
+        """Children in float32 or wider, at most 1e11: products of two poses and an activation must not overflow."""
+        return [upcast_half(x).clamp(-1e11, 1e11), upcast_half(activations).clamp(max=1e11)]
+
     def forward(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, g, d, s]``, activations ``[b, g, s]`` to poses ``[b, j, e]``, activation logits ``[b, j]``."""
-        routed = self.compute([upcast_half(x), upcast_half(activations)], self.num_iters, False)
+        routed = self.compute(self._bounded(x, activations), self.num_iters, False)
         return routed.poses[0].to(x.dtype), finite_cast(routed.activations[0], x.dtype)
 
     def route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Results of :func:`shared_em_routing`, in float32 or wider: couplings are ``[b, j, g, s]``."""
-        routed = self.compute([upcast_half(x), upcast_half(activations)], self.num_iters, True)
+        routed = self.compute(self._bounded(x, activations), self.num_iters, True)
         couplings = routed.couplings
         assert couplings is not None
         return routed.poses[0], routed.activations[0], couplings

@@ -24,7 +24,7 @@ def native_routing(
     settings: Settings,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """:func:`.window_routing` without the transforms ``wide``; couplings where requested."""
+    """:func:`.window_routing` without the transforms ``flat_weight``; couplings where requested."""
     num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = settings
     children, size, parents = weight.shape[:3]
     mean = first_mean(poses, activations, weight, eps)  # [n, j, e]

@@ -151,18 +151,18 @@ def window_routing(
     poses: Tensor,
     activations: Tensor,
     weight: Tensor,
-    wide: Tensor,
+    flat_weight: Tensor,
     beta_v: Tensor,
     beta_a: Tensor,
     settings: Settings,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """EM routing of n windows that share transforms: :func:`em_routing` of the votes ``poses @ wide``.
+    """EM routing of n windows that share transforms: :func:`em_routing` of the votes ``poses @ flat_weight``.
 
     Args:
         poses: ``[n, i, d]``.
         activations: ``[n, i]``.
         weight: the transforms, ``[i, q, j, r]``.
-        wide: the same as matrices on flattened poses, ``[i, d, j * e]``, see :func:`block_diagonal`.
+        flat_weight: the same as matrices on flattened poses, ``[i, d, j * e]``, see :func:`block_diagonal`.
         beta_v, beta_a, settings: see :func:`em_routing`.
 
     Returns:
@@ -170,5 +170,5 @@ def window_routing(
     """
     parents = beta_v.shape[0]
     mean = first_mean(poses, activations, weight, settings.eps)
-    votes = torch.bmm(poses.transpose(0, 1), wide).unflatten(2, [parents, -1])  # [i, n, j, e]
+    votes = torch.bmm(poses.transpose(0, 1), flat_weight).unflatten(2, [parents, -1])  # [i, n, j, e]
     return em_routing(votes.permute(1, 2, 0, 3), activations, beta_v, beta_a, *settings, mean)

@@ -235,7 +235,7 @@ class StepsInBlocks(SharedSteps):
 
     def weighted_features(self, features: Tensor, present: Tensor, idle: Tensor, form: Tensor) -> Tensor:
         step = super().weighted_features
-        items = TUNING.em_shared_block_numbers // (features.shape[2] * form.shape[1])
+        items = TUNING.em_shared_block_elements // (features.shape[2] * form.shape[1])
         return blockwise(lambda *t: (step(*t),), (features, present, idle, form), (0,) * 4, (0,), items)[0]
 
     def moments(self, weight: Tensor, *others: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -245,4 +245,4 @@ class StepsInBlocks(SharedSteps):
 def _parents(weight: Tensor) -> int:
     """Number of parents in a block, from the number of elements of the products ``w_h w_h^T`` of one parent."""
     groups, d, e = weight.shape[1:]
-    return TUNING.em_shared_block_numbers // (groups * d * (d + 1) // 2 * e)
+    return TUNING.em_shared_block_elements // (groups * d * (d + 1) // 2 * e)

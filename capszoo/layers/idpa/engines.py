@@ -27,8 +27,8 @@ from .routing import couplings_of, iteration
 __all__ = ["Blocked", "Chunked", "Fused", "Masked", "Native"]
 
 
-#: of a single iteration with parents at zero
-_ONLY_SUM = "the only iteration is a sum of votes"
+#: unlike a single iteration with parents at zero, which is a sum of votes
+_ONLY_SUM = "needs an iteration with couplings"
 
 
 class Iterated(Engine):
@@ -44,7 +44,7 @@ class Iterated(Engine):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        return "its capsules have no activations (ablation C has)" if layer.activations else ""
+        return "needs capsules without activations (ablation C has them)" if layer.activations else ""
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
@@ -111,9 +111,9 @@ class Blocked(Iterated):
         if iterations == 0:
             return _ONLY_SUM
         if iterations > 1 and call.child_iters == 1 and layer.inner > TUNING.idpa_blocked_max_inner:
-            return "votes would be recomputed from poses of more columns than TUNING.idpa_blocked_max_inner"
+            return "needs poses of at most TUNING.idpa_blocked_max_inner columns, to recompute votes in each iteration"
         if call.votes < TUNING.idpa_blocked_min_votes:
-            return "its votes have fewer elements than TUNING.idpa_blocked_min_votes"
+            return "needs votes of at least TUNING.idpa_blocked_min_votes elements"
         return ""
 
     def __init__(self, layer: Any, call: Call) -> None:
@@ -247,7 +247,7 @@ class Masked(Iterated):
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.parents > TUNING.idpa_masked_max_parents:
-            return "more parents than TUNING.idpa_masked_max_parents"
+            return "needs at most TUNING.idpa_masked_max_parents parents"
         return ""
 
     @classmethod

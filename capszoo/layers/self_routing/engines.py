@@ -105,14 +105,12 @@ class VoteFree(Engine):
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
-        return (
-            "" if layer.pose_weight is not None else "the parents have no poses, so that there are no votes"
-        )
+        return "" if layer.pose_weight is not None else "needs parents with poses: others get no votes"
 
     @classmethod
     def unprofitable(cls, layer: Any, call: Call) -> str:
         if call.votes < TUNING.self_routing_vote_free_min_votes:
-            return "fewer votes than TUNING.self_routing_vote_free_min_votes"
+            return "needs votes of at least TUNING.self_routing_vote_free_min_votes elements"
         return ""
 
     @classmethod

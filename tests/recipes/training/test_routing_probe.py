@@ -18,7 +18,7 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.explain.routing_stats import routing_stats
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluation import plots
-from capszoo.recipes.evaluation.plots import draw_dynamics, draw_runs, shown_epochs
+from capszoo.recipes.evaluation.plots import draw_routing_probe, draw_runs, shown_epochs
 from capszoo.recipes.train import train
 from capszoo.recipes.training.history import find_runs
 from tests.test_cli import fails, succeeds
@@ -182,7 +182,7 @@ def test_panels_show_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     kept = lines_of(monkeypatch, plots)
     routing = [{"share": [60.0, 40.0], "length": [None, 2.0 * k]} for k in (1, 2)]
     made = [{"epoch": k, "routing": values} for k, values in enumerate(routing, 1)]
-    draw_dynamics({"a": made, "b": made[:1]}, tmp_path / "x.png")
+    draw_routing_probe({"a": made, "b": made[:1]}, tmp_path / "x.png")
     titles = [axes.get_title() for axes in kept[0].axes if axes.get_title()]
     assert titles == ["a, epoch 1", "a, epoch 2", "b, epoch 1"]
     bars = [axes for axes in kept[0].axes if axes.patches]
@@ -190,4 +190,4 @@ def test_panels_show_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = [line.get_xydata().tolist() for axes in kept[0].axes for line in axes.lines]
     assert lines == [[[0.5, 2.0]], [[0.5, 4.0]], [[0.5, 2.0]]], "no votes, no length"
     with pytest.raises(CapszooError, match="b has no routing statistics"):
-        draw_dynamics({"a": made, "b": [{"epoch": 1}]}, tmp_path / "y.png")
+        draw_routing_probe({"a": made, "b": [{"epoch": 1}]}, tmp_path / "y.png")

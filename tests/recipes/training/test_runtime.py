@@ -10,7 +10,7 @@ import signal
 import time
 from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +82,8 @@ def test_a_session_names_the_engine_of_each_routing_layer() -> None:
             return x if x.sum() > 0 else -x  # needs data
 
     run: Any = SimpleNamespace(
-        recipe=SimpleNamespace(batch_size=128, accumulate=2),
+        recipe=SimpleNamespace(batch_size=128, accumulate=2, compile=False),
+        accelerator=SimpleNamespace(autocast=nullcontext),
         world=2,
         device=torch.device("cpu"),
         sharded=False,
@@ -101,6 +102,15 @@ def test_a_session_names_the_engine_of_each_routing_layer() -> None:
     with use_engines("reference"):
         assert set((begin.training_engines(run, net, (28, 28)) or {}).values()) == {"reference"}
     assert begin.training_engines(run, Curious(), (28, 28)) is None
+
+    # an engine for eager mode and float32 alone
+    net = create_for("encapnet_v1", 10, (1, 28, 28), {})
+    eager = set((begin.training_engines(run, net, (28, 28)) or {}).values())
+    run.accelerator.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    half = set((begin.training_engines(run, net, (28, 28)) or {}).values())
+    run.accelerator.autocast, run.recipe.compile = nullcontext, True
+    compiled = set((begin.training_engines(run, net, (28, 28)) or {}).values())
+    assert "recompute" in eager and "recompute" not in half | compiled
 
 
 def test_no_room_is_said_before_the_first_update(
