@@ -77,7 +77,9 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
             "the learning rate never decays"
         )
     unreached = [f"{epoch:g}" for epoch in schedule.milestones if epoch >= run.recipe.epochs]
-    if schedule.name == "multistep" and unreached:  # other schedules of a profile keep the recipe's milestones
+    if (
+        schedule.name == "multistep" and unreached
+    ):  # other schedules of a profile keep the recipe's milestones
         log.say(
             f"note: the run ends before the drops of the learning rate at {', '.join(unreached)} "
             f"(schedule.milestones; epochs {run.recipe.epochs})"
