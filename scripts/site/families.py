@@ -91,7 +91,7 @@ FAMILIES = {
         "self-routing: c_ij = softmax_j(W_i u_i), a_j = sum_i c_ij a_i / sum_i a_i\n"
         "The other heads route as on the pages of their families.",
         "self_routing",
-        'net = capszoo.attach_head("resnet18", routing="self_routing", num_classes=37)  # on any timm backbone, untrained',
+        'net = capszoo.attach_head("resnet18", routing="self_routing", num_classes=37)  # on any timm backbone',
     ),
     "cnn_baselines": Family("Networks without capsules", "cnn_sabour"),
 }
