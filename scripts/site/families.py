@@ -231,7 +231,7 @@ def example_code(family: Family, names: list[str]) -> str:
         one = min(
             known, key=lambda info: (info.architecture != family.example, not info.raw.get("canonical"))
         )
-        image = "digit.png" if all(label.isdigit() for label in one.label_names) else "photo.jpg"
+        image = "digit.png" if all(label.isdigit() for label in one.label_names or ("",)) else "photo.jpg"
         lines += [f'model = capszoo.load("{one.name}")', f'print(model.predict("{image}").label)']
     else:
         lines.append(f'net = capszoo.create_model("{family.example}")')
