@@ -68,6 +68,11 @@ def _write_photos(root: Path, folder: Path) -> None:
             Image.fromarray(digits.images[index, 0].numpy()).save(folder / f"digit {kind}" / f"{index}.png")
 
 
+@pytest.mark.parametrize(("page", "words"), [("performance.md", 450), ("dev/performance.md", 3500)])
+def test_pages_about_speed_stay_short(root: Path, page: str, words: int) -> None:
+    assert len((root / "docs" / page).read_text(encoding="utf-8").split()) <= words
+
+
 def test_python_examples_run(root: Path, tmp_path: Path) -> None:
     _write_photos(root, tmp_path / "photos")
     texts = [(root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/fine-tune.md")]

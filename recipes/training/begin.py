@@ -76,6 +76,14 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
             f"note: the warm-up takes the whole run (schedule.warmup_epochs {schedule.warmup_epochs:g}): "
             "the learning rate never decays"
         )
+    unreached = [f"{epoch:g}" for epoch in schedule.milestones if epoch >= run.recipe.epochs]
+    if (
+        schedule.name == "multistep" and unreached
+    ):  # other schedules of a profile keep the recipe's milestones
+        log.say(
+            f"note: the run ends before the drops of the learning rate at {', '.join(unreached)} "
+            f"(schedule.milestones; epochs {run.recipe.epochs})"
+        )
     for what, off in _never_on(run.recipe):
         log.say(f"note: no epoch has {what}: data.augment.{off} is not below the {run.recipe.epochs} epochs")
     if not checkpoint:

@@ -34,7 +34,7 @@ __all__ = ["QueueItem", "QueueState", "choose_items", "queue_state", "read_queue
 QUEUE = CONFIGS.parent / "queue.yaml"
 
 #: Number of simultaneous runs on one GPU, which a single small network does not fill: five were the most that were
-#: tried on an H200 (docs/performance.md).
+#: tried on an H200 (docs/dev/gpu.md).
 GPU_RUNS = 5
 
 

@@ -17,28 +17,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 
+#: Pages from outside docs/, and their names on the site.
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "recipes/README.md": "recipes.md",
+}
+
 
 def copy_pages(source: Path) -> None:
-    """Copy the pages of docs/, the changelog, the recipes' table and SECURITY.md, with links among themselves."""
+    """Copy the pages of docs/ and `PAGES`, with links among themselves."""
     # cli.md is one page for readers of the repository; the site has a page for each command instead
     shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("_build", "__pycache__", "cli.md"))
-    for name, target in (
-        ("CHANGELOG.md", "changelog.md"),
-        ("recipes/README.md", "recipes.md"),
-        ("SECURITY.md", "security.md"),
-    ):
+    for name, target in PAGES.items():
         shutil.copyfile(ROOT / name, source / target)
-    moved = {
-        ROOT / "CHANGELOG.md": "changelog.md",
-        ROOT / "recipes/README.md": "recipes.md",
-        ROOT / "SECURITY.md": "security.md",
-        ROOT / "docs" / "cli.md": "commands/index.md",
-    }
+    moved = {ROOT / name: target for name, target in PAGES.items()}
+    moved[ROOT / "docs" / "cli.md"] = "commands/index.md"
+    origins = {target: (ROOT / name).parent for name, target in PAGES.items()}
     for page in source.rglob("*.md"):
         relative = page.relative_to(source)
-        origin = {"recipes.md": ROOT / "recipes", "changelog.md": ROOT, "security.md": ROOT}.get(
-            str(relative), (ROOT / "docs" / relative).parent
-        )
+        origin = origins.get(str(relative), (ROOT / "docs" / relative).parent)
 
         def relink(match: re.Match[str], origin: Path = origin, page: Path = page) -> str:
             text, link, anchor = match[1], match[2], match[3] or ""

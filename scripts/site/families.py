@@ -22,7 +22,7 @@ from capszoo.recipes.release.paper_results import counted, seeds_note
 from scripts.generate import first_line, stored
 from scripts.site.reference import docstring
 
-__all__ = ["FAMILIES", "diagram", "family_pages", "models_of", "shapes"]
+__all__ = ["FAMILIES", "diagram", "example_code", "family_pages", "models_of", "shapes"]
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class Family:
         example: architecture whose layers are drawn.
         routing: the procedure, in the symbols of the reference code.
         code: function of `capszoo.layers` that implements the procedure; empty without routing.
+        use: further lines of the example.
     """
 
     title: str
     example: str
     routing: str = ""
     code: str = ""
+    use: str = ""
 
 
 FAMILIES = {
@@ -89,6 +91,7 @@ FAMILIES = {
         "self-routing: c_ij = softmax_j(W_i u_i), a_j = sum_i c_ij a_i / sum_i a_i\n"
         "The other heads route as on the pages of their families.",
         "self_routing",
+        'net = capszoo.attach_head("resnet18", routing="self_routing", num_classes=37)  # on any timm backbone',
     ),
     "cnn_baselines": Family("Networks without capsules", "cnn_sabour"),
 }
@@ -212,15 +215,27 @@ def _page(folder: Path, module: str, family: Family, names: list[str]) -> str:
         rows.append(f"| `{name}` | {info.num_params:,} | {size} | {first_line(name).rstrip('.')} |")
         papers += [paper for paper in info.paper_ids if paper not in papers]
     parts += ["## Variants", "\n".join(rows), *_weights(names), *_speed(names)]
-    known = [info.name for info in bundled_tags().values() if info.architecture in names]
-    use = f'model = capszoo.load("{known[0]}")' if known else f'net = capszoo.create_model("{names[0]}")'
-    then = '\nprint(model.predict("digit.png").label)' if known else ""
-    parts += ["## Use", f"```python\nimport capszoo\n\n{use}{then}\n```"]
+    parts += ["## Use", f"```python\n{example_code(family, names)}\n```"]
     cite = [
         "## Cite",
         "Cite capszoo by its `CITATION.cff`, and the papers: " + ", ".join(map(paper_link, papers)) + ".",
     ]
     return "\n\n".join(parts + (cite if papers else [])) + "\n"
+
+
+def example_code(family: Family, names: list[str]) -> str:
+    """Predict with the default weights of the family's example, or of another model that has some."""
+    known = [info for info in bundled_tags().values() if info.architecture in names]
+    lines = ["import capszoo", ""]
+    if known:
+        one = min(
+            known, key=lambda info: (info.architecture != family.example, not info.raw.get("canonical"))
+        )
+        image = "digit.png" if all(label.isdigit() for label in one.label_names or ("",)) else "photo.jpg"
+        lines += [f'model = capszoo.load("{one.name}")', f'print(model.predict("{image}").label)']
+    else:
+        lines.append(f'net = capszoo.create_model("{family.example}")')
+    return "\n".join([*lines, *filter(None, [family.use])])
 
 
 def _speed(names: list[str]) -> list[str]:

@@ -17,17 +17,15 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+#: The model of each routing that is exported in the least time.
 PER_ROUTING = (
     "capsnet_dynamic",
     "capsnet_em_norb_small",
     "efficient_capsnet",
-    "encapnet6",
-    "idpa_resnet",
+    "encapnet6",  # without couplings
+    "resnet20_idpa",
     "resnet20_routingpool",
 )
-
-#: Of these, one whose graph is written by engines, one that is traced as it is, and one without couplings.
-QUICK_ROUTINGS = ("capsnet_em_norb_small", "resnet20_routingpool", "encapnet6")
 
 #: Smallest, usual and largest batch: fixed at 1, or free.
 BATCHES = {"batch1": (1, 1, 1), "dynamic": (1, 2, 3)}
@@ -86,7 +84,7 @@ def through_the_gate(
         pytest.param("fp16", "batch1", False, id="fp16-batch1", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", zoo.slow_unless(QUICK_ROUTINGS, PER_ROUTING))
+@pytest.mark.parametrize("name", PER_ROUTING)
 def test_one_per_routing(name: str, precision: str, batch: str, couplings: bool, tmp_path: Path) -> None:
     report = through_the_gate(name, precision, tmp_path, batch, couplings)
     assert (report is None) == (couplings and name == "encapnet6")  # the one without couplings

@@ -622,7 +622,7 @@ def subclasses(base: type[Engine]) -> list[type[Engine]]:
 
 
 def test_evidence_of_every_engine() -> None:
-    """docs/dev/performance.md has a table under the heading that each engine names."""
+    """docs/dev/performance.md has a table under the heading that each engine names, and its command."""
     text = (ROOT / "docs" / "dev" / "performance.md").read_text()
     sections = {part.split("\n", 1)[0].strip("# "): part for part in text.split("\n#")}
     shipped = [e for e in subclasses(Engine) if "name" in vars(e) and e.__module__.startswith("capszoo.")]
@@ -630,6 +630,8 @@ def test_evidence_of_every_engine() -> None:
     for engine in shipped:
         assert engine.evidence in sections, f"{engine.__module__}.{engine.__name__}: {engine.evidence!r}"
         assert "\n|" in sections[engine.evidence], f"{engine.evidence}: no table"
+        commands = ("benchmarks/", "No command is on record")
+        assert any(part in sections[engine.evidence] for part in commands), f"{engine.evidence}: no command"
 
 
 def test_force_and_fall_back() -> None:

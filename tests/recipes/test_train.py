@@ -415,14 +415,26 @@ def test_threads_are_those_of_the_call(tiny_mnist: Path, tmp_path: Path) -> None
     assert main(["resnet20_routingcaps.mnist", "--threads", "-1"]) == 2
 
 
-def test_a_warm_up_that_takes_the_whole_run_is_noted(
-    tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    ("schedule", "noted_for_two"),
+    [
+        ({"warmup_epochs": 2}, "the warm-up takes the whole run (schedule.warmup_epochs 2)"),
+        (
+            {"name": "multistep", "milestones": [1, 2, 2.5]},
+            "the run ends before the drops of the learning rate at 2, 2.5 (schedule.milestones; epochs 2)",
+        ),
+    ],
+    ids=["warm-up", "milestones"],
+)
+def test_a_schedule_that_the_run_has_no_room_for_is_noted(
+    tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture, schedule: dict, noted_for_two: str
 ) -> None:
     for epochs in (2, 3):
-        recipe = tiny_recipe(epochs=epochs, schedule={"warmup_epochs": 2})
+        recipe = tiny_recipe(epochs=epochs, schedule=schedule)
         train(recipe, out=tmp_path / str(epochs), data=tiny_mnist, stop_after=1)
-        noted = "the warm-up takes the whole run (schedule.warmup_epochs 2)" in capsys.readouterr().out
-        assert noted == (epochs == 2)
+        said = capsys.readouterr().out
+        assert (noted_for_two in said) == (epochs == 2)
+        assert ("the run ends before" in said) == (epochs == 2 and schedule.get("name") == "multistep")
 
 
 @pytest.mark.parametrize(

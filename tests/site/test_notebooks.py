@@ -25,6 +25,7 @@ def test_all_of_them_are_listed(root: Path) -> None:
     assert {path.stem for path in folder.glob("*.ipynb")} == set(NOTEBOOKS)
     index = (folder / "index.md").read_text(encoding="utf-8")
     assert all(f"\n{name}\n" in index for name in NOTEBOOKS)
+    assert '\\"serve\\"' in (folder / "export-and-serve.ipynb").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

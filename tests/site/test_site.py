@@ -24,8 +24,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from scripts.help_page import WIDTH
+from scripts.site.families import FAMILIES, example_code, models_of
 from scripts.site.reference import API_MODULES, command_names, public_names
 from tests.app.browser import chromium_page, draw
+from tests.models.zoo_cases import has_capsules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -95,6 +97,42 @@ def test_no_page_loads_from_another_host(site: Path, pages: dict[Path, _Page]) -
         assert not addresses, file
 
 
+#: Modules without a page, which the commands and other modules use.
+INTERNAL = {
+    "capszoo.reading",
+    "capszoo.summary",
+    "capszoo.export.atomic",
+    "capszoo.export.cached",
+    "capszoo.export.prepare",
+}
+
+
+def test_every_public_module_has_its_page(root: Path) -> None:
+    """A module of capszoo or capszoo.export whose names no other page has."""
+    found = {
+        f"{package}.{file.stem}"
+        for package, folder in (("capszoo", "capszoo"), ("capszoo.export", "export"))
+        for file in (root / folder).glob("[!_]*.py")
+    }
+    on_pages = {
+        id(getattr(module, name))
+        for module in map(importlib.import_module, API_MODULES)
+        for name in public_names(module)
+    }
+    missing = {
+        name
+        for name in found.difference(API_MODULES)
+        for module in [importlib.import_module(name)]
+        if any(id(getattr(module, public)) not in on_pages for public in public_names(module))
+    }
+    assert missing == INTERNAL
+
+
+def test_contributing_is_a_page_and_linked(site: Path) -> None:
+    assert 'id="how-to-add-a-model"' in (site / "contributing.html").read_text(encoding="utf-8")
+    assert "contributing.html#how-to-add-weights" in (site / "reproduce.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", API_MODULES)
 def test_every_public_name_has_its_place(site: Path, name: str) -> None:
     page = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
@@ -124,8 +162,6 @@ def test_the_command_pages_equal_help(site: Path) -> None:
 
 
 def test_every_family_has_its_drawing(site: Path) -> None:
-    from scripts.site.families import FAMILIES, models_of
-
     for module in FAMILIES:
         page = (site / "families" / f"{module}.html").read_text(encoding="utf-8")
         assert f"{module}.svg" in page
@@ -135,6 +171,20 @@ def test_every_family_has_its_drawing(site: Path) -> None:
         assert [part for part in parts if part not in text] == [], module
         if FAMILIES[module].routing:
             assert f"def {FAMILIES[module].code}(" in text, module
+
+
+@pytest.mark.parametrize("module", FAMILIES)
+def test_the_example_of_a_family_runs(root: Path, module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has capsules, where the family has some, and a picture of the kind that its weights read."""
+    code = example_code(FAMILIES[module], models_of(module))
+    picture = root / "capszoo" / "assets" / "digit_3.png"
+    found: dict[str, Any] = {}
+    exec(re.sub(r"digit\.png|photo\.jpg", picture.as_posix(), code), found)
+    label = capsys.readouterr().out.strip()
+    assert label in found["model"].labels
+    assert label.isdigit() == ("digit.png" in code) == ("photo.jpg" not in code)
+    assert has_capsules(found["model"].name.partition(".")[0]) == (module != "cnn_baselines")
+    assert ("net" in found) == (module == "caps_head") == ("attach_head" in code)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ def test_the_queue_of_the_package_names_recipes_and_aims() -> None:
     items = read_queue()
     assert len({item.tag for item in items}) == len(items)
     assert all(item.at_least is not None for item in items)
+    assert all(item.cost and item.profile for item in items)
+    tags = {item.tag for item in items}
+    pooled = {tag for tag in tags if re.fullmatch(r"resnet\d+_routingpool\.[a-z0-9]+", tag)}
+    assert {f"{tag}_avg" for tag in pooled} <= tags, "a twin is missing"
     assert [item.tier for item in items] == sorted(item.tier or 9 for item in items), "tier by tier"
     assert all(state.epoch == 0 and not state.finished for state in queue_state(items, "nowhere"))
 

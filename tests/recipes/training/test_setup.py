@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from capszoo.recipes.config import DataConfig, Recipe, RecipeError, load_recipe
+from capszoo.recipes.config import DataConfig, Recipe, RecipeError, list_recipes, load_recipe
 from capszoo.recipes.evaluation.target import evaluation_batch
 from capszoo.recipes.training.setup import (
     _limited,
@@ -31,6 +32,27 @@ def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
         schedule.step_update(10 * epoch)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([1e-5, 5e-4 * 0.97**2, 5e-4 * 0.97**3, 5e-4 * 0.97**50, 5e-5, 5e-5])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nesterov", "decays"),
+    [
+        ((), True, {0.0, 5e-4}),
+        (("optimizer.name=momentum", "optimizer.options.filter_bias_and_bn=false"), False, {5e-4}),
+    ],
+)
+def test_momentum_is_that_of_the_release_on_request(
+    root: Path, overrides: tuple[str, ...], nesterov: bool, decays: set[float]
+) -> None:
+    optimizer = create_optimizer(
+        load_recipe("idpa_cnn.cifar10", overrides), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    )
+    assert {group["nesterov"] for group in optimizer.param_groups} == {nesterov}
+    assert {group["weight_decay"] for group in optimizer.param_groups} == decays
+    text = (root / "docs" / "reproduce.md").read_text()
+    assert all(f"--set {override}" in text for override in overrides)
+    count = sum(load_recipe(name).optimizer.name == "sgd" for name in list_recipes())
+    assert f"The {count} recipes with the optimiser `sgd`" in text
 
 
 @pytest.mark.parametrize(
