@@ -121,7 +121,7 @@ def _cells(heat: Tensor) -> tuple[int, int]:
 def _between_cells(
     centres: CellCentres, cells: int, size: int, side: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For ``side`` places along ``size`` pixels: cell before, cell after, the latter's share, whether inside the grid."""
+    """For ``side`` places along an axis: cell before, cell after, the latter's share, whether inside the grid."""
     at = ((torch.arange(side) + 0.5) * (size / side) - centres.first) / centres.step
     inside = (at >= -0.5) & (at <= cells - 0.5)
     at = at.clamp(0, cells - 1)
