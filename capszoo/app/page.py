@@ -55,8 +55,8 @@ CANVAS = f"""<div>Draw a digit</div>
 <canvas width="{SIDE}" height="{SIDE}" style="touch-action:none;cursor:crosshair;border:1px solid #888"></canvas>
 <div style="margin-top:6px"><button type="button">Clear</button></div>"""
 
-#: Sends the drawing as the component's value, not as the event's data: an event that Gradio defers (`always_last`) has the
-#: data of the event before it, but the components' values of its own time.
+#: Sends the drawing as the component's value, not as the event's data. An event that Gradio defers (`always_last`) has
+#: the data of the event before it, but the components' values of its own time.
 CONNECT = """
 capszooCanvas(element.querySelector("canvas"), element.querySelector("button"), (canvas) => {
   props.value = canvas === null ? "" : canvas.toDataURL("image/png");
