@@ -307,6 +307,8 @@ def _fit_input_channels(weight: Tensor, in_chans: int) -> Tensor:
     checkpoint's: then only the scale is.
     """
     source = weight.shape[1]
+    if in_chans == source:
+        return weight
     if in_chans == 1:
         return weight.sum(dim=1, keepdim=True)
     index = torch.arange(in_chans) % source
@@ -378,8 +380,7 @@ def adapt_state_dict(
     for key, value in own.items():
         given = state_dict.get(key)
         if given is not None and key == f"{first_conv}.weight" and given.ndim == value.ndim and given.numel():
-            if given.shape[1] != value.shape[1]:
-                given = _fit_input_channels(given, value.shape[1])
+            given = _fit_input_channels(given, value.shape[1])
         if given is not None and given.shape == value.shape and not (other_classes and in_head(key)):
             fitted[key] = given
         elif (

@@ -231,10 +231,7 @@ def prepare(
         DataError: the data set is missing, or does not fit the model.
         WeightsError: the weights are missing or do not fit.
     """
-    if limit is not None and limit < 1:
-        raise UsageError(f"a limit of {limit} images is invalid", "give 1 or more")
-    if crops not in ("single", "multi"):
-        raise UsageError(f"unknown crops '{crops}'", "use single or multi")
+    _check_choices(limit, crops)
     dataset, data = _named_by(data, dataset)
     net, info = find_model(model)
     if dataset is None:
@@ -283,6 +280,13 @@ def prepare(
         crops=views,
         skipped=tuple(skipped or ()),
     )
+
+
+def _check_choices(limit: int | None, crops: str) -> None:
+    if limit is not None and limit < 1:
+        raise UsageError(f"a limit of {limit} images is invalid", "give 1 or more")
+    if crops not in ("single", "multi"):
+        raise UsageError(f"unknown crops '{crops}'", "use single or multi")
 
 
 def _named_by(
