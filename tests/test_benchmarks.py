@@ -340,3 +340,14 @@ class Printed:
     """Of a process that ends with this line."""
 
     stdout = "7\n"
+
+
+def test_the_picture_of_the_iterations_is_of_the_stored_results(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawing = load_script(root / "benchmarks" / "iterations.py")
+    results = json.loads(drawing.RESULTS.read_text(encoding="utf-8"))
+    specs = [drawing.spec(model, count) for model in drawing.MODELS.values() for count in drawing.ITERATIONS]
+    assert [row["model"] for row in results["rows"]] == specs
+    assert drawing.source(results) in drawing.PICTURE.read_text(encoding="utf-8")
+    text = drawing.draw(results, tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    assert drawing.source(results) in text
