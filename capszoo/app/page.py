@@ -121,6 +121,7 @@ class _Column:
     reconstruction: Any
     iterations: Any
     settled: Any
+    panels: list[Any]
     sliders: list[Any]
     answer: Any
 
@@ -238,7 +239,10 @@ def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppMode
             gr.HTML(scale_html())
             with gr.Row():
                 seen, reconstruction = picture("Input", "seen"), picture("Reconstruction", "reconstruction")
-            with gr.Accordion("Dimensions of the winning capsule", open=True), gr.Row():
+            with (
+                gr.Accordion("Dimensions of the winning capsule", visible=bool(dims)) as dimensions,
+                gr.Row(),
+            ):
                 sliders = [
                     gr.Slider(
                         -MOST_OFFSET,
@@ -252,7 +256,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppMode
                     )
                     for i in range(MAX_DIMS)
                 ]
-            with gr.Accordion("Share by routing iteration", open=True):
+            with gr.Accordion("Share by routing iteration", visible=bool(own)) as by_iteration:
                 iterations = gr.Slider(
                     1,
                     MAX_ITERATIONS if model_ is None else model_.max_iterations,
@@ -265,7 +269,7 @@ def _column(gr: Any, number: int, names: list[str], chosen: str, model_: AppMode
                 settled = picture("Share after that number of iterations", "settled")
             answer = gr.State(None, time_to_live=3600)
     shown = (model, body, label, status, seen, couplings, overlay, reconstruction, iterations, settled)
-    return _Column(*shown, sliders, answer)
+    return _Column(*shown, [dimensions, by_iteration], sliders, answer)
 
 
 def build(models: Models, names: Sequence[str], first: str, folder: Path) -> Any:
@@ -384,7 +388,8 @@ def _wire_column(gr: Any, models: Models, column: _Column, picture: Any) -> None
                 dims, own, most = model.dims, model.iterations, model.max_iterations
         controls = [gr.update(visible=bool(own), value=own or 1, maximum=most or MAX_ITERATIONS)]
         controls += [gr.update(visible=i < dims, value=0) for i in range(MAX_DIMS)]
-        return [gr.update(visible=name != NO_MODEL), *controls]
+        panels = [gr.update(visible=bool(dims)), gr.update(visible=bool(own))]
+        return [gr.update(visible=name != NO_MODEL), *panels, *controls]
 
     def show(name: str, picture: tuple[Any, bool]) -> list[Any]:
         return [*_score(models, name, *picture), *_explain(models, name, *picture, 0, ())]
@@ -402,7 +407,7 @@ def _wire_column(gr: Any, models: Models, column: _Column, picture: Any) -> None
     shown = [*column.scored, *column.explained]
     # three events: at once, the answer of the model before goes; `show` takes the picture as it is after the loading
     cleared = column.model.change(clear, column.model, shown, **QUICK)
-    chosen = cleared.then(choose, column.model, [column.body, *column.controls])
+    chosen = cleared.then(choose, column.model, [column.body, *column.panels, *column.controls])
     chosen.then(show, [column.model, picture], shown)
     for slider in column.sliders:
         inputs = [column.model, column.answer, *column.sliders]

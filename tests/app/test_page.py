@@ -132,6 +132,8 @@ def test_two_models_side_by_side_and_their_export(page: Any, app: tuple[str, Pat
     _answered(page, "7", column=2)
     _answered(page, "7")
     assert not page.is_visible("#dim-2-0"), "a model without a decoder has no sliders"
+    titles = page.get_by_text("Dimensions of the winning capsule")
+    assert [titles.nth(i).is_visible() for i in range(titles.count())].count(True) == 1, "an empty panel"
     _picture(page, "overlay-2")
     page.click("#export")
     page.wait_for_selector("#exported a", timeout=30_000)
