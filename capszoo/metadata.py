@@ -30,10 +30,10 @@ __all__ = [
 ]
 
 
-def first_complaint(error: ValidationError) -> str:
+def first_complaint(error: ValidationError) -> tuple[str, str]:
     """The first wrong value that pydantic found: its key, and what is wrong with it."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return ".".join(map(str, first["loc"])), first["msg"]
 
 
 class _Record(BaseModel):
@@ -186,7 +186,7 @@ class Metadata(_Record):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            key, _, why = first_complaint(error).partition(": ")
+            key, why = first_complaint(error)
             raise CapszooError(
                 f"{where}: the metadata's {key} is wrong ({why})",
                 "take the file from its source again",

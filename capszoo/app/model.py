@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class AppModel:
             )
         self.transform = model_transform(self.net)
         self.drawing_transform = model_transform(self.net, fit=True)
-        self.inverted_transform = model_transform(self.net, invert=True)
+        self.inverted_transform = replace(self.transform, invert=True)
         self.has_decoder = getattr(self.net, "decoder", None) is not None
         counts = routing_iterations(self.net)
         self.iterations = max(counts) if counts else 0

@@ -161,7 +161,7 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
                 _Drawn.model_validate(report)
         except ValidationError as error:
             raise CapszooError(
-                f"{name}: the report is damaged ({first_complaint(error)})",
+                f"{name}: the report is damaged ({': '.join(first_complaint(error))})",
                 "write it again with capszoo eval --robustness --out",
             ) from None
         if not measured or not (measured["sweeps"] or measured["pgd"]):

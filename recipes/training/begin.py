@@ -76,10 +76,10 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
             f"note: the warm-up takes the whole run (schedule.warmup_epochs {schedule.warmup_epochs:g}): "
             "the learning rate never decays"
         )
-    unreached = [f"{epoch:g}" for epoch in schedule.milestones if epoch >= run.recipe.epochs]
-    if (
-        schedule.name == "multistep" and unreached
-    ):  # other schedules of a profile keep the recipe's milestones
+    # other schedules of a profile keep the recipe's milestones, and use none
+    drops = schedule.milestones if schedule.name == "multistep" else ()
+    unreached = [f"{epoch:g}" for epoch in drops if epoch >= run.recipe.epochs]
+    if unreached:
         log.say(
             f"note: the run ends before the drops of the learning rate at {', '.join(unreached)} "
             f"(schedule.milestones; epochs {run.recipe.epochs})"

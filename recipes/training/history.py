@@ -126,7 +126,7 @@ def _folder_records(folder: Path) -> list[dict[str, Any]]:
             _Epoch.model_validate(record)
         except ValidationError as error:
             raise CapszooError(
-                f"{file}: record {number} is damaged ({first_complaint(error)})",
+                f"{file}: record {number} is damaged ({': '.join(first_complaint(error))})",
                 "put the file back, or leave the run out",
             ) from None
     return [record | {"images": record["step"] * batch} for record in records]
