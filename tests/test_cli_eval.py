@@ -66,6 +66,28 @@ def test_eval_json_and_files(tiny_mnist: Path, tmp_path: Path) -> None:
         assert figure.width > 300
 
 
+def test_eval_of_corruptions_and_calibration(tiny_mnist: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ("eval", "efficient_capsnet.mnist", "--data", tiny_mnist, "--device", "cpu")
+    out = tmp_path / "out"
+    found = json.loads(succeeds(*options, "--corruptions", "--calibration", "--out", out, "--json"))
+    each = found["corruptions"]["corruptions"]
+    assert len(each) == 12 and {len(one["accuracy"]) for one in each} == {1}
+    assert found["corruptions"]["mean"] == pytest.approx(
+        sum(one["accuracy"][0] for one in each) / 12, abs=1e-3
+    )
+    calibration = found["calibration"]
+    assert calibration["kind"] == "lengths" and calibration["raw"]["ece"] > 10
+    assert calibration["temperature"] is None and calibration["reason"], (
+        "the tiny set has not the held-out images"
+    )
+    drawn = {Path(file).name for file in found["files"]}
+    assert {"corruptions.png", "corruptions.csv", "calibration.png", "calibration.csv"} < drawn
+    text = succeeds(*options, "--limit", 5, "--seed", 1, "--corruptions", "--calibration")
+    assert "glass blur (blur)" in text and "mean of the 12" in text
+    assert "of the lengths" in text and "no temperature: " in text
+
+
 def test_eval_prints_the_iterations(tiny_mnist: Path) -> None:
     text = succeeds(
         "eval", "idpa_cnn.mnist", "--data", tiny_mnist, "--limit", 4, "--device", "cpu", "--routing"
@@ -195,7 +217,11 @@ def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:
     assert "unknown crops 'two'" in fails(2, "eval", MODEL, *data, "--crops", "two")
     assert "--pgd-eps x is invalid" in fails(2, "eval", MODEL, *data, "--robustness", "--eps", "x")
     assert "add --robustness" in fails(2, "eval", MODEL, *data, "--eps", "0.1")
-    assert "leave --crops multi out" in fails(2, "eval", MODEL, *data, "--routing", "--crops", "multi")
+    for option in ("--routing", "--corruptions", "--calibration"):
+        assert "leave --crops multi out" in fails(2, "eval", MODEL, *data, option, "--crops", "multi")
+    several = ("eval", "efficient_capsnet.multimnist", *data, "--limit", 4)
+    assert "takes 1x36x36: leave --corruptions out" in fails(1, *several, "--corruptions")
+    assert "one label an image: leave --calibration out" in fails(1, *several, "--calibration")
     file = tmp_path / "file"
     file.write_text("")
     assert "is a file" in fails(1, "eval", MODEL, *data, "--out", file)

@@ -30,6 +30,8 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..explain.routing_stats import RoutingStats
+    from ..recipes.evaluation.calibration import CalibrationResult
+    from ..recipes.evaluation.corruptions import CorruptionResult
     from ..recipes.evaluation.metrics import EvalResult
     from ..recipes.evaluation.report import Report
 
@@ -100,6 +102,22 @@ def eval_command(
             rich_help_panel="Measurements",
         ),
     ] = None,
+    corruptions: Annotated[
+        bool,
+        typer.Option(
+            "--corruptions",
+            help="Accuracy on noisy, blurred and otherwise corrupted images (CIFAR-10-C, MNIST-C, regenerated).",
+            rich_help_panel="Measurements",
+        ),
+    ] = False,
+    calibration: Annotated[
+        bool,
+        typer.Option(
+            "--calibration",
+            help="Calibration error of the probabilities, also after temperature scaling.",
+            rich_help_panel="Measurements",
+        ),
+    ] = False,
     eps: Annotated[
         str | None,
         typer.Option(
@@ -134,7 +152,7 @@ def eval_command(
         typer.Option(
             "--seed",
             min=0,
-            help="Seed of the --limit sample and of PGD's random start.",
+            help="Seed of the --limit sample, of PGD's random start and of --corruptions.",
             metavar="N",
             rich_help_panel="Images",
         ),
@@ -169,10 +187,10 @@ def eval_command(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a model on a data set: accuracy, classes, robustness, routing."""
+    """Measure a model on a data set: accuracy, classes, robustness, calibration, routing."""
     if not robustness:
         refuse_unused(context, ["eps", "steps"], "without --robustness", "add --robustness")
-        if limit is None:
+        if limit is None and not corruptions:
             refuse_unused(context, ["seed"], "on all images", "add --limit N")
     if out is None:
         refuse_unused(context, ["format", "style", "dpi"], "without --out", "add --out FOLDER")
@@ -183,13 +201,14 @@ def eval_command(
 
         check_name(dataset)
     from ..explain.plotting import style as drawn_in
+    from ..recipes.evaluation.calibration import held_out_images
     from ..recipes.evaluation.iterations import parse_iterations
     from ..recipes.evaluation.metrics import reproduced
     from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import data_set_of, prepare
 
-    _check_options(eps, robustness, routing, crops, out)
+    _check_options(eps, crops, [robustness, routing, corruptions, calibration], out)
     counts = () if routing_iters is None else parse_iterations(routing_iters)
     target = prepare(
         model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device, skip_bad=skip_bad
@@ -205,6 +224,8 @@ def eval_command(
         robustness=robustness,
         routing=routing,
         counts=counts,
+        corrupted=corruptions,
+        held_out=held_out_images(target, model, dataset, data, skip_bad) if calibration else None,
         radii=None if eps is None else parse_radii(eps),
         steps=steps,
         data=data if data and expanded(data).is_dir() and data_set_of(data) is None else None,
@@ -235,16 +256,17 @@ def eval_command(
         )
 
 
-def _check_options(eps: str | None, robustness: bool, routing: bool, crops: str, out: Path | None) -> None:
+def _check_options(eps: str | None, crops: str, of_one_view: list[bool], out: Path | None) -> None:
     """Refuse incompatible options, before the model is loaded."""
     from ..explain.plotting import require_matplotlib
     from ..recipes.evaluation.robustness import parse_radii
 
     if eps is not None:
         parse_radii(eps)
-    if crops == "multi" and (robustness or routing):
+    if crops == "multi" and any(of_one_view):
         raise UsageError(
-            "--robustness and --routing are measured on one view of each image", "leave --crops multi out"
+            "--robustness, --routing, --corruptions and --calibration are measured on one view of each image",
+            "leave --crops multi out",
         )
     if out is not None:
         require_matplotlib("--out")
@@ -284,6 +306,10 @@ def _print(report: Report, files: list[Path]) -> None:
         for one in report.by_iterations:
             table.add_row(str(one.iterations), f"{one.accuracy:.2f}", f"{one.changed:,}")
         out.print(table)
+    if report.corruptions:
+        _print_corruptions(report.corruptions)
+    if report.calibration:
+        _print_calibration(report.calibration)
     for file in files:
         out.print(f"written: {escape(str(file))}", soft_wrap=True)
 
@@ -327,6 +353,41 @@ def _print_robustness(report: Report) -> None:
     trained = "" if found.trained else "; the weights are not of the protocol's training set"
     both = f"regenerated {found.regenerated:.2f}%, expanded MNIST {found.expanded:.2f}%"
     out.print(f"affNIST, n = {found.n:,}: {both}{trained}", soft_wrap=True)
+
+
+def _print_corruptions(results: tuple[CorruptionResult, ...]) -> None:
+    from ..recipes.evaluation.corruptions import mean_accuracy
+
+    out = stdout()
+    out.print()
+    columns = ["accuracy %"] if len(results[0].accuracy) == 1 else [*map(str, range(1, 6)), "mean"]
+    many = len(columns) > 1
+    title = "corruption (regenerated), accuracy % by severity" if many else "corruption (regenerated)"
+    table = Table(title, *columns, box=None, pad_edge=False)
+    for one in results:
+        values = [*one.accuracy, one.mean] if many else one.accuracy
+        table.add_row(f"{one.name} ({one.group})", *(f"{value:.1f}" for value in values))
+    table.add_row(f"mean of the {len(results)}", *[""] * (len(columns) - 1), f"{mean_accuracy(results):.1f}")
+    out.print(table)
+
+
+def _print_calibration(found: CalibrationResult) -> None:
+    from ..recipes.evaluation.calibration import BINS
+
+    out = stdout()
+    out.print()
+    columns = (f"expected calibration error %, {BINS} bins", "log-likelihood", "mean confidence %")
+    table = Table("probabilities", *columns, box=None, pad_edge=False)
+    rows = [(f"of the {found.kind}", found.raw)]
+    if found.scaled is not None:
+        rows.append((f"at temperature {found.temperature:.3f}", found.scaled))
+    for name, one in rows:
+        table.add_row(name, f"{one.ece:.2f}", f"{-one.nll:.4f}", f"{one.confidence:.2f}")
+    out.print(table)
+    if found.fitted_on is not None:
+        out.print(f"temperature: fitted on {found.fitted_on:,} images that training held out")
+    else:
+        out.print(f"no temperature: {escape(found.reason)}", soft_wrap=True)
 
 
 def _print_routing(stats: RoutingStats, labels: list[str]) -> None:

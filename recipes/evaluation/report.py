@@ -16,6 +16,8 @@ from capszoo.explain.convergence import IterationChanges, iteration_changes
 from capszoo.explain.routing_stats import DEAD, RoutingStats, routing_stats
 
 from ..training.checkpoints import write_atomically
+from .calibration import CalibrationResult, calibrate, check_calibration
+from .corruptions import CorruptionResult, corruption_set, corruptions, mean_accuracy
 from .iterations import IterationAccuracy, accuracy_by_iterations, check_iterations
 from .metrics import EvalResult, assess, stated_top1
 from .report_plots import draw_report
@@ -31,7 +33,7 @@ from .robustness import (
 )
 from .target import EvalTarget, in_float32
 
-__all__ = ["Report", "measure", "write"]
+__all__ = ["Report", "measure", "rounded", "write"]
 
 ITERATION_IMAGES = 100
 """Images on which each iteration of routing is measured, the first ones: each iteration takes a forward pass."""
@@ -46,11 +48,13 @@ class Report:
     """Results of the measurements; None or empty for those not requested.
 
     Attributes:
-        seed: seed of the sample drawn by a limit, and of PGD's start.
+        seed: seed of the sample drawn by a limit, of PGD's start and of the corruptions.
         limit: requested number of images, None for all.
         stated: top-1 of the weights' metadata for these images, if it states one.
         iterations: changes per iteration of the routing layers, on the first `ITERATION_IMAGES`.
         by_iterations: accuracy with other numbers of routing iterations.
+        corruptions: accuracy on corrupted images.
+        calibration: agreement of probabilities and accuracy.
     """
 
     target: EvalTarget
@@ -64,6 +68,8 @@ class Report:
     routing: RoutingStats | None = None
     iterations: tuple[IterationChanges, ...] = ()
     by_iterations: tuple[IterationAccuracy, ...] = ()
+    corruptions: tuple[CorruptionResult, ...] = ()
+    calibration: CalibrationResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: in per cent, except the confusion matrix, whose rows are labels and columns answers."""
@@ -79,36 +85,43 @@ class Report:
             "crops": str(target.crops) if target.crops else "single",
             "threshold": target.threshold if target.images.spec.labels_per_image is None else None,
             "errors": result.errors,
-            "top1": _rounded(result.top1),
-            "top5": _rounded(result.top5),
-            "exact_set": _rounded(result.exact_set),
+            "top1": rounded(result.top1),
+            "top5": rounded(result.top5),
+            "exact_set": rounded(result.exact_set),
             "stated": self.stated,
-            "per_class": [_rounded(asdict(figures)) for figures in result.per_class],
+            "per_class": [rounded(asdict(figures)) for figures in result.per_class],
             "confusion": None if result.confusion is None else result.confusion.tolist(),
         }
         if self.sweeps or self.attacks:
             found["robustness"] = {
-                "sweeps": [_rounded(asdict(sweep)) for sweep in self.sweeps],
-                "pgd": [asdict(one) | {"accuracy": _rounded(one.accuracy)} for one in self.attacks],
-                "affnist": _rounded(asdict(self.affnist)) if self.affnist else None,
+                "sweeps": [rounded(asdict(sweep)) for sweep in self.sweeps],
+                "pgd": [asdict(one) | {"accuracy": rounded(one.accuracy)} for one in self.attacks],
+                "affnist": rounded(asdict(self.affnist)) if self.affnist else None,
             }
         if self.routing:
             found["routing"] = asdict(self.routing) | {"dead_below": DEAD}
             found["routing"]["iterations"] = [asdict(layer) for layer in self.iterations]
             found["routing"]["iterations_n"] = min(ITERATION_IMAGES, result.n)
         if self.by_iterations:
-            found["routing_iters"] = [_rounded(asdict(one)) for one in self.by_iterations]
+            found["routing_iters"] = [rounded(asdict(one)) for one in self.by_iterations]
+        if self.corruptions:
+            found["corruptions"] = {
+                "mean": rounded(mean_accuracy(self.corruptions)),
+                "corruptions": [rounded(asdict(one)) for one in self.corruptions],
+            }
+        if self.calibration:
+            found["calibration"] = rounded(asdict(self.calibration))
         return found
 
 
-def _rounded(value: Any) -> Any:
-    """Percentages with four decimals."""
+def rounded(value: Any) -> Any:
+    """The same value, with the floats in it rounded to four decimals."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value
 
 
@@ -120,6 +133,8 @@ def measure(
     robustness: bool = False,
     routing: bool = False,
     counts: tuple[int, ...] = (),
+    corrupted: bool = False,
+    held_out: EvalTarget | str | None = None,
     radii: tuple[float, ...] | None = None,
     steps: int = STEPS,
     data: str | Path | None = None,
@@ -135,10 +150,12 @@ def measure(
         robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
         routing: routing statistics.
         counts: numbers of routing iterations, with each of which the accuracy is measured too.
+        corrupted: accuracy on corrupted images.
+        held_out: for calibration, the images for the temperature or why there are none; None: not measured.
         radii, steps: of PGD.
         data: folder of MNIST, for affNIST's protocol; None uses `CAPSZOO_DATA`.
         limit: use this many of affNIST's images (the target's images are already limited).
-        seed: of PGD's start and of that sample.
+        seed: of PGD's start, the corruptions and that sample.
         progress: displays the progress.
     """
 
@@ -148,13 +165,12 @@ def measure(
     size = batch_size or target.batch_size
     if counts:
         check_iterations(target)
+    if corrupted:
+        corruption_set(target)
+    if held_out is not None:
+        check_calibration(target)
     if routing:
-        if target.crops:
-            raise CapszooError("routing statistics are of one view of each image", "leave --crops out")
-        one = target.on(target.images.fixed().subset(torch.arange(1)))
-        routing_stats(
-            target.net, ((b.images, b.labels) for b in one.batches(1))
-        )  # refuses before hours of work
+        _check_routing(target)
     with bar("evaluating") as advance:
         result = assess(target, size, advance)
     found: dict[str, Any] = {}
@@ -168,19 +184,38 @@ def measure(
         found["affnist"] = affnist(target, data, limit, seed, batch_size)
     if routing:
         with bar("routing") as advance:
-            batches = ((b.images, b.labels) for b in target.batches(min(size, 50), advance))
-            stats = routing_stats(target.net, batches)
-            # with several labels an image has several answers
-            never = tuple(k for k, one in enumerate(result.per_class) if one.precision is None)
-            found["routing"] = replace(stats, never_predicted=never)
-            few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
-            found["iterations"] = iteration_changes(
-                target.net, (b.images for b in few.batches(min(size, 50)))
-            )
+            found["routing"], found["iterations"] = _routing(target, result, min(size, 50), advance)
     if counts:
         with bar("routing iterations", len(counts) + 1) as advance:
             found["by_iterations"] = accuracy_by_iterations(target, counts, size, advance)
+    if corrupted:
+        with bar("corruptions") as advance:
+            found["corruptions"] = corruptions(target, seed, size, advance)
+    if held_out is not None:
+        with bar("calibration") as advance:
+            found["calibration"] = calibrate(target, held_out, size, advance)
     return Report(target, result, seed, limit, stated_top1(target), **found)
+
+
+def _check_routing(target: EvalTarget) -> None:
+    """Raise `CapszooError` before hours of work if the model has no capsules, or several crops are taken."""
+    if target.crops:
+        raise CapszooError("routing statistics are of one view of each image", "leave --crops out")
+    one = target.on(target.images.fixed().subset(torch.arange(1)))
+    routing_stats(target.net, ((b.images, b.labels) for b in one.batches(1)))
+
+
+def _routing(
+    target: EvalTarget, result: EvalResult, size: int, advance: Advance
+) -> tuple[RoutingStats, tuple[IterationChanges, ...]]:
+    """Routing statistics of all images, and the changes by iteration on the first ones."""
+    batches = ((b.images, b.labels) for b in target.batches(size, advance))
+    stats = routing_stats(target.net, batches)
+    # with several labels an image has several answers
+    never = tuple(k for k, one in enumerate(result.per_class) if one.precision is None)
+    few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
+    changes = iteration_changes(target.net, (b.images for b in few.batches(size)))
+    return replace(stats, never_predicted=never), changes
 
 
 def write(report: Report, folder: Path, kind: str = "png") -> list[Path]:

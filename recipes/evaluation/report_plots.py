@@ -18,6 +18,8 @@ from capszoo.explain.plotting import new_figure, save, write_numbers
 from capszoo.explain.routing_stats import RoutingStats
 from capszoo.metadata import first_complaint
 
+from .calibration import CalibrationResult
+from .corruptions import CorruptionResult
 from .metrics import EvalResult
 
 if TYPE_CHECKING:
@@ -85,6 +87,11 @@ def draw_report(report: Report, folder: Path, kind: str = "png") -> list[Path]:
     if report.routing:
         path = folder / f"routing.{kind}"
         written.append(_draw_routing(report.routing, report.iterations, title, path))
+    if report.corruptions:
+        path = folder / f"corruptions.{kind}"
+        written.append(_draw_corruptions(report.corruptions, report.result.accuracy, title, path))
+    if report.calibration:
+        written.append(_draw_calibration(report.calibration, title, folder / f"calibration.{kind}"))
     return [file for path in written for file in (path, path.with_suffix(".csv"))]
 
 
@@ -269,6 +276,64 @@ def _draw_routing(
             [f"change of logits, layer {number}, iteration", t, v] for t, v in enumerate(changes.logits, 1)
         ]
     write_numbers(written, ["what", "at", "value"], rows)
+    return written
+
+
+def _draw_corruptions(results: Sequence[CorruptionResult], unchanged: float, title: str, path: Path) -> Path:
+    """Plot each corruption's mean accuracy as a bar, in its group's colour, and its severities as points."""
+    figure = new_figure(7.0, 0.32 * len(results) + 1.6)
+    axes = figure.subplots()
+    groups = {group: f"C{k}" for k, group in enumerate(dict.fromkeys(one.group for one in results))}
+    labelled: set[str] = set()
+    for place, one in enumerate(results):
+        label = None if one.group in labelled else one.group
+        labelled.add(one.group)
+        axes.barh(place, one.mean, color=groups[one.group], alpha=0.6, label=label)
+        if len(one.accuracy) > 1:
+            axes.plot(one.accuracy, [place] * len(one.accuracy), "k.", markersize=4)
+    axes.axvline(unchanged, color="black", linewidth=0.8, linestyle=":", label="unchanged images")
+    axes.set(xlim=(0, 102), xlabel="accuracy (%); points: severities")
+    axes.set_yticks(range(len(results)), [one.name for one in results])
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=len(groups) + 1, fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    written = save(figure, path)
+    rows = [
+        [one.name, one.group, k, accuracy] for one in results for k, accuracy in enumerate(one.accuracy, 1)
+    ]
+    write_numbers(written, ["corruption", "group", "severity", "accuracy %"], rows)
+    return written
+
+
+def _draw_calibration(found: CalibrationResult, title: str, path: Path) -> Path:
+    """Plot accuracy against confidence by bin, of the probabilities and of the scaled ones; labels: share of images."""
+    panels = [(f"probabilities of the {found.kind}", found.raw)]
+    if found.scaled is not None:
+        panels.append((f"at temperature {found.temperature:.2f}", found.scaled))
+    figure = new_figure(4.2 * len(panels), 4.4)
+    numbers: list[list[Any]] = []
+    for axes, (name, one) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        width = 100 / len(one.bins)
+        n = sum(filled[0] for filled in one.bins if filled)
+        axes.plot([0, 100], [0, 100], color="black", linewidth=0.8, linestyle=":", label="calibrated")
+        for place, filled in enumerate(one.bins):
+            if filled is None:
+                continue
+            count, confidence, accuracy = filled
+            axes.bar((place + 0.5) * width, accuracy, 0.92 * width, color="tab:blue", alpha=0.6)
+            axes.plot(confidence, accuracy, ".", color="tab:orange", zorder=3)
+            share = f"{100 * count / n:.0f}%" if count >= 0.005 * n else "<1%"
+            axes.annotate(share, ((place + 0.5) * width, 1), ha="center", fontsize=6)
+            numbers.append([name, place * width, (place + 1) * width, count, confidence, accuracy])
+        axes.plot([], [], ".", color="tab:orange", label="mean confidence of a bin")
+        axes.set(xlim=(0, 100), ylim=(0, 102), xlabel="confidence (%)", ylabel="accuracy (%)", aspect="equal")
+        axes.set_title(f"{name}: ECE {one.ece:.2f}%", fontsize=10)
+        axes.legend(fontsize=8, loc="upper left", frameon=False)
+    figure.suptitle(title, fontsize=10)
+    written = save(figure, path)
+    write_numbers(
+        written, ["probabilities", "from %", "to %", "images", "confidence %", "accuracy %"], numbers
+    )
     return written
 
 
