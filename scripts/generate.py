@@ -1,11 +1,11 @@
 """Write derived files (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
-docs/models.md, recipes/README.md, docs/benchmarks.md, docs/export-benchmarks.md and docs/fine-tune-results.md,
-docs/cli.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
+docs/models.md, recipes/README.md, docs/benchmarks.md, docs/export-benchmarks.md, docs/fine-tune-results.md and
+docs/robustness.md, docs/cli.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header
-comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py, transfer.py and
-``make test-trt-rtx`` in benchmarks/results. ``--check`` writes nothing and fails if a file is out of date; a
-test does the same.
+comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py, transfer.py,
+robustness.py and ``make test-trt-rtx`` in benchmarks/results. ``--check`` writes nothing and fails if a file is out of
+date; a test does the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint  # noqa: E402
 
 import capszoo  # noqa: E402
-from benchmarks import heads, transfer  # noqa: E402
+from benchmarks import heads, robustness, transfer  # noqa: E402
 from capszoo._catalogue import CATALOGUE  # noqa: E402
 from capszoo._metadata import default_weights  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
@@ -327,6 +327,15 @@ def outputs() -> dict[Path, str]:
     }
     for block, content in sections.items():
         fine_tune_text = replace_block(fine_tune_text, block, content)
+    robust = ROOT / "docs" / "robustness.md"
+    robust_text = robust.read_text(encoding="utf-8")
+    measured = {
+        "corruptions-colour": robustness.corruption_table(3),
+        "corruptions-grey": robustness.corruption_table(1),
+        "calibration": robustness.calibration_table(),
+    }
+    for block, content in measured.items():
+        robust_text = replace_block(robust_text, block, content)
     return {
         CATALOGUE: catalogue(),
         ROOT / "hubconf.py": hubconf(),
@@ -336,6 +345,7 @@ def outputs() -> dict[Path, str]:
         export: replace_block(export.read_text(encoding="utf-8"), "models", export_table()),
         benchmarks: replace_block(benchmarks.read_text(encoding="utf-8"), "models", benchmark_table()),
         fine_tune: fine_tune_text,
+        robust: robust_text,
         ROOT / "docs" / "cli.md": help_page(),
         ROOT / "docs" / "results.md": results_page(),
         publish: replace_block(publish.read_text(encoding="utf-8"), "card", card_header()),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import robustness
 from capszoo.models._pretrained import bundled_tags
 from capszoo.recipes.config import load_recipe
 from tests.support import load_script
@@ -132,7 +133,13 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
     )
     assert "no run yet" in rows["conv"] and "99.00" not in page
     dynamic = bundled_tags()["resnet20_dynamic.cifar10"].raw["metrics"]["test"]["top1"]
+    longer, _, corrupted = longer.partition("twelve corruptions")
     assert f"| dynamic | {dynamic:.2f} |" in longer and "| routing_pool | 9" not in longer
+    row = robustness.current()["resnet20_dynamic.cifar10"]
+    assert f"| dynamic | {row['corruptions']['clean']:.1f} | {row['corruptions']['mean']:.1f} |" in corrupted
+    assert all(
+        f"| {head} | " in corrupted for head in ("avg", "routing_pool", "conv", "em", "idpa", "self_routing")
+    )
     assert "dynamic, 2 layers" in rows and "91.00 | 1" in rows["dynamic, 2 layers"]
     # two heads of three seeds, deviation 0.2 each, so Welch's degrees of freedom are 4: 2.776 * 0.2 * sqrt(2 / 3)
     assert "More accurate by its own interval: em (+1.00 ± 0.45). ±" in page

@@ -1,0 +1,137 @@
+"""Corrupted images and calibration: every bundled checkpoint.
+
+    python benchmarks/robustness.py             # those whose weights have changed since (all: some hours of one core)
+    python benchmarks/robustness.py NAME...     # these, again
+
+A row has what ``capszoo eval NAME --corruptions --limit 1000`` and ``capszoo eval NAME --calibration`` print. The
+results are in benchmarks/results/robustness.json, of which scripts/generate.py makes the tables of docs/robustness.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+import torch  # noqa: E402
+
+from capszoo.errors import CapszooError  # noqa: E402
+from capszoo.models._pretrained import bundled_tags  # noqa: E402
+from capszoo.recipes.evaluation.calibration import calibrate, held_out_images  # noqa: E402
+from capszoo.recipes.evaluation.corruptions import corruption_set, corruptions, mean_accuracy  # noqa: E402
+from capszoo.recipes.evaluation.metrics import assess  # noqa: E402
+from capszoo.recipes.evaluation.report import rounded  # noqa: E402
+from capszoo.recipes.evaluation.target import in_float32, prepare  # noqa: E402
+from capszoo.recipes.training.checkpoints import write_atomically  # noqa: E402
+from capszoo.recipes.weights import hardware  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "robustness.json"
+LIMIT = 1000
+"""Images of each corruption and severity, drawn by seed 0."""
+
+
+@in_float32
+def measure(name: str) -> dict[str, Any]:
+    """The row of one checkpoint."""
+    row: dict[str, Any] = {"sha256": bundled_tags()[name].sha256, "hardware": hardware(torch.device("cpu"))}
+    some = prepare(name, limit=LIMIT, device="cpu")
+    row["dataset"] = some.images.spec.name
+    try:
+        corruption_set(some)
+    except CapszooError:
+        row["corruptions"] = None
+    else:
+        results = corruptions(some)
+        row["corruptions"] = {
+            "n": some.n,
+            "clean": assess(some).accuracy,
+            "mean": mean_accuracy(results),
+            "each": [asdict(one) for one in results],
+        }
+    whole = prepare(name, device="cpu")
+    row["calibration"] = None
+    if not whole.images.spec.multi_label:
+        found = asdict(calibrate(whole, held_out_images(whole, name, None, None))) | {"n": whole.n}
+        for one in (found["raw"], found["scaled"] or {}):
+            one.pop("bins", None)
+        row["calibration"] = found
+    return dict(rounded(row))
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """Name of the weights to their row."""
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.is_file() else {}
+
+
+def current() -> dict[str, dict[str, Any]]:
+    """The rows of the bundled files, in the order of the names."""
+    rows = stored()
+    return {
+        name: rows[name]
+        for name, info in bundled_tags().items()
+        if name in rows and rows[name]["sha256"] == info.sha256
+    }
+
+
+def corruption_table(channels: int) -> str:
+    """Accuracy by group of corruptions, of the checkpoints for colour (3) or grey (1) images."""
+    rows = {
+        name: row["corruptions"]
+        for name, row in current().items()
+        if row["corruptions"] and bundled_tags()[name].input_size[0] == channels
+    }
+    groups = list(dict.fromkeys(one["group"] for row in rows.values() for one in row["each"]))
+    lines = [
+        "| " + " | ".join(["weights", "unchanged", *groups, "mean of the 12"]) + " |",
+        "|---|" + "---:|" * (len(groups) + 2),
+    ]
+    for name, row in rows.items():
+        means = {group: [] for group in groups}  # type: dict[str, list[float]]
+        for one in row["each"]:
+            means[one["group"]].append(sum(one["accuracy"]) / len(one["accuracy"]))
+        values = [row["clean"], *(sum(of) / len(of) for of in means.values()), row["mean"]]
+        lines.append("| " + " | ".join([f"`{name}`", *(f"{value:.1f}" for value in values)]) + " |")
+    return "\n".join(lines)
+
+
+def calibration_table() -> str:
+    """Calibration error and log-likelihood of every checkpoint with one label an image, raw and at its temperature."""
+    lines = [
+        "| weights | scores | mean confidence, % | ECE, % | ECE at T, % | T | NLL | NLL at T |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in current().items():
+        found = row["calibration"]
+        if not found:
+            continue
+        raw, scaled = found["raw"], found["scaled"]
+        cells = [f"{raw['confidence']:.1f}", f"{raw['ece']:.2f}"]
+        cells += [f"{scaled['ece']:.2f}", f"{found['temperature']:.2f}"] if scaled else ["–", "–"]
+        cells += [f"{raw['nll']:.3f}", f"{scaled['nll']:.3f}" if scaled else "–"]
+        lines.append("| " + " | ".join([f"`{name}`", found["kind"], *cells]) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="weights to measure again")
+    names = parser.parse_args(argv).names
+    for name in names or [name for name in bundled_tags() if name not in current()]:
+        row = measure(name)
+        rows = stored() | {name: row}
+        write_atomically(RESULTS, json.dumps({key: rows[key] for key in sorted(rows)}, indent=1) + "\n")
+        print(name, row["corruptions"] and f"{row['corruptions']['mean']:.1f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The stored robustness of the bundled checkpoints, and the tables made of it."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from benchmarks import robustness
+from capszoo.models._pretrained import bundled_tags
+
+
+def test_every_bundled_file_was_measured() -> None:
+    assert list(robustness.current()) == list(bundled_tags()), (
+        "run python benchmarks/robustness.py, then make docs"
+    )
+
+
+def test_corrupted_accuracies_agree_with_the_stated_ones() -> None:
+    for name, row in robustness.current().items():
+        images = row["corruptions"]
+        if images is None:  # of another size
+            assert bundled_tags()[name].input_size[1:] not in ((28, 28), (32, 32))
+            continue
+        stated = bundled_tags()[name].raw["metrics"]["test"]["top1"]
+        assert abs(images["clean"] - stated) < 4 * (stated * (100 - stated) / images["n"]) ** 0.5 + 0.1, name
+        means = [statistics.fmean(one["accuracy"]) for one in images["each"]]
+        assert len(means) == 12 and statistics.fmean(means) == pytest.approx(images["mean"], abs=1e-3), name
+        assert images["mean"] < images["clean"]
+
+
+def test_calibration_is_that_of_the_whole_test_set() -> None:
+    for name, row in robustness.current().items():
+        found, info = row["calibration"], bundled_tags()[name]
+        if found is None:
+            assert info.score_kind.startswith("label_")
+            continue
+        assert found["n"] == info.raw["metrics"]["test"]["n"] and found["kind"] == info.score_kind
+        # the mean over bins of |accuracy - confidence| is at least the difference of the means
+        gap = abs(found["raw"]["confidence"] - info.raw["metrics"]["test"]["top1"])
+        assert found["raw"]["ece"] >= gap - 0.05, name
+        assert found["scaled"]["nll"] <= found["raw"]["nll"] + 0.001, name
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = [
+        {"name": "a", "group": "noise", "accuracy": [10.0, 20.0]},
+        {"name": "b", "group": "noise", "accuracy": [30.0]},
+        {"name": "c", "group": "blur", "accuracy": [50.0]},
+    ]
+    reliability = {"ece": 41.0, "nll": 0.5, "confidence": 58.0}
+    calibration = {"kind": "lengths", "raw": reliability, "scaled": None, "temperature": None, "n": 5}
+    row = {
+        "corruptions": {"n": 4, "clean": 90.0, "mean": 31.7, "each": each},
+        "calibration": calibration,
+    }
+    monkeypatch.setattr(robustness, "current", lambda: {"idpa_cnn.mnist": row, "idpa_cnn.cifar10": row})
+    header, _, *lines = robustness.corruption_table(1).splitlines()
+    assert header == "| weights | unchanged | noise | blur | mean of the 12 |"
+    assert lines == ["| `idpa_cnn.mnist` | 90.0 | 22.5 | 50.0 | 31.7 |"]
+    last = robustness.calibration_table().splitlines()[-1]
+    assert last == "| `idpa_cnn.cifar10` | lengths | 58.0 | 41.00 | – | – | 0.500 | – |"
