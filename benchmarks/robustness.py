@@ -2,6 +2,7 @@
 
     python benchmarks/robustness.py             # those whose weights have changed since (all: some hours of one core)
     python benchmarks/robustness.py NAME...     # these, again
+    python benchmarks/robustness.py --draw      # the corruptions, in docs/pictures
 
 A row has what ``capszoo eval NAME --corruptions --limit 1000`` and ``capszoo eval NAME --calibration`` print. The
 results are in benchmarks/results/robustness.json, of which scripts/generate.py makes the tables of docs/robustness.md.
@@ -10,6 +11,7 @@ results are in benchmarks/results/robustness.json, of which scripts/generate.py 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -21,11 +23,21 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
+from capszoo.data import keyed_generator, load_dataset  # noqa: E402
 from capszoo.errors import CapszooError  # noqa: E402
+from capszoo.explain.plotting import save_columns  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
 from capszoo.recipes.evaluation.calibration import calibrate, held_out_images  # noqa: E402
-from capszoo.recipes.evaluation.corruptions import corruption_set, corruptions, mean_accuracy  # noqa: E402
+from capszoo.recipes.evaluation.corruptions import (  # noqa: E402
+    CIFAR_C,
+    MNIST_C,
+    corrupt,
+    corruption_set,
+    corruptions,
+    mean_accuracy,
+)
 from capszoo.recipes.evaluation.metrics import assess  # noqa: E402
 from capszoo.recipes.evaluation.report import rounded  # noqa: E402
 from capszoo.recipes.evaluation.target import in_float32, prepare  # noqa: E402
@@ -33,6 +45,9 @@ from capszoo.recipes.training.checkpoints import write_atomically  # noqa: E402
 from capszoo.recipes.weights import hardware  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "robustness.json"
+IMAGE = 1
+"""Number of the test image in the pictures."""
+
 LIMIT = 1000
 """Images of each corruption and severity, drawn by seed 0."""
 
@@ -63,6 +78,38 @@ def measure(name: str) -> dict[str, Any]:
             one.pop("bins", None)
         row["calibration"] = found
     return dict(rounded(row))
+
+
+def picture(channels: int) -> Path:
+    """The picture of the corruptions of colour (3) or grey (1) images."""
+    return ROOT / "docs" / "pictures" / f"corruptions_{'colour' if channels == 3 else 'grey'}.png"
+
+
+def corrupted_columns(image: Tensor) -> list[tuple[str, list[Tensor]]]:
+    """An image, uint8 [c, h, w], and each of its corruptions, in 0..1: name, and an image for each severity."""
+    chosen = CIFAR_C if image.shape[0] == 3 else MNIST_C
+    columns = [("unchanged", [image / 255] * len(next(iter(chosen.values())).severities))]
+    for name, one in chosen.items():
+        severities = range(1, len(one.severities) + 1)
+        made = [corrupt(image[None], one, k, keyed_generator(0, name, k, 0))[0] / 255 for k in severities]
+        columns.append((name.replace(" ", "\n"), made))
+    return columns
+
+
+def drawn_from(columns: Sequence[tuple[str, Sequence[Tensor]]]) -> str:
+    """What a picture states of its columns."""
+    pixels = b"".join(
+        one.mul(255).round().byte().numpy().tobytes() for _, images in columns for one in images
+    )
+    return f"images {hashlib.sha256(pixels).hexdigest()[:16]}"
+
+
+def draw(image: Tensor, path: Path) -> Path:
+    """Draw the corruptions of an image, uint8 [c, h, w]."""
+    columns = corrupted_columns(image)
+    count = len(columns[0][1])
+    rows = [f"severity {k}" for k in range(1, count + 1)] if count > 1 else [""]
+    return save_columns(columns, rows, path, drawn_from(columns), gap=1)
 
 
 def stored() -> dict[str, dict[str, Any]]:
@@ -124,7 +171,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="weights to measure again")
-    names = parser.parse_args(argv).names
+    parser.add_argument("--draw", action="store_true", help="draw the corruptions, and measure nothing")
+    args = parser.parse_args(argv)
+    if args.draw:
+        for data in ("cifar10", "mnist"):
+            image = load_dataset(data, "test").subset(torch.tensor([IMAGE])).images[0]  # type: ignore[union-attr]
+            print(f"written: {draw(image, picture(image.shape[0]))}")
+        return 0
+    names = args.names
     for name in names or [name for name in bundled_tags() if name not in current()]:
         row = measure(name)
         rows = stored() | {name: row}

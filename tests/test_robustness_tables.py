@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from benchmarks import robustness
 from capszoo.models._pretrained import bundled_tags
+from tests.support import packed
 
 
 def test_every_bundled_file_was_measured() -> None:
@@ -40,6 +43,20 @@ def test_calibration_is_that_of_the_whole_test_set() -> None:
         gap = abs(found["raw"]["confidence"] - info.raw["metrics"]["test"]["top1"])
         assert found["raw"]["ece"] >= gap - 0.05, name
         assert found["scaled"]["nll"] <= found["raw"]["nll"] + 0.001, name
+
+
+@pytest.mark.parametrize("data", ["cifar10", "mnist"])
+def test_the_pictures_are_of_the_corruptions(data: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    image = packed(Path(__file__).resolve().parents[1], data).images[robustness.IMAGE]
+    path = robustness.picture(image.shape[0])
+    columns = robustness.corrupted_columns(image)
+    assert [len(images) for _, images in columns] == [5 if data == "cifar10" else 1] * 13
+    with Image.open(path) as shown, Image.open(robustness.draw(image, tmp_path / path.name)) as again:
+        assert again.info["Description"] == robustness.drawn_from(columns)
+        assert shown.size == again.size
+        stated = shown.info["Description"]
+    assert stated == robustness.drawn_from(columns), "python benchmarks/robustness.py --draw"
 
 
 def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,9 +128,9 @@ def _defocus_blur(x: Tensor, parameters: tuple[float, float], generator: Generat
 def _glass_blur(x: Tensor, parameters: tuple[float, int], generator: Generator) -> Tensor:
     """Blur, move pixels by up to one to the left and up, and blur again.
 
-    The first two rows and columns stay. In a colour image, a pixel gets the value of its neighbour; in a grey one, both
-    are swapped, so that a value may go further. That is what the generators do: numpy's assignment of two rows of an
-    array to each other copies one of them.
+    The first two rows and columns stay. In a colour image, a pixel gets the value of its neighbour. In a grey one, half
+    of the pixels are swapped with it, so that a value may go further. That is what the generators do: in numpy, an
+    exchange of two pixels of three values copies one of them.
     """
     sigma, rounds = parameters
     x = _gaussian_blur(x, sigma)
@@ -142,11 +142,13 @@ def _glass_blur(x: Tensor, parameters: tuple[float, int], generator: Generator) 
             row, column = torch.arange(2, h)[:, None] + up, torch.arange(2, w) + left
             x[:, :, 2:, 2:] = x.permute(0, 2, 3, 1)[image[:, None, None], row, column].permute(0, 3, 1, 2)
             continue
+        swapped = torch.randint(0, 2, up.shape, generator=generator)
+        up, left = up * swapped, left * swapped
         for row in range(h - 1, 1, -1):
             for column in range(w - 1, 1, -1):
                 place = image, 0, row + up[:, row - 2, column - 2], column + left[:, row - 2, column - 2]
                 other = x[place]
-                x[place] = x[:, 0, row, column]
+                x[place] = x[:, 0, row, column].clone()
                 x[:, 0, row, column] = other
     return _gaussian_blur(x, sigma)
 
@@ -289,13 +291,10 @@ def _translate(x: Tensor, pixels: int, generator: Generator) -> Tensor:
     return crop(x, down, across, (x.shape[2], x.shape[3]), pixels)
 
 
-def _stripe(x: Tensor, share: float, generator: Generator) -> Tensor:
-    """Invert a vertical stripe in the middle."""
-    w = x.shape[3]
-    edge = round(w * (1 - share) / 2)
-    x = x.clone()
-    x[..., edge : w - edge] = 1 - x[..., edge : w - edge]
-    return x
+def _stripe(x: Tensor, edge: int, generator: Generator) -> Tensor:
+    """Invert what lies left and right of a vertical stripe in the middle, `edge` columns each."""
+    column = torch.arange(x.shape[3])
+    return torch.where((column < edge) | (column >= x.shape[3] - edge), 1 - x, x)
 
 
 def _line(x: Tensor, start: Tensor, end: Tensor) -> Tensor:
@@ -377,7 +376,7 @@ MNIST_C: dict[str, Corruption] = {
     "translate": Corruption("affine", _translate, (3,)),
     "brightness": Corruption("weather", _brightness, (0.5,)),
     "fog": Corruption("weather", _fog, ((3, 1.4),)),
-    "stripe": Corruption("drawn", _stripe, (0.5,)),
+    "stripe": Corruption("drawn", _stripe, (7,)),
     "dotted line": Corruption("drawn", _dotted_line, (2,)),
     "zigzag": Corruption("drawn", _zigzag, (2.0,)),
 }

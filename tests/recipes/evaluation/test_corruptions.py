@@ -54,6 +54,7 @@ def test_every_corruption_changes_the_images_as_its_generator_decides(data: str,
     assert torch.equal(pixels, before), "the originals stay"
     assert all(not torch.equal(a, b) for a, b in zip(changed, pixels, strict=True))
     assert torch.equal(changed, done(chosen, name, pixels, last))
+    assert done(chosen, name, pixels[:1], last).shape == pixels[:1].shape, "one image alone"
 
 
 @pytest.mark.parametrize("name", [name for name in CIFAR_C if name not in ("glass blur", "elastic")])
@@ -142,7 +143,7 @@ def test_digits_are_moved_and_drawn_on() -> None:
     places = {divmod(int(one.flatten().argmax()), 28) for one in done(MNIST_C, "translate", point)}
     assert places == {(11, 11), (11, 17), (17, 11), (17, 17)}
     stripe = done(MNIST_C, "stripe", torch.full((1, 1, 28, 28), 55, dtype=torch.uint8))[0, 0, 0]
-    assert stripe.tolist() == [55] * 7 + [200] * 14 + [55] * 7
+    assert stripe.tolist() == [200] * 7 + [55] * 14 + [200] * 7
     black = torch.zeros(30, 1, 28, 28, dtype=torch.uint8)
     dots = done(MNIST_C, "dotted line", black)[:, 0].amax(1) > 100  # by column
     assert dots.float().mean(0).round().tolist() == [0, 0, 1, 1] * 6 + [0, 0, 1, 0]
