@@ -182,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names or [name for name in bundled_tags() if name not in current()]:
         row = measure(name)
         rows = stored() | {name: row}
-        write_atomically(RESULTS, json.dumps({key: rows[key] for key in sorted(rows)}, indent=1) + "\n")
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))
+        write_atomically(RESULTS, f"{{\n{lines}\n}}\n")
         print(name, row["corruptions"] and f"{row['corruptions']['mean']:.1f}", flush=True)
     return 0
 

@@ -360,8 +360,9 @@ def _print_corruptions(results: tuple[CorruptionResult, ...]) -> None:
 
     out = stdout()
     out.print()
-    columns = ["accuracy %"] if len(results[0].accuracy) == 1 else [*map(str, range(1, 6)), "mean"]
-    many = len(columns) > 1
+    severities = len(results[0].accuracy)
+    many = severities > 1
+    columns = [*map(str, range(1, severities + 1)), "mean"] if many else ["accuracy %"]
     title = "corruption (regenerated), accuracy % by severity" if many else "corruption (regenerated)"
     table = Table(title, *columns, box=None, pad_edge=False)
     for one in results:
@@ -376,13 +377,13 @@ def _print_calibration(found: CalibrationResult) -> None:
 
     out = stdout()
     out.print()
-    columns = (f"expected calibration error %, {BINS} bins", "log-likelihood", "mean confidence %")
+    columns = (f"expected calibration error %, {BINS} bins", "NLL", "mean confidence %")
     table = Table("probabilities", *columns, box=None, pad_edge=False)
     rows = [(f"of the {found.kind}", found.raw)]
     if found.scaled is not None:
         rows.append((f"at temperature {found.temperature:.3f}", found.scaled))
     for name, one in rows:
-        table.add_row(name, f"{one.ece:.2f}", f"{-one.nll:.4f}", f"{one.confidence:.2f}")
+        table.add_row(name, f"{one.ece:.2f}", f"{one.nll:.4f}", f"{one.confidence:.2f}")
     out.print(table)
     if found.fitted_on is not None:
         out.print(f"temperature: fitted on {found.fitted_on:,} images that training held out")
