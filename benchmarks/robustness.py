@@ -96,12 +96,11 @@ def corrupted_columns(image: Tensor) -> list[tuple[str, list[Tensor]]]:
     return columns
 
 
-def drawn_from(columns: Sequence[tuple[str, Sequence[Tensor]]]) -> str:
-    """What a picture states of its columns."""
-    pixels = b"".join(
-        one.mul(255).round().byte().numpy().tobytes() for _, images in columns for one in images
-    )
-    return f"images {hashlib.sha256(pixels).hexdigest()[:16]}"
+def drawn_from(image: Tensor) -> str:
+    """What a picture states of its source: the image and the corruptions' parameters."""
+    chosen = CIFAR_C if image.shape[0] == 3 else MNIST_C
+    parameters = {name: one.severities for name, one in chosen.items()}
+    return f"source {hashlib.sha256(image.numpy().tobytes() + repr(parameters).encode()).hexdigest()[:16]}"
 
 
 def draw(image: Tensor, path: Path) -> Path:
@@ -109,7 +108,7 @@ def draw(image: Tensor, path: Path) -> Path:
     columns = corrupted_columns(image)
     count = len(columns[0][1])
     rows = [f"severity {k}" for k in range(1, count + 1)] if count > 1 else [""]
-    return save_columns(columns, rows, path, drawn_from(columns), gap=1)
+    return save_columns(columns, rows, path, drawn_from(image), gap=1)
 
 
 def stored() -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -50,13 +51,12 @@ def test_the_pictures_are_of_the_corruptions(data: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     image = packed(Path(__file__).resolve().parents[1], data).images[robustness.IMAGE]
     path = robustness.picture(image.shape[0])
-    columns = robustness.corrupted_columns(image)
-    assert [len(images) for _, images in columns] == [5 if data == "cifar10" else 1] * 13
     with Image.open(path) as shown, Image.open(robustness.draw(image, tmp_path / path.name)) as again:
-        assert again.info["Description"] == robustness.drawn_from(columns)
-        assert shown.size == again.size
-        stated = shown.info["Description"]
-    assert stated == robustness.drawn_from(columns), "python benchmarks/robustness.py --draw"
+        stated = {picture.info["Description"] for picture in (shown, again)}
+        old, new = (np.asarray(picture.convert("RGB"), dtype=float) for picture in (shown, again))
+    # not equal in every pixel: processors round differently
+    same = old.shape == new.shape and float(np.abs(old - new).mean()) < 1
+    assert same and stated == {robustness.drawn_from(image)}, "python benchmarks/robustness.py --draw"
 
 
 def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:

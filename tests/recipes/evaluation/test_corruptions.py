@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from capszoo.data import keyed_generator
 from capszoo.errors import CapszooError
@@ -162,9 +162,34 @@ def target() -> EvalTarget:
     return prepare("efficient_capsnet.mnist", packed(ROOT, "mnist").subset(torch.arange(100)), device="cpu")
 
 
-def test_the_accuracy_does_not_depend_on_the_batch_size(target: EvalTarget) -> None:
-    found, small = corruptions(target), corruptions(target, batch_size=40)
-    assert found == small and [one.name for one in found] == list(MNIST_C)
+class Recorder(nn.Module):
+    """Remembers its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return x.new_zeros(len(x), 10)
+
+
+def test_the_images_do_not_depend_on_the_batch_size(target: EvalTarget) -> None:
+    whole, parts = Recorder(), Recorder()
+    corruptions(replace(target, net=whole))
+    corruptions(replace(target, net=parts), batch_size=40)
+    assert [len(x) for x in whole.seen] == [100] * 12 and [len(x) for x in parts.seen] == [40, 40, 20] * 12
+    torch.testing.assert_close(torch.cat(whole.seen), torch.cat(parts.seen))
+    other = Recorder()
+    corruptions(replace(target, net=other), seed=1)
+    same = [torch.equal(a, b) for a, b in zip(whole.seen, other.seen, strict=True)]
+    fixed = ("scale", "brightness", "stripe")  # nothing is drawn for them
+    assert same == [name in fixed for name in MNIST_C]
+
+
+def test_accuracy_on_corrupted_digits(target: EvalTarget) -> None:
+    found = corruptions(target)
+    assert [one.name for one in found] == list(MNIST_C)
     accuracy = {one.name: one.mean for one in found}
     clean = assess(target).accuracy
     assert accuracy["glass blur"] < clean - 20 and accuracy["shear"] > clean - 5
