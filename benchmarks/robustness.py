@@ -33,6 +33,7 @@ from capszoo.recipes.evaluation.calibration import calibrate, held_out_images  #
 from capszoo.recipes.evaluation.corruptions import (  # noqa: E402
     CIFAR_C,
     MNIST_C,
+    CorruptionResult,
     corrupt,
     corruption_set,
     corruptions,
@@ -141,7 +142,7 @@ def corruption_table(channels: int) -> str:
     for name, row in rows.items():
         means = {group: [] for group in groups}  # type: dict[str, list[float]]
         for one in row["each"]:
-            means[one["group"]].append(sum(one["accuracy"]) / len(one["accuracy"]))
+            means[one["group"]].append(CorruptionResult(**one).mean)
         values = [row["clean"], *(sum(of) / len(of) for of in means.values()), row["mean"]]
         lines.append("| " + " | ".join([f"`{name}`", *(f"{value:.1f}" for value in values)]) + " |")
     return "\n".join(lines)

@@ -105,6 +105,14 @@ def replace_block(text: str, block: str, content: str) -> str:
     return f"{before}{start}{content.rstrip()}\n{end}{after}"
 
 
+def filled(page: Path, blocks: dict[str, str]) -> str:
+    """The text of a page with each block replaced by its content."""
+    text = page.read_text(encoding="utf-8")
+    for block, content in blocks.items():
+        text = replace_block(text, block, content)
+    return text
+
+
 def model_table() -> str:
     """The registry as a markdown table."""
     lines = [
@@ -306,49 +314,34 @@ def benchmark_table() -> str:
 
 def outputs() -> dict[Path, str]:
     """Every generated file and its expected content."""
-    readme = ROOT / "README.md"
-    text = replace_block(readme.read_text(encoding="utf-8"), "weights", weights_table())
-    models = ROOT / "docs" / "models.md"
-    models_text = models.read_text(encoding="utf-8")
-    tables = {"models": model_table(), "defaults": defaults_table(), "results": results_table()}
-    for block, content in tables.items():
-        models_text = replace_block(models_text, block, content)
-    recipes = ROOT / "recipes" / "README.md"
-    recipes_text = replace_block(recipes.read_text(encoding="utf-8"), "recipes", recipe_table())
-    publish = ROOT / "docs" / "publish.md"
-    export = ROOT / "docs" / "export-benchmarks.md"
-    benchmarks = ROOT / "docs" / "benchmarks.md"
-    fine_tune = ROOT / "docs" / "fine-tune-results.md"
-    fine_tune_text = fine_tune.read_text(encoding="utf-8")
-    sections = {
-        "head-cost": heads.cost_table(heads.stored()),
-        "backbones": heads.backbones_table(heads.stored()),
-        "transfer": transfer.section(),
+    blocks = {
+        ROOT / "README.md": {"weights": weights_table()},
+        ROOT / "docs" / "models.md": {
+            "models": model_table(),
+            "defaults": defaults_table(),
+            "results": results_table(),
+        },
+        ROOT / "recipes" / "README.md": {"recipes": recipe_table()},
+        ROOT / "docs" / "export-benchmarks.md": {"models": export_table()},
+        ROOT / "docs" / "benchmarks.md": {"models": benchmark_table()},
+        ROOT / "docs" / "fine-tune-results.md": {
+            "head-cost": heads.cost_table(heads.stored()),
+            "backbones": heads.backbones_table(heads.stored()),
+            "transfer": transfer.section(),
+        },
+        ROOT / "docs" / "robustness.md": {
+            "corruptions-colour": robustness.corruption_table(3),
+            "corruptions-grey": robustness.corruption_table(1),
+            "calibration": robustness.calibration_table(),
+        },
+        ROOT / "docs" / "publish.md": {"card": card_header()},
     }
-    for block, content in sections.items():
-        fine_tune_text = replace_block(fine_tune_text, block, content)
-    robust = ROOT / "docs" / "robustness.md"
-    robust_text = robust.read_text(encoding="utf-8")
-    measured = {
-        "corruptions-colour": robustness.corruption_table(3),
-        "corruptions-grey": robustness.corruption_table(1),
-        "calibration": robustness.calibration_table(),
-    }
-    for block, content in measured.items():
-        robust_text = replace_block(robust_text, block, content)
     return {
         CATALOGUE: catalogue(),
         ROOT / "hubconf.py": hubconf(),
-        readme: text,
-        models: models_text,
-        recipes: recipes_text,
-        export: replace_block(export.read_text(encoding="utf-8"), "models", export_table()),
-        benchmarks: replace_block(benchmarks.read_text(encoding="utf-8"), "models", benchmark_table()),
-        fine_tune: fine_tune_text,
-        robust: robust_text,
+        **{page: filled(page, content) for page, content in blocks.items()},
         ROOT / "docs" / "cli.md": help_page(),
         ROOT / "docs" / "results.md": results_page(),
-        publish: replace_block(publish.read_text(encoding="utf-8"), "card", card_header()),
     }
 
 
