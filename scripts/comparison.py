@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import capszoo  # noqa: E402
 from benchmarks import robustness  # noqa: E402
-from capszoo.models._pretrained import bundled_tags  # noqa: E402
+from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
 from capszoo.recipes.config import load_recipe  # noqa: E402
 from capszoo.recipes.release.paper_results import seeds_note  # noqa: E402
 from capszoo.recipes.training.run_folder import compared_settings  # noqa: E402
@@ -435,15 +435,20 @@ def longer_runs() -> list[str]:
     ]
 
 
+def trained_longer() -> dict[str, WeightsInfo]:
+    """The checkpoints that were trained with the profile of the longer runs."""
+    return {
+        name: info
+        for name, info in bundled_tags().items()
+        if info.raw["recipe"].get("profile") == "regularised"
+    }
+
+
 def longer_heads() -> list[str]:
     """What the zoo's checkpoints of the other heads reached in longer runs: a paragraph and a table."""
-    known = bundled_tags()
+    longer = trained_longer()
     twins = {name for _, *pair in TWINS for name in pair}
-    found = {
-        head: known[name]
-        for head, name in HEADS.items()
-        if name in known and name not in twins and known[name].raw["recipe"]["profile"] == "regularised"
-    }
+    found = {head: longer[name] for head, name in HEADS.items() if name in longer and name not in twins}
     if not found:
         return []
     epochs = " or ".join(str(n) for n in sorted({info.raw["recipe"]["epochs"] for info in found.values()}))
@@ -460,10 +465,7 @@ def longer_heads() -> list[str]:
 
 def corrupted_heads() -> list[str]:
     """Corrupted images and calibration of the longer runs of every head: a paragraph and a table."""
-    longer = {
-        name for name, info in bundled_tags().items() if info.raw["recipe"].get("profile") == "regularised"
-    }
-    measured = robustness.current()
+    longer, measured = trained_longer(), robustness.current()
     names = HEADS | dict(zip(("routing_pool", "avg"), TWINS[0][1:], strict=True))
     found = {head: measured[name] for head, name in names.items() if name in longer and name in measured}
     if len(found) < 2:
