@@ -128,8 +128,7 @@ def check_calibration(target: EvalTarget) -> None:
     """Raise `CapszooError` for images with several labels, or crops."""
     if target.images.spec.multi_label:
         raise CapszooError("calibration is defined here for one label an image", "leave --calibration out")
-    if target.crops:
-        raise CapszooError("calibration is measured on one view of each image", "leave --crops multi out")
+    target.require_one_view("calibration is measured")
 
 
 def held_out_images(

@@ -386,8 +386,7 @@ MNIST_C: dict[str, Corruption] = {
 def corruption_set(target: EvalTarget) -> Mapping[str, Corruption]:
     """The corruptions that are defined for the images; raises `CapszooError` if none are."""
     size = tuple(target.images.spec.input_size)
-    if target.crops:
-        raise CapszooError("corruptions are measured on one view of each image", "leave --crops multi out")
+    target.require_one_view("corruptions are measured")
     if size == (3, 32, 32):
         return CIFAR_C
     if size == (1, 28, 28):

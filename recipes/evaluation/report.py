@@ -199,8 +199,7 @@ def measure(
 
 def _check_routing(target: EvalTarget) -> None:
     """Raise `CapszooError` before hours of work if the model has no capsules, or several crops are taken."""
-    if target.crops:
-        raise CapszooError("routing statistics are of one view of each image", "leave --crops out")
+    target.require_one_view("routing is measured")
     one = target.on(target.images.fixed().subset(torch.arange(1)))
     routing_stats(target.net, ((b.images, b.labels) for b in one.batches(1)))
 

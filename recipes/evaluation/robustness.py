@@ -113,9 +113,10 @@ def sweeps(
     progress: Callable[[int], None] | None = None,
 ) -> tuple[SweepResult, ...]:
     """Accuracy for every amount of the named sweeps, with one view of each image."""
+    target.require_one_view("robustness is measured")
     spec = target.images.spec
     right = {name: [0] * len(SWEEPS[name][1]) for name in names}
-    for batch in _single(target).batches(batch_size, progress):
+    for batch in target.batches(batch_size, progress):
         for name in names:
             for place, amount in enumerate(SWEEPS[name][1]):
                 scores = target.net(target.normalised(move(batch.pixels, name, amount)))
@@ -125,12 +126,6 @@ def sweeps(
         SweepResult(name, *SWEEPS[name], tuple(100 * count / target.n for count in right[name]))
         for name in names
     )
-
-
-def _single(target: EvalTarget) -> EvalTarget:
-    if target.crops:
-        raise UsageError("robustness is measured on one view of each image", "leave --crops multi out")
-    return target
 
 
 def default_eps(channels: int) -> tuple[float, ...]:
@@ -211,13 +206,14 @@ def attack(
     """Accuracy under PGD for each radius; the random start depends on (seed, batch), so on the batch size too."""
     if target.images.spec.multi_label:
         raise CapszooError("PGD is defined here for one label an image", "choose another data set")
+    target.require_one_view("robustness is measured")
     pixels_of = _pixels_to_scores(target.net, target.mean, target.std)
     right = [0] * len(radii)
     frozen = [p for p in target.net.parameters() if p.requires_grad]
     for p in frozen:  # their gradients are not needed
         p.requires_grad_(False)
     try:
-        for number, batch in enumerate(_single(target).batches(batch_size, progress)):
+        for number, batch in enumerate(target.batches(batch_size, progress)):
             images = batch.pixels.float() / 255
             for place, eps in enumerate(radii):
                 generator = keyed_generator(seed, number)

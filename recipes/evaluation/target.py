@@ -196,6 +196,15 @@ class EvalTarget:
         """uint8 [b, c, h, w] to the model's input."""
         return normalize(pixels, self.mean, self.std).contiguous(memory_format=torch.channels_last)
 
+    def require_one_view(self, measured: str) -> None:
+        """Raise `UsageError` if several crops are evaluated.
+
+        Args:
+            measured: the message's first words, such as "calibration is measured".
+        """
+        if self.crops:
+            raise UsageError(f"{measured} on one view of each image", "leave --crops multi out")
+
     def on(self, images: ImageSet | StreamedSet) -> EvalTarget:
         """The same model with other images, one view of each."""
         return replace(self, images=images.to(self.images.device), whole=len(images), crops=None)
