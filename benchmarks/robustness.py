@@ -31,8 +31,7 @@ from capszoo.explain.plotting import save_columns  # noqa: E402
 from capszoo.models._pretrained import bundled_tags  # noqa: E402
 from capszoo.recipes.evaluation.calibration import calibrate, held_out_images  # noqa: E402
 from capszoo.recipes.evaluation.corruptions import (  # noqa: E402
-    CIFAR_C,
-    MNIST_C,
+    CORRUPTIONS,
     CorruptionResult,
     corrupt,
     corruption_set,
@@ -88,7 +87,7 @@ def picture(channels: int) -> Path:
 
 def corrupted_columns(image: Tensor) -> list[tuple[str, list[Tensor]]]:
     """An image, uint8 [c, h, w], and each of its corruptions, in 0..1: name, and an image for each severity."""
-    chosen = CIFAR_C if image.shape[0] == 3 else MNIST_C
+    chosen = CORRUPTIONS[tuple(image.shape)]
     columns = [("unchanged", [image / 255] * len(next(iter(chosen.values())).severities))]
     for name, one in chosen.items():
         severities = range(1, len(one.severities) + 1)
@@ -99,7 +98,7 @@ def corrupted_columns(image: Tensor) -> list[tuple[str, list[Tensor]]]:
 
 def drawn_from(image: Tensor) -> str:
     """What a picture states of its source: the image and the corruptions' parameters."""
-    chosen = CIFAR_C if image.shape[0] == 3 else MNIST_C
+    chosen = CORRUPTIONS[tuple(image.shape)]
     parameters = {name: one.severities for name, one in chosen.items()}
     return f"source {hashlib.sha256(image.numpy().tobytes() + repr(parameters).encode()).hexdigest()[:16]}"
 

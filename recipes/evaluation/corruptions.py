@@ -31,6 +31,7 @@ from .target import EvalTarget
 
 __all__ = [
     "CIFAR_C",
+    "CORRUPTIONS",
     "MNIST_C",
     "Corruption",
     "CorruptionResult",
@@ -382,15 +383,16 @@ MNIST_C: dict[str, Corruption] = {
 }
 """For grey images of 28x28: one severity each, with the parameters of MNIST-C."""
 
+CORRUPTIONS: Mapping[tuple[int, ...], Mapping[str, Corruption]] = {(3, 32, 32): CIFAR_C, (1, 28, 28): MNIST_C}
+"""By the images' channels, rows and columns."""
+
 
 def corruption_set(target: EvalTarget) -> Mapping[str, Corruption]:
     """The corruptions that are defined for the images; raises `CapszooError` if none are."""
-    size = tuple(target.images.spec.input_size)
     target.require_one_view("corruptions are measured")
-    if size == (3, 32, 32):
-        return CIFAR_C
-    if size == (1, 28, 28):
-        return MNIST_C
+    size = tuple(target.images.spec.input_size)
+    if size in CORRUPTIONS:
+        return CORRUPTIONS[size]
     raise CapszooError(
         f"corruptions are defined for 3x32x32 and 1x28x28 images, {target.name} takes {'x'.join(map(str, size))}",
         "leave --corruptions out",
