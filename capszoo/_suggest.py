@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Callable, Iterable
 
-__all__ = ["unknown_name"]
+__all__ = ["spelling_difference", "unknown_name"]
+
+#: What names that look alike may differ in, and a function that removes this difference.
+_FORMS: dict[str, Callable[[str], str]] = {
+    "Unicode form": lambda name: unicodedata.normalize("NFC", name),
+    "case": str.casefold,
+    "spaces or underscores": lambda name: "".join(name.replace("_", " ").split()),
+}
+
+
+def spelling_difference(name: str, other: str) -> str:
+    """What two names that look alike differ in, such as ``"case"``; empty for equal names and for other words."""
+
+    def same(forms: Iterable[str]) -> bool:
+        first, second = name, other
+        for form in forms:
+            first, second = _FORMS[form](first), _FORMS[form](second)
+        return first == second
+
+    if name == other or not same(_FORMS):
+        return ""
+    return " and ".join(form for form in _FORMS if not same(set(_FORMS) - {form})) or "Unicode form"
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:

@@ -79,18 +79,19 @@ def label_lines(labels: Sequence[str]) -> list[str]:
     return [" ".join(label.splitlines()) for label in labels]
 
 
-def class_positions(own: Sequence[str], names: Sequence[str]) -> list[int] | None:
-    """Index in a model's classes ``own`` of each class of a data set; None if the names are other ones.
+def class_positions(own: Sequence[str], names: Sequence[str]) -> list[int | None]:
+    """Index in a model's classes ``own`` of each class of a data set; None for a class that the model lacks.
 
     Args:
         own: names of the model's classes.
-        names: names of the data set's classes, such as its folders: the model's names, or their indices.
+        names: names of the data set's classes, such as its folders. Only classes without names, which are the integers
+            from 0 on and none of the model's names, go by their order.
     """
-    if set(own) == set(names):
-        return [own.index(name) for name in names]
-    if set(names) == {str(i) for i in range(len(own))}:
+    position = {name: index for index, name in reversed(list(enumerate(own)))}
+    nameless = set(names) == {str(i) for i in range(len(names))} and len(names) <= len(own)
+    if nameless and position.keys().isdisjoint(names):
         return [int(name) for name in names]
-    return None
+    return [position.get(name) for name in names]
 
 
 def predict(

@@ -49,9 +49,9 @@ def evaluate(
         device: None selects CUDA if available.
 
     Returns:
-        `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated"}`: `accuracy` is the kind
-        of `top1`, "top-1" or, for images with several labels, the "exact set"; `stated` is the metadata's top1
-        for this split, if all of its images were evaluated, else None.
+        `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated", "notes"}`: `accuracy` is
+        the kind of `top1`, "top-1" or, for images with several labels, the "exact set"; `stated` is the metadata's top1
+        for this split, if all of its images were evaluated, else None; `notes` are lines about classes that differ.
 
     Raises:
         UsageError: `batch_size` is below 1.
@@ -71,6 +71,7 @@ def evaluate(
         "errors": result.errors,
         "n": result.n,
         "stated": stated_top1(target),
+        "notes": list(target.notes),
     }
 
 

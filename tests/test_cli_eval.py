@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import capszoo
-from capszoo.data import Batches, DataError, load_dataset
+from capszoo.data import Batches, DataError, ImageSet, load_dataset
 from capszoo.data.folders.common import locate
 from capszoo.errors import CapszooError
 from capszoo.preprocess import model_transform
@@ -123,9 +124,9 @@ def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> Non
 
 def test_eval_skips_unreadable_images_on_request(tmp_path: Path) -> None:
     for k in range(10):
-        (tmp_path / f"digit {k}").mkdir()
-        Image.new("L", (28, 28), 25 * k).save(tmp_path / f"digit {k}" / "a.png")
-    (tmp_path / "digit 3" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+        (tmp_path / f"{k}").mkdir()
+        Image.new("L", (28, 28), 25 * k).save(tmp_path / f"{k}" / "a.png")
+    (tmp_path / "3" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     options = ("eval", MODEL, "--data", tmp_path, "--split", "train", "--device", "cpu", "--json")
     line = fails(1, *options)
     assert "broken.png" in line and "export: --skip-bad;" in line
@@ -136,36 +137,85 @@ def test_eval_skips_unreadable_images_on_request(tmp_path: Path) -> None:
     assert "broken.png" in skipped and f"note: left out: {skipped}" in done.stderr
 
 
+def _folder(images: ImageSet, folder: Path, names: Sequence[str], labels: Sequence[int]) -> str:
+    """Images as PNG files in `folder`/test, each in the sub-folder with the name of its label."""
+    for index, (image, label) in enumerate(zip(images.images, labels, strict=True)):
+        (folder / "test" / names[label]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[0].numpy()).save(folder / "test" / names[label] / f"{index}.png")
+    return f"imagefolder:{folder}"
+
+
 def test_eval_of_a_folder_goes_by_the_names_of_classes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, tiny_mnist: Path
 ) -> None:
     images = load_dataset("mnist", "test", tiny_mnist)
     net = capszoo.create_model(MODEL, pretrained=True).eval()
-    net.pretrained_cfg["label_names"] = tuple(f"digit {k}" for k in (3, 1, 2, 0, 4, 5, 6, 7, 8, 9))
+    own = tuple(f"digit {k}" for k in (3, 1, 2, 0, 4, 5, 6, 7, 8, 9))
+    net.pretrained_cfg["label_names"] = own
     (batch,) = Batches(images, 40).epoch()
     with torch.no_grad():
-        guessed = net(batch.images).argmax(1)  # so that every image is right
-    for names, right in (([f"digit {k}" for k in range(10)], 40), ([f"class {k}" for k in range(10)], None)):
-        for image, k in zip(images.images, guessed.tolist(), strict=True):
-            # the folder's name is that of the class in the model's own order, or a strange one
-            folder = (
-                tmp_path
-                / names[0][:5]
-                / "test"
-                / (net.pretrained_cfg["label_names"][k] if right else names[k])
-            )
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image[0].numpy()).save(folder / f"{len(list(folder.iterdir()))}.png")
-        for name in names:
-            for split in ("train", "test"):
-                (tmp_path / names[0][:5] / split / name).mkdir(parents=True, exist_ok=True)
-        Image.new("L", (28, 28)).save(tmp_path / names[0][:5] / "train" / names[0] / "0.png")
-        caplog.clear()
-        target = prepare(net, f"imagefolder:{tmp_path / names[0][:5]}", device="cpu")
-        warned = "other classes than the model (class 0, … and digit 3, …)" in caplog.text
-        assert warned == (right is None)
-        if right:
-            assert assess(target).errors == 40 - right
+        guessed = net(batch.images).argmax(1).tolist()  # so that every image is right
+    counts = [guessed.count(k) for k in range(10)]
+
+    # each folder has the name of a class: all are found, whatever their order; a class of no image is an empty row
+    complete = prepare(net, _folder(images, tmp_path / "complete", own, guessed), device="cpu")
+    assert assess(complete).errors == 0 and complete.images.spec.label_names == own
+    few = images.subset(torch.tensor([i for i, k in enumerate(guessed) if k not in (1, 2)]))
+    kept = [k for k in guessed if k not in (1, 2)]
+    fewer = prepare(net, _folder(few, tmp_path / "fewer", own, kept), device="cpu")
+    result = assess(fewer)
+    assert result.errors == 0 and [row.n for row in result.per_class] == [
+        0 if k in (1, 2) else count for k, count in enumerate(counts)
+    ]
+    assert result.per_class[1].recall is None and any("'digit 1', 'digit 2'" in note for note in fewer.notes)
+    assert fewer.notes[0] in caplog.text
+
+    # a class that the model lacks is refused, although the numbers of classes are equal, or left out and counted
+    replaced = ["digit e", *own[1:]]
+    folder = _folder(images, tmp_path / "replaced", replaced, guessed)
+    with pytest.raises(CapszooError, match="'digit e'"):
+        prepare(net, folder, device="cpu")
+    without = prepare(net, folder, device="cpu", skip_unknown=True)
+    assert without.left_out == {"digit e": counts[0]} and without.n == 40 - counts[0]
+    assert assess(without).errors == 0 and assess(without).per_class[0].n == 0
+
+    # only numbers, which are no names, go by their order
+    by_number = _folder(images, tmp_path / "numbers", [str(k) for k in range(10)], guessed)
+    numbered = prepare(net, by_number, device="cpu")
+    assert assess(numbered).errors == 0 and any("order" in note for note in numbered.notes)
+
+
+@pytest.mark.parametrize(
+    "name, difference",
+    [
+        ("Caf\u00e9 noir", "case"),
+        ("cafe\u0301 noir", "Unicode form"),
+        ("caf\u00e9_noir", "spaces or underscores"),
+    ],
+)
+def test_eval_names_a_difference_of_spelling(
+    tmp_path: Path, tiny_mnist: Path, name: str, difference: str
+) -> None:
+    images = load_dataset("mnist", "test", tiny_mnist)
+    net = capszoo.create_model(MODEL, pretrained=True).eval()
+    own = ("caf\u00e9 noir", *(f"digit {k}" for k in range(1, 10)))
+    net.pretrained_cfg["label_names"] = own
+    folder = _folder(images, tmp_path / "photos", [name, *own[1:]], images.labels.tolist())
+    with pytest.raises(CapszooError) as error:
+        prepare(net, folder, device="cpu")
+    assert repr(name) in str(error.value) and f"{own[0]!r} in {difference}" in str(error.value)
+
+
+def test_eval_json_states_what_differs_in_the_classes(tmp_path: Path, tiny_mnist: Path) -> None:
+    images = load_dataset("mnist", "test", tiny_mnist)
+    names = [*(str(k) for k in range(9)), "nine"]
+    _folder(images, tmp_path / "photos", names, images.labels.tolist())
+    arguments = ("eval", MODEL, "--data", tmp_path / "photos", "--device", "cpu", "--json")
+    assert "'nine'" in fails(1, *arguments)
+    found = json.loads(run(*arguments, "--skip-unknown").stdout)
+    nines = int((images.labels == 9).sum())
+    assert found["left_out"] == {"nine": nines} and found["n"] == 40 - nines
+    assert found["per_class"][9]["n"] == 0 and any("'nine'" in note for note in found["notes"])
 
 
 def test_the_recorded_folder_does_not_replace_a_wrong_one(tmp_path: Path) -> None:
@@ -210,7 +260,7 @@ def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:
     assert "did you mean" in fails(2, "eval", "resnet20_routingcap", *data)
     assert "does not state its data set: give --dataset NAME" in fails(1, "eval", trained, *data)
     line = fails(1, "eval", trained, *data, "--dataset", "mnist")
-    assert "the model has 3 classes, mnist has 10" in line
+    assert "'0'" in line and "'ant', 'bee', 'cat'" in line and "--skip-unknown" in line
     assert "did you mean 'mnist'" in fails(1, "eval", MODEL, *data, "--dataset", "mnst")
     assert "no such folder" in fails(1, "eval", MODEL, "--data", tmp_path / "missing")
     assert "unknown split 'dev'" in fails(1, "eval", MODEL, *data, "--split", "dev")

@@ -171,6 +171,14 @@ def eval_command(
         bool,
         typer.Option("--skip-bad", help="Leave out images that cannot be read.", rich_help_panel="Images"),
     ] = False,
+    skip_unknown: Annotated[
+        bool,
+        typer.Option(
+            "--skip-unknown",
+            help="Leave out images of classes that the model lacks.",
+            rich_help_panel="Images",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -211,7 +219,16 @@ def eval_command(
     _check_options(eps, crops, [robustness, routing, corruptions, calibration], out)
     counts = () if routing_iters is None else parse_iterations(routing_iters)
     target = prepare(
-        model, dataset, split, data, limit=limit, seed=seed, crops=crops, device=device, skip_bad=skip_bad
+        model,
+        dataset,
+        split,
+        data,
+        limit=limit,
+        seed=seed,
+        crops=crops,
+        device=device,
+        skip_bad=skip_bad,
+        skip_unknown=skip_unknown,
     )
     for line in target.skipped:
         stderr().print(f"note: left out: {escape(line)}", soft_wrap=True)

@@ -120,7 +120,7 @@ def _of_data_set(
     labels: Tensor | None = found.labels[picked].long()
     if name.startswith(tuple(PREFIXES)):  # its classes are in the order of their names, not in the model's
         place = class_positions(label_names(model), found.spec.label_names)
-        labels = None if place is None else torch.tensor(place)[labels]
+        labels = None if None in place else torch.tensor(place)[labels]
     return RealImages(transformed(model, pictures, uint8_input), labels, f"{name} ({split})")
 
 

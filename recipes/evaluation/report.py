@@ -81,6 +81,8 @@ class Report:
             "n": result.n,
             "of": target.whole,
             "skipped": list(target.skipped),
+            "notes": list(target.notes),
+            "left_out": dict(target.left_out),
             "seed": self.seed,
             "crops": str(target.crops) if target.crops else "single",
             "threshold": target.threshold if target.images.spec.labels_per_image is None else None,

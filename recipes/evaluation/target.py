@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +18,7 @@ from capszoo._api import resolve_device
 from capszoo._files import expanded
 from capszoo._memory import keep_freed_memory
 from capszoo._own_facts import own_facts
+from capszoo._suggest import spelling_difference
 from capszoo.checkpoint import resolve
 from capszoo.data import (
     PREFIXES,
@@ -145,6 +146,8 @@ class EvalTarget:
         info: the weights' metadata, if known.
         crops: None for one view of each image.
         skipped: a line about each image that was skipped because it cannot be read.
+        notes: a line about each thing in which the data set's classes are not the model's.
+        left_out: number of images that were left out of each class that the model lacks.
     """
 
     name: str
@@ -157,6 +160,8 @@ class EvalTarget:
     info: WeightsInfo | None
     crops: Crops | None = None
     skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -221,6 +226,7 @@ def prepare(
     crops: str = "single",
     device: str | torch.device | None = None,
     skip_bad: bool = False,
+    skip_unknown: bool = False,
 ) -> EvalTarget:
     """Resolve a model and its images.
 
@@ -234,6 +240,7 @@ def prepare(
         crops: "single", or "multi" (see `evaluation.crops`).
         device: None selects CUDA if available.
         skip_bad: skip images that cannot be read, as training with `data.skip_bad` does; the target lists them.
+        skip_unknown: leave out images of classes that the model lacks; the target counts them.
 
     Raises:
         UsageError: an argument is invalid.
@@ -264,7 +271,9 @@ def prepare(
         images = dataset
     images = _in_channels_of(net, images)
     _check_fit(net, images, views)
-    images = _in_classes_of(net, images)
+    images, notes, left_out = _in_classes_of(net, images, skip_unknown)
+    for note in notes:
+        _logger.warning("%s", note)
     whole = len(images)
     images = drawn(images, limit, seed)
     place = resolve_device(device)
@@ -288,6 +297,8 @@ def prepare(
         info=info,
         crops=views,
         skipped=tuple(skipped or ()),
+        notes=tuple(notes),
+        left_out=left_out,
     )
 
 
@@ -469,23 +480,74 @@ def _read_split(
     return split_validation(whole, held_out, trained.val_seed or 0, stratified)[1]
 
 
-def _in_classes_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:
-    """Images with the labels of the model's classes of the same names; by number, with a warning, if names differ."""
+def _in_classes_of(
+    net: nn.Module, images: ImageSet | StreamedSet, skip_unknown: bool
+) -> tuple[ImageSet | StreamedSet, list[str], dict[str, int]]:
+    """Images with the labels of the model's classes of the same names.
+
+    Returns:
+        The images; a note about each thing in which the classes differ; with `skip_unknown`, the number of images that
+        were left out of each class that the model lacks.
+
+    Raises:
+        CapszooError: the model lacks classes, or one side has no names and the numbers of classes differ.
+    """
+    spec = images.spec
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-    own, names = tuple(cfg.get("label_names") or ()), tuple(images.spec.label_names)
-    if own == names or len(own) != len(names) or images.spec.multi_label:
-        return images
-    place = class_positions(own, names)
-    if place is None:
-        _logger.warning(
-            "%s has other classes than the model (%s, … and %s, …): they are compared by their order",
-            images.spec.name,
-            names[0],
-            own[0],
+    own, names = tuple(cfg.get("label_names") or ()), tuple(spec.label_names)
+    classes = getattr(net, "num_classes", spec.num_classes)
+    if len(own) != classes or spec.multi_label:
+        if classes != spec.num_classes:
+            raise CapszooError(
+                f"the model has {classes} classes, {spec.name} has {spec.num_classes}",
+                "give the data set it was trained for",
+            )
+        by_order = spec.name.startswith(tuple(PREFIXES)) and not spec.multi_label
+        note = f"the model has no names of classes: those of {spec.name} are compared by their order"
+        return images, [note] if by_order else [], {}
+    if own == names:
+        return images, [], {}
+    places = torch.tensor([-1 if place is None else place for place in class_positions(own, names)])
+    counts = torch.bincount(images.labels, minlength=len(names)).tolist()
+    unknown = {name: n for name, n, k in zip(names, counts, places.tolist(), strict=True) if k < 0 and n}
+    if unknown and not skip_unknown:
+        raise _lacking(spec.name, list(unknown), own)
+    notes = []
+    if unknown:
+        notes.append(
+            f"{spec.name}: left out {sum(unknown.values()):,} images of classes that the model lacks: "
+            f"{_listed(list(unknown))}"
         )
-        return images
-    spec = replace(images.spec, label_names=own)
-    return replace(images, spec=spec, labels=torch.tensor(place)[images.labels])
+        known = (places[images.labels] >= 0).nonzero().flatten()
+        if not len(known):
+            raise CapszooError(f"{spec.name} has no images of the model's classes", "check the names of its folders")
+        images = images.fixed().subset(known)
+    labels = places[images.labels]
+    if set(own).isdisjoint(names):
+        notes.append(f"{spec.name} has numbers in place of names of classes: they are compared by their order")
+    if absent := [name for k, name in enumerate(own) if not bool((labels == k).any())]:
+        notes.append(f"{spec.name} has no images of the model's {_listed(absent)}")
+    return replace(images, spec=replace(spec, label_names=own), labels=labels), notes, unknown
+
+
+def _lacking(name: str, unknown: Sequence[str], own: Sequence[str]) -> CapszooError:
+    """The error about a data set's classes that the model lacks; names that only look alike are told apart."""
+    shown = []
+    for kind in unknown:
+        alike = next(((k, found) for k in own if (found := spelling_difference(kind, k))), None)
+        shown.append(f"{kind!r}" + (f" (differs from the model's {alike[0]!r} in {alike[1]})" if alike else ""))
+    shown.sort(key=lambda text: "differs" not in text)  # those have the simplest remedy
+    return CapszooError(
+        f"{name} has classes that the model lacks: {', '.join(shown[:5])}"
+        + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+        + f"; the model has {_listed(own)}",
+        "rename the folders, or leave those images out (eval: --skip-unknown)",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more
 
 
 def _in_channels_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:
@@ -534,12 +596,6 @@ def _on_canvas(images: ImageSet | StreamedSet, size: Sequence[int]) -> ImageSet:
 def _check_fit(net: nn.Module, images: ImageSet | StreamedSet, crops: Crops | None) -> None:
     """Raise `CapszooError` if the images do not fit the model."""
     spec = images.spec
-    classes = getattr(net, "num_classes", spec.num_classes)
-    if classes != spec.num_classes:
-        raise CapszooError(
-            f"the model has {classes} classes, {spec.name} has {spec.num_classes}",
-            "give the data set it was trained for",
-        )
     channels = getattr(net, "in_chans", spec.input_size[0])
     if channels != spec.input_size[0]:
         raise CapszooError(

@@ -205,9 +205,12 @@ def test_what_does_not_fit_is_said(root: Path, tiny_mnist: Path, tmp_path: Path)
     cifar = packed(root, "cifar10")
     with pytest.raises(CapszooError, match="the model takes 1 channels, cifar10 has 3"):
         prepare(MODEL, cifar)
-    three = replace(cifar.spec, label_names=("a", "b", "c"))
-    with pytest.raises(CapszooError, match="10 classes, cifar10 has 3"):
-        prepare("resnet20_routingpool.cifar10", replace(cifar, spec=three))
+    eleven = replace(cifar.spec, label_names=("gnu", *cifar.spec.label_names))
+    with pytest.raises(CapszooError, match="'gnu'"):
+        prepare("resnet20_routingpool.cifar10", replace(cifar, spec=eleven))
+    unnamed = capszoo.create_model("resnet20_routingpool", num_classes=3)
+    with pytest.raises(CapszooError, match="3 classes, cifar10 has 10"):
+        prepare(unnamed, cifar)
     with pytest.raises(UsageError, match="unknown crops 'many'"):
         prepare(MODEL, data=tiny_mnist, crops="many")
     with pytest.raises(UsageError, match="limit of 0"):
