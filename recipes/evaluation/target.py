@@ -520,11 +520,15 @@ def _in_classes_of(
         )
         known = (places[images.labels] >= 0).nonzero().flatten()
         if not len(known):
-            raise CapszooError(f"{spec.name} has no images of the model's classes", "check the names of its folders")
+            raise CapszooError(
+                f"{spec.name} has no images of the model's classes", "check the names of its folders"
+            )
         images = images.fixed().subset(known)
     labels = places[images.labels]
     if set(own).isdisjoint(names):
-        notes.append(f"{spec.name} has numbers in place of names of classes: they are compared by their order")
+        notes.append(
+            f"{spec.name} has numbers in place of names of classes: they are compared by their order"
+        )
     if absent := [name for k, name in enumerate(own) if not bool((labels == k).any())]:
         notes.append(f"{spec.name} has no images of the model's {_listed(absent)}")
     return replace(images, spec=replace(spec, label_names=own), labels=labels), notes, unknown
@@ -535,7 +539,9 @@ def _lacking(name: str, unknown: Sequence[str], own: Sequence[str]) -> CapszooEr
     shown = []
     for kind in unknown:
         alike = next(((k, found) for k in own if (found := spelling_difference(kind, k))), None)
-        shown.append(f"{kind!r}" + (f" (differs from the model's {alike[0]!r} in {alike[1]})" if alike else ""))
+        shown.append(
+            f"{kind!r}" + (f" (differs from the model's {alike[0]!r} in {alike[1]})" if alike else "")
+        )
     shown.sort(key=lambda text: "differs" not in text)  # those have the simplest remedy
     return CapszooError(
         f"{name} has classes that the model lacks: {', '.join(shown[:5])}"
