@@ -279,20 +279,14 @@ def prepare(
     place = resolve_device(device)
     if place.type == "cpu":
         keep_freed_memory()
-    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-    channels = images.spec.input_size[0]
-    # a module without a tag may be untrained, or trained in the caller's own loop
-    loaded = info is not None or not isinstance(model, nn.Module) or cfg.get("tag")
-    stated: Any = (info.mean, info.std) if info else (cfg.get("mean"), cfg.get("std"))
-    known = bool(loaded and stated[0] and stated[1])
-    mean, std = stated if known else (images.spec.mean, images.spec.std)
+    mean, std = _normalisation(model, net, info, images)
     return EvalTarget(
         name=info.name if info else type(net).__name__ if isinstance(model, nn.Module) else str(model),
         net=net.to(place).to(memory_format=torch.channels_last).eval(),
         images=images.to(place),
         whole=whole,
-        mean=per_channel(mean, channels),
-        std=per_channel(std, channels),
+        mean=mean,
+        std=std,
         threshold=score_threshold(recipe.loss.name) if recipe.loss else _threshold_of(score_kind(net)),
         info=info,
         crops=views,
@@ -300,6 +294,20 @@ def prepare(
         notes=tuple(notes),
         left_out=left_out,
     )
+
+
+def _normalisation(
+    model: nn.Module | str | Path, net: nn.Module, info: WeightsInfo | None, images: ImageSet | StreamedSet
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation per channel: the weights' own if they state some, else the data set's."""
+    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+    channels = images.spec.input_size[0]
+    # a module without a tag may be untrained, or trained in the caller's own loop
+    loaded = info is not None or not isinstance(model, nn.Module) or cfg.get("tag")
+    stated: Any = (info.mean, info.std) if info else (cfg.get("mean"), cfg.get("std"))
+    known = bool(loaded and stated[0] and stated[1])
+    mean, std = stated if known else (images.spec.mean, images.spec.std)
+    return per_channel(mean, channels), per_channel(std, channels)
 
 
 def _check_choices(limit: int | None, crops: str) -> None:
