@@ -23,17 +23,27 @@ __all__ = [
     "HEAD_ROUTINGS",
     "architectures",
     "check_model_argument",
+    "check_not_exported",
+    "check_path",
     "checkpoint_row",
     "checkpoints",
     "describe",
+    "exported_file",
     "list_rows",
     "path_remedy",
+    "pickled_remedy",
     "plain",
     "weights_entry",
 ]
 
 #: The generated file.
 CATALOGUE = Path(__file__).with_name("catalogue.json")
+
+#: Suffixes of files that torch.save writes, or other libraries of its kind.
+PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".pkl")
+
+#: Commands that take an exported file or bundle where they take a model.
+EXPORTED_IN = ("predict", "eval", "benchmark", "check", "serve")
 
 #: Routings of ``attach_head``, as in ``capszoo.models._heads.HEADS`` (a test compares the two).
 HEAD_ROUTINGS = (
@@ -82,34 +92,79 @@ def path_remedy(name: str) -> str:
     return "check the path"
 
 
-def check_model_argument(name: str) -> None:
+def exported_file(name: str) -> Path | None:
+    """The ONNX file that a MODEL argument names: a ``.onnx`` file, or that of a bundle's folder; None for others."""
+    path = Path(name.removeprefix("local-dir:"))
+    # os.path's functions take a name that is too long for a file as one that does not exist
+    if path.suffix.lower() == ".onnx" and os.path.isfile(path):
+        return path
+    inside = path / "model.onnx"
+    return inside if os.path.isfile(inside) and os.path.isfile(path / "manifest.json") else None
+
+
+def check_not_exported(name: str) -> None:
+    """Raise `CapszooError` for an exported file, where only the network itself will do."""
+    if exported_file(name) is not None:
+        raise CapszooError(
+            f"{name} is an exported file, which only {', '.join(EXPORTED_IN)} take",
+            "give the model that it was made from",
+        )
+
+
+def pickled_remedy(path: Path) -> str:
+    """How a user turns weights of their own, without metadata, into a folder that is a MODEL.
+
+    Lines of Python that a test runs.
+    """
+    return (
+        f"in Python `net = capszoo.create_model(NAME, checkpoint_path={str(path)!r})`, with num_classes and img_size "
+        "as in its training, and `timm.models.save_for_hf(net, FOLDER, safe_serialization=True)`; FOLDER is a MODEL"
+    )
+
+
+def check_path(name: str) -> None:
+    """Raise `CapszooError` if a MODEL argument is a path or an address at which there is no model.
+
+    A file of pickled weights is refused, because unpickling can run code.
+    """
+    if re.match(r"https?:/", name):
+        hub = re.fullmatch(r"https?://?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", name)
+        raise CapszooError(
+            f"{name} is an address", f"write hf-hub:{hub[1]}" if hub else "download the file, and name its path"
+        )
+    path = Path(name.removeprefix("local-dir:"))
+    if path.suffix in PICKLES and os.path.isfile(path):
+        raise CapszooError(
+            f"{path} is a pickle, and loading one can run code", pickled_remedy(path)
+        )
+    if os.path.isdir(path) or path.suffix in (".safetensors", ".json") or exported_file(name) is not None:
+        return
+    if os.path.isfile(path):
+        raise CapszooError(f"{path} is no model", "give a folder, a .safetensors or a .onnx file, or a name")
+    if is_path(name) or path.suffix in (*PICKLES, ".onnx"):
+        raise CapszooError(f"{path}: no such folder or file", path_remedy(name))
+
+
+def check_model_argument(name: str, exported: bool = False) -> None:
     """Raise an error if a MODEL argument cannot refer to a model, before anything is loaded.
 
     Args:
         name: a name, ``name.tag``, ``hf-hub:…``, ``local-dir:…``, a folder or a file.
+        exported: whether an exported file or bundle is taken, too.
 
     Raises:
         UnknownModel: neither a model of the zoo nor something on disk.
-        CapszooError: a path that does not exist.
+        CapszooError: a path that does not exist, or a file that is not taken.
     """
     path = Path(name.removeprefix("local-dir:"))
-    # os.path's functions take a name that is too long for a file as one that does not exist
-    if os.path.isfile(path / "infer.py") and os.path.isfile(path / "manifest.json"):
-        raise CapszooError(
-            f"{path} is an exported bundle, not a model", f"run `python {path}/infer.py IMAGE`"
-        )
-    if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".onnx") and os.path.isfile(path):
-        raise CapszooError(
-            f"{path}: only .safetensors weights are loaded", "convert the file, or give the model's name"
-        )
-    if (
-        name.startswith(("hf-hub:", "hf_hub:"))
-        or os.path.isdir(path)
-        or path.suffix in (".safetensors", ".json")
-    ):
+    if not exported:
+        check_not_exported(name)
+    if name.startswith(("hf-hub:", "hf_hub:")):
         return
-    if is_path(name):
-        raise CapszooError(f"{path}: no such folder or .safetensors file", path_remedy(name))
+    if name not in checkpoints() and name not in architectures():
+        check_path(name)
+    if os.path.isdir(path) or path.suffix in (".safetensors", ".json") or exported_file(name) is not None:
+        return
     architecture, dot, tag = name.partition(".")
     if name in checkpoints():  # also of an architecture that is timm's own
         return

@@ -13,7 +13,8 @@ A MODEL is, in this order:
 3. a folder with a ``config.json`` (the layout of timm and the Hub), with or without ``local-dir:``,
 4. the folder of a finished training run,
 5. a ``.safetensors`` file, or the ``.json`` file of its metadata, which lie side by side,
-6. any other name that timm knows (in Python; the command line refuses it).
+6. a ``.onnx`` file or the folder of a bundle, as ``capszoo export`` wrote it (to predict, evaluate, time and serve),
+7. any other name that timm knows (in Python; the command line refuses it).
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from timm.models import is_model
 from torch import nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
-from ._catalogue import is_path, path_remedy
+from ._catalogue import check_path, exported_file, pickled_remedy
 from ._hub import is_hub_error
 from ._metadata import WeightsInfo, default_weights, run_weights
 from ._own_facts import own_facts, set_own_facts
 from ._suggest import unknown_name
 from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError, first_line
+from .exported import OnnxModel
 from .models._builder import NO_SOURCE
 from .models._metadata import ModelConfig, check_demand, fitting
 from .models._pretrained import (
@@ -80,14 +82,14 @@ class Checkpoint:
 
     Attributes:
         argument: the MODEL argument.
-        kind: ``name`` (of the zoo or of timm), ``hub``, ``folder`` (with a ``config.json``) or ``file``.
-        path: the folder, or the file of the weights.
+        kind: ``name`` (of the zoo or of timm), ``hub``, ``folder`` (with a ``config.json``), ``file`` or ``exported``.
+        path: the folder, or the file of the weights, or the exported ``.onnx`` file.
         info: the metadata file of a checkpoint of the zoo or of a file; None for the other kinds, and for a name
             without weights.
     """
 
     argument: str
-    kind: Literal["name", "hub", "folder", "file"]
+    kind: Literal["name", "hub", "folder", "file", "exported"]
     path: Path | None = None
     info: WeightsInfo | None = None
 
@@ -113,10 +115,16 @@ class Checkpoint:
             "hub": self._from_hub,
             "folder": self._from_folder,
             "file": self._from_file,
+            "exported": self._exported,
         }
         with refused_arguments(self.argument, kwargs):
             net = create[self.kind](pretrained, kwargs)
         return net.eval().to(resolve_device(device))
+
+    @property
+    def exported(self) -> bool:
+        """Whether it is a graph in a file, without parameters."""
+        return self.kind == "exported"
 
     def metadata(self) -> Metadata:
         """The checkpoint's metadata; sparse if it has no metadata file.
@@ -128,6 +136,9 @@ class Checkpoint:
 
         if self.info is not None:
             return self.info.metadata
+        if self.exported:
+            same = self.same_in_zoo()
+            return same.metadata if same else Metadata()
         if self.kind == "name":
             return Metadata()
         if self.path is None:
@@ -140,6 +151,8 @@ class Checkpoint:
         Raises:
             WeightsError: the file is not available, or damaged.
         """
+        if self.exported:
+            self._refuse_as_network()
         if self.info is None:
             raise WeightsError(f"{self.argument}: no checkpoint of the zoo and no weights file")
         return locate_weights(self.info) if self.path is None else checked_pair(self.path)[0]
@@ -149,13 +162,15 @@ class Checkpoint:
 
         For a repository, available once its ``config.json`` has been downloaded.
         """
-        if self.kind not in ("hub", "folder"):
+        if self.kind not in ("hub", "folder", "exported"):
             return self.info
         stated = self.stated_sha256()
         return next((info for info in bundled_tags().values() if info.sha256 == stated), None)
 
     def stated_sha256(self) -> str | None:
         """The sha256 of the weights that the metadata or the ``config.json`` states; None if it states none."""
+        if self.exported and self.path is not None:
+            return OnnxModel(self.path).stated.get("weights_sha256") or None
         if self.kind == "hub":
             return hub_config(self.argument.removeprefix("hf-hub:")).sha256
         if self.kind == "folder" and self.path is not None:
@@ -191,6 +206,23 @@ class Checkpoint:
     def _from_folder(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         return create_model(f"local-dir:{self.path}", pretrained=pretrained, **kwargs)
 
+    def _exported(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+        assert self.path is not None
+        if not pretrained:
+            self._refuse_as_network()
+        if kwargs:
+            raise UsageError(
+                f"{self.argument} is an exported file, whose settings are fixed", f"leave {', '.join(kwargs)} out"
+            )
+        return OnnxModel(self.path)
+
+    def _refuse_as_network(self) -> None:
+        """Raise `CapszooError` where the weights of an exported file are asked for."""
+        raise CapszooError(
+            f"{self.argument} is an exported file, which has no weights to load",
+            "give the model that it was made from",
+        )
+
     def _from_file(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         assert self.path is not None
         return _model_of_pair(*checked_pair(self.path), pretrained, kwargs)
@@ -215,19 +247,22 @@ def resolve(model: str | Path) -> Checkpoint:
         argument = argument.replace("hf_hub:", "hf-hub:", 1)
     if argument.startswith("hf-hub:"):
         return Checkpoint(argument, "hub")
+    exported = exported_file(argument)
+    if exported is not None:
+        return Checkpoint(argument, "exported", exported)
     path = Path(argument.removeprefix("local-dir:"))
+    check_path(argument)
     if os.path.isdir(path):  # False for a name that is too long for a file
         if (path / "config.json").is_file():
             return Checkpoint(argument, "folder", path)
         path = run_weights(path)
     if path.suffix in (".safetensors", ".json"):
         weights, metadata = path.with_suffix(".safetensors"), path.with_suffix(".json")
-        for file in (weights, metadata):
-            if not file.is_file():
-                raise WeightsError(f"{file}: no such file: weights and their metadata must lie side by side")
+        if not weights.is_file():
+            raise WeightsError(f"{weights}: no such file: weights and their metadata must lie side by side")
+        if not metadata.is_file():
+            raise WeightsError(f"{metadata}: no such metadata beside the weights: {pickled_remedy(weights)}")
         return Checkpoint(argument, "file", weights, WeightsInfo.from_json(metadata))
-    if is_path(argument):
-        raise CapszooError(f"{path}: no such folder or .safetensors file", path_remedy(argument))
     return Checkpoint(argument, "name")
 
 

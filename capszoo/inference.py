@@ -171,7 +171,7 @@ def _predict_chunk(
     kind = score_kind(model)
     found: Iterator[tuple[Any, ...]] = iter(())
     if tensors:
-        like = next(model.parameters())
+        like = next(model.parameters(), torch.empty(0))  # an exported file has none
         with evaluating(model), torch.inference_mode():
             scores = model(torch.stack(tensors).to(like.device, like.dtype)).float().cpu()
         values, indices = scores.topk(topk, dim=1)

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from capszoo.errors import CapszooError, UsageError, first_line, require
+from capszoo.exported import OnnxModel
 from capszoo.preprocess import model_input_size
 
 from . import to_onnx
@@ -71,6 +72,8 @@ def benchmark(
         CapszooError: none of the runtimes works here.
     """
     runtimes = list(runtimes)
+    if isinstance(model, OnnxModel) and set(runtimes) != {"onnxruntime"}:
+        raise UsageError(f"{model.path} runs in onnxruntime alone", "leave the other runtimes out")
     if not runtimes or not set(runtimes) <= set(RUNTIMES):
         raise UsageError(f"unknown runtime in {','.join(runtimes)}", f"use {', '.join(RUNTIMES)}")
     if not batches or min(batches) < 1:
@@ -106,6 +109,10 @@ def _open(
     folder: Path,
     progress: Callable[[str], None],
 ) -> Runner:
+    if isinstance(model, OnnxModel):
+        runner: Runner = EagerRunner(model)
+        runner.name = kind
+        return runner
     if kind == "eager":
         return EagerRunner(model)
     if kind == "compiled":

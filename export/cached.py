@@ -18,10 +18,10 @@ from typing import Any
 
 import capszoo
 from capszoo._backgrounds import check_background
-from capszoo._catalogue import architectures, checkpoints
+from capszoo._catalogue import architectures, checkpoints, exported_file
 from capszoo._files import cache_folder
 from capszoo._metadata import default_weights, run_weights, stored_file
-from capszoo.errors import CapszooError, UsageError, WeightsError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.predictions import ImagePrediction, ScoredClass
 
 __all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "weights_file"]
@@ -53,6 +53,8 @@ def weights_file(model: str) -> Path | None:
         name = info.name
     if name in checkpoints():
         return stored_file(f"{name}.safetensors")
+    if exported_file(model) is not None:
+        return None
     path = Path(model.removeprefix("local-dir:"))
     if path.is_dir():
         try:
@@ -143,24 +145,25 @@ def export_to_cache(
 
 
 class CachedModel:
-    """A bundle in ONNX Runtime that classifies images like `capszoo.inference.predict`.
+    """An exported file in ONNX Runtime that classifies images like `capszoo.inference.predict`, without torch.
 
     Args:
-        folder: of the bundle.
+        folder: of a bundle; or a ``.onnx`` file.
+        remedy: what to do about one that cannot be loaded.
 
     Attributes:
         spec: content of ``preprocess.json``.
         score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, remedy: str = "delete it") -> None:
         from .bundle import infer
 
         try:
             self._classifier = infer.Classifier(folder)
         except Exception as error:  # ONNX Runtime raises many kinds of errors
             reason = infer.first_line(error)
-            raise WeightsError(f"{folder}: the cached file cannot be loaded ({reason}): delete it") from None
+            raise CapszooError(f"{folder}: the exported file cannot be loaded ({reason})", remedy) from None
         self.spec: dict[str, Any] = self._classifier.spec
         self.score_kind = str(self.spec.get("score_kind", "logits"))
 

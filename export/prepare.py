@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from capszoo._modes import evaluating
 from capszoo._verbosity import is_verbose
 from capszoo.errors import NoCapsules, UsageError, first_line
+from capszoo.exported import OnnxModel
 from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.preprocess import model_input_size, model_transform
 
@@ -25,6 +28,9 @@ from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError
 
 __all__ = ["PreparedModel", "check_images", "prepare", "quiet"]
+
+#: Names under which wrappers hold their module: torch.compile, DataParallel and averaged weights, PEFT.
+_WRAPPED = ("_orig_mod", "module", "base_model", "model")
 
 
 @dataclass
@@ -142,6 +148,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
 
         name, model = name or model, capszoo.create_model(model, pretrained=options.pretrained)
     name = name or type(model).__name__
+    _check_module(model, name)
     if any(p.is_meta for p in model.parameters()):
         raise ExportError(
             f"{name}: its weights are on the meta device, without values", "load weights into it"
@@ -164,7 +171,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
     _check_outputs(model, outputs)
     with evaluating(model):
         # the reference must have the graph's number of iterations, but stay as unprepared as the user's model
-        original = copy.deepcopy(model).cpu()  # on a GPU, cuDNN's TF32 would round the reference
+        original = _copy(model, name).cpu()  # on a GPU, cuDNN's TF32 would round the reference
         if options.routing_iters is not None:
             unroll.set_routing_iterations(original, options.routing_iters)
         # BatchNorm is folded in float64, which MPS lacks
@@ -189,6 +196,60 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
     )
     check_images(prepared)
     return prepared
+
+
+def _check_module(model: nn.Module, name: str) -> None:
+    """Refuse modules that cannot be traced or copied, with what to export in their place.
+
+    Raises:
+        ExportError: an exported file, TorchScript, a wrapper whose ``forward`` names no input, or quantised weights.
+    """
+    kind = type(model).__name__
+    if isinstance(model, OnnxModel):
+        raise ExportError(f"{name} is an exported file already", "export the model that it was made from")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ExportError(f"{name} is TorchScript", "export the module that it was made from")
+    # of a compiled module the class's own forward is the wrapper's
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    if parameters and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        inner = next((key for key in _WRAPPED if isinstance(getattr(model, key, None), nn.Module)), None)
+        remedy = f"export model.{inner}" if inner else "name its input: forward(self, x)"
+        raise ExportError(f"{name}: the forward of {kind} names no input, as wrappers do", remedy)
+    odd = [
+        key
+        for key, value in model.state_dict().items()
+        if not isinstance(value, torch.Tensor)
+        or value.is_quantized
+        or is_traceable_wrapper_subclass(value)
+    ]
+    if odd:
+        raise ExportError(
+            f"{name}: {odd[0]} is no plain tensor, as of quantised or distributed weights",
+            "export the float32 model, with precision int8 for a quantised file",
+        )
+
+
+def _copy(model: nn.Module, name: str) -> nn.Module:
+    """A copy of a module.
+
+    Raises:
+        ExportError: a tensor that it holds was computed, as the weight of a pruned layer.
+    """
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        computed = [
+            f"{path}.{key}".removeprefix(".")
+            for path, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and not value.is_leaf
+        ]
+        if not computed:
+            raise
+        raise ExportError(
+            f"{name}: {computed[0]} is computed from other tensors, as a pruned weight is",
+            "make it a parameter: torch.nn.utils.prune.remove(layer, 'weight')",
+        ) from error
 
 
 def _check_outputs(model: nn.Module, outputs: Sequence[str]) -> None:

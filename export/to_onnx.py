@@ -291,7 +291,7 @@ def _describe_in_file(proto: onnx.ModelProto, prepared: PreparedModel, report: E
     from capszoo.inference import label_names
     from capszoo.preprocess import model_transform
 
-    from .bundle.manifest import preprocessing, weights_of  # which import this module
+    from .bundle.manifest import preprocessing, state_digest, weights_of  # which import this module
 
     original = prepared.original
     model = original.model if isinstance(original, Served) else original
@@ -305,6 +305,7 @@ def _describe_in_file(proto: onnx.ModelProto, prepared: PreparedModel, report: E
         "architecture": cfg.get("architecture") or type(model).__name__,
         "weights": info.name if info else "",
         "weights_sha256": info.sha256 if info else "",
+        "state_sha256": state_digest(model),
         "precision": report.precision,
         "routing_iters": report.routing_iters,
         "preprocess": spec,

@@ -22,6 +22,7 @@ from PIL import Image
 from ..errors import CapszooError, UsageError, require
 from ..explain import Explanation, explain
 from ..explain.convergence import all_iterations
+from ..exported import OnnxModel
 from ..images import open_image
 from ..inference import label_names, load_model
 from ..preprocess import model_transform
@@ -106,7 +107,7 @@ class Answer:
 
 
 class AppModel:
-    """A model for the page. Creating one exports it, which takes some seconds.
+    """A model for the page. Creating one exports it, which takes some seconds, unless it is an exported file.
 
     Args:
         name: a name for ``capszoo predict``.
@@ -139,7 +140,9 @@ class AppModel:
         self.has_decoder = getattr(self.net, "decoder", None) is not None
         counts = routing_iterations(self.net)
         self.iterations = max(counts) if counts else 0
-        self._session, self.outputs = self._export(Path(folder))
+        self._session, self.outputs = None, ("scores",)
+        if not isinstance(self.net, OnnxModel):
+            self._session, self.outputs = self._export(Path(folder))
         self.dims = self._pose_dims() if self.has_decoder else 0
         first = self.answer(Image.new("L", self.transform.size[::-1]))  # the first call of a session is slow
         self.routes = first.explanation is not None
@@ -169,6 +172,8 @@ class AppModel:
 
     def _run(self, seen: torch.Tensor) -> dict[str, np.ndarray]:
         """The outputs of the exported file for a normalised image, without the batch axis."""
+        if self._session is None:
+            return {"scores": self.net(seen[None])[0].numpy()}
         feed = {self._session.get_inputs()[0].name: seen[None].numpy()}
         return {name: out[0] for name, out in zip(self.outputs, self._session.run(None, feed), strict=True)}
 

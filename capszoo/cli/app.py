@@ -62,7 +62,7 @@ def serve_command(
     ] = 64,
 ) -> None:
     """Serve a model's exported file over HTTP, to try it out. For production use Triton: `capszoo export --triton`."""
-    check_model_argument(model)
+    check_model_argument(model, exported=True)
     require("serving", EXTRAS["serve"][0], "serve")
     from ..app.server import serve
 

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument, checkpoints, describe
+from .._catalogue import check_model_argument, checkpoints, describe, exported_file
 from .._metadata import default_weights
 from ..errors import CapszooError, UsageError
 from .common import (
@@ -66,7 +66,7 @@ def benchmark_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="As for predict (name, hf-hub:USER/NAME, folder, .safetensors file), or a bundle.",
+            help="As for predict (name, hf-hub:USER/NAME, folder, .safetensors or .onnx file), or a bundle.",
             show_default=False,
             autocompletion=complete_model,
         ),
@@ -84,7 +84,8 @@ def benchmark_command(
             "--runners",
             metavar="NAME,NAME,…",
             help="What is timed, the reference first. Of a model: eager, compiled, onnxruntime; of a bundle: eager, "
-            "onnxruntime, onnxruntime-cuda, tensorrt, aoti. Default: all of a model; eager,onnxruntime of a bundle.",
+            "onnxruntime, onnxruntime-cuda, tensorrt, aoti. Default: all of a model; eager,onnxruntime of a bundle. "
+            "A .onnx file has onnxruntime alone.",
         ),
     ] = "",
     batch: BatchOption = "1,8,32",
@@ -105,12 +106,17 @@ def benchmark_command(
     if images:
         raise UsageError(f"{model} is no bundle, so IMAGE has no meaning", "leave it out")
     refuse_unused(context, ["original"], f"on {model}, which is no bundle", "leave it out")
-    check_model_argument(model)
+    check_model_argument(model, exported=True)
+    exported = exported_file(model) is not None
+    if exported:
+        unused = ("img_size", "routing_iters", "device")
+        refuse_unused(context, unused, "on an exported file", "leave it out")
+        runtimes = runtimes or "onnxruntime"
     options: dict[str, Any] = given(img_size=parse_size(img_size), routing_iters=routing_iters)
     from ..export.benchmark import RUNTIMES, benchmark
     from ..export.cached import find_cached
 
-    net = _load(model, device, **options)
+    net = _load(model, "cpu" if exported else device, **options)
     kinds = [word.strip() for word in runtimes.split(",")] if runtimes else list(RUNTIMES)
     cached = find_cached(model, **options) if max(sizes) <= 32 else None
     with stderr().status("timing") as status:
@@ -122,7 +128,7 @@ def benchmark_command(
             None if cached is None else cached / "model.onnx",
             lambda line: status.update(escape(line)),
         )
-    where = str(next(net.parameters()).device)
+    where = "cpu" if exported else str(next(net.parameters()).device)
     if as_json:
         print_json(
             {"model": model, "device": where, "timings": [row.to_dict() for row in timings], "notes": notes}

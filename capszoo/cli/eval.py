@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument
+from .._catalogue import check_model_argument, exported_file
 from .._files import expanded
 from ..errors import CapszooError, UsageError
 from .common import (
@@ -202,7 +202,9 @@ def eval_command(
             refuse_unused(context, ["seed"], "on all images", "add --limit N")
     if out is None:
         refuse_unused(context, ["format", "style", "dpi"], "without --out", "add --out FOLDER")
-    check_model_argument(model)
+    check_model_argument(model, exported=True)
+    if exported_file(model) is not None:
+        refuse_unused(context, ["robustness", "routing", "routing_iters"], f"on {model}, an exported file", "give the model itself")
     check_picture_options(format, style)
     if dataset is not None:
         from ..data.specs import check_name
@@ -266,7 +268,9 @@ def eval_command(
     accuracy = report.result.accuracy
     # training counts its validation images in its own precision and before the weights are stored
     on_test = target.images.split == "test"
-    if on_test and report.stated is not None and not reproduced(report.stated, accuracy, report.result.n):
+    # an exported file may be of another precision, whose cost is what is measured
+    exact = exported_file(model) is None
+    if on_test and exact and report.stated is not None and not reproduced(report.stated, accuracy, report.result.n):
         raise CapszooError(
             f"{target.images.spec.accuracy} is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
             "check that the data set is the one they name",

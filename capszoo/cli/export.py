@@ -390,12 +390,15 @@ def check_bundle_folder(folder: str, as_json: bool, model: str | None = None) ->
 
 def check_command(
     bundle: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A bundle, as capszoo export wrote it.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A bundle or a .onnx file, as capszoo export wrote it.", show_default=False
+        ),
     ],
     original: OriginalOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Verify an existing bundle: checksums, graph structure, outputs against the original."""
+    """Verify an exported bundle or file: checksums, graph structure, outputs against the original."""
     check_bundle_folder(str(bundle), as_json, original)
 
 

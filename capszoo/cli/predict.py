@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument
+from .._catalogue import check_model_argument, exported_file
 from .._files import check_writable, write_csv
 from .._suggest import unknown_name
 from ..errors import CapszooError, UsageError, require
@@ -121,7 +121,7 @@ def predict_command(
     if runtime not in RUNTIMES:
         raise UsageError(unknown_name("runtime", runtime, RUNTIMES))
     _check_out(out, ray, as_json, runtime)
-    check_model_argument(model)
+    check_model_argument(model, exported=True)
     check_paths(images)
     from ..images import find_images
 
@@ -227,6 +227,8 @@ def _sha256(found: Checkpoint) -> str:
     """The sha256 of a model's weights; empty for weights of timm, which state none."""
     from ..models._pretrained import sha256_of
 
+    if found.exported and found.path is not None:
+        return sha256_of(found.path)
     stated = found.stated_sha256()
     if stated is None and found.kind == "folder" and found.path is not None:
         weights = found.path / "model.safetensors"
@@ -235,8 +237,22 @@ def _sha256(found: Checkpoint) -> str:
 
 
 def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any]) -> Path | None:
-    """The exported file used for prediction; None for PyTorch. With ``onnx`` it is exported if it does not exist."""
+    """The exported file used for prediction; None for PyTorch. With ``onnx`` it is exported if it does not exist.
+
+    A MODEL that is an exported file or a bundle is used as it is.
+    """
     on_cpu = device in (None, "auto", "cpu")
+    own = exported_file(model)
+    if own is not None:
+        if runtime == "torch" or not on_cpu:
+            option = "--runtime torch" if runtime == "torch" else f"--device {device}"
+            raise UsageError(f"{model} runs in ONNX Runtime on the CPU", f"leave {option} out")
+        if options:
+            raise UsageError(
+                f"{model} is an exported file, whose settings are fixed", "leave --img-size and --routing-iters out"
+            )
+        require("an exported file", ("onnxruntime",), "export")
+        return own if Path(model.removeprefix("local-dir:")).is_file() else own.parent
     if runtime == "onnx" and not on_cpu:
         raise UsageError(f"--runtime onnx computes on the CPU, not on {device}", "leave one of them out")
     if runtime == "torch" or not on_cpu or (runtime, device) == ("auto", "auto"):  # CUDA, if there is one
@@ -278,7 +294,8 @@ def _by_torch(
 def _by_onnx(folder: Path, files: list[Path], topk: int, batch_size: int, reading: dict[str, Any]) -> _Answer:
     from ..export.cached import CachedModel
 
-    model = CachedModel(folder)
+    own = folder.suffix.lower() == ".onnx"
+    model = CachedModel(folder, *(["export it again"] if own else []))
     with progress_bar("predicting", len(files)) as advance:
         results = model.predict(files, topk, batch_size, advance, **reading)
     canvas = model.spec["size"][0], model.spec["size"][1]

@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from capszoo._catalogue import architectures, checkpoints, is_path
+from capszoo._catalogue import architectures, checkpoints, exported_file, is_path
 from capszoo._npz import read_npz
 from capszoo.errors import CapszooError, UsageError, first_line
+from capszoo.exported import OnnxModel
 from capszoo.inference import label_lines, load_model
 from capszoo.models._pretrained import WeightsError, sha256_of
 from capszoo.preprocess import load_image, model_input_size
 
 from .. import compare, to_aoti, to_tensorrt
+from ..options import TOLERANCES
 from ..prepare import PreparedModel, prepare
 from ..report import GateStep
 from ..verify.graph_rules import inspect_graph, require_libraries, tensors_of, widened
@@ -51,10 +53,10 @@ def check_bundle(folder: str | os.PathLike[str], model: str | None = None) -> Bu
     """Check an existing bundle: its files, its graph, its outputs.
 
     The outputs are compared with the original's at export (``reference.npz``), and, if the model can be created
-    from its name with the same weights, with the model itself.
+    from its name with the same weights, with the model itself. A ``.onnx`` file alone has its graph and the model.
 
     Args:
-        folder: the bundle.
+        folder: the bundle, or the file.
         model: name of the model that it was made from; None uses the name in the manifest.
 
     Raises:
@@ -62,6 +64,8 @@ def check_bundle(folder: str | os.PathLike[str], model: str | None = None) -> Bu
         UnknownModel, WeightsError: ``model`` does not exist, or its weights are damaged.
     """
     folder = Path(folder)
+    if folder.is_file() and exported_file(str(folder)):
+        return _check_file(folder, model)
     manifest = read_manifest(folder)
     check = BundleCheck(str(folder))
     check.steps.append(_same_files(folder, manifest))
@@ -93,6 +97,45 @@ def check_bundle(folder: str | os.PathLike[str], model: str | None = None) -> Bu
     check.steps.append(_against_original(runner, images, index, manifest, model))
     if "tensorrt" in manifest["engines"]:
         check.steps.append(_engine(folder, images, expected, index, manifest))
+    return check
+
+
+def _check_file(path: Path, model: str | None) -> BundleCheck:
+    """Check a ``.onnx`` file by what it states of itself."""
+    require_libraries(True)
+    net = OnnxModel(path)
+    stated, spec = net.stated, net.stated["preprocess"]
+    precision = str(stated.get("precision", "fp32"))
+    manifest: dict[str, Any] = {
+        "name": str(stated.get("model", path.stem)),
+        "model": {
+            "source": str(stated.get("weights", "")),
+            "state_sha256": stated.get("state_sha256"),
+            "routing_iters_asked": stated["routing_iters"][0]
+            if len(stated.get("routing_iters", ())) == 1
+            else None,
+            "outputs": ["scores"],
+        },
+        "input": {"size": spec["size"], "dtype": "float32"},
+        "batch": spec["batch"],
+        "precision": {"model": precision},
+        "tolerance": TOLERANCES.get(precision, TOLERANCES["fp32"]),
+    }
+    check = BundleCheck(str(path), [_structure(path, manifest)])
+    if not check.passed:
+        return check
+    shape, runner = (1, net.in_chans, *net.img_size), compare.EagerRunner(net)
+    # normalised pixels: a graph that normalises takes nothing else
+    pixels = np.concatenate([compare.probe_input(probe, shape, dtype="uint8") for probe in compare.PROBES[:3]])
+    mean, std = (np.asarray(spec[key], np.float32)[:, None, None] for key in ("mean", "std"))
+    images = (pixels.astype(np.float32) / 255 - mean) / std
+    finite = bool(np.isfinite(runner(images)[0]).all())
+    check.steps.append(GateStep("finite scores", finite, f"{len(images)} inputs"))
+    if precision == "int8":
+        why = "not run: int8 is compared on real images: capszoo eval"
+        check.steps.append(GateStep("parity with eager", None, why))
+    else:
+        check.steps.append(_against_original(runner, images, 0, manifest, model))
     return check
 
 
@@ -165,7 +208,7 @@ def _structure(path: Path, manifest: dict[str, Any]) -> GateStep:
         problems = inspect_graph(proto, batch)  # type: ignore[arg-type]
     except Exception as error:  # a graph that no exporter wrote raises many kinds
         problems = [f"cannot be inspected ({first_line(error)})"]
-    if opset != manifest["opset"]:
+    if opset != manifest.get("opset", opset):
         problems.append(f"opset is {opset}, the manifest says {manifest['opset']}")
     detail = problems[0] if problems else f"{len(proto.graph.node)} nodes, opset {opset}"
     return GateStep("structure", not problems, detail)

@@ -224,10 +224,10 @@ def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:
 
 
 class Classifier:
-    """The model of a bundle in ONNX Runtime.
+    """The model of a bundle, or of a file ``capszoo export --out FILE.onnx``, in ONNX Runtime.
 
     Args:
-        folder: of the bundle.
+        folder: of the bundle; or the file, which states its preprocessing and its classes itself.
         provider: ONNX Runtime's execution provider.
     """
 
@@ -235,19 +235,22 @@ class Classifier:
         import onnxruntime
 
         folder = Path(folder)
-        self.spec = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
-        self.labels = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
-        if not all(
-            key in self.spec for key in ("channels", "size", "crop_pct", "interpolation", "dtype", "batch")
-        ):
-            raise ValueError("preprocess.json lacks a key")
         if provider.startswith(("CUDA", "Tensorrt")) and hasattr(onnxruntime, "preload_dlls"):
             onnxruntime.preload_dlls()  # finds the CUDA libraries that pip installed
         # float32 means float32 on a GPU too
         settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
-        self.session = onnxruntime.InferenceSession(
-            str(folder / "model.onnx"), providers=[(provider, settings)]
-        )
+        file = folder / "model.onnx" if folder.is_dir() else folder
+        self.session = onnxruntime.InferenceSession(str(file), providers=[(provider, settings)])
+        if folder.is_dir():
+            self.spec = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
+            self.labels = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
+        else:
+            stated = self.session.get_modelmeta().custom_metadata_map
+            self.spec, labels = (json.loads(stated.get(key) or "{}") for key in ("preprocess", "labels"))
+            self.labels = [" ".join(label.splitlines()) for label in labels]
+        needed = ("channels", "size", "crop_pct", "interpolation", "dtype", "batch")
+        if not all(key in self.spec for key in needed):
+            raise ValueError("it does not state how images are read, as files of `capszoo export` do")
         if provider not in self.session.get_providers():  # ONNX Runtime only warns and takes the CPU
             raise ValueError(f"ONNX Runtime cannot start {provider}: it has {self.session.get_providers()}")
         classes = self.session.get_outputs()[0].shape[-1]
