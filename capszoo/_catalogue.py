@@ -130,13 +130,12 @@ def check_path(name: str) -> None:
     if re.match(r"https?:/", name):
         hub = re.fullmatch(r"https?://?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", name)
         raise CapszooError(
-            f"{name} is an address", f"write hf-hub:{hub[1]}" if hub else "download the file, and name its path"
+            f"{name} is an address",
+            f"write hf-hub:{hub[1]}" if hub else "download the file, and name its path",
         )
     path = Path(name.removeprefix("local-dir:"))
     if path.suffix in PICKLES and os.path.isfile(path):
-        raise CapszooError(
-            f"{path} is a pickle, and loading one can run code", pickled_remedy(path)
-        )
+        raise CapszooError(f"{path} is a pickle, and loading one can run code", pickled_remedy(path))
     if os.path.isdir(path) or path.suffix in (".safetensors", ".json") or exported_file(name) is not None:
         return
     if os.path.isfile(path):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from .errors import CapszooError, UsageError
 
-__all__ = ["PublishError", "check_repo_id", "is_hub_error", "limit_hub_waits", "upload"]
+__all__ = ["PublishError", "check_repo_id", "is_hub_error", "limit_hub_waits", "refusal", "upload"]
 
 ResultT = TypeVar("ResultT")
 
@@ -56,6 +56,53 @@ def is_hub_error(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
+
+
+def refusal(error: BaseException, repo_id: str) -> tuple[str, str]:
+    """Why the Hub, or the mirror that ``HF_ENDPOINT`` names, gave no file of a repository, and what to do about it.
+
+    Args:
+        error: of `is_hub_error`.
+        repo_id: ``USER/NAME`` or ``USER/NAME@REVISION``.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name, _, revision = repo_id.partition("@")
+    log_in = "run `hf auth login`, or set HF_TOKEN"
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+
+    def is_(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(cause, kinds) for cause in causes)
+
+    if is_(GatedRepoError):
+        return "it is gated", f"ask for access at {ENDPOINT}/{name}, then {log_in}"
+    if is_(RepositoryNotFoundError):
+        who = "your token sees no such repository" if get_token() else "no such repository, or a private one"
+        return who, f"check the name at {ENDPOINT}; for a private one {log_in} of an account that may read it"
+    if is_(RevisionNotFoundError):
+        return (
+            f"it has no revision {revision}",
+            f"choose one of {ENDPOINT}/{name}/commits/main, or leave @ out",
+        )
+    if is_(HFValidationError):
+        return "it is no name of a repository", "give hf-hub:USER/NAME"
+    if is_(OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set", "unset it for the first call"
+    if is_(LocalEntryNotFoundError) or _status(error) is None:
+        return "no connection", f"check the connection to {ENDPOINT}"
+    said = " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())[:200]
+    return said, f"check the name and the connection to {ENDPOINT}"
 
 
 #: Seconds that a call to the Hub may wait without receiving data, unless ``CAPSZOO_HUB_TIMEOUT`` sets another limit.

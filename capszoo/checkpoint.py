@@ -33,11 +33,11 @@ from torch import nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
 from ._catalogue import check_path, exported_file, pickled_remedy
-from ._hub import is_hub_error
+from ._hub import is_hub_error, refusal
 from ._metadata import WeightsInfo, default_weights, run_weights
 from ._own_facts import own_facts, set_own_facts
 from ._suggest import unknown_name
-from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError, first_line
+from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
 from .exported import OnnxModel
 from .models._builder import NO_SOURCE
 from .models._metadata import ModelConfig, check_demand, fitting
@@ -199,9 +199,8 @@ class Checkpoint:
         except Exception as e:
             if isinstance(e, CapszooError) or not is_hub_error(e):
                 raise
-            raise CapszooError(
-                f"{name}: the Hub gives no such model ({first_line(e)})", "check the name and the connection"
-            ) from e
+            reason, remedy = refusal(e, name)
+            raise CapszooError(f"{name}: the Hub gives no such model ({reason})", remedy) from e
 
     def _from_folder(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         return create_model(f"local-dir:{self.path}", pretrained=pretrained, **kwargs)
@@ -212,7 +211,8 @@ class Checkpoint:
             self._refuse_as_network()
         if kwargs:
             raise UsageError(
-                f"{self.argument} is an exported file, whose settings are fixed", f"leave {', '.join(kwargs)} out"
+                f"{self.argument} is an exported file, whose settings are fixed",
+                f"leave {', '.join(kwargs)} out",
             )
         return OnnxModel(self.path)
 

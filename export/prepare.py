@@ -218,9 +218,7 @@ def _check_module(model: nn.Module, name: str) -> None:
     odd = [
         key
         for key, value in model.state_dict().items()
-        if not isinstance(value, torch.Tensor)
-        or value.is_quantized
-        or is_traceable_wrapper_subclass(value)
+        if not isinstance(value, torch.Tensor) or value.is_quantized or is_traceable_wrapper_subclass(value)
     ]
     if odd:
         raise ExportError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 import capszoo
+from capszoo._catalogue import check_model_argument
 from capszoo._metadata import run_weights
 from capszoo.checkpoint import NoWeights, checkpoint_of, model_from_file, resolve
 from capszoo.cli.predict import _sha256
@@ -150,8 +153,6 @@ def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -
     """With two input channels, from which timm would adapt its first convolution to something else."""
     net = capszoo.create_model("resnet18", num_classes=3, in_chans=2).eval()
     weights = tmp_path / "resnet18.mine.safetensors"
-    from safetensors.torch import save_file
-
     save_file(net.state_dict(), weights)
     stated = {
         "architecture": "resnet18",
@@ -171,11 +172,14 @@ def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("argument", "error", "text"),
     [
-        ("no/such/folder", CapszooError, "no such folder or .safetensors file: check the path$"),
+        ("no/such/folder", CapszooError, "no such folder or file: check the path$"),
         ("someone/model-1.0", CapszooError, "or write hf-hub:someone/model-1.0 for a repository of the Hub"),
-        ("local-dir:nowhere", CapszooError, "no such folder or .safetensors file"),
+        ("local-dir:nowhere", CapszooError, "no such folder or file"),
         ("nowhere.safetensors", WeightsError, "no such file"),
         (".", CapszooError, "no weights with their metadata"),
+        ("https://huggingface.co/me/digits", CapszooError, "write hf-hub:me/digits$"),
+        ("http://example.org/x.onnx", CapszooError, "http://example.org/x.onnx is an address: download"),
+        ("gone.onnx", CapszooError, "gone.onnx: no such"),
     ],
 )
 def test_what_is_not_there_is_one_line(
@@ -185,6 +189,33 @@ def test_what_is_not_there_is_one_line(
     with pytest.raises(error, match=text) as found:
         resolve(argument)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["own.pth", "model_best.pth.tar", "own.pt", "own.bin", "own.safetensors"])
+def test_weights_without_metadata_say_how_they_become_a_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of Python in the message are run, and the folder that they write is evaluated as a model."""
+    monkeypatch.chdir(tmp_path)
+    net = capszoo.create_model("resnet20_routingcaps", num_classes=3, in_chans=1, img_size=28).eval()
+    if name.endswith(".safetensors"):
+        save_file(net.state_dict(), name)
+    else:  # as timm's train.py writes it
+        torch.save({"state_dict": net.state_dict(), "arch": "resnet20_routingcaps", "epoch": 3}, name)
+    for read in (resolve, check_model_argument):
+        if name.endswith(".safetensors") and read is check_model_argument:
+            continue  # only the name is checked before torch is loaded
+        with pytest.raises((CapszooError, WeightsError)) as found:
+            read(name)
+        lines = re.findall(r"`([^`]*)`", str(found.value))
+        assert len(lines) == 2 and name in lines[0]
+    given = "'resnet20_routingcaps', num_classes=3, in_chans=1, img_size=28"
+    code = "\n".join(lines).replace("NAME", given).replace("FOLDER", "'saved'")
+    exec(f"import capszoo, timm\n{code}", {})
+    again = resolve("saved").create(device="cpu")
+    x = torch.rand(2, 1, 28, 28)
+    with torch.no_grad():
+        assert torch.equal(again(x), net(x))
 
 
 def test_names_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:

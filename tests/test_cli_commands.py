@@ -486,15 +486,14 @@ def test_messages_hold_names_as_they_are(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_models_get_the_way_on(tmp_path: Path) -> None:
-    bundle, other = tmp_path / "digits", tmp_path / "own.pth"
-    bundle.mkdir()
-    for name in ("infer.py", "manifest.json"):
-        (bundle / name).write_text("{}")
+    other, text = tmp_path / "own.pth", tmp_path / "notes.txt"
     other.write_bytes(b"")
-    line = fails(1, "predict", bundle, tmp_path)
-    assert "digits is an exported bundle, not a model: run `python" in line and "infer.py IMAGE`" in line
-    assert "digits is an exported bundle, not a model" in fails(1, "serve", bundle)
-    assert "only .safetensors weights are loaded" in fails(1, "predict", other, tmp_path)
+    text.write_bytes(b"")
+    for command in (["predict", other, tmp_path], ["finetune", other, "--data", tmp_path], ["eval", other]):
+        line = fails(1, *command)
+        assert f"checkpoint_path='{other}'" in line and "save_for_hf" in line
+    assert "notes.txt is no model" in fails(1, "predict", text, tmp_path)
+    assert "write hf-hub:me/x" in fails(1, "predict", "https://huggingface.co/me/x", tmp_path)
 
 
 def test_a_picture_without_out_does_not_replace_a_table(

@@ -189,7 +189,10 @@ def test_a_file_of_another_exporter_is_refused(files: dict[str, Path], tmp_path:
     stated = {entry.key: entry.value for entry in proto.metadata_props}
     for name, values in {
         "foreign": {},
-        "scoreless": {**stated, "preprocess": json.dumps({**json.loads(stated["preprocess"]), "scores": None})},
+        "scoreless": {
+            **stated,
+            "preprocess": json.dumps({**json.loads(stated["preprocess"]), "scores": None}),
+        },
     }.items():
         del proto.metadata_props[:]
         onnx.helper.set_model_props(proto, values)

@@ -140,7 +140,8 @@ class AppModel:
         self.has_decoder = getattr(self.net, "decoder", None) is not None
         counts = routing_iterations(self.net)
         self.iterations = max(counts) if counts else 0
-        self._session, self.outputs = None, ("scores",)
+        self._session: Any = None
+        self.outputs: tuple[str, ...] = ("scores",)
         if not isinstance(self.net, OnnxModel):
             self._session, self.outputs = self._export(Path(folder))
         self.dims = self._pose_dims() if self.has_decoder else 0

@@ -9,7 +9,7 @@ import typer
 from .._catalogue import check_model_argument
 from .._extras import EXTRAS
 from ..errors import require
-from .common import ModelArgument, complete_model, stderr
+from .common import ExportedArgument, complete_model, stderr
 
 __all__ = ["app_command", "serve_command"]
 
@@ -49,7 +49,7 @@ def app_command(
 
 
 def serve_command(
-    model: ModelArgument,
+    model: ExportedArgument,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines in.")
     ] = "127.0.0.1",

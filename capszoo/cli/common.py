@@ -35,6 +35,7 @@ __all__ = [
     "BatchSizeOption",
     "DeviceOption",
     "DpiOption",
+    "ExportedArgument",
     "FitOption",
     "FormatOption",
     "ImagesArgument",
@@ -105,11 +106,23 @@ MODEL_HELP = (
     "Name, name.tag, hf-hub:USER/NAME[@REVISION], local-dir:FOLDER, folder of a run, or .safetensors file."
 )
 
+#: The same where an exported file will do, too.
+EXPORTED_HELP = f"{MODEL_HELP[:-1]}; or a .onnx file or folder of `capszoo export`."
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help=MODEL_HELP,
+        show_default=False,
+        autocompletion=complete_model,
+    ),
+]
+ExportedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help=EXPORTED_HELP,
         show_default=False,
         autocompletion=complete_model,
     ),

@@ -15,9 +15,9 @@ from ..errors import CapszooError, UsageError
 from .common import (
     DeviceOption,
     DpiOption,
+    ExportedArgument,
     FormatOption,
     JsonOption,
-    ModelArgument,
     StyleOption,
     check_picture_options,
     print_json,
@@ -35,13 +35,16 @@ if TYPE_CHECKING:
     from ..recipes.evaluation.metrics import EvalResult
     from ..recipes.evaluation.report import Report
 
+_OF_THE_NETWORK = ("robustness", "routing", "routing_iters")
+"""Measurements that need gradients or couplings."""
+
 MOST_CLASSES = 20
 """Rows of the per-class table; of more classes those with the lowest recall are shown."""
 
 
 def eval_command(
     context: typer.Context,
-    model: ModelArgument,
+    model: ExportedArgument,
     data: Annotated[
         str | None,
         typer.Option(
@@ -204,7 +207,7 @@ def eval_command(
         refuse_unused(context, ["format", "style", "dpi"], "without --out", "add --out FOLDER")
     check_model_argument(model, exported=True)
     if exported_file(model) is not None:
-        refuse_unused(context, ["robustness", "routing", "routing_iters"], f"on {model}, an exported file", "give the model itself")
+        refuse_unused(context, _OF_THE_NETWORK, f"on {model}, an exported file", "give the model")
     check_picture_options(format, style)
     if dataset is not None:
         from ..data.specs import check_name
@@ -270,7 +273,12 @@ def eval_command(
     on_test = target.images.split == "test"
     # an exported file may be of another precision, whose cost is what is measured
     exact = exported_file(model) is None
-    if on_test and exact and report.stated is not None and not reproduced(report.stated, accuracy, report.result.n):
+    if (
+        on_test
+        and exact
+        and report.stated is not None
+        and not reproduced(report.stated, accuracy, report.result.n)
+    ):
         raise CapszooError(
             f"{target.images.spec.accuracy} is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
             "check that the data set is the one they name",

@@ -18,12 +18,12 @@ from .common import (
     BackgroundOption,
     BatchSizeOption,
     DeviceOption,
+    ExportedArgument,
     FitOption,
     ImagesArgument,
     InvertOption,
     ItersOption,
     JsonOption,
-    ModelArgument,
     SizeOption,
     check_paths,
     given,
@@ -79,7 +79,7 @@ ShardSizeOption = Annotated[
 
 def predict_command(
     context: typer.Context,
-    model: ModelArgument,
+    model: ExportedArgument,
     images: ImagesArgument,
     topk: Annotated[
         int, typer.Option("--topk", "--top", "-k", min=1, metavar="N", help="Classes to show per image.")
@@ -249,7 +249,8 @@ def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any
             raise UsageError(f"{model} runs in ONNX Runtime on the CPU", f"leave {option} out")
         if options:
             raise UsageError(
-                f"{model} is an exported file, whose settings are fixed", "leave --img-size and --routing-iters out"
+                f"{model} is an exported file, whose settings are fixed",
+                "leave --img-size and --routing-iters out",
             )
         require("an exported file", ("onnxruntime",), "export")
         return own if Path(model.removeprefix("local-dir:")).is_file() else own.parent

@@ -24,9 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from capszoo._hub import is_hub_error, limit_hub_waits
+from capszoo._hub import is_hub_error, limit_hub_waits, refusal
 from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, stored_file, weights_folders
-from capszoo.errors import first_line
 
 from ._metadata import ModelConfig, WeightsError
 
@@ -154,10 +153,9 @@ def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig
         except Exception as error:
             if not is_hub_error(error):
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason, remedy = refusal(error, repo_id)
             raise WeightsError(
-                f"{repo_id}: the Hub gives no such model ({reason}): check the name and the connection, "
-                "or use local-dir:FOLDER"
+                f"{repo_id}: the Hub gives no such model ({reason}): {remedy}, or use local-dir:FOLDER"
             ) from error
         return Path(file)
 
@@ -219,6 +217,7 @@ def download_weights(
         WeightsError: the file is not available, or not the expected one.
     """
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     name, _, revision = repo_id.partition("@")
@@ -237,16 +236,15 @@ def download_weights(
                 f"{name} has no {HUB_FILENAME}, and nothing else is loaded (a pickle such as pytorch_model.bin can run "
                 "code): ask its owner to publish safetensors"
             ) from e
-        reason = "no connection" if offline else first_line(e)
+        reason, remedy = refusal(e, repo_id)
         by_hand = (
-            f", or download {HUB_FILENAME} there as {local_name} into {weights_folders()[0]}"
+            f", or download {ENDPOINT}/{name}/resolve/main/{HUB_FILENAME} as {local_name} into {weights_folders()[0]}"
             if local_name
             else ""
         )
         raise WeightsError(
             f"no weights of {name} on this machine, and the Hub does not give {HUB_FILENAME} ({reason}): "
-            f"connect to https://huggingface.co/{name}{by_hand}, or use local weights: a name of "
-            "capszoo.list_pretrained(), or local-dir:FOLDER"
+            f"{remedy}{by_hand}, or use local weights: a name of capszoo.list_pretrained(), or local-dir:FOLDER"
         ) from e
     expected = hub_config(repo_id, cache_dir).sha256 if sha256 is None else sha256
     actual = sha256_of(path)

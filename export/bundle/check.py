@@ -126,7 +126,9 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
         return check
     shape, runner = (1, net.in_chans, *net.img_size), compare.EagerRunner(net)
     # normalised pixels: a graph that normalises takes nothing else
-    pixels = np.concatenate([compare.probe_input(probe, shape, dtype="uint8") for probe in compare.PROBES[:3]])
+    pixels = np.concatenate(
+        [compare.probe_input(probe, shape, dtype="uint8") for probe in compare.PROBES[:3]]
+    )
     mean, std = (np.asarray(spec[key], np.float32)[:, None, None] for key in ("mean", "std"))
     images = (pixels.astype(np.float32) / 255 - mean) / std
     finite = bool(np.isfinite(runner(images)[0]).all())

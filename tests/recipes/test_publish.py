@@ -178,11 +178,33 @@ def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: P
         code = "from capszoo.models._pretrained import *; download_weights('me/never-seen', local_name='x.safetensors')"
         done = offline.python(code)
         assert "no weights of me/never-seen on this machine" in done.error and "weights" in done.error
-        assert "https://huggingface.co/me/never-seen" in done.error
+        assert "http://127.0.0.1:9/me/never-seen" in done.error, "the mirror that HF_ENDPOINT names"
         done = offline.capszoo("publish", run, "me/pets")
         assert done.code == 1 and "the connection to the Hub broke" in done.error
     finally:
         offline.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "names"),
+    [
+        (401, "RepoNotFound", ["hf auth login", "HF_TOKEN"]),
+        (403, "GatedRepo", ["gated", "{url}/me/dogs", "HF_TOKEN"]),
+        (404, "RevisionNotFound", ["no revision v9", "{url}/me/dogs"]),
+        (500, "", ["{url}"]),
+    ],
+)
+def test_what_the_hub_refuses_names_the_remedy(
+    hub: Hub, client: Client, root: Path, status: int, code: str, names: list[str]
+) -> None:
+    """And the mirror, not the Hub, where HF_ENDPOINT names one."""
+    headers = {"X-Error-Code": code} if code else {}
+    hub.faults = [Fault(method, "me/dogs", status, headers, times=20) for method in ("HEAD", "GET")]
+    picture = root / "capszoo" / "assets" / "digit_3.png"
+    done = client.capszoo("predict", "hf-hub:me/dogs@v9", picture, token=None)
+    hub.faults = []
+    assert done.code == 1 and all(name.format(url=hub.url) in done.error for name in names), done.error
+    assert "huggingface.co" not in done.error
 
 
 def write_photos(root: Path, folder: Path) -> Path:
