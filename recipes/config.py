@@ -140,14 +140,6 @@ class AugmentConfig(_Section):
     """Shift within the black margin, so that nothing is cut off."""
     erase: NonNegative = 0
     """Side of a square that becomes black."""
-    mixup: NonNegativeRate = 0.0
-    """Alpha of mixup: a weighted mean of two images and of their labels."""
-    cutmix: NonNegativeRate = 0.0
-    """Alpha of CutMix: a rectangle of another image, and its share of the label."""
-    mix_prob: Share = 1.0
-    """Share of the images that mixup and CutMix change."""
-    mix_off_epochs: NonNegative = 0
-    """Last epochs of the run, which are without mixup and CutMix."""
 
     @field_validator("scale")
     @classmethod
@@ -159,7 +151,7 @@ class AugmentConfig(_Section):
     def build(self) -> Augment:
         from capszoo.data.augment import Augment  # imports torch, which reading a recipe does not need
 
-        return Augment(**self.model_dump(exclude={"cutout_off_epochs", "mix_off_epochs"}))
+        return Augment(**self.model_dump(exclude={"cutout_off_epochs"}))
 
 
 class DataConfig(_Section):
@@ -325,9 +317,6 @@ class Recipe(_Section):
     """Largest decay of a moving average of the weights, which is evaluated and exported: at update t of a stage, from
     2, the decay is 1 - (t - 1)^(-2/3), at most this value."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What several processes share: the images of a batch (ddp), or also weights, gradients and the optimiser's state
-    (fsdp), for networks that do not fit otherwise."""
     channels_last: bool = True
     compile: bool | Literal["reduce-overhead"] = False
     """Train through torch.compile; "reduce-overhead" also records CUDA graphs, for small networks on a GPU."""
@@ -373,30 +362,18 @@ class Recipe(_Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _can_be_mixed(self) -> Recipe:
-        augment = self.data.augment
-        if augment.mixup or augment.cutmix:
-            if self.loss.name == "spread":
-                raise ValueError(
-                    "loss.name: spread takes one label per image, data.augment.mixup and cutmix mix two: use margin, "
-                    "bce or cross_entropy"
-                )
-            if self.loss.reconstruction:
-                raise ValueError(
-                    "loss.reconstruction does not go with data.augment.mixup and cutmix: leave one of them out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_sharded(self) -> Recipe:
-        if self.parallel == "fsdp":
-            keys = ("ema_decay", "early_stop", "compile", "stages", "routing_images")
-            taken = [key for key in keys if getattr(self, key)]
-            taken += ["precision: fp16"] if self.precision == "fp16" else []
-            if taken:
-                raise ValueError(f"parallel: fsdp does not go with {', '.join(taken)}: leave one of them out")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_keys(cls, tree: Any) -> Any:
+        """Runs of earlier versions record keys that are gone; at the values that changed nothing they are dropped."""
+        augment = tree.get("data", {}).get("augment") if isinstance(tree, dict) else None
+        if isinstance(augment, dict) and not (augment.get("mixup") or augment.get("cutmix")):
+            mixing = ("mixup", "cutmix", "mix_prob", "mix_off_epochs")
+            kept = {key: value for key, value in augment.items() if key not in mixing}
+            tree = {**tree, "data": {**tree["data"], "augment": kept}}
+        if isinstance(tree, dict) and tree.get("parallel") == "ddp":
+            tree = {key: value for key, value in tree.items() if key != "parallel"}
+        return tree
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Recipe:

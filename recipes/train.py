@@ -60,7 +60,6 @@ from .training.run_folder import (
     closing_lock,
 )
 from .training.setup import RunData, load_data
-from .training.sharding import gathered
 from .training.state import (
     LONGEST_SECONDS,
     Run,
@@ -185,7 +184,7 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, s
         values = torch.stack(state.losses)
         finite, mean = values.isfinite().tolist(), values.mean()
         bad = 0 if all(finite) else state.step - len(finite) + finite.index(False) + 1
-    if saving and not bad and not run.sharded:
+    if saving and not bad:
         weights_finite = all(bool(weight.isfinite().all()) for weight in state.net.parameters())
         bad = 0 if weights_finite else state.step
     pace = max(time.monotonic() - state.epoch_began, 1e-6) / max(state.step - state.epoch_first, 1)
@@ -319,8 +318,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock, stopping
             for buffer in state.evaluated.buffers():
                 torch.distributed.broadcast(buffer, 0)
         threshold = score_threshold(recipe.loss.name)
-        with gathered(state.step_module):
-            counts = count_correct(state.evaluated, state.held_out, run.accelerator.autocast(), threshold)
+        counts = count_correct(state.evaluated, state.held_out, run.accelerator.autocast(), threshold)
         right, n = run.accelerator.reduce(counts).tolist()
         record["val_top1"] = round(100 * right / n, 4)
         if state.best:

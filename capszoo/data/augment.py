@@ -40,7 +40,7 @@ class Augment:
     """Augmentation of training images; the defaults change nothing.
 
     Order: resize, scale, shear and rotation, squeeze and tilt, shift within the margin, shift and flip, colours, erase,
-    cutout. Mixup and CutMix, which need the labels, follow in `Batches`.
+    cutout.
 
     Attributes:
         resize: side to which the images are resized once, when they are loaded; a patch of the model's input size
@@ -62,11 +62,6 @@ class Augment:
         squeeze: largest relative reduction of the width about the middle, at least 0 and below 1.
         shift_in_margin: shift each image at random within its blank (black) margin, so that nothing is cut off.
         erase: side of a square, entirely inside the image, that becomes black.
-        mixup: alpha of mixup, a weighted mean with another image of the batch; the weight is Beta(alpha, alpha)
-            (Zhang et al. 2018, arXiv:1710.09412); 0: none.
-        cutmix: alpha of CutMix, which replaces a rectangle by that of another image (Yun et al. 2019,
-            arXiv:1905.04899); 0: none. With mixup too, each image gets one of the two, with probability 1/2.
-        mix_prob: share of the images that mixup and CutMix change.
     """
 
     resize: int | None = None
@@ -85,9 +80,6 @@ class Augment:
     squeeze: float = 0.0
     shift_in_margin: bool = False
     erase: int = 0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_prob: float = 1.0
 
     def __post_init__(self) -> None:
         low, high = self.scale
@@ -107,9 +99,6 @@ class Augment:
             "tilt": 0 <= self.tilt <= 180,
             "squeeze": 0 <= self.squeeze < 1,
             "erase": self.erase >= 0,
-            "mixup": 0 <= self.mixup < math.inf,
-            "cutmix": 0 <= self.cutmix < math.inf,
-            "mix_prob": 0 <= self.mix_prob <= 1,
         }
         for name, good in limits.items():
             if not good:
@@ -118,11 +107,6 @@ class Augment:
     @property
     def warps(self) -> bool:
         return bool(self.rotation or self.shear or self.scale != (1.0, 1.0))
-
-    @property
-    def mixes(self) -> bool:
-        """True if images are mixed with others, and their labels with them."""
-        return bool(self.mixup or self.cutmix)
 
     @property
     def changes(self) -> list[str]:
@@ -248,9 +232,6 @@ RANGES = {
     "tilt": "0 to 180 degrees",
     "squeeze": "0 to below 1",
     "erase": "pixels, at least 0",
-    "mixup": "at least 0",
-    "cutmix": "at least 0",
-    "mix_prob": "0 to 1",
 }
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from .augment import Augment, Draws, normalize, send, share
 from .errors import DataError
 from .generate import ByClass, Composed
-from .mixing import draw_mixing, mix_images, mix_labels, own_shares, partners
 from .sets import ImageSet, StreamedSet, keyed_generator
 
 __all__ = ["Batch", "Batches", "balanced_order"]
@@ -53,8 +52,7 @@ class Batch(NamedTuple):
 
     `images` float32 [b, c, h, w], normalised; `labels` int64 [b], or float [b, n] of zeros and ones; `pixels` uint8
     [b, c, h, w], before normalisation. Composed images also have `parts` uint8 [b, k, c, h, w], each object alone, and
-    `part_labels` int64 [b, k], -1 for none. With mixup or CutMix, `labels` are those with the larger share of each
-    image, and `targets` float32 [b, n] its class probabilities.
+    `part_labels` int64 [b, k], -1 for none.
     """
 
     images: Tensor
@@ -62,7 +60,6 @@ class Batch(NamedTuple):
     pixels: Tensor
     parts: Tensor | None = None
     part_labels: Tensor | None = None
-    targets: Tensor | None = None
 
     def chunk(self, count: int) -> list[Batch]:
         """Split into `count` parts of (nearly) equal size."""
@@ -86,7 +83,6 @@ class Batches:
         mean, std: normalisation; None uses the data set's.
         balance: in training, show each class equally often (see `balanced_order`).
         cutout_epochs: number of first epochs in which `augment.cutout` is on; None: all.
-        mix_epochs: number of first epochs in which mixup and CutMix are on; None: all.
     """
 
     def __init__(
@@ -103,7 +99,6 @@ class Batches:
         std: tuple[float, ...] | None = None,
         balance: bool = False,
         cutout_epochs: int | None = None,
-        mix_epochs: int | None = None,
     ) -> None:
         if train and len(data) < batch_size:
             raise DataError(
@@ -115,13 +110,11 @@ class Batches:
         self.data = data if train else data.fixed()
         self.batch_size, self.train, self.seed = batch_size, train, seed
         self.augment = (augment or Augment()) if train else Augment()
-        self.cutout_epochs, self.mix_epochs = cutout_epochs, mix_epochs
+        self.cutout_epochs = cutout_epochs
         self.rank, self.world = rank, world
         self.mean = mean or data.spec.mean
         self.std = std or data.spec.std
         self.augment.check_channels(data.spec.input_size[0])
-        if self.augment.mixes:
-            self._check_mixing()
         self.target = data.spec.input_size[1:]
         self.margin = (data.size[0] - self.target[0], data.size[1] - self.target[1])
         if min(self.margin) < 0:
@@ -136,18 +129,6 @@ class Batches:
                 raise DataError(
                     f"{data.spec.title} is composed afresh for every batch: augment must be left out"
                 )
-
-    def _check_mixing(self) -> None:
-        """Refuse labels and batches that mixup and CutMix cannot mix."""
-        if self.data.spec.multi_label:
-            raise DataError(
-                f"{self.data.spec.title}: augment.mixup and augment.cutmix need images with one label: leave them out"
-            )
-        if self.batch_size < 2 or (self.world > 1 and self.batch_size % (2 * self.world)):
-            multiple = f"a multiple of {2 * self.world}" if self.world > 1 else "at least 2"
-            raise DataError(
-                f"augment.mixup and augment.cutmix mix pairs of images: batch_size {self.batch_size} must be {multiple}"
-            )
 
     @property
     def device(self) -> torch.device:
@@ -171,8 +152,6 @@ class Batches:
         augment = self.augment
         if self.cutout_epochs is not None and epoch >= self.cutout_epochs:
             augment = replace(augment, cutout=0)
-        if self.mix_epochs is not None and epoch >= self.mix_epochs:
-            augment = replace(augment, mixup=0.0, cutmix=0.0)
         # One half of the images, drawn once, is mirrored in even epochs, the other half in odd ones.
         alternating = augment.flip == "alternating"
         mirrored = (
@@ -203,14 +182,8 @@ class Batches:
                 found = self._pick(torch.cat(picked), composing)
             pixels = augment.apply(found.images, augmenting, self.target, self.mean)
             sizes = [len(one) for one in picked]
-            labels, targets = found.labels, None
-            if augment.mixes:
-                partner = partners(sizes, pixels.device)
-                pixels = mix_images(pixels, partner, augmenting)
-                shares = own_shares(augmenting, self.target)
-                labels, targets = mix_labels(labels, partner, shares, self.data.spec.num_classes)
             images = normalize(pixels, self.mean, self.std)
-            columns = (images, labels, pixels, found.parts, found.part_labels, targets)
+            columns = (images, found.labels, pixels, found.parts, found.part_labels)
             split = [[None] * len(sizes) if c is None else c.split(sizes) for c in columns]
             yield from (Batch(*row) for row in zip(*split, strict=True))
 
@@ -241,10 +214,6 @@ class Batches:
         if self.index is not None:
             composing = self.data.composer.draw(self.index, picked, generator)  # type: ignore[union-attr]
         augmenting = augment.draw(len(picked), self.margin, generator, mirrored, self.target)
-        if augment.mixes:  # drawn last: a run without it sees the same crops and flips
-            augmenting |= draw_mixing(
-                len(picked), self.target, augment.mixup, augment.cutmix, augment.mix_prob, generator
-            )
         return composing, augmenting
 
     def _pick(self, picked: Tensor, draws: Draws) -> Composed:

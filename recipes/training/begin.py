@@ -13,7 +13,7 @@ from torch import nn
 from capszoo.data import Batches
 from capszoo.layers import engine_report
 
-from ..config import Recipe, RecipeError
+from ..config import RecipeError
 from ..evaluation.target import evaluation_batch
 from .checkpoints import Checkpoint, latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
@@ -84,23 +84,15 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
             f"note: the run ends before the drops of the learning rate at {', '.join(unreached)} "
             f"(schedule.milestones; epochs {run.recipe.epochs})"
         )
-    for what, off in _never_on(run.recipe):
-        log.say(f"note: no epoch has {what}: data.augment.{off} is not below the {run.recipe.epochs} epochs")
+    augment = run.recipe.data.augment
+    if augment.cutout and augment.cutout_off_epochs >= run.recipe.epochs:
+        log.say(
+            f"note: no epoch has cutout: data.augment.cutout_off_epochs is not below the {run.recipe.epochs} epochs"
+        )
     if not checkpoint:
         # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
         save_state(run, state)
     return state, log
-
-
-def _never_on(recipe: Recipe) -> list[tuple[str, str]]:
-    """Augmentations that the recipe states and that its number of epochs leaves no room for, and their keys."""
-    augment = recipe.data.augment
-    found = []
-    if augment.cutout and augment.cutout_off_epochs >= recipe.epochs:
-        found.append(("cutout", "cutout_off_epochs"))
-    if (augment.mixup or augment.cutmix) and augment.mix_off_epochs >= recipe.epochs:
-        found.append(("mixup and CutMix", "mix_off_epochs"))
-    return found
 
 
 def _check_number_of_images(run: Run, checkpoint: Checkpoint) -> None:
@@ -162,7 +154,6 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
         seed=recipe.seed,
         balance=recipe.data.balance,
         cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
-        mix_epochs=recipe.epochs - augment.mix_off_epochs,
         **shares,
     )
     measured = evaluation_batch(validation.size, device, recipe.batch_size // recipe.accumulate)
@@ -231,9 +222,6 @@ def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str,
     batch = run.recipe.batch_size // run.world // run.recipe.accumulate
     images = (run.data.training.spec.input_size[0], *size)
     mode = "compiled" if run.recipe.compile else "eager"
-    if run.sharded:  # the report needs a net on the meta device, which shards are not
-        with torch.device("meta"):
-            net = create_net(run.recipe.model_copy(update={"init": None}), run.data.training.spec)
     try:
         with run.accelerator.autocast():
             choices = engine_report(net, batch, True, run.device.type, input_size=images, mode=mode)

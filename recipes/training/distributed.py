@@ -99,7 +99,7 @@ def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
         if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             raise TrainingError(
                 f"Accelerate is set to {accelerator.distributed_type.value}, which recipes do not use: "
-                "launch plain processes and set parallel: fsdp in the recipe"
+                "launch plain processes, with `accelerate launch --multi_gpu` or torchrun"
             )
         _destroy_group_at_exit(accelerator)
         yield accelerator

@@ -15,7 +15,7 @@ from .checkpoints import latest_checkpoint
 from .distributed import TrainingError, raise_on_all_ranks
 from .log import RunLog, accuracy_line, weights_line
 from .run_folder import read_sessions, versions
-from .state import Run, TrainState, kept_net
+from .state import Run, TrainState
 
 __all__ = ["finish_run", "result_of_finished"]
 
@@ -64,7 +64,7 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         epoch = f"epoch {state.best.epoch} of {recipe.epochs}"
         ended = "" if state.step == run.total else f" (stopped: no better epoch in {recipe.early_stop} more)"
         log.say(f"kept: {epoch}, validation {spec.accuracy} {state.best.top1:.2f}%{ended}")
-    net = kept_net(run, state)
+    net = state.evaluated
     with raise_on_all_ranks(run.accelerator):
         if run.main:
             details = _details(run, state, log)

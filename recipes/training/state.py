@@ -23,8 +23,7 @@ from .distributed import TrainingError, raise_on_all_ranks
 from .early_stop import BestEpoch
 from .routing_probe import RoutingProbe
 from .run_folder import RunLock
-from .setup import RunData, create_net, create_optimizer, create_scheduler
-from .sharding import load_optimizer, load_weights, shard, whole
+from .setup import RunData, create_net
 from .stages import (
     Stage,
     all_stages,
@@ -44,7 +43,6 @@ __all__ = [
     "check_stages",
     "checkpoint_due",
     "distribute",
-    "kept_net",
     "restore",
     "save_state",
 ]
@@ -93,11 +91,6 @@ class Run:
     def hardware(self) -> str:
         """What each process computes on, and how many there are."""
         return hardware(self.device) + (f", {self.world} processes" if self.world > 1 else "")
-
-    @property
-    def sharded(self) -> bool:
-        """True if each process stores a shard of the weights."""
-        return self.recipe.parallel == "fsdp" and self.world > 1
 
     @property
     def total(self) -> int:
@@ -174,25 +167,8 @@ def check_stages(run: Run) -> None:
 
 
 def distribute(run: Run, state: TrainState) -> None:
-    """Pass net and optimiser to Accelerate, for precision and processes; sharding uses torch."""
-    if not run.sharded:
-        state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
-        return
-    shard(state.step_module, run.device, run.world)
-    optimizer = create_optimizer(run.recipe, state.net, state.feedback)
-    state.scheduler = create_scheduler(run.recipe, optimizer, run.steps)
-    # precision only
-    state.ddp_module = run.accelerator.prepare_model(state.step_module, evaluation_mode=True)
-    state.optimizer = run.accelerator.prepare_optimizer(optimizer)
-
-
-def kept_net(run: Run, state: TrainState) -> Any:
-    """The net that is evaluated and stored, with whole weights; every process calls this."""
-    if not run.sharded:
-        return state.evaluated
-    net = create_net(run.recipe.model_copy(update={"init": None}), run.data.training.spec)
-    net.load_state_dict(whole(state.net.state_dict()))
-    return net.to(run.device)
+    """Pass net and optimiser to Accelerate, for precision and processes."""
+    state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
 
 
 def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
@@ -211,14 +187,14 @@ def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
         reset_batch_norm(state.net)
         optimizer = optimizer_state_without(state.optimizer, state.net, optimizer, resampled)
     else:
-        load_weights(state.net, weights["model"])
+        state.net.load_state_dict(weights["model"])
     if state.feedback:
-        load_weights(state.feedback, weights["feedback"])
+        state.feedback.load_state_dict(weights["feedback"])
     if state.ema:
         state.ema.module.load_state_dict(state.net.state_dict() if enters else weights["ema"])
     if state.best:
         state.best.restore(position["best"], weights.get("best", {}))
-    load_optimizer(state.optimizer, optimizer)
+    state.optimizer.load_state_dict(optimizer)
     # a run that goes on in fp16 after another precision has no scaler yet
     if run.accelerator.scaler is not None and (scaler := checkpoint.optimizer.get("scaler")):
         run.accelerator.scaler.load_state_dict(scaler)
@@ -253,7 +229,7 @@ def save_state(run: Run, state: TrainState) -> None:
         "updates_per_epoch": run.steps,
         "images": run.data.counts,
     }
-    tensors: dict[str, Any] = {"optimizer": whole(state.optimizer.state_dict())}
+    tensors: dict[str, Any] = {"optimizer": state.optimizer.state_dict()}
     if run.accelerator.scaler is not None:
         tensors["scaler"] = run.accelerator.scaler.state_dict()
     modules = {
@@ -261,7 +237,7 @@ def save_state(run: Run, state: TrainState) -> None:
         "ema": state.ema.module if state.ema else None,
         "feedback": state.feedback,
     }
-    weights = {name: whole(module.state_dict()) for name, module in modules.items() if module is not None}
+    weights = {name: module.state_dict() for name, module in modules.items() if module is not None}
     if state.best:
         position["best"] = state.best.state()
         weights |= {"best": state.best.weights} if state.best.weights else {}

@@ -78,11 +78,10 @@ class TrainStep(nn.Module):
         pixels: Tensor,
         parts: Tensor | None = None,
         part_labels: Tensor | None = None,
-        targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss (mean over the batch, a scalar) and the scores [b, n]. The arguments are those of `Batch`."""
         try:
-            return self._loss(images, labels, pixels, parts, part_labels, targets)
+            return self._loss(images, labels, pixels, parts, part_labels)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):  # of torch's batch_norm
                 raise
@@ -97,7 +96,6 @@ class TrainStep(nn.Module):
         pixels: Tensor,
         parts: Tensor | None,
         part_labels: Tensor | None,
-        targets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if self.reconstruction:
             scores, poses = self.forward_poses(images)
@@ -109,7 +107,7 @@ class TrainStep(nn.Module):
                 loss = loss + self._rebuilding(poses, label, part)
             return loss, scores
         scores = self.net(images)
-        return self._criterion(scores, labels if targets is None else targets), scores
+        return self._criterion(scores, labels), scores
 
     def _criterion(self, scores: Tensor, labels: Tensor) -> Tensor:
         """The loss of the scores, plus the feedback agreement of the forward pass that computed them."""

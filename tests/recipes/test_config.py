@@ -231,18 +231,14 @@ def test_set_does_not_choose_a_profile(tmp_path: Path) -> None:
         load_recipe(path, ["profile=short"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"ema_decay": 0.9, "compile": True}, "ema_decay, compile"),
-        ({"early_stop": 2}, "early_stop"),
-        ({"routing_images": 5}, "routing_images"),
-        ({"precision": "fp16"}, "precision: fp16"),
-    ],
-)
-def test_shares_do_not_go_with_everything(changes: dict, named: str) -> None:
+def test_keys_of_earlier_versions_are_dropped_where_they_changed_nothing() -> None:
     tree = {"arch": "idpa_cnn", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 1}
-    assert Recipe.model_validate(tree).parallel == "ddp"
-    assert Recipe.model_validate({**tree, "parallel": "fsdp"}).parallel == "fsdp"
-    with pytest.raises(ValueError, match=f"parallel: fsdp does not go with {named}: leave one of them out"):
-        Recipe.model_validate({**tree, **changes, "parallel": "fsdp"})
+    former = {
+        **tree,
+        "parallel": "ddp",
+        "data": {"name": "mnist", "augment": {"mixup": 0.0, "mix_prob": 1.0}},
+    }
+    assert Recipe.model_validate(former) == Recipe.model_validate(tree)
+    for changes in ({"parallel": "fsdp"}, {"data": {"name": "mnist", "augment": {"cutmix": 1.0}}}):
+        with pytest.raises(ValueError, match="parallel|cutmix"):
+            Recipe.model_validate({**tree, **changes})

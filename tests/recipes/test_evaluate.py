@@ -107,9 +107,6 @@ def test_augment_keys_are_those_of_the_data_package() -> None:
         "contrast": 0.2,
         "saturation": 0.3,
         "hue": 0.2,
-        "mixup": 0.2,
-        "cutmix": 1.0,
-        "mix_prob": 0.5,
     }
     assert asdict(AugmentConfig(**given).build()) == given and given.keys() == asdict(Augment()).keys()
 

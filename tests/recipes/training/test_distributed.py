@@ -246,62 +246,6 @@ def _finished_run_is_left_alone(root: Path, argv: list[str], out: Path) -> None:
     assert (out / "metrics.jsonl").read_bytes() == before and not (out / "checkpoints").exists()
 
 
-SHARDED = {
-    **TINY,
-    "model_args": {"num_caps": 4, "pose_dim": 16, "backbone_chans": 8},
-    "optimizer": {"name": "adamw", "lr": 0.001},
-    "accumulate": 2,
-    "parallel": "fsdp",
-}
-
-
-@pytest.mark.slow
-def test_sharded_weights_train_as_whole_ones(root: Path, tmp_path: Path, data: Path) -> None:
-    """FSDP on two processes and one process, 20 updates in float64; the weights file is that of any run."""
-    alone, sharded = tmp_path / "alone", tmp_path / "sharded"
-    assert run(root, command(alone, data, SHARDED, "double")).returncode == 0
-    done = run(root, command(sharded, data, SHARDED, "double", 2))
-    assert done.returncode == 0, done.stderr
-    assert newest(sharded).name == "step-00000020"
-    one, two = (load_file(newest(out) / "model.safetensors") for out in (alone, sharded))
-    assert {key: value.shape for key, value in one.items()} == {
-        key: value.shape for key, value in two.items()
-    }
-    differences = [float((one[key] - two[key]).abs().max()) for key in one]
-    print(f"20 updates, two processes with shares: largest difference of a weight {max(differences):.1e}")
-    assert 0 < max(differences) <= 1e-9
-    moments = [torch.load(newest(out) / "optimizer.pt", weights_only=True) for out in (alone, sharded)]
-    for number, values in moments[0]["optimizer"]["state"].items():
-        for name, value in values.items():
-            assert torch.allclose(value, moments[1]["optimizer"]["state"][number][name], rtol=1e-6, atol=1e-9)
-    kept = [load_file(out / "idpa_cnn.mnist.safetensors") for out in (alone, sharded)]
-    assert all(torch.allclose(value, kept[1][key], atol=1e-6) for key, value in kept[0].items())
-    metadata = [json.loads((out / "idpa_cnn.mnist.json").read_text()) for out in (alone, sharded)]
-    assert metadata[0]["metrics"] == metadata[1]["metrics"]
-
-
-@pytest.mark.slow
-def test_a_sharded_run_resumes_with_any_number_of_processes(root: Path, tmp_path: Path, data: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(root, command(whole, data, SHARDED, processes=2)).returncode == 0
-    assert run(root, command(parts, data, SHARDED, "stop:7", 2)).returncode == 0
-    assert newest(parts).name == "step-00000007"
-    copied = tmp_path / "copied"
-    shutil.copytree(parts, copied)
-    assert run(root, command(parts, data, SHARDED, processes=2)).returncode == 0
-    assert_same_state(whole, parts)
-    done = run(root, command(copied, data, SHARDED))
-    assert done.returncode == 0, done.stderr
-    losses = [  # also of the epoch that was resumed, whose sums are those of all processes
-        [json.loads(line)["train_loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for out in (whole, parts, copied)
-    ]
-    assert losses[1] == losses[0] and losses[2] == pytest.approx(losses[0], rel=1e-3)
-    one, other = (load_file(newest(out) / "model.safetensors") for out in (whole, copied))
-    apart = {"score.bias"}  # as above
-    assert max(float((one[key] - other[key]).abs().max()) for key in one.keys() - apart) <= 1e-4
-
-
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [

@@ -86,7 +86,6 @@ def test_a_session_names_the_engine_of_each_routing_layer() -> None:
         accelerator=SimpleNamespace(autocast=nullcontext),
         world=2,
         device=torch.device("cpu"),
-        sharded=False,
         data=SimpleNamespace(training=SimpleNamespace(spec=dataset_spec("mnist"))),
     )
     net = create_for("idpa_cnn", 10, (1, 28, 28), {})
