@@ -366,13 +366,16 @@ class Recipe(_Section):
     @classmethod
     def _without_former_keys(cls, tree: Any) -> Any:
         """Runs of earlier versions record keys that are gone; at the values that changed nothing they are dropped."""
-        augment = tree.get("data", {}).get("augment") if isinstance(tree, dict) else None
+        if not isinstance(tree, dict):
+            return tree
+        if tree.get("parallel") == "ddp":
+            tree = {key: value for key, value in tree.items() if key != "parallel"}
+        data = tree.get("data")
+        augment = data.get("augment") if isinstance(data, dict) else None
         if isinstance(augment, dict) and not (augment.get("mixup") or augment.get("cutmix")):
             mixing = ("mixup", "cutmix", "mix_prob", "mix_off_epochs")
             kept = {key: value for key, value in augment.items() if key not in mixing}
-            tree = {**tree, "data": {**tree["data"], "augment": kept}}
-        if isinstance(tree, dict) and tree.get("parallel") == "ddp":
-            tree = {key: value for key, value in tree.items() if key != "parallel"}
+            tree = {**tree, "data": {**data, "augment": kept}}
         return tree
 
     @model_validator(mode="after")

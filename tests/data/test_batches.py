@@ -104,9 +104,6 @@ def test_processes_share_the_global_batch(colour: ImageSet, train: bool, augment
         for rank in (0, 1):
             torch.testing.assert_close(batch.images[rank::2], shares[rank][number].images, atol=0, rtol=0)
             assert torch.equal(batch.labels[rank::2], shares[rank][number].labels)
-            assert same(
-                None if batch.targets is None else batch.targets[rank::2], shares[rank][number].targets
-            )
 
 
 def test_cutout_ends_before_the_last_epochs(colour: ImageSet) -> None:
@@ -157,7 +154,6 @@ def test_chunks() -> None:
     for batch in (
         Batch(images, labels, images),
         composed,
-        Batch(images, labels, images, targets=images[:, 0, 0]),
     ):
         chunks = batch.chunk(3)
         assert len(chunks) == 3
