@@ -30,7 +30,7 @@ help:
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"
 	@echo "make eval-weights  accuracy of the bundled weights on their test sets (CAPSZOO_DATA names the data)"
-	@echo "make docs          write hubconf.py's entry points, the generated tables and pages anew"
+	@echo "make docs          write the generated tables and pages anew"
 
 # A Python that is named may be another one than the environment's, which is then made anew.
 VERSION := import sys; print(sys.version_info[:2])

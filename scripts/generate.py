@@ -1,4 +1,4 @@
-"""Write derived files (``make docs``): capszoo/catalogue.json, hubconf.py's entry points, the tables of README.md,
+"""Write derived files (``make docs``): capszoo/catalogue.json, the tables of README.md,
 docs/models.md, recipes/README.md, docs/benchmarks.md, docs/export-benchmarks.md, docs/fine-tune-results.md and
 docs/robustness.md, docs/cli.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
 
@@ -48,28 +48,6 @@ from scripts.help_page import help_page  # noqa: E402
 from scripts.pictures import stale_pictures, write_picture  # noqa: E402
 from scripts.results import results_page, stale_curves, stale_times, write_curves  # noqa: E402
 
-HUBCONF_HEAD = '''"""Entry points for torch.hub: ``torch.hub.load(REPOSITORY, "idpa_resnet", pretrained=True)``.
-
-One function per architecture. ``tag`` names the weights (``tag="cifar10"``) and implies ``pretrained``; without it
-``pretrained=True`` loads the default weights. Further keyword arguments are those of ``capszoo.create_model``.
-Written by ``scripts/generate.py`` (``make docs``) from the registry; a test compares the two.
-"""
-
-from typing import Any as _Any  # torch.hub lists every callable without an underscore
-
-import torch
-
-import capszoo
-
-dependencies = ["torch", "timm", "safetensors", "huggingface_hub"]
-
-
-def _create(name: str, pretrained: bool, tag: str, kwargs: dict[str, _Any]) -> torch.nn.Module:
-    return capszoo.create_model(
-        f"{name}.{tag}" if tag else name, pretrained=pretrained or bool(tag), **kwargs
-    )
-'''
-
 
 def first_line(name: str) -> str:
     """First line of a model function's docstring."""
@@ -77,18 +55,6 @@ def first_line(name: str) -> str:
     if not lines:
         raise SystemExit(f"error: {name} has no docstring")
     return lines[0].strip()
-
-
-def hubconf() -> str:
-    """The complete hubconf.py."""
-    parts = [HUBCONF_HEAD]
-    for name in capszoo.list_models():
-        parts.append(
-            f'\n\ndef {name}(pretrained: bool = False, tag: str = "", **kwargs: _Any) -> torch.nn.Module:\n'
-            f'    """{first_line(name)}"""\n'
-            f'    return _create("{name}", pretrained, tag, kwargs)\n'
-        )
-    return "".join(parts)
 
 
 def replace_block(text: str, block: str, content: str) -> str:
@@ -338,7 +304,6 @@ def outputs() -> dict[Path, str]:
     }
     return {
         CATALOGUE: catalogue(),
-        ROOT / "hubconf.py": hubconf(),
         **{page: filled(page, content) for page, content in blocks.items()},
         ROOT / "docs" / "cli.md": help_page(),
         ROOT / "docs" / "results.md": results_page(),
