@@ -6,7 +6,7 @@ __all__ = ["EXTRAS"]
 
 #: Extra of the package -> modules that it installs, and the commands that need it.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "explain": (("matplotlib",), "explain, curves"),
+    "explain": (("matplotlib", "captum"), "explain, curves"),
     "train": (
         ("accelerate", "datasets", "yaml", "pyarrow", "scipy", "matplotlib", "tensorboard"),
         "train, finetune, eval, recipes, curves, publish, state",

@@ -102,20 +102,25 @@ class LoadedModel:
         found = predict(self.net, images, topk, batch_size, transform=model_transform(self.net, **reading))
         return found[0] if is_image_like(images) else found
 
-    def explain(self, image: ImageLike, target: int | str | None = None, **reading: Any) -> Explanation:
-        """Show from which image positions a class capsule was routed.
+    def explain(
+        self, image: ImageLike, target: int | str | None = None, method: str = "couplings", **reading: Any
+    ) -> Explanation:
+        """Show from which image positions a class capsule was routed, or on which tiles its score depends.
+
+        The result's ``meaning`` states in one sentence what the map shows and what it does not.
 
         Args:
             image: as for :meth:`predict`.
             target: class (index or name) to follow; None for the predicted one.
+            method: ``couplings``, or by captum ``gradient`` or ``occlusion``, for any network.
             **reading: as for :meth:`predict`.
 
         Raises:
-            CapszooError: the file cannot be read, or the model has no couplings.
-            UsageError: no such class, or an array that is no image.
+            CapszooError: the file cannot be read, the model has no couplings, or captum is not installed.
+            UsageError: no such class or method, or an array that is no image.
         """
         transform = model_transform(self.net, **reading)
-        return explain(self.net, transform(as_image(image)), target, name=self.name)
+        return explain(self.net, transform(as_image(image)), target, name=self.name, method=method)
 
     def export(self, path: str | Path, **options: Any) -> ExportedModel:
         """Write the model as an ONNX file, or as a bundle with everything needed for serving.

@@ -383,10 +383,12 @@ def test_explain(trained: Path, pictures: Path, tmp_path: Path) -> None:
 
 def test_names_that_are_repeated_to_start_fast() -> None:
     """The command line checks some names before torch is loaded."""
+    from capszoo.cli.explain import METHODS
     from capszoo.cli.export import FORMATS
+    from capszoo.explain import heat_map
     from capszoo.export import options
 
-    assert options.FORMATS == FORMATS
+    assert options.FORMATS == FORMATS and heat_map.METHODS == METHODS
 
 
 def test_kinds_and_styles_of_pictures(
@@ -432,7 +434,17 @@ def test_explain_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
     assert "not an image" in fails(
         1, "explain", "heatmap", trained, pictures / "notes.txt", "--out", tmp_path / "x.png"
     )
+    assert "occlusion" in fails(2, "explain", "heatmap", trained, picture, "--method", "occlusions")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["couplings", "gradient", "occlusion"])
+def test_each_kind_of_heat_map_says_what_it_shows(pictures: Path, tmp_path: Path, method: str) -> None:
+    from capszoo.explain.heat_map import MEANINGS
+
+    out, image = tmp_path / "heat.png", next(pictures.glob("*.png"))
+    found = run("explain", "heatmap", "resnet20_routingcaps.mnist", image, "--method", method, "--out", out)
+    assert found.exit_code == 0 and MEANINGS[method] in found.stderr and out.is_file()
 
 
 def test_explain_without_matplotlib_names_the_extra(

@@ -31,6 +31,7 @@ OPTIONAL = (
     "onnxscript",
     "tensorrt",
     "matplotlib",
+    "captum",
     "accelerate",
     "datasets",
     "pyarrow",

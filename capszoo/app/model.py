@@ -102,6 +102,7 @@ class Answer:
         }
         if self.explanation is not None:
             found["share_of"] = self.explanation.quantity
+            found["share_meaning"] = self.explanation.meaning
             found["share_relative_to_even"] = self.explanation.relative.nan_to_num(0).tolist()
         return found
 

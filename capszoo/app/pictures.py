@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from ..errors import require
-from ..explain.heat_map import COLOURS, LEAST, MOST
+from ..explain.heat_map import COLOURS, MEANINGS, REACH
 
 if TYPE_CHECKING:
     from ..explain import Explanation
@@ -59,7 +59,7 @@ def _colours(relative: np.ndarray) -> np.ndarray:
     require("the app", ["matplotlib"], "app")
     from matplotlib import colormaps
 
-    share = ((relative - LEAST) / (MOST - LEAST)).clip(0, 1)
+    share = ((relative - (1 - REACH)) / (2 * REACH)).clip(0, 1)
     return np.asarray(colormaps[COLOURS](share))[..., :3] * 255
 
 
@@ -85,14 +85,15 @@ def overlay_picture(found: Explanation, view: Image.Image, side: int = SIDE) -> 
 
 
 def scale_html() -> str:
-    """The colour scale of the couplings as HTML."""
+    """The colour scale of the couplings, and what they show, as HTML."""
     stops = ", ".join(
         f"rgb({r:.0f},{g:.0f},{b:.0f}) {100 * at:.0f}%"
         for at in np.linspace(0, 1, 9)
-        for r, g, b in [_colours(np.array([LEAST + at * (MOST - LEAST)]))[0]]
+        for r, g, b in [_colours(np.array([1 - REACH + at * 2 * REACH]))[0]]
     )
     return (
         f'<div class="capszoo-scale"><div style="height:10px;background:linear-gradient(90deg,{stops})"></div>'
         '<div style="display:flex;justify-content:space-between;font-size:12px">'
-        "<span>0</span><span>1: even share</span><span>2 and more</span></div></div>"
+        "<span>0</span><span>1: even share</span><span>2 and more</span></div>"
+        f'<div style="font-size:12px">{MEANINGS["couplings"]}</div></div>'
     )

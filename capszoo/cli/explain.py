@@ -39,6 +39,13 @@ __all__ = ["explain_app"]
 
 KINDS = ("heat", "perturb", "reconstruct", "multi")
 
+#: As in ``capszoo.explain.heat_map.METHODS`` (a test compares the two).
+METHODS = ("couplings", "gradient", "occlusion")
+
+
+def _methods(incomplete: str) -> list[str]:
+    return [name for name in METHODS if name.startswith(incomplete)]
+
 
 def _may_be_model(word: str) -> bool:
     try:
@@ -79,7 +86,7 @@ class ExplainGroup(HelpGroup):
 
 explain_app = typer.Typer(
     cls=ExplainGroup,
-    help="Draw heat maps of the routing, or decode class capsules to images.",
+    help="Draw heat maps of routing or of attributions, or decode class capsules to images.",
     no_args_is_help=True,
 )
 
@@ -123,6 +130,15 @@ def heatmap_command(
     image: ImageArgument,
     out: OutOption = None,
     target: ClassOption = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="METHOD",
+            help="couplings: shares of the routing; gradient, occlusion (by captum): what the score depends on.",
+            autocompletion=_methods,
+        ),
+    ] = "couplings",
     invert: InvertOption = False,
     fit: FitOption = False,
     background: BackgroundOption = None,
@@ -131,10 +147,12 @@ def heatmap_command(
     dpi: DpiOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Draw which positions of an image were routed to a class capsule, and how strongly."""
+    """Draw which positions of an image were routed to a class capsule, or on which tiles its score depends."""
+    if method not in METHODS:
+        raise UsageError(unknown_name("method", method, METHODS))
     reading = {"background": background, "invert": invert, "fit": fit}
     file = picture(out, format, style, dpi, "heatmap", numbers="column 0")
-    _draw_image("heat", model, image, target, device, file, reading)
+    _draw_image("heat", model, image, target, device, file, reading, method=method)
 
 
 def perturb_command(
@@ -260,6 +278,7 @@ def _draw_image(
     reading: dict[str, Any],
     dims: list[int] | None = None,
     span: float = 0.25,
+    method: str = "couplings",
 ) -> None:
     check_model_argument(name)
     check_paths([image])
@@ -268,6 +287,10 @@ def _draw_image(
     from ..explain.plotting import require_matplotlib
 
     require_matplotlib("explain")  # fails before the model is loaded and run
+    if method != "couplings":
+        from ..explain.attributions import require_captum
+
+        require_captum(method)
     from ..explain import explain, save_figure
     from ..inference import load_model
     from ..preprocess import load_image, model_transform
@@ -287,13 +310,15 @@ def _draw_image(
             written = save_perturbation(changed, file.path, f"{Path(name).name}, {image.name}")
         line = f"capsule of {changed.label}, {changed.images.shape[0]} dimensions"
     else:
-        explanation = explain(model, seen, target, name=Path(name).name)
+        explanation = explain(model, seen, target, name=Path(name).name, method=method)
         with file.drawn():
             written = save_figure(explanation, file.path)
         share = float(explanation.probabilities[explanation.predicted])
         line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
         if explanation.is_even:
             stderr().print("note: the shares are even within 10%: nothing to see")
+        else:
+            stderr().print(f"note: {explanation.meaning}", soft_wrap=True)
     stdout().print(
         f"{escape(printable(str(image)))}: {escape(printable(line))}; written: {escape(str(written))}",
         soft_wrap=True,

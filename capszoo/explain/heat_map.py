@@ -1,11 +1,14 @@
-"""The source of a prediction: the positions of the feature map that a class capsule was routed from.
+"""Heat maps of a prediction: the positions that a class capsule was routed from, or attributions of its score.
 
-The heat map is the model's ``coupling_map``: its coupling coefficients, in some routings times the length of the vote
-or the activation of the child (``map_quantity``). No gradient is computed and nothing is fitted.
+The map of couplings is the model's ``coupling_map``: its coupling coefficients, in some routings times the length of
+the vote or the activation of the child (``map_quantity``). Nothing is fitted. A share of the routing is no importance:
+``deletion`` measures for a network whether its largest shares lie where its score depends on the image. The attributions
+are described in ``attributions``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +19,45 @@ from torch import Tensor, nn
 
 from .._files import check_numbers_file
 from .._modes import evaluating
+from .._suggest import unknown_name
 from ..errors import CapszooError, NoCapsules, UsageError
 from ..inference import label_names
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind
+from .attributions import ATTRIBUTIONS, attribution
 from .cell_centres import CellCentres, centres_of, recorded_centres
 from .plotting import for_display, image_style, new_figure, save, show, write_numbers
 
-__all__ = ["Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]
+__all__ = ["MEANINGS", "METHODS", "Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]
+
+#: Kind of heat map → the sentence below it: what it shows, and what it does not.
+MEANINGS = {
+    "couplings": (
+        "Shows from which positions the class capsule was routed, not on which pixels its score depends."
+    ),
+    "gradient": (
+        "Shows where a small change of the pixels would change the class score, not what happens without them."
+    ),
+    "occlusion": (
+        "Shows by how much the class score falls if one tile is blackened, not what tiles contribute together."
+    ),
+}
+
+#: Kinds of heat maps.
+METHODS = tuple(MEANINGS)
+
+#: What the maps of attributions draw; that of couplings depends on the network.
+_QUANTITIES = {"gradient": "gradient × pixel", "occlusion": "fall of the score"}
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """An image, the model's output for it, and the positions that it was routed from.
+    """An image, the model's output for it, and a heat map.
 
     Attributes:
-        heat: share of each grid position in the class capsule ``[h', w']`` (``coupling_map``); sums to 1.
+        heat: share of each grid position in the class capsule ``[h', w']`` (``coupling_map``); sums to 1. With
+            another ``method``, the attribution of the class score to each tile, in units of the score.
         image: the model's input before normalisation, ``[c, h, w]`` in 0..1.
         scores: class scores ``[n]``.
         predicted: class with the highest score.
@@ -43,9 +68,10 @@ class Explanation:
         covered: which cells of the grid take part in routing, ``[h', w']`` of bool; None for all of them.
         name: of the model.
         score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
-        quantity: what the shares are shares of: the couplings, or e.g. ``coupling × vote length``.
+        quantity: what the map draws: the couplings, a product such as ``coupling × vote length``, or an attribution.
         centres: where the grid's rows and columns lie in the image: the centres of the cells' receptive fields, in
             pixels. None divides the image evenly.
+        method: kind of the map, one of `METHODS`.
     """
 
     heat: Tensor
@@ -61,6 +87,7 @@ class Explanation:
     score_kind: str = "logits"
     quantity: str = "coupling"
     centres: tuple[CellCentres, CellCentres] = None  # type: ignore[assignment]  # never None after __post_init__
+    method: str = "couplings"
 
     def __repr__(self) -> str:
         shown = f"{self.labels[self.target]!r}, predicted {self.labels[self.predicted]!r}"
@@ -74,18 +101,30 @@ class Explanation:
             object.__setattr__(self, "centres", centres_of(cells, {}, (height, width)))
 
     @property
+    def meaning(self) -> str:
+        """What the map shows and what it does not, in one sentence."""
+        return MEANINGS[self.method]
+
+    @property
+    def neutral(self) -> float:
+        """The value of :attr:`relative` that is drawn white: 1, an even share, or 0 for an attribution."""
+        return 0.0 if self.method in ATTRIBUTIONS else 1.0
+
+    @property
     def relative(self) -> Tensor:
         """Shares as multiples of an even share ``[h', w']``: 1 everywhere if all cells have the same share.
 
-        NaN in cells that no window covers.
+        NaN in cells that no window covers. Attributions as parts of the largest one's size, in -1..1.
         """
+        if self.method in ATTRIBUTIONS:
+            return self.heat / self.heat.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
         share = self.heat * self.covered.sum()
         return share.masked_fill(~self.covered, float("nan"))
 
     @property
     def is_even(self) -> bool:
-        """True if no covered cell differs from an even share by more than a tenth."""
-        return bool(((self.relative - 1).abs().nan_to_num(0) <= EVEN_WITHIN).all())
+        """True if no covered cell differs from an even share by more than a tenth, or if no attribution differs from 0."""
+        return bool(((self.relative - self.neutral).abs().nan_to_num(0) <= EVEN_WITHIN).all())
 
     @property
     def probabilities(self) -> Tensor:
@@ -97,12 +136,12 @@ class Explanation:
         return save_figure(self, path)
 
     def heat_at(self, height: int, width: int) -> Tensor:
-        """Multiples of an even share, resampled to ``[height, width]`` of an overlaid image.
+        """The values of :attr:`relative`, resampled to ``[height, width]`` of an overlaid image.
 
-        Each cell's value lies at the centre of its receptive field, with linear steps between. It is 1 in uncovered
-        cells, and more than half a step outside the outermost centres.
+        Each cell's value lies at the centre of its receptive field, with linear steps between. It is neutral in
+        uncovered cells, and more than half a step outside the outermost centres.
         """
-        values = self.relative.nan_to_num(1.0)
+        values = self.relative.nan_to_num(self.neutral)
         (lower_y, upper_y, part_y, inside_y), (lower_x, upper_x, part_x, inside_x) = (
             _between_cells(centres, cells, size, side)
             for centres, cells, size, side in zip(
@@ -111,7 +150,7 @@ class Explanation:
         )
         rows = torch.lerp(values[lower_y], values[upper_y], part_y[:, None])
         heat = torch.lerp(rows[:, lower_x], rows[:, upper_x], part_x)
-        return torch.where(inside_y[:, None] & inside_x, heat, 1.0)
+        return torch.where(inside_y[:, None] & inside_x, heat, self.neutral)
 
 
 def _cells(heat: Tensor) -> tuple[int, int]:
@@ -130,21 +169,28 @@ def _between_cells(
 
 
 def explain(
-    model: nn.Module, image: ImageLike, target: int | str | None = None, name: str | None = None
+    model: nn.Module,
+    image: ImageLike,
+    target: int | str | None = None,
+    name: str | None = None,
+    method: str = "couplings",
 ) -> Explanation:
     """Explain a prediction.
 
     Args:
-        model: a capsule network with ``coupling_map``; used in eval mode.
+        model: a capsule network with ``coupling_map``, or for an attribution any classifier; used in eval mode.
         image: a path, a picture or a numpy array (see `capszoo.preprocess.as_image`); or a normalised tensor
             ``[c, h, w]``.
         target: class (index or name) whose capsule is traced; None for the predicted one.
         name: of the model, for titles; None uses the architecture and tag.
+        method: ``couplings``: the positions that the class capsule was routed from. ``gradient`` and ``occlusion``
+            (by captum): the attribution of its score to the tiles of the image.
 
     Raises:
-        CapszooError: the image cannot be read, the model has no couplings or takes no single image, or its values are
-            not finite.
-        UsageError: no such class, a model without classes, an array that is no image, or a tensor of another size.
+        CapszooError: the image cannot be read, the model has no couplings or takes no single image, its values are
+            not finite, or captum is not installed.
+        UsageError: no such class or method, a model without classes, an array that is no image, or a tensor of
+            another size.
 
     Examples:
         >>> from capszoo.inference import load_model
@@ -154,54 +200,84 @@ def explain(
         >>> tuple(found.relative.shape)  # a share for each position of the grid, 1 where it is even
         (7, 7)
     """
-    if not callable(getattr(model, "coupling_map", None)):
+    if method not in METHODS:
+        raise UsageError(unknown_name("method", method, METHODS))
+    if method == "couplings" and not callable(getattr(model, "coupling_map", None)):
         raise CapszooError(f"{type(model).__name__} is no capsule network", "choose one: `capszoo list`")
     transform = model_transform(model)
     x = model_input(transform, image)
     labels = tuple(label_names(model))
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
-
+    chosen = None if target is None else class_index(target, labels)
     like = next(model.parameters())
+    batch = x[None].to(like.device, like.dtype)
+    with evaluating(model):
+        if method == "couplings":
+            found = _routed(model, batch, chosen, transform.size)
+        else:
+            found = _attributed(method, model, batch, chosen, transform)
+    if not bool(torch.isfinite(found["heat"]).all()):
+        raise CapszooError(f"the {method} hold NaN or infinity", "the weights are damaged or untrained")
+    return Explanation(
+        image=transform.restore(x),
+        predicted=int(found["scores"].argmax()),
+        labels=labels,
+        name=name or _model_name(model),
+        score_kind=score_kind(model),
+        method=method,
+        **found,
+    )
+
+
+def _routed(model: Any, batch: Tensor, target: int | None, size: tuple[int, int]) -> dict[str, Any]:
+    """The fields of an `Explanation` that the couplings of a capsule network determine."""
     try:
-        with evaluating(model), torch.inference_mode():
-            batch = x[None].to(like.device, like.dtype)
+        with torch.inference_mode():
             if isinstance(model, RoutingPoolNet) and not model.coupling_layouts():
                 raise NoCapsules("average and maximum pooling choose nothing by routing")
-            output = model.forward_capsules(batch)  # type: ignore[operator]
+            output = model.forward_capsules(batch)
             scores = output.scores[0].float().cpu()
-            predicted = int(scores.argmax())
-            chosen = predicted if target is None else class_index(target, labels)
-            with recorded_centres(model, transform.size) as found:
-                heat = model.coupling_map(batch)[0, chosen].float().cpu()  # type: ignore[operator]
+            chosen = int(scores.argmax()) if target is None else target
+            with recorded_centres(model, size) as found:
+                heat = model.coupling_map(batch)[0, chosen].float().cpu()
             shrink = getattr(getattr(model, "head", None), "shrink", 1)
             covered_cells: Any = getattr(model, "covered_cells", None)
             covered = covered_cells(batch).cpu() if covered_cells else torch.ones_like(heat, dtype=torch.bool)
             reconstruction = None
             if getattr(model, "decoder", None) is not None:
-                kept = torch.tensor([chosen], device=like.device)
-                reconstruction = model.reconstruct(output.poses, kept)[0].float().cpu()  # type: ignore[operator]
+                kept = torch.tensor([chosen], device=batch.device)
+                reconstruction = model.reconstruct(output.poses, kept)[0].float().cpu()
     except (NotImplementedError, NoCapsules):
         raise CapszooError(
-            f"{type(model).__name__} has no routing, so no couplings to show", "choose a model with routing"
+            f"{type(model).__name__} has no routing, so no couplings to show",
+            "choose a model with routing, or another method: " + ", ".join(ATTRIBUTIONS),
         ) from None
-    if not bool(torch.isfinite(heat).all()):
-        raise CapszooError("the couplings hold NaN or infinity", "the weights are damaged or untrained")
-    return Explanation(
-        heat=heat,
-        image=transform.restore(x),
-        scores=scores,
-        predicted=predicted,
-        target=chosen,
-        labels=labels,
-        couplings=tuple(c.float().cpu() for c in output.couplings),
-        reconstruction=reconstruction,
-        covered=covered,
-        name=name or _model_name(model),
-        score_kind=score_kind(model),
-        quantity=getattr(model, "map_quantity", "coupling"),
-        centres=centres_of(_cells(heat), found, transform.size, shrink),
+    return {
+        "heat": heat,
+        "scores": scores,
+        "target": chosen,
+        "couplings": tuple(c.float().cpu() for c in output.couplings),
+        "reconstruction": reconstruction,
+        "covered": covered,
+        "quantity": getattr(model, "map_quantity", "coupling"),
+        "centres": centres_of(_cells(heat), found, size, shrink),
+    }
+
+
+def _attributed(
+    method: str, model: nn.Module, batch: Tensor, target: int | None, transform: ImageTransform
+) -> dict[str, Any]:
+    """The fields of an `Explanation` that an attribution of the class score determines."""
+    mean, std = (
+        torch.tensor(values, device=batch.device, dtype=batch.dtype).view(-1, 1, 1)
+        for values in (transform.mean, transform.std)
     )
+    with torch.no_grad():
+        scores = model(batch)[0].float().cpu()
+    chosen = int(scores.argmax()) if target is None else target
+    heat = attribution(method, model, batch * std + mean, chosen, mean, std)
+    return {"heat": heat, "scores": scores, "target": chosen, "quantity": _QUANTITIES[method]}
 
 
 def model_input(transform: ImageTransform, image: ImageLike) -> Tensor:
@@ -245,11 +321,12 @@ def class_index(target: int | str, labels: tuple[str, ...]) -> int:
 
 
 def save_figure(explanation: Explanation, path: str | Path, about: str | None = None) -> Path:
-    """Draw input, shares, overlay and any reconstruction into an image file.
+    """Draw input, map, overlay and any reconstruction into an image file, and below them what the map shows.
 
     Shares are drawn as multiples of an even share, with the same scale in every picture: white is even, blue
     less, red more, and values from twice the even share on are the darkest red. A map that is even within 10% is not
-    drawn, and the picture states this. Cells that no window of the network covers are hatched.
+    drawn, and the picture states this. Cells that no window of the network covers are hatched. Attributions are drawn
+    as parts of the largest one: red supports the class, blue opposes it.
 
     Args:
         explanation: from :func:`explain`.
@@ -264,7 +341,7 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
     if about is None:
         check_numbers_file(path, "column 0")  # refused before a picture of that name exists
     count = 3 if explanation.reconstruction is None else 4
-    figure = new_figure(2.6 * count + (0 if explanation.is_even else 0.7), 3.1)
+    figure = new_figure(2.6 * count + (0 if explanation.is_even else 0.7), 3.4)
     axes = figure.subplots(1, count)
     show(axes[0], explanation.image)
     drawn = draw_couplings(axes[1], explanation)
@@ -276,12 +353,13 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=10)
     if drawn is not None:
-        colour_bar(figure, drawn, list(axes))
+        colour_bar(figure, drawn, list(axes), explanation)
     figure.suptitle(_caption(explanation), fontsize=11)
+    figure.supxlabel(explanation.meaning, fontsize=8)
     written = save(figure, path, about)
     if about is None:  # pictures in the docs state their source, and have no data file beside them
-        grid = explanation.relative.nan_to_num(-1).tolist()
-        rows = [[None if value < 0 else f"{value:.5g}" for value in row] for row in grid]
+        grid = explanation.relative.tolist()
+        rows = [[None if math.isnan(value) else f"{value:.5g}" for value in row] for row in grid]
         write_numbers(written, [f"column {k}" for k in range(len(grid[0]))], rows)
     return written
 
@@ -289,13 +367,13 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
 def save_heat_grid(
     explanations: Sequence[Explanation], path: str | Path, title: str = "", about: str | None = None
 ) -> Path:
-    """Draw several explanations of one model as columns: image, shares, overlay; one colour bar for all.
+    """Draw several explanations of one kind and model as columns: image, map, overlay; one colour bar for all.
 
     Raises the errors of :func:`save_figure`.
     """
     if not explanations:
         raise UsageError("there is nothing to draw", "give more images")
-    figure = new_figure(1.3 * len(explanations) + 1.6, 1.25 * 3 + 0.9)
+    figure = new_figure(1.3 * len(explanations) + 1.6, 1.25 * 3 + 1.1)
     grid = figure.subplots(3, len(explanations), squeeze=False)
     drawn = None
     for column, found in enumerate(explanations):
@@ -308,7 +386,8 @@ def save_heat_grid(
     for row, name in enumerate(("image", quantity, "overlay")):
         grid[row][0].set_ylabel(name, fontsize=8)
     if drawn is not None:
-        colour_bar(figure, drawn, grid.ravel().tolist())
+        colour_bar(figure, drawn, grid.ravel().tolist(), explanations[0])
+    figure.supxlabel(explanations[0].meaning, fontsize=8)
     if title:
         figure.suptitle(title, fontsize=9)
     return save(figure, path, about)
@@ -317,18 +396,24 @@ def save_heat_grid(
 #: Colour map of shares: diverging, white for an even share.
 COLOURS = "RdBu_r"
 
-#: Ends of the scale, in multiples of an even share; larger shares have the colour of the upper end.
-LEAST, MOST = 0.0, 2.0
+#: Distance of the scale's ends from the neutral value, 0 to 2 for shares; larger shares have the colour of the upper end.
+REACH = 1.0
 
-#: Largest deviation from an even share for which no map is drawn.
+#: Largest deviation from the neutral value for which no map is drawn.
 EVEN_WITHIN = 0.1
 
 #: Drawn instead of a map that is even.
 NOTHING = "even within 10%:\nnothing to see"
 
 
+def colour_scale(explanation: Explanation) -> dict[str, Any]:
+    """Colours and ends of the scale, as arguments of matplotlib's ``imshow``."""
+    neutral = explanation.neutral
+    return {"cmap": COLOURS, "vmin": neutral - REACH, "vmax": neutral + REACH}
+
+
 def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> Any:
-    """Draw the grid of shares, each cell about the centre of its receptive field; return None if they are even.
+    """Draw the grid of the map, each cell about the centre of its receptive field; return None if it is even.
 
     Else the mappable.
     """
@@ -338,35 +423,39 @@ def draw_couplings(axis: Any, explanation: Explanation, fontsize: float = 9) -> 
     if explanation.is_even:
         axis.text(0.5, 0.5, NOTHING, ha="center", va="center", fontsize=fontsize, transform=axis.transAxes)
     else:
-        scale = {"cmap": COLOURS, "vmin": LEAST, "vmax": MOST}
         (top, bottom), (left, right) = _edges(explanation)
         grid, extent = explanation.relative.numpy(), (left, right, bottom, top)
-        drawn = axis.imshow(grid, extent=extent, interpolation="nearest", **scale)
-        axis.set_facecolor("0.9")  # white is an even share
+        drawn = axis.imshow(grid, extent=extent, interpolation="nearest", **colour_scale(explanation))
+        axis.set_facecolor("0.9")  # white is neutral
     axis.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
     _hatch(axis, explanation)
     return drawn
 
 
 def draw_overlay(axis: Any, explanation: Explanation) -> None:
-    """Draw the image, overlaid with the shares' colours; opacity grows with the distance from an even share."""
+    """Draw the image, overlaid with the map's colours; opacity grows with the distance from the neutral value."""
     _bare(axis)
     height, width = explanation.image.shape[-2:]
     image = for_display(explanation.image)
     axis.imshow(image, extent=(0, width, height, 0), **image_style(image))
     if not explanation.is_even:
         heat = explanation.heat_at(height, width)
-        strength = 0.8 * (heat - 1).abs().clamp(max=1)
-        scale = {"cmap": COLOURS, "vmin": LEAST, "vmax": MOST, "alpha": strength.numpy()}
+        strength = 0.8 * (heat - explanation.neutral).abs().clamp(max=1)
+        scale = {**colour_scale(explanation), "alpha": strength.numpy()}
         axis.imshow(heat.numpy(), extent=(0, width, height, 0), **scale)
     _hatch(axis, explanation)
 
 
-def colour_bar(figure: Any, drawn: Any, axes: list[Any]) -> None:
+def colour_bar(figure: Any, drawn: Any, axes: list[Any], explanation: Explanation) -> None:
     """The scale of :func:`draw_couplings`, to the right of ``axes``."""
-    bar = figure.colorbar(drawn, ax=axes, extend="max", shrink=0.8, aspect=25, ticks=[0, 0.5, 1, 1.5, 2])
-    bar.ax.set_yticklabels(["0", "0.5", "1 (even)", "1.5", "2"], fontsize=8)
-    bar.set_label("× even share", fontsize=8)
+    shares = explanation.method not in ATTRIBUTIONS
+    ticks = [explanation.neutral + REACH * step / 2 for step in range(-2, 3)]
+    bar = figure.colorbar(
+        drawn, ax=axes, extend="max" if shares else "neither", shrink=0.8, aspect=25, ticks=ticks
+    )
+    names = [f"{tick:g}" + (" (even)" if shares and tick == 1 else "") for tick in ticks]
+    bar.ax.set_yticklabels(names, fontsize=8)
+    bar.set_label("× even share" if shares else "× largest attribution", fontsize=8)
 
 
 def _hatch(axis: Any, explanation: Explanation) -> None:
@@ -399,7 +488,7 @@ def _caption(explanation: Explanation) -> str:
     text = f"{explanation.name}: {name}, probability {float(shares[explanation.predicted]):.3f}"
     if explanation.target != explanation.predicted:
         asked = explanation.labels[explanation.target]
-        text += f"; share of {asked}, probability {float(shares[explanation.target]):.3f}"
-    if not explanation.is_even:
+        text += f"; map of {asked}, probability {float(shares[explanation.target]):.3f}"
+    if explanation.method not in ATTRIBUTIONS and not explanation.is_even:
         text += f"; largest share {float(explanation.relative.nan_to_num(0).max()):.1f} × even"
     return text

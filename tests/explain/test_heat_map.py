@@ -16,7 +16,8 @@ from PIL import Image
 
 import capszoo
 from capszoo.errors import CapszooError, UsageError
-from capszoo.explain import Explanation, explain, save_figure
+from capszoo.explain import Explanation, explain, heat_map, save_figure, save_heat_grid
+from capszoo.explain.heat_map import MEANINGS, METHODS
 from capszoo.explain.plotting import save_columns
 from capszoo.preprocess import model_transform
 from tests.export.toys import ToyCaps
@@ -96,6 +97,71 @@ def test_heat_at_keeps_the_place_and_the_scale(model: ToyCaps, picture: Image.Im
     row, column = divmod(int(explanation.heat.argmax()), 2)
     top, left = divmod(int(large.argmax()), 20)
     assert (top // 20, left // 10) == (row, column)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("grid", [False, True])
+def test_a_sentence_below_each_map_says_what_it_shows(
+    model: ToyCaps,
+    picture: Image.Image,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    grid: bool,
+) -> None:
+    kept: list[Any] = []
+    real = heat_map.save
+    monkeypatch.setattr(heat_map, "save", lambda figure, *rest: kept.append(figure) or real(figure, *rest))
+    found = explain(model, picture, method=method)
+    save_heat_grid([found], tmp_path / "a.png") if grid else found.save(tmp_path / "a.png")
+    assert found.meaning == MEANINGS[method] and " not " in found.meaning
+    assert found.meaning in {text.get_text() for text in kept[0].findobj(matplotlib.text.Text)}
+
+
+class _Linear(nn.Module):
+    """Scores that are linear in the pixels, of no capsule network; its input is normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_chans, self.img_size, self.num_classes = 1, (14, 21), 3
+        self.fc = nn.Linear(14 * 21, 3)
+        self.pretrained_cfg = {"mean": (0.2,), "std": (0.5,), "label_names": tuple("abc")}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x.flatten(1))
+
+
+@pytest.mark.parametrize("method", ["gradient", "occlusion"])
+def test_attributions_of_linear_scores_are_exact(method: str) -> None:
+    """What a tile adds to a score that is linear in the pixels, against black."""
+    net, pixels = _Linear(), torch.rand(1, 14, 21)
+    found = explain(net, (pixels - 0.2) / 0.5, "b", method=method)
+    weight = net.fc.weight[1].detach().view(14, 21) / 0.5
+    assert found.heat.shape == (7, 10), "seven tiles along the shorter side"
+    torch.testing.assert_close(found.heat, _by_tiles(weight * pixels[0]), rtol=1e-4, atol=1e-5)
+    assert found.relative.abs().max() == pytest.approx(1) and found.neutral == 0
+    assert found.heat_at(28, 42).abs().max() <= 1 and not net.fc.weight.grad
+
+
+def _by_tiles(values: torch.Tensor) -> torch.Tensor:
+    """Sums over the tiles of 14 x 21 pixels, written out."""
+    sums = torch.zeros(7, 10)
+    for y in range(14):
+        for x in range(21):
+            sums[y * 7 // 14, x * 10 // 21] += values[y, x]
+    return sums
+
+
+def test_methods_that_do_not_exist_or_lack_their_library(
+    model: ToyCaps, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="gradient"):
+        explain(model, picture, method="gradients")
+    with pytest.raises(CapszooError, match="no capsule network"):
+        explain(_Linear(), torch.zeros(1, 14, 21))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    with pytest.raises(CapszooError, match=r"captum.*'\.\[explain\]'"):
+        explain(model, picture, method="occlusion")
 
 
 def _flat(values: torch.Tensor, **more: Any) -> Explanation:
@@ -211,7 +277,7 @@ def test_figure_has_its_panels(picture: Image.Image, tmp_path: Path, decoder: bo
     path = save_figure(found, tmp_path / "deep" / "heat.png")
     with Image.open(path) as figure:
         bar = 0.0 if found.is_even else 0.7  # inches
-        panels = (figure.width / figure.height * 3.1 - bar) / 2.6
+        panels = (figure.width / figure.height * 3.4 - bar) / 2.6
         assert panels == pytest.approx(4 if decoder else 3, abs=0.1)
         colours = figure.convert("RGB").getcolors(maxcolors=figure.width * figure.height)
         assert colours is not None and len(colours) > 100  # something was drawn

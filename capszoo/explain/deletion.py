@@ -1,0 +1,145 @@
+"""Deletion test of heat maps: does the score fall most where the map is hottest?
+
+The tiles of an image (:func:`capszoo.explain.attributions.tile_index`) are blackened one after the other, the hottest
+first, the coldest first and in random order. A map that shows what the prediction depends on makes the probability of
+the predicted class fall sooner than random order does, and its reverse later (Petsiuk et al. 2018, arXiv:1806.07421).
+Tiles that are black already change nothing and are left out.
+
+>>> from capszoo.explain.deletion import deletion
+>>> from capszoo.inference import load_model
+>>> found = deletion(load_model("resnet20_routingcaps.mnist"), ["digit_3.png", "digit_7.png"], "occlusion")
+>>> found.n, found.correlation > 0.9
+(2, True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .._modes import evaluating
+from ..errors import CapszooError
+from ..preprocess import ImageLike, ImageTransform, model_transform
+from ..scores import probabilities, score_kind
+from .attributions import grid_of, tile_index
+from .heat_map import Explanation, explain, model_input
+
+__all__ = ["Deletion", "deletion"]
+
+#: Largest value of a tile that counts as black: half a step of 8 bits, as normalisation rounds.
+BLACK = 0.5 / 255
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """Result of :func:`deletion`; each fall is a mean over the images and the steps of an order.
+
+    Attributes:
+        n: images with at least two tiles to blacken.
+        correlation: mean of Spearman's rank correlation between the map and the fall of the score if one tile alone is
+            blackened; 0 where either is constant.
+        hottest, coldest, random: fall of the predicted class's probability, in 0..1.
+        gain: differences hottest - random and random - coldest.
+        margin: half of their 95% intervals, paired by image.
+    """
+
+    n: int
+    correlation: float
+    hottest: float
+    coldest: float
+    random: float
+    gain: tuple[float, float]
+    margin: tuple[float, float]
+
+    @property
+    def passed(self) -> bool:
+        """Whether both orders differ from random order in the right sense, beyond the 95% interval."""
+        return all(gain > margin for gain, margin in zip(self.gain, self.margin, strict=True))
+
+
+def deletion(
+    model: nn.Module, images: Iterable[ImageLike], method: str = "couplings", seed: int = 0
+) -> Deletion:
+    """Blacken the tiles of images in the order of a heat map of the predicted class.
+
+    Args:
+        model: a network of the zoo; run in eval mode.
+        images: as for :func:`capszoo.explain.explain`.
+        method: of the map, one of `capszoo.explain.heat_map.METHODS`.
+        seed: of the random orders.
+
+    Raises:
+        CapszooError: the model has no such map, or fewer than two images have tiles to blacken.
+    """
+    transform = model_transform(model)
+    generator = torch.Generator().manual_seed(seed)
+    index = tile_index(*transform.size)
+    rows: list[tuple[float, ...]] = []
+    for image in images:
+        found = explain(model, model_input(transform, image), method=method)
+        visible = (_largest(found.image.amax(0), index) > BLACK).nonzero()[:, 0]
+        if len(visible) < 2:
+            continue
+        heat = found.heat_at(*grid_of(index)).flatten()[visible]  # at the tiles' centres
+        random = torch.randperm(len(visible), generator=generator)
+        orders = [heat.argsort(descending=True), heat.argsort(), random]
+        rows.append(_falls(model, transform, found, heat, [visible[order] for order in orders], visible, index))
+    if len(rows) < 2:
+        raise CapszooError("fewer than two images have anything to blacken", "give more images")
+    return _summary(torch.tensor(rows, dtype=torch.float64))
+
+
+def _falls(
+    model: nn.Module,
+    transform: ImageTransform,
+    found: Explanation,
+    heat: Tensor,
+    orders: Sequence[Tensor],
+    visible: Tensor,
+    index: Tensor,
+) -> tuple[float, ...]:
+    """The rank correlation of one image, and the fall of the probability in each order."""
+    steps = len(visible)
+    single = visible[:, None, None] == index  # [steps, h, w]
+    blackened = [single]
+    for order in orders:
+        rank = torch.full((int(index.max()) + 1,), steps).index_put((order,), torch.arange(steps))
+        # all but the last step, after which the image is black in every order
+        blackened.append(rank[index] < torch.arange(1, steps)[:, None, None])
+    pixels = found.image * ~torch.cat(blackened)[:, None]
+    like = next(model.parameters())
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (transform.mean, transform.std))
+    with evaluating(model), torch.inference_mode():
+        scores = model(((pixels - mean) / std).to(like.device, like.dtype)).float().cpu()
+    share = probabilities(scores[steps:], score_kind(model))[:, found.predicted]
+    fall = float(found.probabilities[found.predicted]) - share.view(len(orders), steps - 1).mean(1)
+    return _rank_correlation(heat, -scores[:steps, found.predicted]), *fall.tolist()
+
+
+def _summary(rows: Tensor) -> Deletion:
+    n = len(rows)
+    correlation, hottest, coldest, random = rows.mean(0).tolist()
+    gains = torch.stack([rows[:, 1] - rows[:, 3], rows[:, 3] - rows[:, 2]])
+    margins = 1.96 * gains.std(1) / n**0.5
+    gain, margin = ((float(a), float(b)) for a, b in (gains.mean(1), margins))
+    return Deletion(n, correlation, hottest, coldest, random, gain, margin)
+
+
+def _largest(values: Tensor, index: Tensor) -> Tensor:
+    """The largest of the values ``[h, w]``, 0 or more, in each tile."""
+    return torch.zeros(int(index.max()) + 1).scatter_reduce(0, index.flatten(), values.flatten(), "amax")
+
+
+def _rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's coefficient, equal values having their mean rank; 0 if all are equal."""
+    first, second = (_ranks(values) for values in (a, b))
+    size = float(first.norm() * second.norm())
+    return float(first @ second) / size if size else 0.0
+
+
+def _ranks(values: Tensor) -> Tensor:
+    below = (values[:, None] > values).sum(1).double() + (values[:, None] == values).sum(1) / 2
+    return below - below.mean()
