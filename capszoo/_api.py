@@ -21,7 +21,7 @@ from timm.models import (
 )
 from torch import nn
 
-from ._catalogue import shell_pattern
+from ._catalogue import shell_pattern, unknown_tag
 from ._devices import check_device
 from ._own_facts import own_facts, set_own_facts
 from ._suggest import unknown_name
@@ -31,11 +31,11 @@ from .models._builder import plain, stranger_cfg, trusted_tag
 from .models._metadata import ModelConfig, check_demand, fitting
 from .models._pretrained import (
     WeightsInfo,
-    bundled_tags,
     download_weights,
     hub_config,
     load_safetensors,
     local_weights,
+    named_weights,
 )
 
 __all__ = [
@@ -66,7 +66,7 @@ def list_models(
         True
     """
     names = (
-        list(bundled_tags())
+        list(named_weights())
         if pretrained
         else sorted({name for module in MODULES for name in timm.list_models(module=module)})
     )
@@ -97,12 +97,8 @@ def _check_name(name: str) -> None:
     architecture, tag = split_model_name_tag(name)
     if not is_model(architecture):
         raise UnknownModel(unknown_name("model", architecture, list_models()))
-    if name != architecture and architecture in list_models() and name not in bundled_tags():
-        tags = [t for t in bundled_tags() if t.startswith(f"{architecture}.")]
-        have = (
-            f"it has {', '.join(tags)}" if tags else "it has none yet: leave the tag out, or train its recipe"
-        )
-        raise UnknownModel(f"no weights '{tag}' for {architecture}: {have}")
+    if name != architecture and architecture in list_models() and name not in named_weights():
+        raise UnknownModel(unknown_tag(architecture, tag))
     if tag and architecture not in list_models():
         try:
             get_pretrained_cfg(name, allow_unregistered=True)
@@ -260,7 +256,7 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         (6804224, (1, 28, 28))
     """
     _check_name(name)
-    bundled = bundled_tags().get(name)  # a checkpoint has the arguments that it was built with
+    bundled = named_weights().get(name)  # a checkpoint has the arguments that it was built with
     trained = bundled.model_args if bundled else {}
     return describe(name, create_model(name, device="meta", **{**trained, **kwargs}))
 
@@ -271,7 +267,7 @@ def describe(name: str, model: nn.Module) -> ModelInfo:
     cfg = get_pretrained_cfg(name)
     weights = tuple(
         info
-        for full, info in bundled_tags().items()
+        for full, info in named_weights().items()
         if info.architecture == architecture and (not tag or full == name)
     )
     assert cfg is not None  # every registered model of the zoo has one

@@ -7,6 +7,7 @@ compares the two. Checkpoints are read from their metadata files.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ._metadata import WeightsInfo, default_weights, read_metadata, weights_folders
+from ._metadata import WeightsInfo, default_weights, read_metadata, weights_folders, with_aliases
 from ._suggest import unknown_name
 from .errors import CapszooError, UnknownModel
 
@@ -33,8 +34,15 @@ __all__ = [
     "path_remedy",
     "pickled_remedy",
     "plain",
+    "recipes",
+    "related_weights",
+    "unknown_tag",
     "weights_entry",
+    "without_weights",
 ]
+
+#: Checkpoints of related networks that a message names.
+MOST_RELATED = 2
 
 #: The generated file.
 CATALOGUE = Path(__file__).with_name("catalogue.json")
@@ -71,8 +79,62 @@ def architectures() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def checkpoints() -> dict[str, WeightsInfo]:
-    """Every checkpoint's metadata by its full name."""
-    return read_metadata(weights_folders())
+    """Every checkpoint's metadata by each of its names."""
+    return with_aliases(read_metadata(weights_folders()))
+
+
+@lru_cache(maxsize=1)
+def recipes() -> dict[str, str]:
+    """Data set of each recipe, by the recipe's name ``<architecture>.<tag>``."""
+    return dict(json.loads(CATALOGUE.read_text(encoding="utf-8"))["recipes"])
+
+
+def related_weights(architecture: str) -> list[str]:
+    """Checkpoints of the networks whose names share the most words with an architecture's from the start."""
+
+    def words(name: str) -> list[str]:
+        return [word.rstrip("0123456789") for word in name.partition(".")[0].split("_")]
+
+    def shared(name: str) -> int:
+        pairs = zip(words(architecture), words(name), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    ranks = {name: shared(name) for name in checkpoints()}
+    most = max(ranks.values(), default=0)
+    return [name for name, rank in ranks.items() if rank == most and most]
+
+
+def without_weights(architecture: str) -> tuple[str, str]:
+    """What is wrong with asking for the weights of an architecture that has none, and what to do.
+
+    Names the recipes that train it, their data sets, and the checkpoints of related networks.
+    """
+    if architecture == "caps_head":  # the backbone and the data are the user's
+        return (
+            "no pretrained weights exist for caps_head, whose backbone and data are yours",
+            "train it with `capszoo finetune --backbone NAME --data FOLDER`, or use pretrained=False with "
+            "backbone_pretrained=True",
+        )
+    own = [
+        f"`capszoo train {name}` (data set {data})"
+        for name, data in recipes().items()
+        if name.startswith(f"{architecture}.")
+    ]
+    remedies = [f"train it with {' or '.join(own)}"] if own else []
+    if related := related_weights(architecture):
+        remedies.append(f"load related weights such as {', '.join(related[:MOST_RELATED])}")
+    remedies.append("use pretrained=False")
+    return f"no pretrained weights exist for {architecture}, as nobody has trained it yet", ", or ".join(
+        remedies
+    )
+
+
+def unknown_tag(architecture: str, tag: str) -> str:
+    """The message for a tag that an architecture does not have."""
+    tags = [known for known in checkpoints() if known.startswith(f"{architecture}.")]
+    if tags:
+        return f"no weights '{tag}' for {architecture}: it has {', '.join(tags)}"
+    return f"no weights '{tag}' for {architecture}: it has none yet, {without_weights(architecture)[1]}"
 
 
 def shell_pattern(word: str) -> str:
@@ -169,12 +231,8 @@ def check_model_argument(name: str, exported: bool = False) -> None:
         return
     if architecture not in architectures():
         raise UnknownModel(unknown_name("model", name, [*architectures(), *checkpoints()]))
-    tags = [known for known in checkpoints() if known.startswith(f"{architecture}.")]
-    if dot and name not in tags:
-        have = (
-            f"it has {', '.join(tags)}" if tags else "it has none yet: leave the tag out, or train its recipe"
-        )
-        raise UnknownModel(f"no weights '{tag}' for {architecture}: {have}")
+    if dot:
+        raise UnknownModel(unknown_tag(architecture, tag))
 
 
 def checkpoint_row(info: WeightsInfo) -> dict[str, Any]:
@@ -246,6 +304,7 @@ def weights_entry(info: WeightsInfo) -> dict[str, Any]:
     """The output of ``capszoo info --json`` for a checkpoint."""
     return {
         "name": info.name,
+        "stored_as": info.file_name,
         "license": info.license,
         "input_size": list(info.input_size),
         "num_classes": info.num_classes,

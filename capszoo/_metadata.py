@@ -2,15 +2,18 @@
 
 A checkpoint exists if its metadata file does. The file states the architecture and its arguments, the input that
 the weights were trained for, the recipe, the measured accuracy and the sha256 of the weights.
+
+An architecture whose network is that of another has the other's checkpoints (:data:`ALIASES`): the same file and
+metadata under a second name.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._checks import check_model_args, check_object_size, checked_sections, checked_value, read_json_object
 from ._checks import own_keys as checked_own_keys
@@ -20,12 +23,50 @@ from .scores import SCORE_KINDS, kind_for
 if TYPE_CHECKING:
     from .metadata import Metadata
 
-__all__ = ["HUB_ORG", "WeightsInfo", "default_weights", "read_metadata", "run_weights", "weights_folders"]
+__all__ = [
+    "ALIASES",
+    "HUB_ORG",
+    "Alias",
+    "WeightsInfo",
+    "default_weights",
+    "other_names",
+    "read_metadata",
+    "run_weights",
+    "weights_folders",
+    "with_aliases",
+]
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
 #: Namespace on the Hugging Face Hub under which every checkpoint is to be published, as ``<HUB_ORG>/<name>.<tag>``.
 HUB_ORG = "capszoo"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The architecture that an architecture shares its network with, and how to load the other's checkpoints.
+
+    Attributes:
+        architecture: the one that has the checkpoints.
+        default: tag of the checkpoint that the bare name refers to.
+        model_args: arguments that make the other architecture this network; checkpoints with others are not shared.
+            None: the two take the same arguments.
+        keys: first part of a state-dict key of the other → that of this one; the rest have equal keys.
+    """
+
+    architecture: str
+    default: str
+    model_args: Mapping[str, Any] | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+#: Architectures without checkpoints of their own → those that they share them with.
+ALIASES = {
+    "resnet_routingpool": Alias("resnet20_routingpool", "cifar10"),
+    "resnet20_avg": Alias("resnet20_routingpool", "cifar10_avg", {"pool": "avg"}, {"fc.": "head.classes."}),
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +81,7 @@ class WeightsInfo:
         crop_pct: share of the resized image that the crop keeps.
         license: of the weights.
         raw: the whole content of the file (recipe, metrics, seeds, …).
+        stored_as: for a checkpoint that the architecture shares with another (`ALIASES`), its name there.
     """
 
     architecture: str
@@ -56,14 +98,31 @@ class WeightsInfo:
     license: str = "apache-2.0"
     description: str | None = None
     raw: dict[str, Any] = field(default_factory=dict)
+    stored_as: str | None = None
 
     @property
     def name(self) -> str:
         return f"{self.architecture}.{self.tag}"
 
     @property
+    def file_name(self) -> str:
+        """Name of the files, without a suffix."""
+        return self.stored_as or self.name
+
+    @property
     def hub_id(self) -> str:
-        return f"{HUB_ORG}/{self.name}"
+        return f"{HUB_ORG}/{self.file_name}"
+
+    def renamed(self, state_dict: Mapping[str, T]) -> dict[str, T]:
+        """The tensors of the weights file under the keys of this architecture."""
+        if not self.stored_as:
+            return dict(state_dict)
+        keys = ALIASES[self.architecture].keys
+        prefixes = {key: next((old for old in keys if key.startswith(old)), "") for key in state_dict}
+        return {
+            (keys[old] + key.removeprefix(old) if (old := prefixes[key]) else key): value
+            for key, value in state_dict.items()
+        }
 
     @property
     def canonical(self) -> bool:
@@ -159,6 +218,35 @@ def read_metadata(folders: Iterable[Path]) -> dict[str, WeightsInfo]:
             else:
                 found.setdefault(info.name, info)
     return dict(sorted(found.items()))
+
+
+def with_aliases(known: Mapping[str, WeightsInfo]) -> dict[str, WeightsInfo]:
+    """Checkpoints by every name that they have, in alphabetical order.
+
+    Args:
+        known: checkpoints by the name of their file.
+    """
+    found = dict(known)
+    for architecture, alias in ALIASES.items():
+        for info in known.values():
+            if info.architecture != alias.architecture:
+                continue
+            if alias.model_args is not None and info.model_args != alias.model_args:
+                continue
+            shared = replace(
+                info,
+                architecture=architecture,
+                model_args={} if alias.model_args is not None else info.model_args,
+                raw={**info.raw, "canonical": info.tag == alias.default},
+                stored_as=info.name,
+            )
+            found.setdefault(shared.name, shared)
+    return dict(sorted(found.items()))
+
+
+def other_names(known: Mapping[str, WeightsInfo], name: str) -> list[str]:
+    """The further names of a checkpoint, by `ALIASES`."""
+    return [other for other, info in with_aliases(known).items() if info.stored_as == name]
 
 
 def default_weights(known: Mapping[str, WeightsInfo], architecture: str) -> WeightsInfo | None:

@@ -32,7 +32,7 @@ from timm.models import is_model
 from torch import nn
 
 from ._api import create_model, list_models, list_pretrained, resolve_device
-from ._catalogue import check_path, exported_file, pickled_remedy
+from ._catalogue import check_path, exported_file, pickled_remedy, without_weights
 from ._hub import is_hub_error, refusal
 from ._metadata import WeightsInfo, default_weights, run_weights
 from ._own_facts import own_facts, set_own_facts
@@ -48,6 +48,7 @@ from .models._pretrained import (
     hub_config,
     load_safetensors,
     locate_weights,
+    named_weights,
     read_cached,
 )
 
@@ -181,11 +182,7 @@ class Checkpoint:
         name = self.argument
         ours = name in list_models()
         if pretrained and ours and not list_pretrained(f"{name}.*"):
-            raise NoWeights(
-                f"no pretrained weights of {name} exist",
-                "`capszoo list --pretrained` shows those that do"
-                + ("" if name == "caps_head" else f"; `capszoo recipes list {name}` shows how to train some"),
-            )
+            raise NoWeights(*without_weights(name))
         if ours or self.info is not None:
             return create_model(name, pretrained=pretrained, **kwargs)
         return self._from_hub(pretrained, kwargs)  # timm downloads its weights from there
@@ -239,10 +236,10 @@ def resolve(model: str | Path) -> Checkpoint:
         WeightsError: a weights file without its metadata, or metadata that lack a key.
     """
     argument = str(model)
-    if argument in bundled_tags():
-        return Checkpoint(argument, "name", info=bundled_tags()[argument])
+    if argument in named_weights():
+        return Checkpoint(argument, "name", info=named_weights()[argument])
     if argument in list_models():
-        return Checkpoint(argument, "name", info=default_weights(bundled_tags(), argument))
+        return Checkpoint(argument, "name", info=default_weights(named_weights(), argument))
     if argument.startswith("hf_hub:"):  # timm takes both
         argument = argument.replace("hf_hub:", "hf-hub:", 1)
     if argument.startswith("hf-hub:"):
@@ -276,7 +273,7 @@ def checkpoint_of(model: nn.Module) -> Checkpoint | None:
     if file is not None and file.with_suffix(".json").is_file():
         return resolve(file)
     name = f"{cfg.get('architecture')}.{cfg.get('tag')}"
-    return resolve(name) if name in bundled_tags() else None
+    return resolve(name) if name in named_weights() else None
 
 
 def _folder_metadata(folder: Path) -> dict[str, Any]:

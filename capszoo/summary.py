@@ -16,7 +16,7 @@ from ._modes import evaluating
 from .checkpoint import refused_arguments, resolve
 from .layers import engine_report, use_engines
 from .models._papers import PAPERS, PaperFigure
-from .models._pretrained import bundled_tags
+from .models._pretrained import named_weights
 from .models.routing_pool import RoutingPoolNet
 from .preprocess import model_input_size
 
@@ -175,6 +175,6 @@ def _untrained(name: str, kwargs: dict[str, Any]) -> tuple[nn.Module, tuple[Weig
     if found.kind != "name":
         described = (found.info,) if found.info else ()
         return found.create(pretrained=False, device=torch.device("meta"), **kwargs), described
-    trained = bundled_tags()[name].model_args if name in bundled_tags() else {}
+    trained = named_weights()[name].model_args if name in named_weights() else {}
     with refused_arguments(name, kwargs):
         return create_model(name, device="meta", **{**trained, **kwargs}), None

@@ -52,7 +52,7 @@ def weights_file(model: str) -> Path | None:
             return None  # not a folder of this name, which is ./NAME
         name = info.name
     if name in checkpoints():
-        return stored_file(f"{name}.safetensors")
+        return stored_file(f"{checkpoints()[name].file_name}.safetensors")
     if exported_file(model) is not None:
         return None
     path = Path(model.removeprefix("local-dir:"))

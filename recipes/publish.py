@@ -34,6 +34,7 @@ from capszoo.models._pretrained import (
     WeightsError,
     WeightsInfo,
     bundled_tags,
+    named_weights,
     sha256_of,
     sha256_tag,
 )
@@ -79,6 +80,9 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
         PublishError: it does not exist.
     """
     path = Path(run)
+    alias = named_weights().get(str(run))
+    if alias is not None and alias.stored_as:
+        raise PublishError(f"{run} is another name of {alias.stored_as}", "publish that one")
     found = resolve(finished_run(path) if str(run) not in bundled_tags() and path.is_dir() else run)
     info = found.info
     if info is None or (found.kind == "name" and found.argument != info.name):

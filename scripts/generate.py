@@ -27,7 +27,7 @@ from capszoo._catalogue import CATALOGUE  # noqa: E402
 from capszoo._metadata import default_weights  # noqa: E402
 from capszoo.data import dataset_spec  # noqa: E402
 from capszoo.models._papers import PAPERS, PaperFigure  # noqa: E402
-from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
+from capszoo.models._pretrained import WeightsInfo, bundled_tags, named_weights  # noqa: E402
 from capszoo.recipes.config import MACHINE_KEYS, list_profiles, list_recipes, load_recipe  # noqa: E402
 from capszoo.recipes.release.model_card import card_data, paper_link  # noqa: E402
 from capszoo.recipes.release.paper_results import (  # noqa: E402
@@ -114,13 +114,14 @@ def _paper_accuracy(figure: PaperFigure) -> str:
 def defaults_table() -> str:
     """The checkpoint that a name without a tag loads."""
     lines = ["| name | default weights | data set | other weights |", "|---|---|---|---|"]
-    known = bundled_tags()
+    known = named_weights()
     for name in sorted({info.architecture for info in known.values()}):
         default = default_weights(known, name)
         assert default is not None
         others = [f"`{n}`" for n, info in known.items() if info.architecture == name and info != default]
         data = default.raw["dataset"]["name"]
-        lines.append(f"| `{name}` | `{default.name}` | {data} | {', '.join(others) or '–'} |")
+        shared = f" (the file of `{default.stored_as}`)" if default.stored_as else ""
+        lines.append(f"| `{name}` | `{default.name}`{shared} | {data} | {', '.join(others) or '–'} |")
     return "\n".join(lines)
 
 
@@ -218,11 +219,13 @@ def card_header() -> str:
 def catalogue() -> str:
     """capszoo/catalogue.json: every architecture and checkpoint, for listings that do not load torch."""
     entries = []
-    for name in (*capszoo.list_models(), *bundled_tags()):
+    for name in (*capszoo.list_models(), *capszoo.list_pretrained()):
         entry = summarise(name).to_dict()
         del entry["weights"]  # read from their metadata files
         entries.append("  " + json.dumps(entry, ensure_ascii=False))
-    return '{\n "models": [\n' + ",\n".join(entries) + "\n ]\n}\n"
+    data = {name: load_recipe(name).data.name for name in list_recipes()}
+    trained = json.dumps(data, indent=1).replace("\n", "\n ")
+    return '{\n "models": [\n' + ",\n".join(entries) + f'\n ],\n "recipes": {trained}\n}}\n'
 
 
 RESULTS = ROOT / "benchmarks" / "results"

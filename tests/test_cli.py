@@ -351,7 +351,7 @@ def test_predict_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
 def test_model_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
     picture = pictures / "a.png"
     without = next(name for name in capszoo.list_models() if not capszoo.list_pretrained(f"{name}.*"))
-    assert f"no pretrained weights of {without}" in fails(1, "predict", without, picture)
+    assert f"no pretrained weights exist for {without}" in fails(1, "predict", without, picture)
     assert "no weights 'nosuchtag'" in fails(2, "predict", f"{MODEL}.nosuchtag", picture)
     assert "no such folder" in fails(1, "predict", tmp_path / "missing", picture)
     assert "no weights with their metadata" in fails(1, "predict", tmp_path, picture)

@@ -98,5 +98,7 @@ def test_wrong_keyword_names_the_nearest(hubconf: ModuleType) -> None:
 def test_a_tag_chooses_the_weights(hubconf: ModuleType) -> None:
     assert hubconf.resnet20_routingcaps(tag="affnist").img_size == (40, 40)
     assert hubconf.resnet20_routingcaps(pretrained=True).img_size == (28, 28)  # the default: MNIST
+    shared = hubconf.resnet20_avg(tag="cifar100_avg")
+    assert shared.num_classes == 100 and hubconf.resnet_routingpool(pretrained=True).num_classes == 10
     with pytest.raises(capszoo.UnknownModel, match="nosuch"):
         hubconf.resnet20_routingcaps(tag="nosuch")

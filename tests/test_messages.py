@@ -131,5 +131,5 @@ def test_commands() -> None:
     line = fails(2, "explain", "--out", "x.png", "heatmap", "idpa_cnn.mnist", DIGIT)
     assert "options come after the sub-command: capszoo explain heatmap" in line
     line = fails(1, "predict", "caps_head", DIGIT)
-    assert "no pretrained weights of caps_head" in line and "capszoo train" not in line
+    assert "no pretrained weights exist for caps_head" in line and "capszoo train" not in line
     assert "is a file; --data takes a folder" in fails(1, "eval", "idpa_cnn.mnist", "--data", DIGIT)

@@ -433,7 +433,8 @@ def run(
     require("the app", EXTRAS["app"][0], "app")
     for name in names:
         check_model_argument(name)
-    offered = list(names) or [DEFAULT_MODEL, *(n for n in sorted(checkpoints()) if n != DEFAULT_MODEL)]
+    stored = [name for name, info in checkpoints().items() if not info.stored_as]
+    offered = list(names) or [DEFAULT_MODEL, *(name for name in stored if name != DEFAULT_MODEL)]
     if threading.current_thread() is threading.main_thread():
         # a page that is stopped by a signal removes its files too
         signal.signal(signal.SIGTERM, signal.default_int_handler)

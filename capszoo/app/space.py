@@ -134,7 +134,7 @@ def _weights_of(name: str) -> dict[str, Path]:
     found = resolve(name)
     if found.kind != "name" or found.info is None:
         raise CapszooError(f"{name} is no checkpoint of the zoo", "choose one of `capszoo list --pretrained`")
-    stem = found.info.name
+    stem = found.info.file_name
     files = {f"{stem}.safetensors": found.weights()}
     for suffix in ("json", "golden.npz"):
         stored = stored_file(f"{stem}.{suffix}")

@@ -9,7 +9,15 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import architectures, check_model_argument, checkpoints, describe, list_rows, plain
+from .._catalogue import (
+    architectures,
+    check_model_argument,
+    checkpoints,
+    describe,
+    list_rows,
+    plain,
+    without_weights,
+)
 from .._paper_links import paper_address, paper_label
 from ..errors import CapszooError
 from .common import (
@@ -156,15 +164,7 @@ def info_command(
     if about["weights"]:
         stdout().print(_weights_table(about["weights"]))
     elif model in architectures():
-        stdout().print(_how_to_train(model))
-
-
-def _how_to_train(name: str) -> str:
-    """What to do about an architecture without weights."""
-    if name == "caps_head":  # has no recipe: the backbone and the data are the user's
-        return "no weights: `capszoo finetune --backbone NAME --data FOLDER` trains this head"
-    name = {"resnet_routingpool": "resnet20_routingpool"}.get(name, name)  # two names of one network
-    return f"no weights yet: `capszoo train {name}.TAG` trains them (`capszoo recipes list {name}`)"
+        stdout().print(": ".join(without_weights(model)))
 
 
 def _print_facts(about: dict[str, Any]) -> None:
@@ -189,8 +189,9 @@ def _weights_table(entries: list[dict[str, Any]]) -> Table:
     )
     for entry in entries:
         measured = entry["metrics"].get("test", {}).get("top1")
+        stored = "" if entry["stored_as"] == entry["name"] else f" = {entry['stored_as']}"
         weights.add_row(
-            entry["name"] + (" (default)" if entry["default"] and len(entries) > 1 else ""),
+            entry["name"] + stored + (" (default)" if entry["default"] and len(entries) > 1 else ""),
             escape(entry["dataset"] or ""),
             "" if measured is None else f"{measured:.2f}",
             _size(entry["input_size"]),

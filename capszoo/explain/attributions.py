@@ -43,9 +43,7 @@ def tile_index(height: int, width: int, tiles: int = TILES) -> Tensor:
     """
     short = min(height, width)
     rows, columns = (min(side, round(tiles * side / short)) for side in (height, width))
-    row, column = (
-        (torch.arange(side) * count) // side for side, count in ((height, rows), (width, columns))
-    )
+    row, column = ((torch.arange(side) * count) // side for side, count in ((height, rows), (width, columns)))
     return row[:, None] * columns + column
 
 
@@ -97,7 +95,11 @@ def _occlusion(scores: nn.Module, pixels: Tensor, target: int, index: Tensor) ->
 
     with torch.no_grad():
         values = FeatureAblation(scores).attribute(
-            pixels, baselines=0.0, target=target, feature_mask=index[None, None], perturbations_per_eval=_TOGETHER
+            pixels,
+            baselines=0.0,
+            target=target,
+            feature_mask=index[None, None],
+            perturbations_per_eval=_TOGETHER,
         )
     sums = torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device)
     return sums.index_copy_(0, index.flatten(), values[0, 0].flatten())  # a tile's pixels have one value

@@ -86,7 +86,9 @@ def deletion(
         heat = found.heat_at(*grid_of(index)).flatten()[visible]  # at the tiles' centres
         random = torch.randperm(len(visible), generator=generator)
         orders = [heat.argsort(descending=True), heat.argsort(), random]
-        rows.append(_falls(model, transform, found, heat, [visible[order] for order in orders], visible, index))
+        rows.append(
+            _falls(model, transform, found, heat, [visible[order] for order in orders], visible, index)
+        )
     if len(rows) < 2:
         raise CapszooError("fewer than two images have anything to blacken", "give more images")
     return _summary(torch.tensor(rows, dtype=torch.float64))

@@ -2,8 +2,8 @@
 
 The map of couplings is the model's ``coupling_map``: its coupling coefficients, in some routings times the length of
 the vote or the activation of the child (``map_quantity``). Nothing is fitted. A share of the routing is no importance:
-``deletion`` measures for a network whether its largest shares lie where its score depends on the image. The attributions
-are described in ``attributions``.
+``deletion`` measures for a network whether its largest shares lie where its score depends on the image. The
+attributions are described in ``attributions``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Explanation:
 
     @property
     def is_even(self) -> bool:
-        """True if no covered cell differs from an even share by more than a tenth, or if no attribution differs from 0."""
+        """True if no covered cell differs from an even share by more than a tenth, or no attribution from 0."""
         return bool(((self.relative - self.neutral).abs().nan_to_num(0) <= EVEN_WITHIN).all())
 
     @property
@@ -396,7 +396,7 @@ def save_heat_grid(
 #: Colour map of shares: diverging, white for an even share.
 COLOURS = "RdBu_r"
 
-#: Distance of the scale's ends from the neutral value, 0 to 2 for shares; larger shares have the colour of the upper end.
+#: Distance of the scale's ends from the neutral value; larger shares than 2 have the colour of the upper end.
 REACH = 1.0
 
 #: Largest deviation from the neutral value for which no map is drawn.

@@ -23,12 +23,12 @@ from ._metadata import ModelConfig, fitting
 from ._pretrained import (
     HUB_FILENAME,
     WeightsError,
-    bundled_tags,
     download_weights,
     hub_config,
     load_safetensors,
+    load_weights,
     local_weights,
-    locate_weights,
+    named_weights,
 )
 
 __all__ = ["BackboneFeatures", "backbone_args", "create_backbone", "described_backbone", "first_convolution"]
@@ -248,8 +248,8 @@ def create_backbone(
         cfg = PretrainedCfg(**described)
         arguments = {**backbone_args(config), **arguments, "pretrained_cfg": described}
     state: Dict[str, Tensor] = {}
-    if pretrained and config is None and target in bundled_tags():
-        state = load_safetensors(locate_weights(bundled_tags()[target], cache_dir))
+    if pretrained and config is None and target in named_weights():
+        state = load_weights(named_weights()[target], cache_dir)
     elif pretrained and config is None:
         if cfg is None or not cfg.hf_hub_id:
             raise WeightsError(

@@ -19,6 +19,7 @@ from timm.models._builder import resolve_pretrained_cfg
 from timm.models._pretrained import DefaultCfg, PretrainedCfg
 from torch import nn
 
+from capszoo._catalogue import without_weights
 from capszoo._metadata import WeightsInfo, default_weights
 from capszoo._own_facts import for_new_classes, own_facts, set_own_facts
 from capszoo._suggest import unknown_name
@@ -28,12 +29,12 @@ from ._base import to_2tuple
 from ._metadata import ModelConfig, check_demand, described
 from ._pretrained import (
     adapt_state_dict,
-    bundled_tags,
     download_weights,
     hub_config,
     load_safetensors,
+    load_weights,
     local_weights,
-    locate_weights,
+    named_weights,
 )
 
 __all__ = [
@@ -107,7 +108,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
         cfgs: architecture name → keyword arguments of timm's ``PretrainedCfg``, without weights.
     """
     full: dict[str, dict[str, Any] | PretrainedCfg] = dict(cfgs)
-    for name, info in bundled_tags().items():
+    for name, info in named_weights().items():
         base = cfgs.get(info.architecture)
         if base is None:
             continue
@@ -136,7 +137,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
 
 def _default_tag(variant: str) -> str | None:
     """Tag that ``pretrained=True`` loads for a bare name: that of the canonical weights."""
-    info = default_weights(bundled_tags(), variant)
+    info = default_weights(named_weights(), variant)
     return info.tag if info else None
 
 
@@ -195,7 +196,7 @@ def _is_json(value: Any) -> bool:
 
 def trusted_tag(architecture: str, tag: str | None, sha256: str | None) -> str | None:
     """The tag stated by a third-party configuration; None if the zoo has other weights under that name."""
-    info = bundled_tags().get(f"{architecture}.{tag}")
+    info = named_weights().get(f"{architecture}.{tag}")
     return tag if info is None or info.sha256 == sha256 else None
 
 
@@ -237,7 +238,7 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         if not cfg.state_dict:
             raise WeightsError(f"the state dict for {variant} holds no tensors")
         return replace(cfg, **{**NO_SOURCE, "state_dict": cfg.state_dict})
-    info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag else None
+    info = named_weights().get(f"{variant}.{cfg.tag}") if cfg.tag else None
     tag = cfg.tag
     named = cfg.source is None and not cfg.file and bool(cfg.hf_hub_id)  # by the caller or by the tag
     if cfg.source == "hf-hub" or (named and (info is None or cfg.hf_hub_id != info.hub_id)):
@@ -252,14 +253,13 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         if not path.is_file():
             raise WeightsError(f"{path}: no such file")
     elif info is not None:
-        path = locate_weights(info, cache_dir)
+        state = load_weights(info, cache_dir)
+        return replace(cfg, **{**NO_SOURCE, "tag": tag, "state_dict": state})
     else:
-        tags = [name for name in bundled_tags() if name.startswith(f"{variant}.")]
-        untrained = "use pretrained=False"
-        if variant == "caps_head":
-            untrained += ", with backbone_pretrained=True for those of the backbone"
-        remedy = f"use {' or '.join(tags)}" if tags else untrained
-        raise WeightsError(f"no pretrained weights exist for {variant}: {remedy}")
+        tags = [name for name in named_weights() if name.startswith(f"{variant}.")]
+        if tags:
+            raise WeightsError(f"no pretrained weights exist for {variant}: use {' or '.join(tags)}")
+        raise WeightsError(": ".join(without_weights(variant)))
     return replace(cfg, **{**NO_SOURCE, "tag": tag, "state_dict": load_safetensors(path)})
 
 
@@ -336,7 +336,7 @@ def build_capsule_model(
     stranger = cfg.source in _STRANGERS
     cfg = _without_foreign_sources(cfg, variant) if stranger else cfg
     weights_id = cfg.hf_hub_id
-    info = bundled_tags().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
+    info = named_weights().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
     own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
     if stranger and (config := _stranger_config(cfg, cache_dir)):
         kwargs = {**{k: v for k, v in config.model_args.items() if k in own_args}, **kwargs}

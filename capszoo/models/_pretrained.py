@@ -25,7 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from capszoo._hub import is_hub_error, limit_hub_waits, refusal
-from capszoo._metadata import HUB_ORG, WeightsInfo, read_metadata, stored_file, weights_folders
+from capszoo._metadata import (
+    HUB_ORG,
+    WeightsInfo,
+    read_metadata,
+    stored_file,
+    weights_folders,
+    with_aliases,
+)
 
 from ._metadata import ModelConfig, WeightsError
 
@@ -39,8 +46,10 @@ __all__ = [
     "download_weights",
     "hub_config",
     "load_safetensors",
+    "load_weights",
     "local_weights",
     "locate_weights",
+    "named_weights",
     "read_cached",
     "sha256_of",
     "sha256_tag",
@@ -60,8 +69,18 @@ METADATA_FILENAME = "metadata.json"
 
 @lru_cache(maxsize=1)
 def bundled_tags() -> dict[str, WeightsInfo]:
-    """Every checkpoint of the zoo by its full name ``<architecture>.<tag>``, in alphabetical order."""
+    """Every checkpoint of the zoo by the name of its file ``<architecture>.<tag>``, in alphabetical order."""
     return read_metadata(weights_folders())
+
+
+def named_weights() -> dict[str, WeightsInfo]:
+    """Every checkpoint by each of its names, those of `capszoo._metadata.ALIASES` included, in alphabetical order."""
+    return with_aliases(bundled_tags())
+
+
+def load_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint under the keys of its architecture; raises the errors of :func:`locate_weights`."""
+    return info.renamed(load_safetensors(locate_weights(info, cache_dir)))
 
 
 def sha256_of(path: str | Path) -> str:
@@ -83,7 +102,7 @@ def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Pa
     Raises:
         WeightsError: the file is neither bundled nor available from the Hub, or its sha256 is wrong.
     """
-    filename = f"{info.name}.safetensors"
+    filename = f"{info.file_name}.safetensors"
     path = stored_file(filename, weights_folders())
     if path is None:
         return download_weights(info.hub_id, cache_dir, info.sha256, local_name=filename)

@@ -135,6 +135,7 @@ def weights_of(model: nn.Module) -> WeightsInfo | None:
         return None
     info = found.info
     state, own = load_safetensors(file), model.state_dict()
+    state = info.renamed(state) if info else state
     equal = all(k in state and torch.equal(v.cpu(), state[k]) for k, v in own.items())
     return info if equal else None
 

@@ -15,9 +15,10 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.models import get_pretrained_cfg
 
+from capszoo._metadata import other_names
 from capszoo._paper_links import PAPER_LINKS, paper_address, paper_label
 from capszoo.models._papers import PAPERS
-from capszoo.models._pretrained import HUB_FILENAME, METADATA_FILENAME, WeightsInfo
+from capszoo.models._pretrained import HUB_FILENAME, METADATA_FILENAME, WeightsInfo, bundled_tags
 from capszoo.scores import SCORE_KINDS
 
 from .paper_results import (
@@ -193,6 +194,7 @@ def model_card(
         else f'`timm.create_model("{known_as}", pretrained=True)` works after `import capszoo`; on the command line:',
         f"```sh\ncapszoo predict {shlex.quote(known_as)} picture.png\n"
         f"capszoo export {shlex.quote(known_as)} --out bundle\n```",
+        _other_names(info),
         "## Results",
         f"Accuracy of the file in this {'folder' if local else 'repository'}, "
         "± the binomial standard error"
@@ -215,6 +217,15 @@ def model_card(
     ]
     card = ModelCard(f"---\n{card_data(info).to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
     return card
+
+
+def _other_names(info: WeightsInfo) -> str:
+    """The further names of a checkpoint of the zoo, for architectures with the same network."""
+    stored = bundled_tags().get(info.name)
+    names = other_names(bundled_tags(), info.name) if stored and stored.sha256 == info.sha256 else []
+    if not names:
+        return ""
+    return f"In the zoo, {' and '.join(f'`{name}`' for name in names)} load the same weights into the same network."
 
 
 def _classes(info: WeightsInfo) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from capszoo.errors import CapszooError
 from capszoo.metadata import first_complaint
-from capszoo.models._pretrained import bundled_tags
+from capszoo.models._pretrained import named_weights
 
 from ..yaml_tree import YamlError, read_yaml
 
@@ -108,8 +108,8 @@ def trained_images(run: Path) -> int:
 
 def _records(name: str) -> list[dict[str, Any]]:
     folder = Path(name)
-    if name in bundled_tags():
-        return records_of(bundled_tags()[name].metadata.history)
+    if name in named_weights():
+        return records_of(named_weights()[name].metadata.history)
     if not (folder / "recipe.yaml").is_file():
         raise CapszooError(
             f"{name}: neither the folder of a run nor a checkpoint of the zoo",

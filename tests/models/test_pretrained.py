@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 from timm.models import register_model
 from torch import Tensor, nn
 
 import capszoo
+from capszoo import _catalogue
+from capszoo._metadata import ALIASES, other_names, with_aliases
 from capszoo.models import _builder, _pretrained
 from capszoo.models._base import CapsuleNet
 from capszoo.models._blocks import ConvBnAct, Decoder
@@ -234,11 +237,93 @@ def test_weights_bring_the_arguments_that_they_were_trained_with(monkeypatch: py
     name = "resnet20_routingcaps.mnist"
     assert capszoo.create_model(name, pretrained=True).lam == 1.0
     info = replace(_pretrained.bundled_tags()[name], model_args={"lam": 5.0})
-    monkeypatch.setattr(_builder, "bundled_tags", lambda: {name: info})
+    monkeypatch.setattr(_builder, "named_weights", lambda: {name: info})
     assert capszoo.create_model(name, pretrained=True).lam == 5.0
     assert capszoo.create_model(name, pretrained=True, lam=2.0).lam == 2.0
     assert capszoo.create_model(name).lam == 5.0, "a name with a tag is one network"
     assert capszoo.create_model("resnet20_routingcaps").lam == 1.0
+
+
+SHARED = [(name, info.stored_as) for name, info in _pretrained.named_weights().items() if info.stored_as]
+
+
+@pytest.mark.parametrize(("name", "stored"), SHARED)
+def test_a_shared_checkpoint_is_the_same_network(name: str, stored: str) -> None:
+    """Its tensors, under the declared keys, and its scores; the file is the other's."""
+    model, other = (capszoo.create_model(n, pretrained=True).eval() for n in (name, stored))
+    info = _pretrained.named_weights()[name]
+    renamed = info.renamed(other.state_dict())
+    assert list(renamed) == list(model.state_dict())
+    assert all(torch.equal(value, renamed[key]) for key, value in model.state_dict().items())
+    images = torch.randn(2, *info.input_size)
+    assert torch.equal(model(images), other(images))
+    assert locate_weights(info).stem == stored and info.hub_id.endswith(stored)
+
+
+def test_every_name_of_a_checkpoint_is_listed() -> None:
+    assert {name.partition(".")[0] for name, _ in SHARED} == set(ALIASES), "an alias has no weights"
+    assert {info.stored_as for name, info in _pretrained.named_weights().items() if "avg." in name} == {
+        "resnet20_routingpool.cifar10_avg",
+        "resnet20_routingpool.cifar100_avg",
+    }
+    for name, stored in SHARED:
+        assert name in capszoo.list_pretrained() and name in timm.list_pretrained() and stored is not None
+        assert name in {row["name"] for row in _catalogue.list_rows(pretrained=True)}
+        described = _catalogue.describe(name)
+        assert described is not None and [row["stored_as"] for row in described["weights"]] == [stored]
+        assert name in other_names(_pretrained.bundled_tags(), stored)
+        assert capszoo.model_info(name).weights[0].stored_as == stored
+    for architecture, alias in ALIASES.items():
+        assert capszoo.create_model(architecture, pretrained=True).pretrained_cfg["tag"] == alias.default
+
+
+def test_an_alias_keeps_checkpoints_of_its_own() -> None:
+    """One that was trained under the second name is not hidden by the file of the first."""
+    stored = _pretrained.bundled_tags()["resnet20_routingpool.cifar10"]
+    own = replace(stored, architecture="resnet_routingpool")
+    known = {info.name: info for info in (stored, own)}
+    assert with_aliases(known)["resnet_routingpool.cifar10"] is own
+
+
+#: The zoo's seven networks, and whether there are weights.
+SEVEN = {
+    "encapnet_v1": True,
+    "encapnet_v2": False,
+    "encapnet_v3": False,
+    "capsnet_dynamic": True,
+    "capsnet_em": False,
+    "idpa_resnet": True,
+    "resnet_routingpool": True,
+}
+
+
+#: Further architectures that no checkpoint belongs to; the head's backbone and data are the user's.
+WITHOUT = {*capszoo.list_models()} - {name.partition(".")[0] for name in capszoo.list_pretrained()} - {"caps_head"}
+
+
+@pytest.mark.parametrize("name", [*SEVEN, *sorted(WITHOUT - SEVEN.keys())])
+def test_a_name_loads_its_weights_or_says_how_to_get_some(name: str) -> None:
+    if SEVEN.get(name):
+        assert not hasattr(capszoo.create_model(name, pretrained=True), "untrained")
+        return
+    recipes = [recipe for recipe in _catalogue.recipes() if recipe.startswith(f"{name}.")]
+    related = _catalogue.related_weights(name)
+    assert recipes and related and set(related) <= set(capszoo.list_pretrained())
+    for create in (capszoo.create_model, timm.create_model):
+        with pytest.raises(WeightsError) as error:
+            create(name, pretrained=True)
+        message = str(error.value)
+        assert "\n" not in message and len(message) <= 300 and name in message and related[0] in message
+        assert all(f"capszoo train {recipe}" in message for recipe in recipes)
+        assert all(_catalogue.recipes()[recipe] in message for recipe in recipes)
+    with pytest.raises(capszoo.UnknownModel, match=recipes[0]):
+        capszoo.create_model(f"{name}.nosuch")
+
+
+def test_related_weights_are_those_of_the_nearest_name() -> None:
+    assert _catalogue.related_weights("encapnet_v2") == ["encapnet_v1.cifar10_master"]
+    assert _catalogue.related_weights("capsnet_em") == ["capsnet_em_norb_small.mnist"]
+    assert not _catalogue.related_weights("nothing_like_it")
 
 
 def test_missing_and_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
