@@ -115,18 +115,16 @@ def without_weights(architecture: str) -> tuple[str, str]:
             "train it with `capszoo finetune --backbone NAME --data FOLDER`, or use pretrained=False with "
             "backbone_pretrained=True",
         )
-    own = [
-        f"`capszoo train {name}` (data set {data})"
-        for name, data in recipes().items()
-        if name.startswith(f"{architecture}.")
-    ]
-    remedies = [f"train it with {' or '.join(own)}"] if own else []
+    own = [(name, data) for name, data in recipes().items() if name.startswith(f"{architecture}.")]
+    remedies = []
+    if own:
+        others = "".join(f" or {name.removeprefix(architecture)} on {data}" for name, data in own[1:])
+        remedies.append(f"`capszoo train {own[0][0]}` on the data {own[0][1]}{others}")
     if related := related_weights(architecture):
-        remedies.append(f"load related weights such as {', '.join(related[:MOST_RELATED])}")
-    remedies.append("use pretrained=False")
-    return f"no pretrained weights exist for {architecture}, as nobody has trained it yet", ", or ".join(
-        remedies
-    )
+        remedies.append(f"related weights such as {', '.join(related[:MOST_RELATED])}")
+    remedies.append("pretrained=False")
+    message = f"no pretrained weights exist for {architecture}, as nobody has trained it yet"
+    return message, f"use {', or '.join(remedies)}"
 
 
 def unknown_tag(architecture: str, tag: str) -> str:
