@@ -12,8 +12,10 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -22,19 +24,29 @@ from .errors import CapszooError, UsageError
 from .reading import default_background, flatten
 
 __all__ = [
+    "CROP_MODES",
     "IMAGE_SUFFIXES",
     "FORMATS",
     "JPEG_SCALE",
     "MAX_PIXELS",
+    "MUCH_CROPPED",
+    "Framing",
+    "ValueRange",
+    "cropped_share",
     "files_below",
     "find_images",
     "image_formats",
+    "is_deep",
     "is_visible_image",
+    "one_line_errors",
     "open_image",
     "pixel_limit",
     "resize_and_crop",
+    "stated_range",
+    "to_8_bits",
     "to_mode",
     "upright_picture",
+    "value_extremes",
 ]
 
 #: Suffixes of image files in a folder; a file given by name may have any suffix.
@@ -58,6 +70,38 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 #: Pixels converted at a time where Pillow has no conversion.
 _STRIP = 2**20
+
+#: How an image of another shape than the model's input is framed, in timm's words: its centre is cropped, its sides are
+#: scaled separately, or it is shrunk until all of it fits and padded.
+CROP_MODES = ("center", "squash", "border")
+
+#: Share of an image's area from which losing it is worth a note.
+MUCH_CROPPED = 1 / 3
+
+#: Values of pixels that become black and white.
+ValueRange = tuple[float, float]
+
+#: Range of integers of more than 8 bits, where nothing states another.
+_INTEGERS: ValueRange = (0.0, 65535.0)
+
+#: An image of 16 bits whose values all lie below is dark: it has 12 bits, or fewer.
+_DARK = 8192
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How the images of a set are framed, and which of their values are black and white.
+
+    Attributes:
+        crop_mode: one of `CROP_MODES`.
+        mean: per channel, for values in 0..1: the colour of ``border``'s padding. Empty: the data set's.
+        value_range: of images with more than 8 bits a channel; ``"set"`` takes it from the training images, None from
+            each file (see `to_8_bits`).
+    """
+
+    crop_mode: str = "center"
+    mean: tuple[float, ...] = ()
+    value_range: ValueRange | Literal["set"] | None = None
 
 
 def is_visible_image(path: str) -> bool:
@@ -178,6 +222,7 @@ def open_image(
     name: str | Path | None = None,
     max_pixels: int | None = None,
     side: int | None = None,
+    value_range: ValueRange | None = None,
 ) -> Image.Image:
     """Read an image, upright.
 
@@ -188,6 +233,7 @@ def open_image(
         max_pixels: an image with more is refused before it is decoded; None uses :func:`pixel_limit`.
         side: size in pixels to which the caller scales with a filter. A JPEG may then be decoded at a smaller scale, of
             at least :data:`JPEG_SCALE` times the side; after the filter, pixels differ by at most 1 of 255.
+        value_range: see :func:`to_8_bits`.
 
     Raises:
         CapszooError: the file is missing, not an image, damaged, or has too many pixels.
@@ -197,7 +243,7 @@ def open_image(
     if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = limit  # Pillow's limit would refuse images that the caller allows
     smaller = "scale it down" if max_pixels else _SMALLER  # the variable does not change a caller's limit
-    with _one_line_errors(name, limit, smaller):
+    with one_line_errors(name, limit, smaller):
         file = io.BytesIO(source) if isinstance(source, bytes) else source
         with Image.open(file, formats=image_formats()) as image:
             if image.format == "EPS":  # whatever the file's suffix, Pillow would run Ghostscript to decode it
@@ -211,7 +257,7 @@ def open_image(
                 smallest = JPEG_SCALE * side
                 image.draft({1: "L", 3: "RGB"}.get(channels or 0), (smallest, smallest))
             upright = _upright(image, name)
-            return upright if channels is None else to_mode(upright, channels)
+            return upright if channels is None else to_mode(upright, channels, value_range, name)
 
 
 def upright_picture(image: Image.Image) -> Image.Image:
@@ -221,7 +267,7 @@ def upright_picture(image: Image.Image) -> Image.Image:
         CapszooError: its file is damaged or closed, it has no pixels, or it is in LAB colours.
     """
     name = getattr(image, "filename", "") or "the picture"
-    with _one_line_errors(name, pixel_limit(), _SMALLER):
+    with one_line_errors(name):
         return _upright(image, name)
 
 
@@ -231,15 +277,47 @@ def _upright(image: Image.Image, name: str | Path) -> Image.Image:
     if 0 in image.size:
         raise CapszooError(f"{name}: has no pixels", "give another image")
     image.load()
-    return ImageOps.exif_transpose(image)
+    upright = ImageOps.exif_transpose(image)
+    upright.info.pop(_STATED, None)
+    if (stated := stated_range(image)) is not None:  # a copy has no tags
+        upright.info[_STATED] = stated
+    return upright
+
+
+#: Key of ``Image.info`` for the range that the image's file states.
+_STATED = "capszoo value range"
+
+
+def is_deep(image: Image.Image) -> bool:
+    """True for an opened image of integers or floats of more than 8 bits, whose black and white are not fixed."""
+    return image.mode.startswith("I") or image.mode == "F"
+
+
+def stated_range(image: Image.Image) -> ValueRange | None:
+    """Black and white as a TIFF states them (MinSampleValue and MaxSampleValue); None if it does not."""
+    tags = getattr(image, "tag_v2", None) or {}
+    if not is_deep(image):
+        return None
+
+    def number(*names: int) -> float | None:
+        held = next((tags[name] for name in names if name in tags), None)
+        held = held[0] if isinstance(held, tuple) and held else held
+        return float(held) if isinstance(held, (int, float)) and np.isfinite(held) else None
+
+    highest, lowest = number(281, 341), number(280, 340)
+    return (lowest or 0.0, highest) if highest is not None and highest > (lowest or 0.0) else None
 
 
 @contextmanager
-def _one_line_errors(name: str | Path, limit: int, smaller: str) -> Iterator[None]:
+def one_line_errors(name: str | Path, limit: int | None = None, smaller: str = _SMALLER) -> Iterator[None]:
     """Turn what Pillow raises for an image into a CapszooError.
 
-    `limit` is the number of pixels that is allowed, `smaller` the remedy for an image that has more.
+    Args:
+        name: of the image.
+        limit: number of pixels that is allowed; None: :func:`pixel_limit`.
+        smaller: remedy for an image that has more.
     """
+    limit = limit or pixel_limit()
     try:
         yield
     except CapszooError:
@@ -264,56 +342,160 @@ def _one_line_errors(name: str | Path, limit: int, smaller: str) -> Iterator[Non
         ) from None
 
 
-def to_mode(image: Image.Image, channels: int) -> Image.Image:
-    """Convert an image to grey (1 channel) or RGB (3): 16 and 32 bits scaled to 8, transparency composited."""
+def to_mode(
+    image: Image.Image, channels: int, value_range: ValueRange | None = None, name: str | Path = "an image"
+) -> Image.Image:
+    """Convert an image to grey (1 channel) or RGB (3): 16 and 32 bits scaled to 8, transparency composited.
+
+    Raises:
+        CapszooError: see :func:`to_8_bits`.
+    """
     mode = "L" if channels == 1 else "RGB"
-    image, _ = flatten(to_8_bits(image), default_background(channels), channels)
+    image, _ = flatten(to_8_bits(image, value_range, name)[0], default_background(channels), channels)
     return image if image.mode == mode else image.convert(mode)
 
 
-def to_8_bits(image: Image.Image) -> Image.Image:
+def to_8_bits(
+    image: Image.Image, value_range: ValueRange | None = None, name: str | Path = "an image"
+) -> tuple[Image.Image, str]:
     """16 or 32 bits to 8, one strip at a time: Pillow's conversion would clip. Other images are returned unchanged.
 
-    White is 65535 or 255 for integers, 255 or 1 for floats: the least that is not below the largest value. A
-    transparent value (PNG's tRNS) becomes opaque.
+    A transparent value (PNG's tRNS) becomes opaque.
+
+    Args:
+        image: of any mode.
+        value_range: values that become black and white; those beyond are clipped. None: the range that a TIFF states,
+            else 0 to 65535 for integers, 0 to 1 or 0 to 255 for floats.
+        name: of the image in errors.
+
+    Returns:
+        The picture, and a note for the user; empty if nothing was assumed or clipped.
+
+    Raises:
+        CapszooError: ``value_range`` is None, the file states none, and it has values outside of the ranges above.
     """
-    if not (image.mode.startswith("I") or image.mode == "F"):
-        return image
+    if not is_deep(image):
+        return image, ""
     rows = max(1, _STRIP // image.width)
     strips = [
-        np.nan_to_num(np.asarray(image.crop((0, top, image.width, min(top + rows, image.height)))))
+        np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
         for top in range(0, image.height, rows)
     ]
-    largest = max((strip.max(initial=0) for strip in strips), default=0)
-    if image.mode.startswith("I"):
-        top_value = 65535.0 if largest > 255 else 255.0
-    else:
-        top_value = 255.0 if largest > 1 else 1.0
+    lowest, highest = _extremes(strips)
+    (black, white), note = _black_and_white(image, lowest, highest, value_range, name)
     scaled = [
-        np.rint(strip.astype(np.float64) / top_value * 255).clip(0, 255).astype(np.uint8) for strip in strips
+        np.rint((np.nan_to_num(strip.astype(np.float64), nan=black) - black) / (white - black) * 255)
+        .clip(0, 255)
+        .astype(np.uint8)
+        for strip in strips
     ]
-    return Image.fromarray(
-        np.concatenate(scaled) if scaled else np.zeros((image.height, image.width), np.uint8)
+    picture = np.concatenate(scaled) if scaled else np.zeros((image.height, image.width), np.uint8)
+    return Image.fromarray(picture), note
+
+
+def value_extremes(image: Image.Image) -> ValueRange:
+    """Smallest and largest value of an image in grey; infinite ones and NaN do not count."""
+    return _extremes([np.asarray(image)])
+
+
+def _extremes(strips: list[np.ndarray]) -> ValueRange:
+    lowest, highest = np.inf, -np.inf
+    for strip in strips:
+        if (finite := strip[np.isfinite(strip)]).size:
+            lowest, highest = min(lowest, float(finite.min())), max(highest, float(finite.max()))
+    return (lowest, highest) if lowest <= highest else (0.0, 0.0)
+
+
+def _black_and_white(
+    image: Image.Image, lowest: float, highest: float, value_range: ValueRange | None, name: str | Path
+) -> tuple[ValueRange, str]:
+    """The values of an image that become black and white, and a note if they are assumed, or others are clipped."""
+    known = value_range or image.info.get(_STATED)
+    if known:
+        black, white = known
+        clipped = f"values outside of {black:g} to {white:g} are clipped"
+        return known, clipped if lowest < black or highest > white else ""
+    unknown = CapszooError(
+        f"{name}: its values run from {lowest:g} to {highest:g}, and which are black and white is not known",
+        "save it with 8 bits, or train on such images: the weights then state the range",
     )
+    if image.mode != "F":
+        if lowest < 0 or highest > _INTEGERS[1]:
+            raise unknown
+        dark = f"16 bits are read as 0 to 65535, and its values end below {_DARK}: dark"
+        return _INTEGERS, dark if highest < _DARK else ""
+    if 0 <= lowest and highest <= 1:
+        return (0.0, 1.0), ""
+    # a little above 1 is a picture of 0 to 1 that overshoots, or a dark one of 0 to 255
+    if lowest < 0 or not 2 <= highest <= 255:
+        raise unknown
+    return (0.0, 255.0), "floats above 1 are read as 0 to 255"
 
 
 def resize_and_crop(
-    image: Image.Image, size: tuple[int, int], crop_pct: float, resampling: Image.Resampling
+    image: Image.Image,
+    size: tuple[int, int],
+    crop_pct: float,
+    resampling: Image.Resampling,
+    crop_mode: str = "center",
+    mean: tuple[float, ...] = (),
 ) -> Image.Image:
-    """The centre of an image at ``size`` (height, width): the shorter side scaled to ``size / crop_pct``, then cropped.
+    """An image at ``size`` (height, width): scaled to ``size / crop_pct``, then the middle cropped.
 
     Only the cropped region is scaled: scaling a whole image of 1 x 1,000,000 pixels would take gigabytes. The region
     has the exact centre of the image. An image that already has the scaled size (``size`` if ``crop_pct`` is 1) is
     cropped, not resampled.
+
+    Args:
+        image: in grey or RGB.
+        size, crop_pct, resampling: of the result.
+        crop_mode: ``center`` scales the shorter side to the frame, ``border`` the longer one, ``squash`` both.
+        mean: per channel, for values in 0..1: the colour of the padding of ``border``; black if empty.
     """
     height, width = size
-    scale = max(height / image.height, width / image.width) / crop_pct
-    rows, cols = max(height, round(image.height * scale)), max(width, round(image.width * scale))
+    down, across = _scales(image.size, size, crop_pct, crop_mode)
+    rows, cols = max(1, round(image.height * down)), max(1, round(image.width * across))
+    if crop_mode != "border":
+        rows, cols = max(height, rows), max(width, cols)
+    tall, wide = min(height, rows), min(width, cols)  # of the part that is seen
     if (rows, cols) == (image.height, image.width):
-        x, y = (cols - width) // 2, (rows - height) // 2
-        return image.crop((x, y, x + width, y + height))
-    tall, wide = min(height / scale, image.height), min(width / scale, image.width)
-    top, left = (image.height - tall) / 2, (image.width - wide) / 2
-    # a rounding error may not lead outside of the image
-    box = (left, top, min(left + wide, image.width), min(top + tall, image.height))
-    return image.resize((width, height), resampling, box=box)
+        x, y = (cols - wide) // 2, (rows - tall) // 2
+        seen = image.crop((x, y, x + wide, y + tall))
+    else:
+        region = min(height / down, image.height), min(width / across, image.width)
+        top, left = (image.height - region[0]) / 2, (image.width - region[1]) / 2
+        # a rounding error may not lead outside of the image
+        box = (left, top, min(left + region[1], image.width), min(top + region[0], image.height))
+        seen = image.resize((wide, tall), resampling, box=box)
+    if (tall, wide) == size:
+        return seen
+    fill = tuple(min(max(round(255 * value), 0), 255) for value in mean or (0,))
+    fill = fill * len(image.getbands()) if len(fill) == 1 else fill
+    canvas = Image.new(image.mode, (width, height), fill)
+    canvas.paste(seen, ((width - wide) // 2, (height - tall) // 2))
+    return canvas
+
+
+def _scales(
+    image: tuple[int, int], size: tuple[int, int], crop_pct: float, crop_mode: str
+) -> tuple[float, float]:
+    """Factors of the height and of the width of an image (width, height) in `resize_and_crop`."""
+    down, across = size[0] / image[1], size[1] / image[0]
+    if crop_mode != "squash":
+        down = across = max(down, across) if crop_mode == "center" else min(down, across)
+    return down / crop_pct, across / crop_pct
+
+
+def cropped_share(
+    image: tuple[int, int], size: tuple[int, int], crop_pct: float = 1.0, crop_mode: str = "center"
+) -> float:
+    """Share of an image's area that `resize_and_crop` cuts off, 0 to 1.
+
+    Args:
+        image: width and height, as Pillow has them.
+        size: height and width of the result.
+        crop_pct, crop_mode: as for `resize_and_crop`.
+    """
+    down, across = _scales(image, size, crop_pct, crop_mode)
+    seen = min(size[0] / down, image[1]) * min(size[1] / across, image[0])
+    return max(0.0, 1 - seen / (image[0] * image[1]))

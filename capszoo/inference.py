@@ -156,10 +156,10 @@ def _predict_chunk(
     sizes: list[tuple[int, int]] = []
     notes: list[tuple[str, ...]] = []
     errors: dict[int, str] = {}
-    for i, (_, given) in enumerate(chunk):
+    for i, (name, given) in enumerate(chunk):
         try:
             image = as_image(given)
-            view, said = transform.read(image)
+            view, said = transform.read(image, name)
         except UsageError:
             raise
         except CapszooError as e:

@@ -20,8 +20,12 @@ from ._backgrounds import check_background
 from ._own_facts import own_facts
 from .errors import CapszooError, UsageError
 from .images import (
+    CROP_MODES,
     IMAGE_SUFFIXES,
+    Framing,
+    ValueRange,
     find_images,
+    one_line_errors,
     open_image,
     resize_and_crop,
     to_8_bits,
@@ -38,6 +42,7 @@ __all__ = [
     "find_images",
     "is_image_like",
     "load_image",
+    "model_framing",
     "model_input_size",
     "model_transform",
     "per_channel",
@@ -109,7 +114,7 @@ def as_image(image: ImageLike) -> Image.Image:
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Image to normalised tensor: shorter side resized, centre cropped, scaled to 0..1, normalised.
+    """Image to normalised tensor: resized and cropped, scaled to 0..1, normalised.
 
     With ``crop_pct`` 1, an image that already has the size is not resampled.
 
@@ -128,6 +133,9 @@ class ImageTransform:
         canvas: ``black`` or ``white``: the padding around an object of ``object_size``, as in training.
         inherited_mean: ``mean`` and ``std`` are not those of the training images: nothing is known of their brightness,
             and no image is said to look inverted.
+        crop_mode: ``center``, ``squash`` or ``border`` (see `capszoo.images.resize_and_crop`).
+        value_range: black and white in images of more than 8 bits a channel, as in training; None: each file's (see
+            `capszoo.images.to_8_bits`).
     """
 
     channels: int
@@ -142,25 +150,33 @@ class ImageTransform:
     fit: bool = False
     canvas: str = "black"
     inherited_mean: bool = False
+    crop_mode: str = "center"
+    value_range: ValueRange | None = None
 
     def view(self, image: Image.Image) -> Image.Image:
         """The part of the image that the model sees, at the model's size, in grey or RGB."""
         return self.read(image)[0]
 
-    def read(self, image: Image.Image) -> tuple[Image.Image, tuple[str, ...]]:
-        """The image as the model sees it, and notes on how it was read."""
-        image, note = flatten(to_8_bits(image), self.background, self.channels)
-        image = to_mode(image, self.channels)
-        image = invert(image) if self.invert else image
-        whole = (image.height, image.width) == self.size
-        size = self.size if self.object_size is None or (whole and not self.fit) else self.object_size
-        resampling = _RESAMPLING[self.interpolation]
-        cropped = resize_and_crop(image, size, self.crop_pct, resampling)
-        # judged before it is fitted, which puts it on black
-        bright = "" if self.invert or self.inherited_mean else looks_inverted(cropped, self.mean)
-        image = fit_drawing(image, size) if self.fit else cropped
-        image = image if size == self.size else pad_to(image, self.size, self.canvas)
-        return image, tuple(said for said in (note, bright) if said)
+    def read(self, image: Image.Image, name: str | Path = "an image") -> tuple[Image.Image, tuple[str, ...]]:
+        """The image as the model sees it, and notes on how it was read.
+
+        Raises:
+            CapszooError: an image that cannot be converted; the message begins with ``name``.
+        """
+        with one_line_errors(name):
+            image, depth = to_8_bits(image, self.value_range, name)
+            image, note = flatten(image, self.background, self.channels)
+            image = to_mode(image, self.channels)
+            image = invert(image) if self.invert else image
+            whole = (image.height, image.width) == self.size
+            size = self.size if self.object_size is None or (whole and not self.fit) else self.object_size
+            resampling = _RESAMPLING[self.interpolation]
+            cropped = resize_and_crop(image, size, self.crop_pct, resampling, self.crop_mode, self.mean)
+            # judged before it is fitted, which puts it on black
+            bright = "" if self.invert or self.inherited_mean else looks_inverted(cropped, self.mean)
+            image = fit_drawing(image, size) if self.fit else cropped
+            image = image if size == self.size else pad_to(image, self.size, self.canvas)
+        return image, tuple(said for said in (depth, note, bright) if said)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Image to ``[c, h, w]``, float32."""
@@ -247,7 +263,27 @@ def model_transform(
         fit=fit,
         canvas=trained_background,
         inherited_mean=bool(own.get("inherited_mean")),
+        crop_mode=_crop_mode(cfg),
+        value_range=_value_range(own),
     )
+
+
+def model_framing(model: nn.Module) -> Framing:
+    """How data sets are framed for a model, as in `model_transform`."""
+    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    channels = model_input_size(model)[0]
+    mean = per_channel(cfg["mean"], channels) if cfg.get("mean") else ()
+    return Framing(_crop_mode(cfg), mean, _value_range(own_facts(cfg)))
+
+
+def _crop_mode(cfg: dict[str, Any]) -> str:
+    stated = cfg.get("crop_mode")
+    return stated if stated in CROP_MODES else "center"
+
+
+def _value_range(own: dict[str, Any]) -> ValueRange | None:
+    black, white = own.get("value_range") or (0, 0)
+    return (float(black), float(white)) if white > black else None
 
 
 def per_channel(values: Iterable[float], channels: int) -> tuple[float, ...]:

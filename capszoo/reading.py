@@ -52,6 +52,8 @@ def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.I
     """
     if not image.has_transparency_data:
         return image, ""
+    if image.mode in ("La", "RGBa"):  # premultiplied, which Pillow converts to no other mode
+        image = image.convert(image.mode.upper())
     key = image.info.get("transparency")
     if isinstance(key, tuple) and max(key) > 255:  # of 16 bits, while Pillow reads the pixels as 8
         image = image.copy()

@@ -38,7 +38,7 @@ def _source_digest() -> str:
     package, digest = Path(capszoo.__file__).parent, hashlib.sha256()
     folders = (package / "layers", package / "models", Path(__file__).parent)
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    for path in [*files, package / "preprocess.py", package / "reading.py"]:
+    for path in [*files, package / "images.py", package / "preprocess.py", package / "reading.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -199,7 +199,7 @@ class CachedModel:
     ) -> list[ImagePrediction]:
         import numpy as np
 
-        from capszoo.images import open_image
+        from capszoo.images import one_line_errors, open_image
 
         from .bundle import infer
 
@@ -207,7 +207,8 @@ class CachedModel:
         for file in files:
             try:
                 picture = open_image(file)
-                pixels, notes = infer.read_picture(picture, self.spec, **reading)
+                with one_line_errors(file):
+                    pixels, notes = infer.read_picture(picture, self.spec, **reading)
             except CapszooError as error:
                 described.append(ImagePrediction(str(file), error=str(error)))
             else:

@@ -298,7 +298,7 @@ def _draw_image(
     picture = load_image(image)
     model = load_model(name, device=device)
     transform = model_transform(model, **reading)
-    view, notes = transform.read(picture)
+    view, notes = transform.read(picture, image)
     seen = transform.normalise(view)
     for said in notes:
         stderr().print(f"note: {escape(said)}", soft_wrap=True)

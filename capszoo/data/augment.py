@@ -7,6 +7,7 @@ process's share of them: the images are the same on every device and for every n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .errors import DataError
+from .specs import Side, both_sides
 
 __all__ = [
     "Augment",
@@ -23,6 +25,7 @@ __all__ = [
     "affine_matrices",
     "crop",
     "cut_out",
+    "frame",
     "jitter",
     "normalize",
     "reflected",
@@ -43,7 +46,7 @@ class Augment:
     cutout.
 
     Attributes:
-        resize: side to which the images are resized once, when they are loaded; a patch of the model's input size
+        resize: side, or rows and columns, to which the images are resized once, when they are loaded; a patch of the model's input size
             is then cropped at random (in the middle without randomness).
         rotation: largest angle in degrees, either way.
         shear: largest horizontal shear, either way: a row y pixels off the middle moves by shear * y.
@@ -64,7 +67,7 @@ class Augment:
         erase: side of a square, entirely inside the image, that becomes black.
     """
 
-    resize: int | None = None
+    resize: Side | None = None
     rotation: float = 0.0
     shear: float = 0.0
     scale: tuple[float, float] = (1.0, 1.0)
@@ -84,7 +87,7 @@ class Augment:
     def __post_init__(self) -> None:
         low, high = self.scale
         limits = {
-            "resize": self.resize is None or self.resize > 0,
+            "resize": self.resize is None or min(both_sides(self.resize)) > 0,
             "rotation": 0 <= self.rotation <= 180,
             "shear": 0 <= self.shear <= 2,
             "scale": 0 < low <= high < math.inf,
@@ -451,6 +454,36 @@ def _turn_hue(images: Tensor, turn: Tensor) -> Tensor:
     k = (offsets + sixth[:, None]).remainder(6)
     fall = torch.minimum(k, 4 - k).clamp_(0, 1)
     return (value[:, None] - chroma[:, None] * fall).clamp_(0, 1)
+
+
+def frame(
+    images: Tensor, size: tuple[int, int], crop_mode: str = "center", mean: Sequence[float] = ()
+) -> Tensor:
+    """uint8 [n, c, h, w] to uint8 [n, c, *size], framed like files (`capszoo.images.resize_and_crop`).
+
+    Args:
+        images: the images.
+        size: rows and columns of the result.
+        crop_mode: center, squash or border.
+        mean: per channel, for values in 0..1: the padding of border; black if empty.
+    """
+    height, width = images.shape[-2:]
+    down, across = size[0] / height, size[1] / width
+    if crop_mode == "center":
+        scale = max(down, across)
+        tall, wide = min(height, round(size[0] / scale)), min(width, round(size[1] / scale))
+        top, left = (height - tall) // 2, (width - wide) // 2
+        return resize(images[..., top : top + tall, left : left + wide], size)
+    if crop_mode == "squash":
+        return resize(images, size)
+    scale = min(down, across)
+    tall, wide = max(1, round(height * scale)), max(1, round(width * scale))
+    fill = torch.tensor([round(255 * value) for value in mean] or [0], device=images.device)
+    canvas = fill.clamp(0, 255).to(torch.uint8).reshape(1, -1, 1, 1)
+    canvas = canvas.expand(len(images), images.shape[1], *size).contiguous()
+    top, left = (size[0] - tall) // 2, (size[1] - wide) // 2
+    canvas[..., top : top + tall, left : left + wide] = resize(images, (tall, wide))
+    return canvas
 
 
 def resize(images: Tensor, size: tuple[int, int], chunk: int = 4096) -> Tensor:

@@ -132,7 +132,7 @@ def class_accuracies(
         source="",
         remedy="",
     )
-    decoder = FileDecoder(ilsvrc.images / "val", tuple(path.name for path, _ in samples), "RGB", 256)
+    decoder = FileDecoder(ilsvrc.images / "val", tuple(path.name for path, _ in samples), "RGB", (256, 256))
     labels = torch.tensor([label for _, label in samples])
     data = StreamedSet(
         spec, "val", decoder, torch.arange(len(samples)), labels, 256, available_workers() - 1

@@ -15,12 +15,14 @@ import io
 import json
 import math
 import os
+import random
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +32,10 @@ from capszoo._files import expanded
 from capszoo.errors import CapszooError, install_hint
 
 from .errors import DataError
+from .specs import Side, both_sides
+
+if TYPE_CHECKING:
+    from capszoo.images import Framing
 
 __all__ = [
     "MODES",
@@ -37,6 +43,7 @@ __all__ = [
     "image_below",
     "image_mode",
     "parquet_label_names",
+    "range_of_set",
     "read_cifar_binary",
     "read_idx",
     "read_norb_matrix",
@@ -51,6 +58,8 @@ MODES = {1: "L", 3: "RGB"}
 """Pillow's mode in which images are read, by the number of channels."""
 _MODE_SAMPLE = 1000
 """Number of images, evenly spaced, that decide whether a set has colour."""
+_RANGE_SAMPLE = 4096
+"""Number of images, drawn at random, that decide whether a set has more than 8 bits."""
 MAX_LABEL = 100_000
 """Largest label of a set: each number up to it is a class."""
 _NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # largest file: two images of 108 x 108 per example
@@ -128,30 +137,99 @@ def _check_shards(files: Sequence[Path]) -> None:
         )
 
 
-def decode_image(encoded: bytes | Path, mode: str, source: Path | str, side: int | None = None) -> np.ndarray:
+def decode_image(
+    encoded: bytes | Path,
+    mode: str,
+    source: Path | str,
+    side: Side | None = None,
+    framing: Framing | None = None,
+) -> np.ndarray:
     """Decode one image.
 
     Args:
         encoded: bytes of the image, or the path of its file.
         mode: "L" or "RGB".
         source: name in error messages.
-        side: scale and crop the middle to a square of this side; None keeps the size.
+        side: frame it at this height and width, or side of a square; None keeps the size.
+        framing: how it is framed, and which values are black and white; None: the middle, and each file's own.
 
     Returns:
         uint8 [h, w] or [h, w, 3].
     """
     from PIL import Image
 
-    from capszoo.images import open_image, resize_and_crop
+    from capszoo.images import Framing, open_image, resize_and_crop
 
+    framing = framing or Framing()
+    value_range = None if framing.value_range == "set" else framing.value_range
+    size = None if side is None else both_sides(side)
     try:
-        result = open_image(encoded, 1 if mode == "L" else 3, name=source, side=side)
+        result = open_image(
+            encoded,
+            1 if mode == "L" else 3,
+            name=source,
+            side=size and max(size),
+            value_range=value_range,
+        )
     except CapszooError as error:
         reason = error.message.removeprefix(f"{source}: ")
         raise DataError(f"{source}: {reason}", error.remedy) from error
-    if side is not None and result.size != (side, side):
-        result = resize_and_crop(result, (side, side), 1.0, Image.Resampling.BILINEAR)
+    if size is not None and result.size != size[::-1]:
+        bilinear = Image.Resampling.BILINEAR
+        result = resize_and_crop(result, size, 1.0, bilinear, framing.crop_mode, framing.mean)
     return np.asarray(result)
+
+
+def range_of_set(
+    image_at: Callable[[int], tuple[bytes | Path, Path | str]], count: int
+) -> tuple[float, float] | None:
+    """Black and white of a set: one range for all of its images that have more than 8 bits a channel.
+
+    It is what the files state (a TIFF's MaxSampleValue), if all of them do. Otherwise white is the largest value; of
+    integers, the largest that its number of bits can hold, at least 8. Black is 0, or the smallest value if that is
+    negative. Floats from 0 to 1 have that range. None: no image has more than 8 bits.
+
+    Args:
+        image_at: an image by its index, encoded or as a path, and its name.
+        count: number of images. If a random sample has one with more than 8 bits, all of them are looked at.
+    """
+    from PIL import Image
+
+    from capszoo.images import image_formats, is_deep, open_image, stated_range, value_extremes
+
+    def look(index: int) -> tuple[str, float, float, bool] | None:
+        try:
+            encoded, source = image_at(index)
+            file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
+            with Image.open(file, formats=image_formats()) as image:
+                if not is_deep(image):
+                    return None
+                stated = stated_range(image)
+            low, high = stated or value_extremes(open_image(encoded, name=source))
+            return image.mode, low, high, stated is not None
+        except Exception:  # unreadable images are reported when they are decoded
+            return None
+
+    def looked(indices: Sequence[int]) -> list[tuple[str, float, float, bool]]:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            return [one for one in pool.map(look, indices) if one is not None]
+
+    sample = random.Random(0).sample(range(count), min(count, _RANGE_SAMPLE))
+    found = looked(sample)
+    if not found:
+        return None
+    if len(sample) < count:
+        rest = sorted(set(range(count)) - set(sample))
+        for start in range(0, len(rest), _RANGE_SAMPLE):  # `map` submits all that it is given at once
+            found += looked(rest[start : start + _RANGE_SAMPLE])
+    low, high = min(one[1] for one in found), max(one[2] for one in found)
+    if not all(stated for *_, stated in found) and low >= 0:
+        low = 0.0
+        if all(mode != "F" for mode, *_ in found):
+            high = float(2 ** max(8, int(high).bit_length()) - 1)
+        elif high <= 1:
+            high = 1.0
+    return low, max(high, low + 1e-6)
 
 
 def parquet_label_names(file: str | Path) -> tuple[str, ...]:
@@ -331,11 +409,18 @@ def parquet_colour_and_top(files: Sequence[Path]) -> tuple[int, int]:
     return (3 if colour else 1), top
 
 
+def parquet_range(files: Sequence[Path]) -> tuple[float, float] | None:
+    """`range_of_set` of parquet shards."""
+    encoded, _ = _parquet_cells(files)
+    return range_of_set(encoded.__getitem__, len(encoded))
+
+
 def read_parquet(
     files: Sequence[str | Path],
     channels: int | None,
-    side: int | None = None,
+    side: Side | None = None,
     paths_below: Path | None = None,
+    framing: Framing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Read parquet shards with one image column (a struct with `bytes`, or plain bytes) and one integer column.
 
@@ -344,8 +429,9 @@ def read_parquet(
     Args:
         files: all shards of one split.
         channels: 1 decodes to grey, 3 to RGB; None: RGB if a sample of the images has colour (`mode_of`).
-        side: scale and crop the images to squares of this side; None: they must all have the same size.
+        side: height and width of the images, or side of a square; None: they must all have the same size.
         paths_below: strings are paths of images below this folder; None uses `CAPSZOO_IMAGE_PATHS`.
+        framing: as for `decode_image`.
 
     Returns:
         Images [n, c, h, w] uint8 and labels [n] int64, in file order.
@@ -359,18 +445,22 @@ def read_parquet(
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
     _check_labels(labels, paths[0].parent)
-    return _decode_all(encoded, mode, side, paths[0].parent), torch.tensor(labels, dtype=torch.int64)
+    return _decode_all(encoded, mode, side, paths[0].parent, framing), torch.tensor(labels, dtype=torch.int64)
 
 
 def _decode_all(
-    encoded: Sequence[tuple[bytes | Path, Path]], mode: str, side: int | None, folder: Path
+    encoded: Sequence[tuple[bytes | Path, Path]],
+    mode: str,
+    side: Side | None,
+    folder: Path,
+    framing: Framing | None = None,
 ) -> Tensor:
     """Images of one size as uint8 [n, c, h, w]; refused if they need more than `MAX_FILE_BYTES`, decoded."""
     images: np.ndarray[Any, np.dtype[np.uint8]] | None = None
     first: dict[Path, int] = {}
     for k, (cell, source) in enumerate(encoded):
         row = k - first.setdefault(source, k)
-        image = decode_image(cell, mode, f"{source}: row {row}", side)
+        image = decode_image(cell, mode, f"{source}: row {row}", side, framing)
         image = image[..., None] if image.ndim == 2 else image
         if images is None:
             if (whole := len(encoded) * image.nbytes) > MAX_FILE_BYTES:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .augment import resize
 from .errors import DataError
 from .generate import ByClass, Composer
-from .specs import DatasetSpec
+from .specs import DatasetSpec, Side, both_sides, shown_sides
 
 __all__ = ["Decoder", "ImageSet", "StreamedSet", "buffered_order", "keyed_generator", "split_validation"]
 
@@ -162,7 +162,7 @@ class Decoder(Protocol):
     """Source of a streamed set's images."""
 
     def decode(self, index: int) -> Tensor:
-        """Image number `index` as uint8 [c, side, side]; raises `DataError` if it is damaged."""
+        """Image number `index` as uint8 [c, rows, columns]; raises `DataError` if it is damaged."""
 
     def fingerprint(self) -> str:
         """A string that differs if the files do (from their names and sizes, without reading pixels)."""
@@ -179,7 +179,7 @@ class _Decoded(torch.utils.data.Dataset):
             return str(error)
 
 
-def _stack(shape: tuple[int, int, int], images: list[Tensor | str]) -> Tensor | str:
+def _stack(shape: tuple[int, ...], images: list[Tensor | str]) -> Tensor | str:
     if not images:  # a last batch with fewer images than processes
         return torch.empty(0, *shape, dtype=torch.uint8)
     return next((image for image in images if isinstance(image, str)), None) or torch.stack(images)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class StreamedSet:
         decoder: reads one image.
         indices: int64 [n], indices of this set's images in the decoder.
         labels: int64 [n].
-        side: rows and columns of the decoded images.
+        side: rows and columns of the decoded images, or the side of squares.
         workers: number of decoding processes; 0 decodes in this process.
         shards: integers [n], the shard that contains each image; None: there are no shards.
     """
@@ -205,7 +205,7 @@ class StreamedSet:
     decoder: Decoder
     indices: Tensor
     labels: Tensor
-    side: int
+    side: Side
     workers: int = 0
     device: torch.device = torch.device("cpu")
     shards: Tensor | None = None
@@ -215,7 +215,7 @@ class StreamedSet:
 
     @property
     def size(self) -> tuple[int, int]:
-        return self.side, self.side
+        return both_sides(self.side)
 
     def order(self, generator: torch.Generator) -> Tensor:
         """Indices [n] of the images in random order; for shards, an order that reads one shard after the other."""
@@ -252,7 +252,7 @@ class StreamedSet:
             _Decoded(self.decoder),
             batch_sampler=[self.indices[batch].tolist() for batch in batches],
             num_workers=self.workers,
-            collate_fn=partial(_stack, (self.spec.input_size[0], self.side, self.side)),
+            collate_fn=partial(_stack, (self.spec.input_size[0], *self.size)),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # else it draws from the global one, which the model uses
         )
@@ -297,11 +297,23 @@ def split_validation(
     return data.subset(rest), validation.fixed() if size else validation
 
 
-def sized(spec: DatasetSpec, size: int | None, resize: int | None) -> tuple[DatasetSpec, int]:
-    """A specification with another input size, and the side of the stored images, from which patches are cropped."""
+def sized(spec: DatasetSpec, size: Side | None, resize: Side | None) -> tuple[DatasetSpec, tuple[int, int]]:
+    """A specification with another input size, and rows and columns of the stored images, from which it is cropped."""
     native = spec.input_size[1]
-    size = size or native
-    side = resize or round(size * (spec.side or native) / native)
-    if side < size:
-        raise DataError(f"images resized to {side} pixels are smaller than the {size} that the model sees")
-    return replace(spec, input_size=(spec.input_size[0], size, size)), side
+    seen, stored = stored_sides(size or native, resize, (spec.side or native) / native)
+    return replace(spec, input_size=(spec.input_size[0], *seen)), stored
+
+
+def stored_sides(size: Side, resize: Side | None, margin: float) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of the model's input, and of the stored images: `resize`, by default `margin` times the input.
+
+    Raises:
+        DataError: the stored images would be smaller than the input.
+    """
+    seen = both_sides(size)
+    stored = both_sides(resize) if resize else (round(seen[0] * margin), round(seen[1] * margin))
+    if stored[0] < seen[0] or stored[1] < seen[1]:
+        raise DataError(
+            f"images resized to {shown_sides(stored)} pixels are smaller than the {shown_sides(seen)} that the model sees"
+        )
+    return seen, stored

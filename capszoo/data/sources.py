@@ -17,14 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .augment import resize as resize_images
+from capszoo.images import Framing
+
+from .augment import frame
 from .download import fetch, remote_files
 from .errors import DataError
 from .generate import Composer, Distort, Overlay, Scatter
 from .readers import idx_pair, read_cifar_binary, read_idx_pair, read_norb_matrix, read_parquet, read_svhn_mat
 from .roots import environment_roots, given_root
 from .sets import ImageSet, StreamedSet, sized
-from .specs import PREFIXES, DatasetSpec, dataset_spec
+from .specs import PREFIXES, DatasetSpec, Side, both_sides, dataset_spec
 
 __all__ = ["TEST_SEEDS", "load_dataset"]
 
@@ -165,11 +167,12 @@ def load_dataset(
     data: str | Path | None = None,
     *,
     count: int | None = None,
-    size: int | None = None,
-    resize: int | None = None,
+    size: Side | None = None,
+    resize: Side | None = None,
     download: str | Path | None = None,
     skipped: list[str] | None = None,
     channels: int | None = None,
+    framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
     """Load a split of a data set into memory.
 
@@ -180,13 +183,16 @@ def load_dataset(
         split: "train", "test", or another key of the data set's `counts`; with a prefix "train", "val" or "test".
         data: folder with the data set or its sub-folder; None uses `CAPSZOO_DATA`.
         count: expected number of images; None uses the official number; ignored with a prefix.
-        size: side of the model's input images; None uses the data set's (224 for `imagefolder:`, `wds:` and `hf:`).
-        resize: side of the images before they are cropped to `size`; None uses the data set's (8/7 of `size` there).
+        size: side, or rows and columns, of the model's input images; None uses the data set's (224 for
+            `imagefolder:`, `wds:` and `hf:`).
+        resize: those of the images before they are cropped to `size`; None uses the data set's (8/7 of `size` there).
         download: download missing files to this folder; None: nothing is ever downloaded.
         skipped: for folders and repositories of images, skip those that cannot be read, and add a line about
             each to this list; None: they are an error.
         channels: with a prefix, read encoded images in grey (1) or in colour (3), as a model takes them; None: in
             colour if a sample of the training images has colour.
+        framing: how images of another shape are framed, and black and white of those with more than 8 bits; None: the
+            middle, and one range for the set, which `spec.value_range` of the result states.
 
     Raises:
         DataError: a missing, truncated or wrong file; the message is one line, with a remedy.
@@ -195,13 +201,22 @@ def load_dataset(
         from .folders import open_set
 
         return open_set(
-            name, split, data, size=size, resize=resize, download=download, skipped=skipped, channels=channels
+            name,
+            split,
+            data,
+            size=size,
+            resize=resize,
+            download=download,
+            skipped=skipped,
+            channels=channels,
+            framing=framing,
         )
     spec = dataset_spec(name)
     if split not in spec.counts:
         raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")
     if spec.base:
-        if {size, resize} - {None, 0, spec.input_size[1]}:
+        own = spec.input_size[1:]
+        if any(side and both_sides(side) != own for side in (size, resize)):
             raise DataError(f"{spec.title} is composed at {spec.input_size[1]} pixels and cannot be resized")
         digits = load_dataset(
             spec.base, "train" if split == "train" else "test", data, count=count, download=download
@@ -213,7 +228,9 @@ def load_dataset(
         from .folders import open_h_imagenet
 
         folders = list(_folders(spec, roots))
-        return open_h_imagenet(spec, split, folders, size=size, resize=resize, skipped=skipped)
+        return open_h_imagenet(
+            spec, split, folders, size=size, resize=resize, skipped=skipped, framing=framing
+        )
     expected = spec.counts[split] if count is None else count
     found = _find(spec, split, roots, expected)
     origin = "smallnorb" if name in _NORB_TRAINED else name
@@ -233,7 +250,8 @@ def load_dataset(
     images, labels = found
     if size or resize or spec.side:
         spec, side = sized(spec, size, resize)
-        images = resize_images(images, (side, side))
+        framing = framing or Framing()
+        images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
     return ImageSet(spec, split, images, labels)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from capszoo._files import expanded
 from capszoo._suggest import unknown_name
@@ -13,6 +14,9 @@ from .errors import DataError
 
 __all__ = [
     "DATASETS",
+    "Side",
+    "both_sides",
+    "shown_sides",
     "PREFIXES",
     "RESIZED",
     "DatasetSpec",
@@ -24,6 +28,21 @@ __all__ = [
     "list_sets",
     "source_name",
 ]
+
+
+#: Rows and columns of images, or the side of squares.
+Side: TypeAlias = "int | tuple[int, int]"
+
+
+def both_sides(side: Side) -> tuple[int, int]:
+    """Rows and columns."""
+    return (side, side) if isinstance(side, int) else side
+
+
+def shown_sides(side: Side) -> str:
+    """``32``, or ``32x64`` for rows and columns that differ."""
+    rows, columns = both_sides(side)
+    return str(rows) if rows == columns else f"{rows}x{columns}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +68,8 @@ class DatasetSpec:
     """1: labels are classes [n]. Otherwise zeros and ones [n, classes]: this many ones, None where it varies."""
     side: int | None = None
     """Side of the stored images where it differs from `input_size`."""
+    value_range: tuple[float, float] | None = None
+    """Black and white of images of more than 8 bits a channel, where the set has some."""
 
     @property
     def num_classes(self) -> int:

@@ -4,7 +4,7 @@
                     [--provider CUDAExecutionProvider]
 
 Reads model.onnx, preprocess.json and labels.txt beside this file. The steps from file to input are those of the model's
-training: upright, transparency composited, grey or RGB, shorter side resized, centre cropped, padded if the
+training: upright, 8 bits, transparency composited, grey or RGB, resized and cropped by the crop mode, padded if the
 model was trained on a larger canvas, channels first, and normalised (or left as uint8 if the graph normalises).
 """
 
@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image, ImageChops, ImageOps
 
 BACKGROUNDS = {"black": 0, "white": 255}
+STATED = "capszoo value range"  # key of an image's info: the range that its file states
 VANISHES_BELOW = 32  # of 255: mean difference from the background
 FITTED = 20 / 28  # ratio of the size of MNIST's digits to the side of the frame
 # Pillow's other formats open further files, run programs, or decode before their size can be refused. EPS is refused.
@@ -41,7 +42,7 @@ RESAMPLING = {
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image file, upright, 8 bits per channel; refused before it is decoded if it has too many pixels."""
+    """An image file, upright; refused before it is decoded if it has too many pixels."""
     if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
         Image.MAX_IMAGE_PIXELS = max_pixels
     Image.init()
@@ -59,26 +60,74 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
             raise ValueError("in LAB colours: save it in grey or RGB")
         file.load()
         image = ImageOps.exif_transpose(file)
-    return to_8_bits(image)
+        image.info.pop(STATED, None)
+        if (stated := stated_range(file)) is not None:  # a copy has no tags
+            image.info[STATED] = stated
+    return image
 
 
-def to_8_bits(image: Image.Image) -> Image.Image:
-    """16 or 32 bits per channel to 8; Pillow's conversion would clip."""
-    if not image.mode.startswith("I") and image.mode != "F":
-        return image
+def is_deep(image: Image.Image) -> bool:
+    """True for integers or floats of more than 8 bits."""
+    return image.mode.startswith("I") or image.mode == "F"
+
+
+def stated_range(image: Image.Image) -> tuple[float, float] | None:
+    """Black and white as a TIFF states them (MinSampleValue and MaxSampleValue); None if it does not."""
+    tags = getattr(image, "tag_v2", None) or {}
+    if not is_deep(image):
+        return None
+
+    def number(*names: int) -> float | None:
+        held = next((tags[name] for name in names if name in tags), None)
+        held = held[0] if isinstance(held, tuple) and held else held
+        return float(held) if isinstance(held, (int, float)) and np.isfinite(held) else None
+
+    highest, lowest = number(281, 341), number(280, 340)
+    return (lowest or 0.0, highest) if highest is not None and highest > (lowest or 0.0) else None
+
+
+def to_8_bits(image: Image.Image, value_range: Any = None) -> tuple[Image.Image, str]:
+    """16 or 32 bits per channel to 8, and a note; Pillow's conversion would clip.
+
+    Black and white are those of training (``value_range``), or those that a TIFF states, else 0 and 65535 for integers,
+    0 and 1 or 255 for floats; an image with other values is refused.
+    """
+    if not is_deep(image):
+        return image, ""
     rows = max(1, 2**20 // image.width)  # a strip at a time
     tops = range(0, image.height, rows)
     boxes = [(0, top, image.width, min(top + rows, image.height)) for top in tops]
-    strips = [np.nan_to_num(np.asarray(image.crop(box))) for box in boxes]
-    largest = max((strip.max(initial=0) for strip in strips), default=0)
-    if image.mode.startswith("I"):
-        white = 65535.0 if largest > 255 else 255.0
-    else:  # floats in 0..255, or in 0..1
-        white = 255.0 if largest > 1 else 1.0
+    strips = [np.asarray(image.crop(box)) for box in boxes]
+    lowest, highest = np.inf, -np.inf
+    for strip in strips:
+        if (finite := strip[np.isfinite(strip)]).size:
+            lowest, highest = min(lowest, float(finite.min())), max(highest, float(finite.max()))
+    lowest, highest = (lowest, highest) if lowest <= highest else (0, 0)
+    known, note = value_range or image.info.get(STATED), ""
+    if known:
+        black, white = known
+        if lowest < black or highest > white:
+            note = f"values outside of {black:g} to {white:g} are clipped"
+    elif image.mode != "F" and 0 <= lowest and highest <= 65535:
+        black, white = 0, 65535
+        if highest < 8192:
+            note = "16 bits are read as 0 to 65535, and its values end below 8192: dark"
+    elif image.mode == "F" and 0 <= lowest and highest <= 1:
+        black, white = 0, 1
+    elif image.mode == "F" and 0 <= lowest and 2 <= highest <= 255:
+        black, white, note = 0, 255, "floats above 1 are read as 0 to 255"
+    else:
+        raise ValueError(
+            f"its values run from {lowest:g} to {highest:g}, and which are black and white is not known: "
+            "save it with 8 bits"
+        )
     scaled = [
-        np.rint(strip.astype(np.float64) / white * 255).clip(0, 255).astype(np.uint8) for strip in strips
+        np.rint((np.nan_to_num(strip.astype(np.float64), nan=black) - black) / (white - black) * 255)
+        .clip(0, 255)
+        .astype(np.uint8)
+        for strip in strips
     ]
-    return Image.fromarray(np.concatenate(scaled))
+    return Image.fromarray(np.concatenate(scaled)), note
 
 
 def preprocess(
@@ -104,7 +153,7 @@ def read(
 
 def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tuple[np.ndarray, list[str]]:
     """Like :func:`read`, for a picture that is already open."""
-    image = to_8_bits(image)
+    image, depth = to_8_bits(image, spec.get("value_range"))
     background = options.get("background") or spec.get("background", "black")
     image, note = flatten(image, background, spec["channels"])
     image = image.convert("L" if spec["channels"] == 1 else "RGB")
@@ -117,7 +166,7 @@ def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tu
     unknown = options.get("invert") or spec.get("inherited_mean")
     bright = "" if unknown else looks_inverted(cropped, spec["mean"])
     image = fit_drawing(image, size) if options.get("fit") else cropped
-    notes = [said for said in (note, bright) if said]
+    notes = [said for said in (depth, note, bright) if said]
     if size != frame:
         value = BACKGROUNDS[spec.get("background", "black")]  # as in training, whatever `background` says
         canvas = Image.new(image.mode, frame[::-1], value if image.mode == "L" else (value,) * 3)
@@ -136,6 +185,8 @@ def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.I
     """Composite transparent pixels; with a note, on the opposite background if opaque ones would be invisible."""
     if not image.has_transparency_data:
         return image, ""
+    if image.mode in ("La", "RGBa"):  # premultiplied, which Pillow converts to no other mode
+        image = image.convert(image.mode.upper())
     key = image.info.get("transparency")
     if isinstance(key, tuple) and max(key) > 255:  # of 16 bits, while the pixels have 8
         image = image.copy()
@@ -194,17 +245,31 @@ def fit_drawing(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def resize_and_crop(image: Image.Image, size: tuple[int, int], spec: dict[str, Any]) -> Image.Image:
-    """The centre of an image at a size; only the cropped region is scaled."""
+    """An image at a size, by the crop mode; only the region that is seen is scaled."""
     height, width = size
-    scale = max(height / image.height, width / image.width) / spec["crop_pct"]
-    rows, cols = max(height, round(image.height * scale)), max(width, round(image.width * scale))
+    mode = spec.get("crop_mode", "center")
+    down, across = height / image.height, width / image.width
+    if mode != "squash":
+        down = across = max(down, across) if mode == "center" else min(down, across)
+    down, across = down / spec["crop_pct"], across / spec["crop_pct"]
+    rows, cols = max(1, round(image.height * down)), max(1, round(image.width * across))
+    if mode != "border":
+        rows, cols = max(height, rows), max(width, cols)
+    tall, wide = min(height, rows), min(width, cols)  # of the part that is seen
     if (rows, cols) == (image.height, image.width):
-        x, y = (cols - width) // 2, (rows - height) // 2
-        return image.crop((x, y, x + width, y + height))
-    tall, wide = min(height / scale, image.height), min(width / scale, image.width)
-    top, left = (image.height - tall) / 2, (image.width - wide) / 2
-    box = (left, top, min(left + wide, image.width), min(top + tall, image.height))
-    return image.resize((width, height), RESAMPLING[spec["interpolation"]], box=box)
+        x, y = (cols - wide) // 2, (rows - tall) // 2
+        seen = image.crop((x, y, x + wide, y + tall))
+    else:
+        region = min(height / down, image.height), min(width / across, image.width)
+        top, left = (image.height - region[0]) / 2, (image.width - region[1]) / 2
+        box = (left, top, min(left + region[1], image.width), min(top + region[0], image.height))
+        seen = image.resize((wide, tall), RESAMPLING[spec["interpolation"]], box=box)
+    if (tall, wide) == tuple(size):
+        return seen
+    fill = tuple(min(max(round(255 * value), 0), 255) for value in spec["mean"])
+    canvas = Image.new(image.mode, (width, height), fill * spec["channels"] if len(fill) == 1 else fill)
+    canvas.paste(seen, ((width - wide) // 2, (height - tall) // 2))
+    return canvas
 
 
 def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:

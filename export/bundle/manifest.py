@@ -45,6 +45,12 @@ _MEANING = {
     "couplings": "shares that each child capsule gives its parents, last iteration",
 }
 
+_RESIZE = {
+    "center": "the shorter side to size / crop_pct, the centre cropped to size; none if it has the size",
+    "squash": "both sides to size / crop_pct, the centre cropped to size",
+    "border": "the longer side to size / crop_pct, the centre cropped to size or padded with the mean",
+}
+
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The manifest of a bundle.
@@ -75,12 +81,14 @@ def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportRep
         "channels": transform.channels,
         "color_order": "grey" if transform.channels == 1 else "RGB",
         "size": list(transform.size),
-        "resize": "the shorter side to size / crop_pct, the centre cropped to size; none if it has the size",
+        "resize": _RESIZE[transform.crop_mode],
+        "crop_mode": transform.crop_mode,
         "interpolation": transform.interpolation,
         "crop_pct": transform.crop_pct,
         "background": transform.background,
         "object_size": list(transform.object_size) if transform.object_size else None,
         "scale": "value / 255",
+        "value_range": list(transform.value_range) if transform.value_range else None,
         "mean": list(transform.mean),
         "std": list(transform.std),
         "inherited_mean": transform.inherited_mean,

@@ -7,16 +7,17 @@ A file for each kind; ``common`` has what they share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from ..augment import resize as resize_images
+from ...images import Framing
+from ..augment import frame
 from ..errors import DataError
-from ..readers import idx_pair
+from ..readers import idx_pair, parquet_range
 from ..sets import ImageSet, StreamedSet, sized
 from ..shards import shards_of_split
+from ..specs import Side
 from .common import SPLIT_NAMES, SPLITS, available_workers, folder_spec, locate
 from .hub import fetch_repository, hub_splits, open_hub
 from .images import FileDecoder, holds_classes, open_h_imagenet, open_images, split_folder
@@ -39,29 +40,35 @@ def open_set(
     split: str,
     data: str | Path | None,
     *,
-    size: int | None,
-    resize: int | None,
+    size: Side | None,
+    resize: Side | None,
     download: str | Path | None,
     skipped: list[str] | None = None,
     channels: int | None = None,
+    framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
     """Open `imagefolder:`, `wds:`, `parquet:`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
 
-    Images of folders and repositories are scaled and cropped to squares of side `resize`, by default 8/7 of `size`,
-    whose default is 224. Images of idx and parquet files keep their size unless one is given.
+    Images of folders and repositories are framed at `resize`, by default 8/7 of `size`, whose default is 224. Images of idx and parquet files keep their size unless one is given.
     """
     kind, _, where = name.partition(":")
     if split not in SPLITS:
         raise DataError(f"unknown split '{split}' of {name}: there are train, val, test")
     if kind == "hf":
-        return open_hub(name, where, split, data, size, resize, download, skipped, channels)
+        return open_hub(name, where, split, data, size, resize, download, skipped, channels, framing)
     if kind == "wds":
-        return open_shards(name, where, split, data, size, resize, skipped, channels)
+        return open_shards(name, where, split, data, size, resize, skipped, channels, framing)
     folder = locate(name, where, data)
     if kind == "imagefolder":
-        return open_images(name, folder, split, size, resize, skipped=skipped, channels=channels)
+        return open_images(
+            name, folder, split, size, resize, skipped=skipped, channels=channels, framing=framing
+        )
+    framing = framing or Framing(value_range="set")
     if kind == "parquet":
-        images, labels, label_names = read_packed_parquet(folder, split, size, resize, channels)
+        if framing.value_range == "set":
+            shards = parquet_shards(folder, SPLITS["train"]) or parquet_shards(folder, SPLITS[split])
+            framing = replace(framing, value_range=parquet_range(shards))
+        images, labels, label_names = read_packed_parquet(folder, split, size, resize, channels, framing)
     else:
         images, labels, label_names = read_idx(folder, split)
     if int(labels.min()) < 0 or int(labels.max()) >= len(label_names):
@@ -71,18 +78,12 @@ def open_set(
         )
     native = (images.shape[1], images.shape[2], images.shape[3])
     spec = folder_spec(name, label_names, native, len(images), split)
+    if kind == "parquet" and framing.value_range != "set":
+        spec = replace(spec, value_range=framing.value_range)
     if size or resize:
         spec, side = sized(spec, size, resize)
-        images = resize_images(_middle(images), (side, side))
+        images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
     return ImageSet(spec, split, images, labels)
-
-
-def _middle(images: Tensor) -> Tensor:
-    """The middle square of each image, which prediction shows to the model, too."""
-    height, width = images.shape[-2:]
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    return images[..., top : top + side, left : left + side]
 
 
 def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ..._files import expanded
+from ...images import Framing
 from ..errors import DataError
+from ..readers import range_of_set
 from ..roots import environment_roots, given_root
-from ..sets import Decoder, ImageSet, StreamedSet
-from ..specs import DatasetSpec
+from ..sets import Decoder, ImageSet, StreamedSet, stored_sides
+from ..specs import DatasetSpec, Side, shown_sides
 
 __all__ = [
     "MEMORY_LIMIT",
@@ -25,7 +28,9 @@ __all__ = [
     "decode_or_stream",
     "fits_memory",
     "folder_spec",
+    "framing_text",
     "locate",
+    "settled",
     "sides",
     "to_tensor",
     "unreadable",
@@ -106,7 +111,7 @@ def decode_or_stream(
     split: str,
     decoder: Decoder,
     labels: Tensor,
-    side: int,
+    side: tuple[int, int],
     skipped: list[str] | None = None,
     shards: Tensor | None = None,
 ) -> ImageSet | StreamedSet:
@@ -116,8 +121,8 @@ def decode_or_stream(
     (a streamed set is then decoded once to find them).
     """
     n = len(labels)
-    held = fits_memory(n * spec.input_size[0] * side * side)
-    images = torch.empty((n if held else 0, spec.input_size[0], side, side), dtype=torch.uint8)
+    held = fits_memory(n * spec.input_size[0] * side[0] * side[1])
+    images = torch.empty((n if held else 0, spec.input_size[0], *side), dtype=torch.uint8)
 
     def fill(index: int) -> str:
         try:
@@ -165,10 +170,37 @@ def unreadable(failures: Sequence[str]) -> DataError:
     return DataError(f"{failures[0]}{more}; mend or remove what cannot be read, or {leave_out}")
 
 
-def sides(size: int | None, resize: int | None) -> tuple[int, int]:
-    """Side of the model's input, and of the stored images."""
-    size = size or DEFAULT_SIZE
-    side = resize or round(size * 8 / 7)
-    if side < size:
-        raise DataError(f"images resized to {side} pixels are smaller than the {size} that the model sees")
-    return size, side
+def sides(size: Side | None, resize: Side | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of the model's input, and of the stored images."""
+    return stored_sides(size or DEFAULT_SIZE, resize, 8 / 7)
+
+
+def settled(
+    spec: DatasetSpec,
+    framing: Framing | None,
+    image_at: Callable[[int], tuple[bytes | Path, Path | str]],
+    count: int,
+) -> tuple[DatasetSpec, Framing]:
+    """A set's specification and framing, with the colour of its border and the range of its values.
+
+    Args:
+        spec: of the set.
+        framing: as asked for; None: the middle, and one range for the set.
+        image_at, count: the training images, as for `range_of_set`.
+    """
+    framing = framing or Framing(value_range="set")
+    value_range = framing.value_range
+    if value_range == "set":
+        value_range = range_of_set(image_at, count)
+    framing = replace(framing, mean=framing.mean or spec.mean, value_range=value_range)
+    return replace(spec, value_range=value_range), framing
+
+
+def framing_text(side: tuple[int, int], framing: Framing) -> str:
+    """What a fingerprint states of the decoded images' size and framing; for squares of the middle, the side alone."""
+    parts = [shown_sides(side)]
+    if framing.crop_mode != "center":
+        parts.append(framing.crop_mode)
+    if framing.value_range not in (None, (0.0, 1.0), (0.0, 65535.0)):
+        parts.append(repr(framing.value_range))
+    return " ".join(parts)

@@ -13,10 +13,12 @@ from torch import Tensor
 from capszoo._files import expanded
 from capszoo.errors import first_line, install_hint
 
+from ...images import Framing
 from ..errors import DataError
 from ..readers import decode_image, image_below, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet
-from .common import SPLITS, decode_or_stream, folder_spec, locate, sides, to_tensor
+from ..specs import Side
+from .common import SPLITS, decode_or_stream, folder_spec, framing_text, locate, settled, sides, to_tensor
 
 __all__ = ["fetch_repository", "hub_splits", "open_hub"]
 
@@ -28,13 +30,14 @@ class _Rows:
     rows: Any
     column: str
     mode: str
-    side: int
+    side: tuple[int, int]
     folder: Path
+    framing: Framing = Framing()
 
     def decode(self, index: int) -> Tensor:
         row = f"row {index} of {self.column}"
         encoded = _cell(self.rows[index][self.column], self.folder, row)
-        return to_tensor(decode_image(encoded, self.mode, row, self.side))
+        return to_tensor(decode_image(encoded, self.mode, row, self.side, self.framing))
 
     def fingerprint(self) -> str:
         # not the rows' own: it depends on the paths and times of the files
@@ -44,7 +47,7 @@ class _Rows:
             for path in sorted(paths)
             if not any(part.startswith(".") for part in path.parts)  # caches of the Hub's client
         ]
-        return "\n".join([*files, f"{self.column} {len(self.rows)} {self.side}"])
+        return "\n".join([*files, f"{self.column} {len(self.rows)} {framing_text(self.side, self.framing)}"])
 
 
 def _cell(cell: dict[str, Any] | None, folder: Path, row: str) -> bytes | Path:
@@ -79,11 +82,12 @@ def open_hub(
     repository: str,
     split: str,
     data: str | Path | None,
-    size: int | None,
-    resize: int | None,
+    size: Side | None,
+    resize: Side | None,
     download: str | Path | None,
     skipped: list[str] | None,
     channels: int | None = None,
+    framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
     """A split of a Hub repository, downloaded earlier or now."""
     found, folder = hub_splits(name, repository, data, download)  # raises an error if the library is missing
@@ -118,8 +122,15 @@ def open_hub(
 
     mode = mode_of(mode_at, len(looked), channels)
     size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(labels), split)
-    return decode_or_stream(spec, split, _Rows(rows, image, mode, side, folder), labels, side, skipped)
+    spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, *size), len(labels), split)
+
+    def image_at(index: int) -> tuple[bytes | Path, str]:
+        return _cell(looked[index][image], folder, name), name
+
+    spec, framing = settled(spec, framing, image_at, len(looked))
+    return decode_or_stream(
+        spec, split, _Rows(rows, image, mode, side, folder, framing), labels, side, skipped
+    )
 
 
 def _label_column(rows: Any) -> str | None:

@@ -12,13 +12,22 @@ import torch
 from torch import Tensor
 
 from capszoo.errors import CapszooError
-from capszoo.images import files_below, is_visible_image
+from capszoo.images import Framing, files_below, is_visible_image
 
 from ..errors import DataError
 from ..readers import decode_image, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet, sized
-from ..specs import DatasetSpec, is_text
-from .common import SPLIT_NAMES, SPLITS, decode_or_stream, folder_spec, sides, to_tensor
+from ..specs import DatasetSpec, Side, is_text
+from .common import (
+    SPLIT_NAMES,
+    SPLITS,
+    decode_or_stream,
+    folder_spec,
+    framing_text,
+    settled,
+    sides,
+    to_tensor,
+)
 
 __all__ = ["FileDecoder", "holds_classes", "open_h_imagenet", "open_images", "split_folder"]
 
@@ -30,14 +39,16 @@ class FileDecoder:
     root: Path
     paths: tuple[str, ...]
     mode: str
-    side: int
+    side: tuple[int, int]
+    framing: Framing = Framing()
 
     def decode(self, index: int) -> Tensor:
         path = self.root / self.paths[index]
-        return to_tensor(decode_image(path, self.mode, path, self.side))
+        return to_tensor(decode_image(path, self.mode, path, self.side, self.framing))
 
     def fingerprint(self) -> str:
-        return "\n".join(f"{path} {_size(self.root / path)}" for path in self.paths) + f"\n{self.side}"
+        files = "\n".join(f"{path} {_size(self.root / path)}" for path in self.paths)
+        return f"{files}\n{framing_text(self.side, self.framing)}"
 
 
 def _size(path: Path) -> int:
@@ -52,11 +63,12 @@ def open_images(
     name: str,
     folder: Path,
     split: str,
-    size: int | None,
-    resize: int | None,
+    size: Side | None,
+    resize: Side | None,
     spec: DatasetSpec | None = None,
     skipped: list[str] | None = None,
     channels: int | None = None,
+    framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
     """A folder with a sub-folder per class, in a folder per split; without split folders, all is the training split."""
     root = split_folder(folder, SPLITS[split])
@@ -105,11 +117,15 @@ def open_images(
         mode = mode_of(
             lambda k: image_mode(training / looked[k], training / looked[k]), len(looked), channels
         )
-        spec = folder_spec(name, classes, (3 if mode == "RGB" else 1, size, size), len(paths), split)
+        spec = folder_spec(name, classes, (3 if mode == "RGB" else 1, *size), len(paths), split)
+        spec, framing = settled(
+            spec, framing, lambda k: (training / looked[k], training / looked[k]), len(looked)
+        )
     else:
         spec, side = sized(replace(spec, label_names=tuple(classes)), size, resize)
         mode = "RGB"
-    return decode_or_stream(spec, split, FileDecoder(root, paths, mode, side), labels, side, skipped)
+    decoder = FileDecoder(root, paths, mode, side, framing or Framing())
+    return decode_or_stream(spec, split, decoder, labels, side, skipped)
 
 
 def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
@@ -169,9 +185,10 @@ def open_h_imagenet(
     split: str,
     folders: Sequence[Path],
     *,
-    size: int | None,
-    resize: int | None,
+    size: Side | None,
+    resize: Side | None,
     skipped: list[str] | None = None,
+    framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
     """h-ImageNet as written by `capszoo.data.imagenet.build`; its counts must match its manifest."""
     folder = next((folder for folder in folders if (folder / "h_imagenet.json").is_file()), None)
@@ -182,7 +199,7 @@ def open_h_imagenet(
         expected = manifest["counts"]["train" if split == "train" else "val"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / 'h_imagenet.json'} is damaged ({error}): build the set again") from error
-    found = open_images(spec.name, folder, split, size, resize, spec, skipped)
+    found = open_images(spec.name, folder, split, size, resize, spec, skipped, framing=framing)
     if not skipped and len(found) != expected:
         raise DataError(
             f"{folder} holds {len(found)} images of {spec.title} ({split}), its manifest says {expected}"

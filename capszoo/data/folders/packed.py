@@ -7,8 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ...images import Framing
 from ..errors import DataError
 from ..readers import idx_pair, parquet_colour_and_top, parquet_label_names, read_idx_pair, read_parquet
+from ..specs import Side
 from .common import SPLITS, fits_memory
 
 __all__ = ["parquet_shards", "read_idx", "read_packed_parquet"]
@@ -42,16 +44,22 @@ def read_idx(folder: Path, split: str) -> tuple[Tensor, Tensor, Sequence[str]]:
 
 
 def read_packed_parquet(
-    folder: Path, split: str, size: int | None, resize: int | None, channels: int | None = None
+    folder: Path,
+    split: str,
+    size: Side | None,
+    resize: Side | None,
+    channels: int | None = None,
+    framing: Framing | None = None,
 ) -> tuple[Tensor, Tensor, Sequence[str]]:
     """Read a split of the set ``parquet:PATH``.
 
     Args:
         folder: of the files, whose names begin with that of the split.
         split: ``"train"``, ``"val"`` or ``"test"``.
-        size: side of the images; None keeps that of the files.
-        resize: side to which they are resized where ``size`` is given; None: ``size``.
+        size: side, or rows and columns, of the images; None keeps that of the files.
+        resize: those to which they are resized where ``size`` is given; None: ``size``.
         channels: 1 or 3; None: as many as the training images have.
+        framing: how they are framed, with a known range of values.
 
     Returns:
         Images, class indices, and the classes' names.
@@ -72,7 +80,9 @@ def read_packed_parquet(
     # Colour and number of classes come from the training split, so that all splits agree.
     training = parquet_shards(folder, SPLITS["train"]) if split != "train" else []
     colour, top = parquet_colour_and_top(training) if training else (None, 0)
-    images, labels = read_parquet(shards, channels or colour, (resize or size) if size else None)
+    images, labels = read_parquet(
+        shards, channels or colour, (resize or size) if size else None, framing=framing
+    )
     label_names = parquet_label_names(shards[0]) or [str(k) for k in range(max(int(labels.max()), top) + 1)]
     return images, labels, label_names
 

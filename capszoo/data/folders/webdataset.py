@@ -10,17 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...images import Framing
 from ..errors import DataError
 from ..readers import MAX_LABEL, decode_image, image_mode, mode_of
 from ..sets import ImageSet, StreamedSet
 from ..shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
+from ..specs import Side
 from .common import (
     SPLIT_NAMES,
     SPLITS,
     available_workers,
     decode_or_stream,
     folder_spec,
+    framing_text,
     locate,
+    settled,
     sides,
     to_tensor,
 )
@@ -34,7 +38,8 @@ class _Members:
 
     index: ShardIndex
     mode: str
-    side: int
+    side: tuple[int, int]
+    framing: Framing = Framing()
 
     def encoded(self, number: int) -> tuple[bytes, Path, int]:
         """The bytes of an image, its shard, and their offset in it."""
@@ -44,16 +49,15 @@ class _Members:
     def decode(self, index: int) -> Tensor:
         encoded, path, offset = self.encoded(index)
         try:
-            return to_tensor(decode_image(encoded, self.mode, path, self.side))
+            return to_tensor(decode_image(encoded, self.mode, path, self.side, self.framing))
         except DataError:  # reading the name takes another access, so it happens only on errors
-            return to_tensor(
-                decode_image(encoded, self.mode, f"{path}/{member_name(path, offset)}", self.side)
-            )
+            name = f"{path}/{member_name(path, offset)}"
+            return to_tensor(decode_image(encoded, self.mode, name, self.side, self.framing))
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self.index.offsets.tobytes() + self.index.sizes.tobytes()).hexdigest()
         names = "\n".join(f"{path.name} {path.stat().st_size}" for path in self.index.paths)
-        return f"{names}\n{digest} {self.side}"
+        return f"{names}\n{digest} {framing_text(self.side, self.framing)}"
 
 
 def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
@@ -102,10 +106,11 @@ def open_shards(
     where: str,
     split: str,
     data: str | Path | None,
-    size: int | None,
-    resize: int | None,
+    size: Side | None,
+    resize: Side | None,
     skipped: list[str] | None,
     channels: int | None = None,
+    framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
     """A split of a set of WebDataset shards."""
     every = find_shards(name, where, data)
@@ -117,7 +122,7 @@ def open_shards(
     training = shards_of_split(every, SPLITS["train"], SPLIT_NAMES)
     looked = read_index(training, available_workers()) if split != "train" and training else index
     label_names = _shard_names(index, looked)
-    members = _Members(looked, "L", 1)
+    members = _Members(looked, "L", (1, 1))
 
     def mode_at(number: int) -> str:
         encoded, path, _ = members.encoded(number)
@@ -125,6 +130,7 @@ def open_shards(
 
     mode = mode_of(mode_at, len(looked.labels), channels)
     size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, size, size), len(index.labels), split)
+    spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, *size), len(index.labels), split)
+    spec, framing = settled(spec, framing, lambda k: members.encoded(k)[:2], len(looked.labels))
     labels, shards = torch.from_numpy(index.labels), torch.from_numpy(index.shards)
-    return decode_or_stream(spec, split, _Members(index, mode, side), labels, side, skipped, shards)
+    return decode_or_stream(spec, split, _Members(index, mode, side, framing), labels, side, skipped, shards)
