@@ -31,6 +31,7 @@ from capszoo.data import Augment, Batch, Batches, ImageSet, StreamedSet, dataset
 from capszoo.data import folders as folders_module  # noqa: E402
 from capszoo.data.augment import jitter, warp  # noqa: E402
 from capszoo.data.sources import compose  # noqa: E402
+from capszoo.data.specs import both_sides
 from capszoo.losses import margin_loss  # noqa: E402
 
 JITTER = {"brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "hue": 0.2}
@@ -66,8 +67,8 @@ def make(setting: Setting, count: int, device: str) -> ImageSet:
     generator = torch.Generator().manual_seed(0)
     base = dataset_spec(spec.base) if spec.base else spec
     c, h, w = base.input_size
-    side = setting.augment.resize or base.side or h
-    images = torch.randint(0, 256, (count, c, side, side), dtype=torch.uint8, generator=generator)
+    side = both_sides(setting.augment.resize or base.side or h)
+    images = torch.randint(0, 256, (count, c, *side), dtype=torch.uint8, generator=generator)
     labels = torch.arange(count) % base.num_classes
     data = ImageSet(base, "train", images, labels)
     return (compose(spec, "train", data) if spec.base else data).to(device)

@@ -357,6 +357,15 @@ def check_object_size(own: Mapping[str, Any], input_size: Sequence[int], where: 
 _SECTIONS = ("recipe", "dataset", "metrics", "history", "versions", "per_class")
 
 
+def _value_range(value: Any, where: str, key: str) -> list[float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise WeightsError(f"{where}: {key} must be two numbers, [black, white], not {_short(value)}")
+    black, white = (_real(one, where, key, -1e30, 1e30) for one in value)
+    if not black < white:
+        raise WeightsError(f"{where}: {key} must ascend, not {_short(value)}")
+    return [black, white]
+
+
 def _count(value: Any, where: str, key: str) -> int:
     return _whole(value, where, key, 0, 10**15)
 
@@ -374,6 +383,7 @@ _OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
     "object_size": _object_size,
     "score_kind": _one_of(*SCORE_KINDS),
     "inherited_mean": _flag,
+    "value_range": _value_range,
 }
 
 

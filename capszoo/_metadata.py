@@ -79,6 +79,7 @@ class WeightsInfo:
         mean, std: per channel, for pixels in 0..1.
         model_args: arguments of ``create_model`` besides classes, channels and size.
         crop_pct: share of the resized image that the crop keeps.
+        crop_mode: how an image of another shape is framed: ``center``, ``squash`` or ``border``.
         license: of the weights.
         raw: the whole content of the file (recipe, metrics, seeds, …).
         stored_as: for a checkpoint that the architecture shares with another (`ALIASES`), its name there.
@@ -95,6 +96,7 @@ class WeightsInfo:
     label_names: tuple[str, ...] | None = None
     interpolation: str = "bilinear"
     crop_pct: float = 1.0
+    crop_mode: str = "center"
     license: str = "apache-2.0"
     description: str | None = None
     raw: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +141,9 @@ class WeightsInfo:
     @property
     def own_keys(self) -> dict[str, Any]:
         """Facts for which timm's configuration has no field (see `capszoo._own_facts`)."""
-        stated = {key: self.raw[key] for key in ("background", "object_size") if self.raw.get(key)}
+        stated = {
+            key: self.raw[key] for key in ("background", "object_size", "value_range") if self.raw.get(key)
+        }
         if self.score_kind:
             stated["score_kind"] = self.score_kind
         # a recipe that states a mean has it from the weights that it starts from, as fine-tuning does
@@ -178,6 +182,7 @@ class WeightsInfo:
             label_names=checked_value(raw, "label_names", where, default=None),
             interpolation=checked_value(raw, "interpolation", where, default="bilinear"),
             crop_pct=checked_value(raw, "crop_pct", where, default=1.0),
+            crop_mode=checked_value(raw, "crop_mode", where, default="center"),
             license=checked_value(raw, "license", where, default="unknown"),
             description=checked_value(raw, "description", where, default=None),
             raw=raw,

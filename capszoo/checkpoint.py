@@ -332,6 +332,7 @@ def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: d
         std=info.std,
         interpolation=info.interpolation,
         crop_pct=info.crop_pct,
+        crop_mode=info.crop_mode,
         label_names=info.label_names,
     )
     stated = {"num_classes": info.num_classes, "in_chans": info.input_size[0]}

@@ -469,8 +469,9 @@ def resize_and_crop(
         seen = image.resize((wide, tall), resampling, box=box)
     if (tall, wide) == size:
         return seen
-    fill = tuple(min(max(round(255 * value), 0), 255) for value in mean or (0,))
-    fill = fill * len(image.getbands()) if len(fill) == 1 else fill
+    bands = len(image.getbands())
+    colour = mean if len(mean) == bands else (sum(mean) / max(len(mean), 1),) * bands
+    fill = tuple(min(max(round(255 * value), 0), 255) for value in colour)
     canvas = Image.new(image.mode, (width, height), fill)
     canvas.paste(seen, ((width - wide) // 2, (height - tall) // 2))
     return canvas

@@ -86,14 +86,14 @@ class AugmentRecord(_Record):
 
     shift: int | None = None
     flip: bool | str = False
-    resize: int | None = None
+    resize: int | tuple[int, int] | None = None
 
 
 class DataRecord(_Record):
     """The recipe's data."""
 
     name: str = ""
-    size: int | None = None
+    size: int | tuple[int, int] | None = None
     val_size: int | None = None
     val_seed: int | None = None
     validation: str | None = None

@@ -97,6 +97,22 @@ NonNegativeRate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+def _sides(value: Any) -> Any:
+    """`32`, `[32, 64]` or `32x64`: the side of a square, or rows and columns."""
+    parts = value.lower().split("x") if isinstance(value, str) else value
+    parts = list(parts) if isinstance(parts, (list, tuple)) else [parts]
+    try:
+        sides = tuple(int(part) for part in parts if not isinstance(part, (bool, float)))
+    except (TypeError, ValueError):
+        sides = ()
+    if len(sides) != len(parts) or len(sides) not in (1, 2) or not all(0 < side < 2**31 for side in sides):
+        raise ValueError("must be a side in pixels such as 32, or rows and columns such as 32x64")
+    return sides[0] if len(set(sides)) == 1 else sides
+
+
+Sides = Annotated[int | tuple[int, int], BeforeValidator(_sides)]
+
+
 class RecipeError(UsageError):
     """A recipe is missing or invalid; the message is one line that names the key and the remedy."""
 
@@ -118,8 +134,9 @@ class AugmentConfig(_Section):
     """Side in pixels of a square at a random place that is set to the data set's mean."""
     cutout_off_epochs: NonNegative = 0
     """Last epochs of the run, which are without cutout."""
-    resize: Positive | None = None
-    """Side to which all images are resized; the model sees a random patch of them (the middle in evaluation)."""
+    resize: Sides | None = None
+    """Side, or ROWSxCOLUMNS, to which all images are resized; the model sees a random patch of them (the middle in
+    evaluation)."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
     """Largest angle in degrees, either way."""
     shear: Annotated[float, Field(ge=0, le=2)] = 0.0
@@ -160,8 +177,14 @@ class DataConfig(_Section):
     name: str
     """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, wds:PATH, parquet:PATH, idx:PATH,
     hf:OWNER/NAME."""
-    size: Positive | None = None
-    """Side of the images that the model sees; the data set's where it is left out."""
+    size: Sides | None = None
+    """Side, or ROWSxCOLUMNS, of the images that the model sees; the data set's where it is left out."""
+    crop_mode: Literal["center", "squash", "border"] = "center"
+    """How images of another shape are framed, in timm's words: their middle is cropped, their sides are scaled
+    separately, or they are shrunk and padded with the mean."""
+    value_range: tuple[float, float] | None = None
+    """Black and white of images with more than 8 bits a channel; where it is left out, one range for the set, from its
+    training images."""
     val_size: NonNegative = 5000
     """Images carved out of the training set for validation; nothing is selected on the test set."""
     val_seed: Seed = 0
@@ -181,6 +204,13 @@ class DataConfig(_Section):
     mean: tuple[float, ...] | None = None
     """Mean per channel of images in 0..1, to normalise them; the data set's where it is left out."""
     std: tuple[Rate, ...] | None = None
+
+    @field_validator("value_range")
+    @classmethod
+    def _ascends(cls, value_range: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value_range and not -float("inf") < value_range[0] < value_range[1] < float("inf"):
+            raise ValueError("black comes first, such as [0, 4095]")
+        return value_range
 
     @field_validator("name")
     @classmethod
@@ -382,6 +412,8 @@ class Recipe(_Section):
     def _stages_fit(self) -> Recipe:
         if not self.stages:
             return self
+        if isinstance(self.data.size, tuple):
+            raise ValueError("stages are of square images, and data.size is not square: leave stages out")
         full = self.epochs - sum(stage.epochs for stage in self.stages)
         if full < 0.3 * self.epochs:
             raise ValueError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from capszoo._api import default_device
 from capszoo.checkpoint import resolve
 from capszoo.data import DATASETS, DataError, ImageSet, split_validation
 from capszoo.data.folders import find_splits
-from capszoo.data.specs import source_name
+from capszoo.data.specs import Side, both_sides, source_name
 from capszoo.errors import UsageError
+from capszoo.images import CROP_MODES
 from capszoo.inference import label_lines
 from capszoo.metadata import Metadata
 from capszoo.models._backbones import backbone_args, create_backbone_cfg, described_backbone
@@ -44,7 +45,7 @@ from .release.model_card import (
 from .release.public import public
 from .train import train
 from .training.checkpoints import write_atomically
-from .training.setup import RunData, check_classes, load_data, read_split
+from .training.setup import RunData, check_classes, framing_of, load_data, read_split
 from .weights import amend_metadata
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
@@ -78,6 +79,7 @@ class Source:
         mean, std: per channel, for images in 0..1.
         loss: as in a recipe.
         label_names: of the weights; empty if they have none.
+        crop_mode: how the weights' images were framed, see `capszoo.images.CROP_MODES`.
     """
 
     architecture: str
@@ -87,6 +89,7 @@ class Source:
     std: tuple[float, ...]
     loss: dict[str, Any]
     label_names: tuple[str, ...]
+    crop_mode: str = "center"
 
 
 def find_source(model: str, weights: bool = True) -> Source:
@@ -118,7 +121,13 @@ def find_source(model: str, weights: bool = True) -> Source:
         loss = {**loss, "reconstruction": 0.0}
     size = model_input_size(net)  # a saved network may take another one than its weights' images had
     names = tuple(cfg.get("label_names") or ())
-    return Source(architecture, args, size, tuple(cfg["mean"]), tuple(cfg["std"]), loss, names)
+    return Source(architecture, args, size, tuple(cfg["mean"]), tuple(cfg["std"]), loss, names, _framed(cfg))
+
+
+def _framed(cfg: Mapping[str, Any]) -> str:
+    """The crop mode of a configuration; timm may have others, for training."""
+    stated = str(cfg.get("crop_mode"))
+    return stated if stated in CROP_MODES else "center"
 
 
 def backbone_source(backbone: str, head: str) -> Source:
@@ -153,6 +162,7 @@ def backbone_source(backbone: str, head: str) -> Source:
         tuple(cfg.get("std") or (0.5,)),
         {"name": "cross_entropy"},
         (),
+        _framed(cfg),
     )
 
 
@@ -181,7 +191,8 @@ def finetune_recipe(
     backbone: str | None = None,
     head: str = "idpa",
     tag: str | None = None,
-    img_size: int | None = None,
+    img_size: Side | None = None,
+    crop_mode: str | None = None,
     freeze: Sequence[str] = (),
     layer_decay: float | None = None,
     epochs: int | None = None,
@@ -207,13 +218,12 @@ def finetune_recipe(
         source = find_source(model, weights=not from_scratch)
     else:
         source, model = backbone_source(backbone, head), f"{BACKBONE}{backbone}"
-    if img_size is None and source.input_size[1] != source.input_size[2]:
-        raise UsageError(
-            f"{model} takes {source.input_size[1]}x{source.input_size[2]} images", "give --img-size N"
-        )
-    size = img_size or source.input_size[1]
+    rows, columns = both_sides(img_size or source.input_size[1:])
+    size: Side = rows if rows == columns else (rows, columns)
+    crop_mode = crop_mode or source.crop_mode
+    framing = framing_of(crop_mode, source.mean, None)
     # Loaded as in training: problems with the folder are reported before anything is written.
-    images, _ = read(name, "train", root, size, size, skip_bad)
+    images, _ = read(name, "train", root, size, size, skip_bad, framing)
     splits = {"train", "test"} if name in DATASETS else find_splits(name, root)
     if images.spec.multi_label:
         raise UsageError(
@@ -244,6 +254,7 @@ def finetune_recipe(
         "data": {
             "name": name,
             "size": size,
+            "crop_mode": crop_mode,
             "validation": "own" if "val" in splits else "stratified",
             "val_size": validation,
             "test": "test" in splits,
@@ -252,7 +263,12 @@ def finetune_recipe(
             # The weights were trained on images with this normalisation.
             "mean": per_channel(source.mean, channels),
             "std": per_channel(source.std, channels),
-            "augment": {"resize": size, "shift": max(1, size // 14), "rotation": 10, "scale": [0.9, 1.1]},
+            "augment": {
+                "resize": size,
+                "shift": max(1, min(rows, columns) // 14),
+                "rotation": 10,
+                "scale": [0.9, 1.1],
+            },
         },
         "epochs": epochs,
         "batch_size": batch,
@@ -292,7 +308,8 @@ def finetune(
     backbone: str | None = None,
     head: str = "idpa",
     tag: str | None = None,
-    img_size: int | None = None,
+    img_size: Side | None = None,
+    crop_mode: str | None = None,
     freeze: Sequence[str] = (),
     layer_decay: float | None = None,
     epochs: int | None = None,
@@ -316,7 +333,9 @@ def finetune(
             another prefix of `capszoo.data.PREFIXES`, or the name of a data set.
         out: folder of the run; None: `runs/<arch>.<tag>`.
         tag: name of the new weights after the architecture's; None uses the data's.
-        img_size: side of the images; None uses that of the weights.
+        img_size: side, or rows and columns, of the images; None uses those of the weights.
+        crop_mode: how images of another shape are framed: ``center``, ``squash`` or ``border``; None as for the
+            weights.
         freeze: "body", "all" (except the class capsules), or modules by name.
         layer_decay: factor of the learning rate from each layer to the one before it; None uses the default, 1 none.
         epochs: maximum number; None uses as many as give about `UPDATES` updates.
@@ -345,6 +364,7 @@ def finetune(
         head=head,
         tag=tag,
         img_size=img_size,
+        crop_mode=crop_mode,
         freeze=freeze,
         layer_decay=layer_decay,
         epochs=epochs,

@@ -154,6 +154,7 @@ def _config(found: Checkpoint) -> dict[str, Any]:
             "std": list(info.std),
             "interpolation": info.interpolation,
             "crop_pct": info.crop_pct,
+            "crop_mode": info.crop_mode,
             "pool_size": list(info.metadata.pool_size) if info.metadata.pool_size else None,
             "license": info.license,
             "description": info.description,

@@ -25,13 +25,36 @@ class YamlError(ValueError):
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
 class _Loader(_SafeLoader):  # type: ignore[misc]
-    """PyYAML reads YAML 1.1, in which `1e-8` is a string; in YAML 1.2 it is a number."""
+    """Numbers as in YAML 1.2. PyYAML reads YAML 1.1, where `010` is 8, `1:30` is 90, and `1e-8` is a string."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in kinds if tag not in (_INT, _FLOAT)]
+        for first, kinds in _SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_integer(self, node: Any) -> int:
+        text = self.construct_scalar(node).replace("_", "")
+        base = {"0x": 16, "0o": 8}.get(text.lstrip("+-")[:2].lower(), 10)
+        return int(text, base)
 
 
+_Loader.add_constructor(_INT, _Loader.construct_integer)
+# `08` stays a text, which PyYAML writes without quotes
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    _INT,
+    re.compile(r"[-+]?(0x[0-9a-fA-F]+|0o[0-7]+|0[0-7_]*|[1-9][0-9_]*)$"),
+    list("-+0123456789"),
+)
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"([-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
     list("-+.0123456789"),
 )
 

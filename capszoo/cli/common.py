@@ -29,6 +29,7 @@ from ..errors import CapszooError, UsageError
 
 __all__ = [
     "MODEL_HELP",
+    "CROP_MODES",
     "PICTURES",
     "STYLES",
     "BackgroundOption",
@@ -65,6 +66,9 @@ __all__ = [
 
 #: Picture formats, and styles (`capszoo.explain.plotting.STYLES`, which needs torch).
 PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
+
+#: How images are framed (`capszoo.images.CROP_MODES`, which imports Pillow).
+CROP_MODES = ("center", "squash", "border")
 
 #: Length of the longest error message in characters.
 MAX_MESSAGE = 500

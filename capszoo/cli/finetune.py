@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from .._catalogue import HEAD_ROUTINGS, check_model_argument
-from .common import refuse_unused, was_given
+from .._suggest import unknown_name
+from ..errors import UsageError
+from .common import CROP_MODES, parse_size, refuse_unused, was_given
 from .training import (
     AcceptDataOption,
     BatchOption,
@@ -70,12 +72,21 @@ def finetune_command(
         ),
     ] = None,
     img_size: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--img-size",
-            min=1,
-            metavar="N",
-            help="Side of the images, if not the weights'.",
+            metavar="N or HxW",
+            help="Size of the images, if not the weights'.",
+            rich_help_panel="Settings",
+        ),
+    ] = None,
+    crop_mode: Annotated[
+        str | None,
+        typer.Option(
+            "--crop-mode",
+            metavar="center|squash|border",
+            help="Of images of another shape: crop, scale each side, or shrink and pad (default: the weights').",
+            show_default=False,
             rich_help_panel="Settings",
         ),
     ] = None,
@@ -146,12 +157,16 @@ def finetune_command(
             "tag": tag,
             "data.name": data,
             "data.size": img_size,
+            "data.crop_mode": crop_mode,
             "data.skip_bad": skip_bad or None,
             "init.freeze": freeze,
             "model_args.routing": head if was_given(context, "head") else None,
             "optimizer.layer_decay": layer_decay,
         },
     )
+    size = parse_size(img_size)
+    if crop_mode not in (None, *CROP_MODES):
+        raise UsageError(unknown_name("crop mode", str(crop_mode), CROP_MODES))
     check_training()
     from ..data.specs import source_name
 
@@ -167,7 +182,8 @@ def finetune_command(
         backbone=backbone,
         head=head,
         tag=tag,
-        img_size=img_size,
+        img_size=size,
+        crop_mode=crop_mode,
         freeze=[part.strip() for given in freeze or () for part in given.split(",") if part.strip()],
         layer_decay=layer_decay,
         epochs=epochs,

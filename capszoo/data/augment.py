@@ -46,8 +46,8 @@ class Augment:
     cutout.
 
     Attributes:
-        resize: side, or rows and columns, to which the images are resized once, when they are loaded; a patch of the model's input size
-            is then cropped at random (in the middle without randomness).
+        resize: side, or rows and columns, to which the images are resized once, when they are loaded; a patch of the
+            model's input size is then cropped at random (in the middle without randomness).
         rotation: largest angle in degrees, either way.
         shear: largest horizontal shear, either way: a row y pixels off the middle moves by shear * y.
         scale: smallest and largest factor of the size.

@@ -21,8 +21,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODES",
+    "SetLook",
     "decode_image",
     "image_below",
     "image_mode",
+    "look_at_parquet",
+    "look_at_set",
     "parquet_label_names",
-    "range_of_set",
     "read_cifar_binary",
     "read_idx",
     "read_norb_matrix",
@@ -58,8 +61,9 @@ MODES = {1: "L", 3: "RGB"}
 """Pillow's mode in which images are read, by the number of channels."""
 _MODE_SAMPLE = 1000
 """Number of images, evenly spaced, that decide whether a set has colour."""
-_RANGE_SAMPLE = 4096
+_LOOKED_AT = 4096
 """Number of images, drawn at random, that decide whether a set has more than 8 bits."""
+_ORIENTATION = 0x0112  # EXIF tag
 MAX_LABEL = 100_000
 """Largest label of a set: each number up to it is a class."""
 _NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # largest file: two images of 108 x 108 per example
@@ -180,14 +184,25 @@ def decode_image(
     return np.asarray(result)
 
 
-def range_of_set(
-    image_at: Callable[[int], tuple[bytes | Path, Path | str]], count: int
-) -> tuple[float, float] | None:
-    """Black and white of a set: one range for all of its images that have more than 8 bits a channel.
+@dataclass(frozen=True)
+class SetLook:
+    """What the headers of a set's images say.
 
-    It is what the files state (a TIFF's MaxSampleValue), if all of them do. Otherwise white is the largest value; of
-    integers, the largest that its number of bits can hold, at least 8. Black is 0, or the smallest value if that is
-    negative. Floats from 0 to 1 have that range. None: no image has more than 8 bits.
+    Attributes:
+        value_range: black and white, one range for all images of more than 8 bits; None: there are none.
+        sizes: width and height of a random sample of the images.
+    """
+
+    value_range: tuple[float, float] | None
+    sizes: tuple[tuple[int, int], ...]
+
+
+def look_at_set(image_at: Callable[[int], tuple[bytes | Path, Path | str]], count: int) -> SetLook:
+    """Sizes of a set's images, and one range of values for those that have more than 8 bits a channel.
+
+    The range is what the files state (a TIFF's MaxSampleValue), if all of them do. Otherwise white is the largest
+    value; of integers, the largest that its number of bits can hold, at least 8. Black is 0, or the smallest value if
+    that is negative. Floats from 0 to 1 have that range.
 
     Args:
         image_at: an image by its index, encoded or as a path, and its name.
@@ -197,39 +212,54 @@ def range_of_set(
 
     from capszoo.images import image_formats, is_deep, open_image, stated_range, value_extremes
 
-    def look(index: int) -> tuple[str, float, float, bool] | None:
+    def look(index: int) -> tuple[tuple[int, int], _Values | None] | None:
         try:
             encoded, source = image_at(index)
             file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
             with Image.open(file, formats=image_formats()) as image:
+                size = image.size
+                if image.getexif().get(_ORIENTATION, 1) > 4:  # turned by a right angle
+                    size = size[::-1]
                 if not is_deep(image):
-                    return None
+                    return size, None
                 stated = stated_range(image)
             low, high = stated or value_extremes(open_image(encoded, name=source))
-            return image.mode, low, high, stated is not None
+            return size, _Values(image.mode == "F", low, high, stated is not None)
         except Exception:  # unreadable images are reported when they are decoded
             return None
 
-    def looked(indices: Sequence[int]) -> list[tuple[str, float, float, bool]]:
+    def looked(indices: Sequence[int]) -> list[tuple[tuple[int, int], _Values | None]]:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             return [one for one in pool.map(look, indices) if one is not None]
 
-    sample = random.Random(0).sample(range(count), min(count, _RANGE_SAMPLE))
-    found = looked(sample)
-    if not found:
-        return None
-    if len(sample) < count:
+    sample = random.Random(0).sample(range(count), min(count, _LOOKED_AT))
+    seen = looked(sample)
+    values = [found for _, found in seen if found]
+    if values and len(sample) < count:
         rest = sorted(set(range(count)) - set(sample))
-        for start in range(0, len(rest), _RANGE_SAMPLE):  # `map` submits all that it is given at once
-            found += looked(rest[start : start + _RANGE_SAMPLE])
-    low, high = min(one[1] for one in found), max(one[2] for one in found)
-    if not all(stated for *_, stated in found) and low >= 0:
+        for start in range(0, len(rest), _LOOKED_AT):  # `map` submits all that it is given at once
+            values += [found for _, found in looked(rest[start : start + _LOOKED_AT]) if found]
+    return SetLook(_range_of(values) if values else None, tuple(size for size, _ in seen))
+
+
+class _Values(NamedTuple):
+    """Values of an image of more than 8 bits."""
+
+    floats: bool
+    low: float
+    high: float
+    stated: bool
+
+
+def _range_of(values: Sequence[_Values]) -> tuple[float, float]:
+    low, high = min(one.low for one in values), max(one.high for one in values)
+    if not all(one.stated for one in values) and low >= 0:
         low = 0.0
-        if all(mode != "F" for mode, *_ in found):
+        if not any(one.floats for one in values):
             high = float(2 ** max(8, int(high).bit_length()) - 1)
         elif high <= 1:
             high = 1.0
-    return low, max(high, low + 1e-6)
+    return low, high if high > low else low + 1  # a set of one value
 
 
 def parquet_label_names(file: str | Path) -> tuple[str, ...]:
@@ -409,10 +439,10 @@ def parquet_colour_and_top(files: Sequence[Path]) -> tuple[int, int]:
     return (3 if colour else 1), top
 
 
-def parquet_range(files: Sequence[Path]) -> tuple[float, float] | None:
-    """`range_of_set` of parquet shards."""
+def look_at_parquet(files: Sequence[Path]) -> SetLook:
+    """`look_at_set` of parquet shards."""
     encoded, _ = _parquet_cells(files)
-    return range_of_set(encoded.__getitem__, len(encoded))
+    return look_at_set(encoded.__getitem__, len(encoded))
 
 
 def read_parquet(

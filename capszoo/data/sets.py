@@ -314,6 +314,13 @@ def stored_sides(size: Side, resize: Side | None, margin: float) -> tuple[tuple[
     stored = both_sides(resize) if resize else (round(seen[0] * margin), round(seen[1] * margin))
     if stored[0] < seen[0] or stored[1] < seen[1]:
         raise DataError(
-            f"images resized to {shown_sides(stored)} pixels are smaller than the {shown_sides(seen)} that the model sees"
+            f"images resized to {shown_sides(stored)} pixels are smaller than the {shown_sides(seen)} that the model "
+            "sees"
+        )
+    if abs(stored[0] / seen[0] - stored[1] / seen[1]) > 1 / min(
+        seen
+    ):  # prediction has one factor for both sides
+        raise DataError(
+            f"images resized to {shown_sides(stored)} have another shape than {shown_sides(seen)}"
         )
     return seen, stored

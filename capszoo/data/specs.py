@@ -70,6 +70,8 @@ class DatasetSpec:
     """Side of the stored images where it differs from `input_size`."""
     value_range: tuple[float, float] | None = None
     """Black and white of images of more than 8 bits a channel, where the set has some."""
+    cropped: float | None = None
+    """Mean share of the training images' area that framing cuts off; None where it is not known."""
 
     @property
     def num_classes(self) -> int:

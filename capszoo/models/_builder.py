@@ -122,6 +122,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
             std=info.std,
             interpolation=info.interpolation,
             crop_pct=info.crop_pct,
+            crop_mode=info.crop_mode,
             label_names=info.label_names,
             license=info.license,
             description=info.description,

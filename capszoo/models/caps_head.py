@@ -243,7 +243,7 @@ class RoutedResNet(_HeadResNet):
 
 
 #: Keys of a configuration that describe the images, which a `caps_head` has from its backbone.
-IMAGE_SETTINGS = ("mean", "std", "interpolation", "crop_pct")
+IMAGE_SETTINGS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
 class BackboneNet(HeadNet):

@@ -18,7 +18,7 @@ from capszoo.data.readers import MODES
 from capszoo.data.specs import RESIZED, is_data_set
 from capszoo.errors import CapszooError
 from capszoo.inference import class_positions, label_names
-from capszoo.preprocess import find_images, load_image, model_input_size, model_transform
+from capszoo.preprocess import find_images, load_image, model_framing, model_input_size, model_transform
 
 __all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "load_images", "open_images", "transformed"]
 
@@ -95,10 +95,13 @@ def _of_data_set(
     channels = model_input_size(model)[0]
     if name.startswith(tuple(PREFIXES)) and channels in MODES:
         sizes["channels"] = channels
+    if name.startswith(tuple(PREFIXES)):
+        sizes["framing"] = model_framing(model)
     if name.startswith(RESIZED):
-        # resized once, to the size of which the transform takes the middle
+        # framed once, at the size of which the transform takes the middle
         transform = model_transform(model)
-        side = round(max(transform.object_size or transform.size) / transform.crop_pct)
+        rows, columns = transform.object_size or transform.size
+        side = (round(rows / transform.crop_pct), round(columns / transform.crop_pct))
         sizes |= {"size": side, "resize": side}
     found = load_dataset(name, split, data, skipped=skipped, **sizes)
     classes = int(getattr(model, "num_classes", 0))

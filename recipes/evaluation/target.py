@@ -36,12 +36,12 @@ from capszoo.data import (
 from capszoo.data.folders import find_splits, holds_classes
 from capszoo.data.readers import MODES
 from capszoo.data.roots import given_root
-from capszoo.data.specs import RESIZED, folder_name
+from capszoo.data.specs import RESIZED, Side, both_sides, folder_name
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._pretrained import WeightsInfo
-from capszoo.preprocess import model_input_size, per_channel
+from capszoo.preprocess import model_framing, model_input_size, per_channel
 from capszoo.scores import kind_for, score_kind
 
 from .crops import Crops, default_side
@@ -390,7 +390,8 @@ def _load(
         composed = bool(spec.base)
         if composed and multi:
             raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
-    size = trained.size
+    size: Side | None = trained.size
+    framing = model_framing(net)
     if objects and not composed:
         found = load_dataset(
             dataset,
@@ -400,28 +401,44 @@ def _load(
             resize=objects if folder else None,
             skipped=skipped,
             channels=channels,
+            framing=framing,
         )
         return _on_canvas(found, model_size), None
     if model_size != native and size is None and not composed:
-        if model_size[0] != model_size[1]:
-            raise DataError(f"the model takes {model_size[0]}x{model_size[1]} images, data sets are square")
-        size = model_size[0]
+        size = (model_size[0], model_size[1])
     # As in training: the middle of images resized in the same way.
-    resize = augment.resize
+    resize: Side | None = augment.resize
     if folder and not known:
         cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-        resize = round(model_size[0] / float(cfg.get("crop_pct") or 1.0))
+        kept = float(cfg.get("crop_pct") or 1.0)
+        resize = (round(model_size[0] / kept), round(model_size[1] / kept))
     side = resize
-    seen = size or (native[0] if native else model_size[0])
+    seen, across = both_sides(size or (native[0] if native else (model_size[0], model_size[1])))
+    if multi and seen != across:
+        raise DataError(f"the model takes {seen}x{across} images: evaluate them with --crops single")
     # training that shifted images of the input's own size padded them; `default_side` is for all other training
-    shift = (augment.shift or 0) if side is None or side <= seen else 0
-    if multi and not shift and (side or 0) <= seen:
+    stored_rows = both_sides(side)[0] if side else 0
+    shift = (augment.shift or 0) if stored_rows <= seen else 0
+    if multi and not shift and stored_rows <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
     drawn_from = None
-    if info and known and side == resize and size == (trained.size or info.metadata.input_size[1]):
-        drawn_from = info.metadata.dataset.sha256.get("train")
-    images = _read_split(dataset, split, data, trained, size, side, skipped, channels, drawn_from)
+    if info and known and side == resize and size:
+        own = trained.size or info.metadata.input_size[1:]
+        drawn_from = (
+            info.metadata.dataset.sha256.get("train") if both_sides(size) == both_sides(own) else None
+        )
+    read = partial(
+        load_dataset,
+        dataset,
+        data=data,
+        size=size,
+        resize=side,
+        skipped=skipped,
+        channels=channels,
+        framing=framing,
+    )
+    images = _read_split(dataset, split, data, trained, read, drawn_from)
     if not multi:
         return images, None
     rows, cols = images.spec.input_size[1:]
@@ -439,10 +456,7 @@ def _read_split(
     split: str,
     data: str | Path | None,
     trained: DataRecord,
-    size: int | None,
-    side: int | None,
-    skipped: list[str] | None,
-    channels: int | None,
+    load: Callable[[str], ImageSet | StreamedSet],
     drawn_from: str | None,
 ) -> ImageSet | StreamedSet:
     """The images of a split; for "val" exactly those that training held out, or the data set's validation split.
@@ -451,14 +465,9 @@ def _read_split(
 
     Args:
         trained: `data` of the recipe that the model was trained with, if it was trained on this data set.
-        skipped: receives a line for each image that cannot be read; None refuses such images.
-        channels: of the model.
+        load: reads a split by its name.
         drawn_from: sha256 of the images that training held some out of; None if it is not known at this size.
     """
-
-    def load(part: str) -> ImageSet | StreamedSet:
-        return load_dataset(dataset, part, data, size=size, resize=side, skipped=skipped, channels=channels)
-
     named = dataset.startswith(tuple(PREFIXES))
     wanted = "val" if split == "validation" else split
     splits = find_splits(dataset, data) if named and wanted != "train" else set()

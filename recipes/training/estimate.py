@@ -10,6 +10,7 @@ import torch
 
 from capszoo._memory import keep_freed_memory
 from capszoo.data import DataError, DatasetSpec, dataset_spec
+from capszoo.data.specs import both_sides
 
 from ..config import Recipe
 from .setup import create_feedback, create_net, create_optimizer
@@ -74,7 +75,7 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
     if not spec.num_classes:
         raise DataError(f"the number of classes of {recipe.data.name} is known once its files are read")
     if recipe.data.size:
-        spec = replace(spec, input_size=(spec.input_size[0], recipe.data.size, recipe.data.size))
+        spec = replace(spec, input_size=(spec.input_size[0], *both_sides(recipe.data.size)))
     torch.manual_seed(recipe.seed)
     layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
     net = create_net(recipe, spec).to(device).to(memory_format=layout)  # type: ignore[call-overload]

@@ -124,6 +124,10 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
     if not composed and state.batches.margin[0]:
         # predict crops in the same way as evaluation
         details["crop_pct"] = spec.input_size[1] / data.training.size[0]
+    if recipe.data.crop_mode != "center":
+        details["crop_mode"] = recipe.data.crop_mode
+    if spec.value_range:
+        details["value_range"] = list(spec.value_range)
     if state.held_out:
         top1 = state.best.top1 if state.best else (log.records() or [{}])[-1].get("val_top1")
         if top1 is None:

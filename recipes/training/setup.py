@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +30,9 @@ from capszoo.data import (
     split_validation,
 )
 from capszoo.data.folders import find_splits
+from capszoo.data.specs import Side
 from capszoo.errors import CapszooError
+from capszoo.images import MUCH_CROPPED, Framing
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 from capszoo.models._pretrained import WeightsError
 
@@ -43,9 +46,13 @@ __all__ = [
     "create_net",
     "create_optimizer",
     "create_scheduler",
+    "framing_of",
     "load_data",
     "read_split",
 ]
+
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,18 @@ class RunData:
 
 
 def read_split(
-    name: str, split: str, root: str | Path | None, size: int | None, resize: int | None, skip_bad: bool
+    name: str,
+    split: str,
+    root: str | Path | None,
+    size: Side | None,
+    resize: Side | None,
+    skip_bad: bool,
+    framing: Framing | None = None,
 ) -> tuple[ImageSet | StreamedSet, tuple[str, ...]]:
     """A split of a data set, read by `load_dataset`, and a line about each skipped image."""
     skipped: list[str] | None = [] if skip_bad else None
-    return load_dataset(name, split, root, size=size, resize=resize, skipped=skipped), tuple(skipped or ())
+    found = load_dataset(name, split, root, size=size, resize=resize, skipped=skipped, framing=framing)
+    return found, tuple(skipped or ())
 
 
 def load_data(
@@ -95,10 +109,11 @@ def load_data(
     """
     settings = recipe.data
     skipped: list[str] = []
+    framing = framing_of(settings.crop_mode, settings.mean, settings.value_range)
 
     def load(split: str) -> ImageSet | StreamedSet:
         found, left_out = read(
-            settings.name, split, data, settings.size, settings.augment.resize, settings.skip_bad
+            settings.name, split, data, settings.size, settings.augment.resize, settings.skip_bad, framing
         )
         skipped.extend(left_out)
         channels = found.spec.input_size[0]
@@ -113,6 +128,15 @@ def load_data(
         return found
 
     whole = load("train")
+    if (whole.spec.cropped or 0) > MUCH_CROPPED:
+        _logger.warning(
+            "%s: %.0f%% of the images' area is cropped away: data.crop_mode squash or border (finetune: --crop-mode) "
+            "keeps it, or another shape (data.size, --img-size ROWSxCOLUMNS)",
+            settings.name,
+            100 * (whole.spec.cropped or 0),
+        )
+    if whole.spec.value_range:  # that of the training images, for all splits
+        framing = replace(framing, value_range=whole.spec.value_range)
     test = load("test") if settings.test else None
     if settings.validation == "own":
         training, validation = whole, load("val")
@@ -134,6 +158,14 @@ def load_data(
         )
     counts = {split: len(part) for split, part in own.items() if part is not None}
     return RunData(training, validation, test, fingerprints, tuple(skipped), counts)
+
+
+def framing_of(
+    crop_mode: str, mean: tuple[float, ...] | None, value_range: tuple[float, float] | None
+) -> Framing:
+    """How a run's images are framed; the range of their values is that of the training images, unless one is given."""
+    border = crop_mode == "border" and mean is not None  # only its padding has a colour
+    return Framing(crop_mode, tuple(mean or ()) if border else (), value_range or "set")
 
 
 def _limited(count: int, settings: DataConfig) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from capszoo.data import DatasetSpec, ImageSet, StreamedSet
+from capszoo.data.specs import both_sides
 from capszoo.models._blocks import frozen_modules
 
 from ..config import Recipe, RecipeError
@@ -74,7 +75,7 @@ def stage_spec(spec: DatasetSpec, stage: Stage) -> DatasetSpec:
     """Specification of the network's input in a stage."""
     if stage.size is None:
         return spec
-    return replace(spec, input_size=(spec.input_size[0], stage.size, stage.size))
+    return replace(spec, input_size=(spec.input_size[0], *both_sides(stage.size)))
 
 
 def staged_data(recipe: Recipe, data: RunData, stage: Stage) -> tuple[Any, Any]:
@@ -94,7 +95,7 @@ def staged_data(recipe: Recipe, data: RunData, stage: Stage) -> tuple[Any, Any]:
                 "streamed, composed or cropped images (data.augment.resize, smallNORB): leave stages out"
             )
         assert stage.size is not None
-        return replace(images.resized(stage.size), spec=stage_spec(images.spec, stage))
+        return replace(images.resized(both_sides(stage.size)[0]), spec=stage_spec(images.spec, stage))
 
     return resized(data.training), resized(data.validation) if len(data.validation) else data.validation
 

@@ -27,6 +27,18 @@ def test_plain_trees() -> None:
         assert read_yaml(f"a: {value:e}")["a"] == value
     assert read_yaml("[1e-8, 1E+3, -2e4, 1.e2]") == [1e-8, 1e3, -2e4, 1e2]
     assert read_yaml("[08, 1_0, 1e, e5, 1e5x, 1.2.3]") == ["08", 10, "1e", "e5", "1e5x", "1.2.3"]
+    # in YAML 1.1 these are 8, 90, 90.5 and 5
+    assert read_yaml("[010, 1:30, 1:30.5, 0b101]") == [10, "1:30", "1:30.5", "0b101"]
+    assert read_yaml("[-017, +3, 0x1F, 0o17, 0, -0, 1.5, -.inf]") == [
+        -17,
+        3,
+        31,
+        15,
+        0,
+        0,
+        1.5,
+        float("-inf"),
+    ]
     assert read_yaml("") is None and read_yaml("5") == 5
 
 

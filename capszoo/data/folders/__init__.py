@@ -14,7 +14,7 @@ from typing import Any
 from ...images import Framing
 from ..augment import frame
 from ..errors import DataError
-from ..readers import idx_pair, parquet_range
+from ..readers import idx_pair, look_at_parquet
 from ..sets import ImageSet, StreamedSet, sized
 from ..shards import shards_of_split
 from ..specs import Side
@@ -49,7 +49,8 @@ def open_set(
 ) -> ImageSet | StreamedSet:
     """Open `imagefolder:`, `wds:`, `parquet:`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
 
-    Images of folders and repositories are framed at `resize`, by default 8/7 of `size`, whose default is 224. Images of idx and parquet files keep their size unless one is given.
+    Images of folders and repositories are framed at `resize`, by default 8/7 of `size`, whose default is 224. Images of
+    idx and parquet files keep their size unless one is given.
     """
     kind, _, where = name.partition(":")
     if split not in SPLITS:
@@ -67,7 +68,7 @@ def open_set(
     if kind == "parquet":
         if framing.value_range == "set":
             shards = parquet_shards(folder, SPLITS["train"]) or parquet_shards(folder, SPLITS[split])
-            framing = replace(framing, value_range=parquet_range(shards))
+            framing = replace(framing, value_range=look_at_parquet(shards).value_range)
         images, labels, label_names = read_packed_parquet(folder, split, size, resize, channels, framing)
     else:
         images, labels, label_names = read_idx(folder, split)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..._files import expanded
-from ...images import Framing
+from ...images import Framing, cropped_share
 from ..errors import DataError
-from ..readers import range_of_set
+from ..readers import look_at_set
 from ..roots import environment_roots, given_root
 from ..sets import Decoder, ImageSet, StreamedSet, stored_sides
 from ..specs import DatasetSpec, Side, shown_sides
@@ -180,20 +180,27 @@ def settled(
     framing: Framing | None,
     image_at: Callable[[int], tuple[bytes | Path, Path | str]],
     count: int,
+    side: tuple[int, int],
 ) -> tuple[DatasetSpec, Framing]:
     """A set's specification and framing, with the colour of its border and the range of its values.
+
+    The specification also states how much of the images is cropped away.
 
     Args:
         spec: of the set.
         framing: as asked for; None: the middle, and one range for the set.
-        image_at, count: the training images, as for `range_of_set`.
+        image_at, count: the training images, as for `look_at_set`.
+        side: rows and columns of the stored images.
     """
     framing = framing or Framing(value_range="set")
-    value_range = framing.value_range
-    if value_range == "set":
-        value_range = range_of_set(image_at, count)
-    framing = replace(framing, mean=framing.mean or spec.mean, value_range=value_range)
-    return replace(spec, value_range=value_range), framing
+    if framing.value_range != "set":
+        framing = replace(framing, mean=framing.mean or spec.mean)
+        return replace(spec, value_range=framing.value_range), framing
+    looked = look_at_set(image_at, count)
+    framing = replace(framing, mean=framing.mean or spec.mean, value_range=looked.value_range)
+    lost = [cropped_share(size, side, crop_mode=framing.crop_mode) for size in looked.sizes]
+    cropped = sum(lost) / len(lost) if lost else None
+    return replace(spec, value_range=looked.value_range, cropped=cropped), framing
 
 
 def framing_text(side: tuple[int, int], framing: Framing) -> str:

@@ -127,7 +127,7 @@ def open_hub(
     def image_at(index: int) -> tuple[bytes | Path, str]:
         return _cell(looked[index][image], folder, name), name
 
-    spec, framing = settled(spec, framing, image_at, len(looked))
+    spec, framing = settled(spec, framing, image_at, len(looked), side)
     return decode_or_stream(
         spec, split, _Rows(rows, image, mode, side, folder, framing), labels, side, skipped
     )

@@ -119,7 +119,7 @@ def open_images(
         )
         spec = folder_spec(name, classes, (3 if mode == "RGB" else 1, *size), len(paths), split)
         spec, framing = settled(
-            spec, framing, lambda k: (training / looked[k], training / looked[k]), len(looked)
+            spec, framing, lambda k: (training / looked[k], training / looked[k]), len(looked), side
         )
     else:
         spec, side = sized(replace(spec, label_names=tuple(classes)), size, resize)

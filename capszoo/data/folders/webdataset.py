@@ -131,6 +131,6 @@ def open_shards(
     mode = mode_of(mode_at, len(looked.labels), channels)
     size, side = sides(size, resize)
     spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, *size), len(index.labels), split)
-    spec, framing = settled(spec, framing, lambda k: members.encoded(k)[:2], len(looked.labels))
+    spec, framing = settled(spec, framing, lambda k: members.encoded(k)[:2], len(looked.labels), side)
     labels, shards = torch.from_numpy(index.labels), torch.from_numpy(index.shards)
     return decode_or_stream(spec, split, _Members(index, mode, side, framing), labels, side, skipped, shards)
