@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm.data
 from PIL import Image
 from torch import nn
 
@@ -22,7 +23,7 @@ from capszoo.data import DataError
 from capszoo.data.readers import decode_image, image_mode
 from capszoo.errors import CapszooError, UsageError
 from capszoo.export.bundle.manifest import preprocessing
-from capszoo.images import open_image, resize_and_crop, to_mode
+from capszoo.images import open_image, resize_and_crop, to_mode, upright_picture
 from capszoo.preprocess import ImageTransform
 from tests.support import load_script
 
@@ -427,3 +428,102 @@ def test_what_pillow_does_not_read_is_one_line(tmp_path: Path) -> None:
     for cut in (10, 40, 400):
         with pytest.raises(CapszooError, match="an image: (cannot be read|not an image)"):
             open_image(buffer.getvalue()[:cut])
+
+
+def _grey(values: np.ndarray) -> Image.Image:
+    return Image.fromarray(values)
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
+def test_one_range_holds_for_dark_and_bright_images(infer, kind: type) -> None:  # noqa: ANN001
+    """Which values are black and white never depends on the image alone."""
+    seen = {}
+    for value in (255, 256, 4095):
+        image = _grey(np.full((4, 4), value, kind))
+        for read in (images.to_8_bits, infer.to_8_bits):
+            picture, note = read(image, (0, 4095))
+            assert note == ""
+            assert seen.setdefault(value, int(np.asarray(picture)[0, 0])) == np.asarray(picture)[0, 0]
+    assert seen == {255: 16, 256: 16, 4095: 255}
+    picture, note = images.to_8_bits(_grey(np.full((4, 4), 5000, kind)), (0, 4095))
+    assert np.asarray(picture)[0, 0] == 255 and "clipped" in note
+    low, _ = images.to_8_bits(_grey(np.array([[-2, 0, 2]], np.float32)), (-2.0, 2.0))
+    assert np.asarray(low).tolist() == [[0, 128, 255]]
+
+
+def test_without_a_known_range_integers_have_all_16_bits() -> None:
+    found = {}
+    for value in (255, 256, 65535):
+        picture, note = images.to_8_bits(_grey(np.full((4, 4), value, np.uint16)))
+        found[value] = int(np.asarray(picture)[0, 0])
+        assert bool(note) == (value < 8192)
+    assert found == {255: 1, 256: 1, 65535: 255}
+
+
+@pytest.mark.parametrize("extremes", [(0, 300.0), (0, 65535.0), (-0.01, 1.0), (-1.0, 1.0), (0, 1.01)])
+def test_floats_of_an_unknown_range_are_refused(infer, tmp_path: Path, extremes: tuple) -> None:  # noqa: ANN001
+    path = tmp_path / "float.tif"
+    _grey(np.linspace(*extremes, 64, dtype=np.float32).reshape(8, 8)).save(path)
+    with pytest.raises(CapszooError, match="float.tif: .* black and white"):
+        open_image(path, 1)
+    with pytest.raises(DataError, match="float.tif: .* black and white"):
+        decode_image(path, "L", path)
+    with pytest.raises(ValueError, match="black and white"):
+        infer.preprocess(path, _spec(ImageTransform(1, (8, 8), (0.5,), (0.25,))))
+    transform = ImageTransform(1, (8, 8), (0.5,), (0.25,), value_range=extremes)
+    assert np.asarray(transform.view(open_image(path))).max() == 255
+    assert np.array_equal(transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform)))
+
+
+def test_a_tiff_states_its_range(tmp_path: Path) -> None:
+    values = np.full((4, 4), 1023, np.uint16)
+    _grey(values).save(tmp_path / "ten.tif", tiffinfo={281: 1023})
+    assert np.asarray(open_image(tmp_path / "ten.tif", 1)).min() == 255
+    for opened in (open_image(tmp_path / "ten.tif"), upright_picture(Image.open(tmp_path / "ten.tif"))):
+        assert images.to_8_bits(opened)[0].getpixel((0, 0)) == 255
+
+
+@pytest.mark.parametrize("crop_pct", [1.0, 0.75])
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("size", [(300, 90), (90, 300), (64, 48)])
+def test_crop_modes_are_timms(infer, tmp_path: Path, size: tuple, crop_mode: str, crop_pct: float) -> None:  # noqa: ANN001
+    waves = np.sin(
+        np.arange(size[1])[:, None, None] / 30 + np.arange(size[0])[None, :, None] / 40 + np.arange(3)
+    )
+    picture = Image.fromarray((waves * 100 + 128).astype(np.uint8))
+    picture.save(tmp_path / "a.png")
+    mean, std = (0.2, 0.4, 0.8), (0.25,) * 3
+    transform = ImageTransform(3, (48, 48), mean, std, crop_pct=crop_pct, crop_mode=crop_mode)
+    theirs = timm.data.create_transform(
+        (3, 48, 48), crop_pct=crop_pct, crop_mode=crop_mode, mean=mean, std=std, interpolation="bilinear"
+    )
+    ours = transform(open_image(tmp_path / "a.png"))
+    assert np.array_equal(ours.numpy(), infer.preprocess(tmp_path / "a.png", _spec(transform)))
+    differs = (ours - theirs(picture)).abs() * 0.25 * 255
+    # timm scales the whole image to whole pixels, and crops a region that may be half a pixel off
+    assert differs.mean() < 2 and (differs > 20).float().mean() < 0.03
+    # what a data set stores at the scaled size is the same picture
+    side = (round(48 / crop_pct),) * 2
+    stored = decode_image(tmp_path / "a.png", "RGB", "a", side, images.Framing(crop_mode, mean))
+    edge = (side[0] - 48) // 2
+    trained = stored[edge : edge + 48, edge : edge + 48].transpose(2, 0, 1).astype(int)
+    off = np.abs(np.rint((ours.numpy() * 0.25 + np.reshape(mean, (3, 1, 1))) * 255) - trained)
+    assert (off > 2).mean() < 0.05
+
+
+def test_the_share_that_is_cropped_away() -> None:
+    assert images.cropped_share((256, 64), (64, 64)) == 0.75
+    assert images.cropped_share((256, 64), (32, 128)) == 0
+    assert images.cropped_share((64, 64), (64, 64), crop_pct=0.5) == 0.75
+    for mode in ("squash", "border"):
+        assert images.cropped_share((256, 64), (64, 64), crop_mode=mode) == 0
+
+
+@pytest.mark.parametrize("mode", ["La", "RGBa"])
+def test_premultiplied_pictures_are_read(infer, mode: str) -> None:  # noqa: ANN001
+    picture = Image.new(mode.upper(), (8, 8), (200, 255) if mode == "La" else (200, 200, 200, 255)).convert(
+        mode
+    )
+    transform = ImageTransform(1, (8, 8), (0.5,), (0.25,))
+    assert np.asarray(transform.view(picture)).tolist() == [[200] * 8] * 8
+    assert np.array_equal(transform(picture).numpy(), infer.read_picture(picture, _spec(transform))[0])

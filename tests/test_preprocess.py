@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,19 @@ import torch
 import torch.nn as nn
 from PIL import Image
 
+from capszoo import preprocess
+from capszoo._own_facts import set_own_facts
 from capszoo.errors import CapszooError, UsageError
-from capszoo.preprocess import ImageTransform, find_images, load_image, model_input_size, model_transform
+from capszoo.images import Framing
+from capszoo.inference import load_model, predict
+from capszoo.preprocess import (
+    ImageTransform,
+    find_images,
+    load_image,
+    model_framing,
+    model_input_size,
+    model_transform,
+)
 
 
 def transform(channels: int = 1, size: tuple[int, int] = (8, 8), **options: object) -> ImageTransform:
@@ -164,3 +176,35 @@ def test_model_transform_reads_the_configuration() -> None:
         model_transform(Described(in_chans=2, img_size=9))
     with pytest.raises(UsageError, match="does not say its input size"):
         model_input_size(Described())
+
+
+def test_an_error_while_reading_belongs_to_its_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Pillow raises for one picture, the others are classified."""
+    model = load_model("resnet20_routingcaps.mnist", device="cpu")
+    good = Image.new("L", (28, 28))
+    floats = Image.fromarray(np.full((28, 28), -5, np.float32))
+    plain = preprocess.flatten
+
+    def flatten(image: Image.Image, *others: Any) -> Any:
+        if image.mode == "CMYK":
+            raise ValueError("conversion from CMYK to\nXYZ not supported")
+        return plain(image, *others)
+
+    monkeypatch.setattr(preprocess, "flatten", flatten)
+    found = predict(model, [good, floats, Image.new("CMYK", (28, 28)), good])
+    assert [bool(one.error) for one in found] == [False, True, True, False]
+    assert found[1].error.startswith("image 2: ") and "black and white" in found[1].error
+    assert found[2].error.startswith("image 3: cannot be read") and "\n" not in found[2].error
+    assert found[0].label == found[3].label
+
+
+def test_the_configuration_states_crop_mode_and_range() -> None:
+    cfg = dict(input_size=(3, 8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, crop_mode="squash")
+    set_own_facts(cfg, {"value_range": [-1.0, 4095.0]})
+    model = Described(in_chans=3, img_size=8, pretrained_cfg=cfg)
+    found = model_transform(model)
+    assert (found.crop_mode, found.value_range) == ("squash", (-1.0, 4095.0))
+    framing = model_framing(model)
+    assert framing == Framing("squash", (0.5,) * 3, (-1.0, 4095.0))
+    cfg["crop_mode"] = "rkrc"  # one of timm's for training
+    assert model_transform(model).crop_mode == "center"

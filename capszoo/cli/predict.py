@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,9 +142,9 @@ def predict_command(
         _check_table(out)
     cached = _cached(model, runtime, device, options)
     if cached is None:
-        results, kind, size, canvas = _by_torch(model, files, topk, batch_size, device, options, reading)
+        results, kind, frame = _by_torch(model, files, topk, batch_size, device, options, reading)
     else:
-        results, kind, size, canvas = _by_onnx(cached, files, topk, batch_size, reading)
+        results, kind, frame = _by_onnx(cached, files, topk, batch_size, reading)
     if as_json:
         found = [result.to_dict() for result in results]
         used = "torch" if cached is None else "onnx"
@@ -154,7 +155,7 @@ def predict_command(
         write_csv(out, _COLUMNS, _rows(results))
         if not as_json:
             stdout().print(escape(f"written: {out}, {len(results)} images"), soft_wrap=True)
-    _print_resizing(results, size, canvas, fit)
+    _print_resizing(results, frame, fit)
     _print_notes(results)
     _print_errors(results)
 
@@ -268,8 +269,18 @@ def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any
         return export_to_cache(model, **options)
 
 
-#: Predictions, kind of the scores, and height and width to which images are scaled, and of the network's input.
-_Answer = tuple[list["ImagePrediction"], str, tuple[int, int], tuple[int, int]]
+@dataclass(frozen=True)
+class _Frame:
+    """Height and width to which images are scaled, and of the network's input; and how they are framed."""
+
+    size: tuple[int, int]
+    canvas: tuple[int, int]
+    crop_pct: float
+    crop_mode: str
+
+
+#: Predictions, kind of the scores, and how images were framed.
+_Answer = tuple[list["ImagePrediction"], str, _Frame]
 
 
 def _by_torch(
@@ -289,7 +300,8 @@ def _by_torch(
     transform = model_transform(net, **reading)
     with progress_bar("predicting", len(files)) as advance:
         results = predict(net, files, topk, batch_size, advance, transform)
-    return results, score_kind(net), transform.object_size or transform.size, transform.size
+    size = transform.object_size or transform.size
+    return results, score_kind(net), _Frame(size, transform.size, transform.crop_pct, transform.crop_mode)
 
 
 def _by_onnx(folder: Path, files: list[Path], topk: int, batch_size: int, reading: dict[str, Any]) -> _Answer:
@@ -301,7 +313,8 @@ def _by_onnx(folder: Path, files: list[Path], topk: int, batch_size: int, readin
         results = model.predict(files, topk, batch_size, advance, **reading)
     canvas = model.spec["size"][0], model.spec["size"][1]
     size = model.spec.get("object_size") or canvas
-    return results, model.score_kind, (size[0], size[1]), canvas
+    how = float(model.spec["crop_pct"]), str(model.spec.get("crop_mode", "center"))
+    return results, model.score_kind, _Frame((size[0], size[1]), canvas, *how)
 
 
 _COLUMNS = ("image", "rank", "index", "class", "probability", "score", "error")
@@ -328,15 +341,26 @@ def _print_table(results: Sequence[ImagePrediction], kind: str) -> None:
         stdout().print(table)
 
 
-def _print_resizing(
-    results: Sequence[ImagePrediction], size: tuple[int, int], canvas: tuple[int, int], fit: bool
-) -> None:
-    height, width = size
-    resized = sum(not one.error and one.size not in ((width, height), canvas[::-1]) for one in results)
+def _print_resizing(results: Sequence[ImagePrediction], frame: _Frame, fit: bool) -> None:
+    from ..images import MUCH_CROPPED, cropped_share
+
+    height, width = frame.size
+    others = [
+        one for one in results if not one.error and one.size not in ((width, height), frame.canvas[::-1])
+    ]
     if fit:
         stderr().print(f"note: drawings centred and scaled to {height}x{width}")
-    elif resized:
-        stderr().print(f"note: {resized} of {len(results)} images resized and cropped to {height}x{width}")
+    elif others:
+        lost = [cropped_share(one.size, frame.size, frame.crop_pct, frame.crop_mode) for one in others]
+        much = sum(share > MUCH_CROPPED for share in lost)
+        what = {"squash": "resized", "border": "resized and padded"}.get(
+            frame.crop_mode, "resized and cropped"
+        )
+        of = f"{len(others)} of {len(results)} images {what} to {height}x{width}"
+        losing = (
+            f"; {much} lose more than a third of their area (finetune --crop-mode keeps it)" if much else ""
+        )
+        stderr().print(f"note: {of}{losing}", soft_wrap=True)
 
 
 def _print_notes(results: Sequence[ImagePrediction]) -> None:

@@ -424,7 +424,7 @@ def _load(
         size = size or seen
     drawn_from = None
     if info and known and side == resize and size:
-        own = trained.size or info.metadata.input_size[1:]
+        own = trained.size or (info.input_size[1], info.input_size[2])
         drawn_from = (
             info.metadata.dataset.sha256.get("train") if both_sides(size) == both_sides(own) else None
         )

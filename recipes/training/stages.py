@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from capszoo.data import DatasetSpec, ImageSet, StreamedSet
-from capszoo.data.specs import both_sides
+from capszoo.data.specs import Side, both_sides
 from capszoo.models._blocks import frozen_modules
 
 from ..config import Recipe, RecipeError
@@ -44,13 +44,13 @@ class Stage:
 
     Attributes:
         number: counted from 0.
-        size: side of the images in pixels; None: the data set's.
+        size: side, or rows and columns, of the images in pixels; None: the data set's.
         first_epoch, end_epoch: first epoch, and the one after the last, counted from 0.
         cutout: side of the cutout square in pixels; None: the recipe's.
     """
 
     number: int
-    size: int | None
+    size: Side | None
     first_epoch: int
     end_epoch: int
     cutout: int | None = None

@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from PIL import Image
 
 from capszoo.data import Augment, Batches, DataError, ImageSet, StreamedSet, load_dataset, split_validation
 from capszoo.data import folders as folders_module
+from capszoo.data.augment import frame
 from capszoo.data.commands import check_set
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import source_name
+from capszoo.images import Framing
 from tests.data.formats import write_idx, write_image, write_parquet
 from tests.test_cli import succeeds
 
@@ -530,3 +533,78 @@ def test_a_missing_file_of_a_repository_is_named_without_this_machine_s_folder(t
     with pytest.raises(DataError) as caught:
         folders_module.hub._cell({"bytes": None, "path": "gone.png"}, tmp_path, "row 3 of image")
     assert str(caught.value) == "row 3 of image: its file 'gone.png' is not in the repository"
+
+
+def _deep(folder: Path, *levels: int, kind: type = np.uint16, size: tuple[int, int] = (16, 16)) -> Path:
+    """Two classes; each image has one value, and 0 at its first pixel."""
+    for number, level in enumerate(levels):
+        values = np.full(size, level, kind)
+        values[0, 0] = 0
+        place = folder / "train" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(values).save(place / f"{number}.tif")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "levels", "expected"),
+    [
+        (np.uint16, (200, 300, 4000), (0, 4095)),  # 12 bits
+        (np.uint16, (200, 100, 255), (0, 255)),
+        (np.int32, (5, 70_000, 9), (0, 2**17 - 1)),
+        (np.int32, (-1000, 2000, 3), (-1000, 2000)),
+        (np.float32, (0.5, 0.25, 1.0), (0, 1)),
+        (np.float32, (0.5, 2.0, 5000.0), (0, 5000)),
+        (np.float32, (-2.0, 1.0, 3.0), (-2, 3)),
+    ],
+)
+def test_a_set_has_one_range_of_values(tmp_path: Path, kind: type, levels: tuple, expected: tuple) -> None:
+    """Black and white come from the training images together, and hold for every split and image."""
+    _deep(tmp_path, *levels, kind=kind)
+    test = tmp_path / "test" / "a"
+    test.mkdir(parents=True)
+    Image.fromarray(np.full((16, 16), levels[0], kind)).save(test / "x.tif")
+    black, white = expected
+    for split, given in (("train", [levels[0], levels[2], levels[1]]), ("test", [levels[0]])):
+        found = load_dataset(f"imagefolder:{tmp_path}", split, size=8, resize=8)
+        assert found.spec.value_range == expected
+        pixels = found.images[:, 0, 4, 4].tolist()
+        assert pixels == [round((level - black) / (white - black) * 255) for level in given]
+    known = Framing(value_range=(0.0, 10_000.0))
+    assert load_dataset(f"imagefolder:{tmp_path}", "test", size=8, framing=known).spec.value_range == (
+        0,
+        10_000,
+    )
+
+
+def test_a_stated_range_holds_and_8_bits_have_none(tmp_path: Path) -> None:
+    _deep(tmp_path, 100, 200, 300)
+    for path in tmp_path.rglob("*.tif"):
+        Image.open(path).save(path, tiffinfo={281: 1000})
+    assert load_dataset(f"imagefolder:{tmp_path}", "train", size=8).spec.value_range == (0, 1000)
+    for path in tmp_path.rglob("*.tif"):
+        Image.new("L", (16, 16)).save(path)
+    assert load_dataset(f"imagefolder:{tmp_path}", "train", size=8).spec.value_range is None
+
+
+@pytest.mark.parametrize("size", [16, (16, 16), (8, 32)])
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+def test_images_of_another_shape_are_framed(tmp_path: Path, size: Any, crop_mode: str) -> None:
+    """A strip with its object at the left end: only the middle loses it."""
+    strip = np.zeros((16, 64), np.uint8)
+    strip[:, :16] = 200
+    for kind in "ab":
+        (tmp_path / "train" / kind).mkdir(parents=True)
+        Image.fromarray(strip).save(tmp_path / "train" / kind / "x.png")
+    framing = Framing(crop_mode, (0.5,), "set")
+    found = load_dataset(f"imagefolder:{tmp_path}", "train", size=size, resize=size, framing=framing)
+    rows, columns = (size, size) if isinstance(size, int) else size
+    assert found.images.shape == (2, 1, rows, columns) and found.spec.input_size == (1, rows, columns)
+    cropped = crop_mode == "center" and rows == columns
+    assert bool((found.images == 200).any()) != cropped
+    assert found.spec.cropped == (0.75 if cropped else 0)
+    if crop_mode == "border" and rows == columns:
+        assert found.images[0, 0, 0].unique().tolist() == [128], "padded with the mean"
+    stored = ImageSet(found.spec, "train", torch.from_numpy(strip)[None, None], torch.zeros(1))
+    from_memory = frame(stored.images, (rows, columns), crop_mode, (0.5,))
+    assert (from_memory.int() - found.images[:1].int()).abs().max() <= 1

@@ -25,19 +25,23 @@ from typer.testing import CliRunner, Result
 
 import capszoo
 from capszoo.cli import app
-from capszoo.data import DATASETS, ImageSet, dataset_spec
+from capszoo.data import DATASETS, Batches, ImageSet, dataset_spec
 from capszoo.data.errors import DataError
 from capszoo.errors import UsageError
+from capszoo.inference import load_model
+from capszoo.models._backbones import create_backbone_cfg
+from capszoo.preprocess import load_image, model_transform
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
-from capszoo.recipes.finetune import batch_size, find_source, finetune, finetune_recipe
+from capszoo.recipes.evaluation.target import prepare
+from capszoo.recipes.finetune import backbone_source, batch_size, find_source, finetune, finetune_recipe
 from capszoo.recipes.training import setup
 from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.early_stop import BestEpoch
 from capszoo.recipes.training.setup import create_net, create_optimizer
 from tests.models.zoo_cases import names, small
 from tests.recipes.training import test_distributed
-from tests.support import packed
+from tests.support import load_script, packed
 
 MODEL = "resnet20_routingcaps.mnist"
 WEIGHTS = Path(capszoo.__file__).parent / "weights"
@@ -560,3 +564,61 @@ def test_unreadable_images_are_listed_or_skipped(photos: Path, tmp_path: Path) -
 )
 def test_few_images_are_not_left_out(count: int, world: int, batch: int) -> None:
     assert batch_size(count, world) == batch
+
+
+def test_one_reading_of_deep_strips_from_training_to_infer(root: Path, tmp_path: Path) -> None:
+    """Crop mode, rows and columns, and range: training, eval, predict and a bundle see the same pixels."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("test", 3)):
+        for place, kind in enumerate(("left", "right")):
+            (tmp_path / "strips" / split / kind).mkdir(parents=True)
+            for number in range(count):
+                strip = rng.integers(200, 400, (20, 90), dtype=np.uint16)
+                strip[:, slice(0, 15) if place == 0 else slice(75, 90)] = 900 + 100 * number
+                Image.fromarray(strip).save(tmp_path / "strips" / split / kind / f"{number}.png")
+    out = tmp_path / "run"
+    line = ("--out", out, "--epochs", 2, "--img-size", "28x56", "--crop-mode", "squash", "--cpu")
+    done = run("finetune", MODEL, "--data", tmp_path / "strips", *line)
+    assert done.exit_code == 0, done.stderr
+    raw = json.loads((out / "resnet20_routingcaps.strips.json").read_text())
+    assert raw["input_size"] == [1, 28, 56] and raw["crop_mode"] == "squash"
+    assert raw["value_range"] == [0, 2047], "the largest value is 1,400: 11 bits"
+    assert raw["recipe"]["data"]["size"] == [28, 56] and raw["recipe"]["data"]["crop_mode"] == "squash"
+
+    target = prepare(out, split="test", device="cpu")
+    seen = next(iter(Batches(target.images, 6).epoch())).images
+    model = load_model(str(out), device="cpu")
+    transform = model_transform(model)
+    files = sorted((tmp_path / "strips" / "test").rglob("*.png"))
+    predicted = torch.stack([transform(load_image(file)) for file in files])
+    assert torch.allclose(seen, predicted, atol=1e-5)
+    again = json.loads(run("predict", out, *files, "--json").stdout)["results"]
+    assert not any("notes" in one and one["notes"] for one in again)
+    exported = run("export", out, "--out", tmp_path / "bundle", "--quick")
+    assert exported.exit_code == 0, exported.stderr
+    infer = load_script(tmp_path / "bundle" / "infer.py")
+    spec = json.loads((tmp_path / "bundle" / "preprocess.json").read_text())
+    theirs = np.stack([infer.preprocess(file, spec) for file in files])
+    assert np.abs(theirs - predicted.numpy()).max() < 1e-5
+
+    wrong = run("finetune", MODEL, "--data", tmp_path / "strips", "--crop-mode", "squish")
+    assert wrong.exit_code == 2 and "squash" in wrong.stderr
+
+
+def test_a_large_part_that_is_cropped_away_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for kind in "ab":
+        (tmp_path / "wide" / kind).mkdir(parents=True)
+        for number in range(3):
+            Image.new("L", (80, 28), number).save(tmp_path / "wide" / kind / f"{number}.png")
+    for crop_mode, said in (("center", "65%"), ("border", "")):
+        caplog.clear()
+        recipe = finetune_recipe(MODEL, tmp_path / "wide", crop_mode=crop_mode)
+        setup.load_data(recipe, None)
+        assert (said in caplog.text) if said else not caplog.text
+
+
+def test_a_backbone_brings_its_crop_mode() -> None:
+    cfg = create_backbone_cfg("convnext_tiny.in12k_ft_in1k_384", None)
+    assert cfg["crop_mode"] == "squash"
+    assert backbone_source("convnext_tiny.in12k_ft_in1k_384", "idpa").crop_mode == "squash"
+    assert backbone_source("resnet18.a1_in1k", "idpa").crop_mode == "center"

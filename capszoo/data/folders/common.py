@@ -193,9 +193,9 @@ def settled(
         side: rows and columns of the stored images.
     """
     framing = framing or Framing(value_range="set")
-    if framing.value_range != "set":
-        framing = replace(framing, mean=framing.mean or spec.mean)
-        return replace(spec, value_range=framing.value_range), framing
+    known = framing.value_range
+    if known != "set":
+        return replace(spec, value_range=known), replace(framing, mean=framing.mean or spec.mean)
     looked = look_at_set(image_at, count)
     framing = replace(framing, mean=framing.mean or spec.mean, value_range=looked.value_range)
     lost = [cropped_share(size, side, crop_mode=framing.crop_mode) for size in looked.sizes]
