@@ -10,7 +10,7 @@ batches, SVHN's .mat files, smallNORB's matrices. Sets composed from another one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,14 +215,7 @@ def load_dataset(
     if split not in spec.counts:
         raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")
     if spec.base:
-        own = spec.input_size[1:]
-        if any(side and both_sides(side) != own for side in (size, resize)):
-            raise DataError(f"{spec.title} is composed at {spec.input_size[1]} pixels and cannot be resized")
-        digits = load_dataset(
-            spec.base, "train" if split == "train" else "test", data, count=count, download=download
-        )
-        assert isinstance(digits, ImageSet)
-        return compose(spec, split, digits)
+        return _composed(spec, split, data, count, (size, resize), download)
     roots = _roots(spec, data)
     if spec.name == "h_imagenet":
         from .folders import open_h_imagenet
@@ -237,22 +230,41 @@ def load_dataset(
     if found is None and download is not None and remote_files(origin, split):
         found = _find(spec, split, [fetch(origin, split, download).parent], expected)
     if found is None:
-        if pickled := _pickled(spec, roots):
-            raise DataError(
-                f"{pickled} holds pickles, which can run any code and are not read: {spec.remedy}"
-            )
-        where = f"not in {', '.join(map(str, roots))}" if roots else "CAPSZOO_DATA names no folder"
-        by_command = f", or `capszoo data fetch {name} --to FOLDER`" if remote_files(origin, split) else ""
-        raise DataError(
-            f"{spec.title} ({split}) not found: {where}; set CAPSZOO_DATA to its folder, or give it with --data if "
-            f"that takes a folder of data sets ({spec.remedy}){by_command}"
-        )
+        raise _not_found(spec, split, roots, bool(remote_files(origin, split)))
     images, labels = found
     if size or resize or spec.side:
         spec, side = sized(spec, size, resize)
         framing = framing or Framing()
         images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
     return ImageSet(spec, split, images, labels)
+
+
+def _composed(
+    spec: DatasetSpec,
+    split: str,
+    data: str | Path | None,
+    count: int | None,
+    sizes: Sequence[Side | None],
+    download: str | Path | None,
+) -> ImageSet:
+    """A composed set from the files of its digits."""
+    if any(side and both_sides(side) != spec.input_size[1:] for side in sizes):
+        raise DataError(f"{spec.title} is composed at {spec.input_size[1]} pixels and cannot be resized")
+    part = "train" if split == "train" else "test"
+    digits = load_dataset(spec.base, part, data, count=count, download=download)
+    assert isinstance(digits, ImageSet)
+    return compose(spec, split, digits)
+
+
+def _not_found(spec: DatasetSpec, split: str, roots: list[Path], fetchable: bool) -> DataError:
+    if pickled := _pickled(spec, roots):
+        return DataError(f"{pickled} holds pickles, which can run any code and are not read: {spec.remedy}")
+    where = f"not in {', '.join(map(str, roots))}" if roots else "CAPSZOO_DATA names no folder"
+    by_command = f", or `capszoo data fetch {spec.name} --to FOLDER`" if fetchable else ""
+    return DataError(
+        f"{spec.title} ({split}) not found: {where}; set CAPSZOO_DATA to its folder, or give it with --data if "
+        f"that takes a folder of data sets ({spec.remedy}){by_command}"
+    )
 
 
 def compose(spec: DatasetSpec, split: str, digits: ImageSet) -> ImageSet:

@@ -391,27 +391,15 @@ def _load(
         if composed and multi:
             raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
     size: Side | None = trained.size
-    framing = model_framing(net)
+    shared: dict[str, Any] = {"skipped": skipped, "channels": channels, "framing": model_framing(net)}
+    read = partial(load_dataset, dataset, data=data, **shared)
     if objects and not composed:
-        found = load_dataset(
-            dataset,
-            split,
-            data,
-            size=objects,
-            resize=objects if folder else None,
-            skipped=skipped,
-            channels=channels,
-            framing=framing,
-        )
+        found = read(split, size=objects, resize=objects if folder else None)
         return _on_canvas(found, model_size), None
     if model_size != native and size is None and not composed:
         size = (model_size[0], model_size[1])
     # As in training: the middle of images resized in the same way.
-    resize: Side | None = augment.resize
-    if folder and not known:
-        cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-        kept = float(cfg.get("crop_pct") or 1.0)
-        resize = (round(model_size[0] / kept), round(model_size[1] / kept))
+    resize = _stored_size(net) if folder and not known else augment.resize
     side = resize
     seen, across = both_sides(size or (native[0] if native else (model_size[0], model_size[1])))
     if multi and seen != across:
@@ -428,17 +416,8 @@ def _load(
         drawn_from = (
             info.metadata.dataset.sha256.get("train") if both_sides(size) == both_sides(own) else None
         )
-    read = partial(
-        load_dataset,
-        dataset,
-        data=data,
-        size=size,
-        resize=side,
-        skipped=skipped,
-        channels=channels,
-        framing=framing,
-    )
-    images = _read_split(dataset, split, data, trained, read, drawn_from)
+    load = partial(read, size=size, resize=side)
+    images = _read_split(dataset, split, data, trained, load, drawn_from)
     if not multi:
         return images, None
     rows, cols = images.spec.input_size[1:]
@@ -449,6 +428,14 @@ def _load(
         raise DataError(f"images of {rows} pixels leave nothing to crop: evaluate them with --crops single")
     whole = replace(images.spec, input_size=(images.spec.input_size[0], *images.size))
     return replace(images, spec=whole), views
+
+
+def _stored_size(net: nn.Module) -> tuple[int, int]:
+    """Rows and columns of images of which the model sees the middle."""
+    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+    _, rows, columns = model_input_size(net)
+    kept = float(cfg.get("crop_pct") or 1.0)
+    return round(rows / kept), round(columns / kept)
 
 
 def _read_split(
