@@ -89,6 +89,7 @@ class OnnxModel(nn.Module):
                 "std": tuple(spec["std"]),
                 "interpolation": spec["interpolation"],
                 "crop_pct": spec["crop_pct"],
+                "crop_mode": spec.get("crop_mode"),
             },
             str(self.path),
         )

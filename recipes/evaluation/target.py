@@ -392,7 +392,7 @@ def _load(
             raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
     size: Side | None = trained.size
     shared: dict[str, Any] = {"skipped": skipped, "channels": channels, "framing": model_framing(net)}
-    read = partial(load_dataset, dataset, data=data, **shared)
+    read: Callable[..., ImageSet | StreamedSet] = partial(load_dataset, dataset, data=data, **shared)
     if objects and not composed:
         found = read(split, size=objects, resize=objects if folder else None)
         return _on_canvas(found, model_size), None
