@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 import capszoo
+from capszoo._modes import evaluating
 from capszoo.explain.convergence import iteration_changes
 from capszoo.explain.heat_map import explain
 from capszoo.explain.routing_stats import routing_stats
@@ -53,3 +57,57 @@ def test_attached_backbone_keeps_its_modes() -> None:
     capszoo.attach_head(backbone, "avg", num_classes=3, img_size=32)
     kept = {name: module.training for name, module in backbone.named_modules()}
     assert all(kept[name] == mode for name, mode in modes.items() if name in kept)
+
+
+class Waiting(nn.Module):
+    """Holds a forward pass back until another thread allows it to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        assert self.go_on.wait(30)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+@pytest.mark.parametrize("shared", ["the model", "a part of it"])
+def test_a_call_that_ends_leaves_the_model_in_eval_for_the_others(shared: str) -> None:
+    model = Waiting().train()
+    before = copy.deepcopy(model.norm.state_dict())
+
+    def slow() -> None:
+        with evaluating(model), torch.no_grad():
+            model(torch.randn(8, 3) + 5)
+
+    other = model if shared == "the model" else model.norm
+    with ThreadPoolExecutor(1) as pool:
+        with evaluating(other):  # begins before the slow call, and ends within it
+            running = pool.submit(slow)
+            assert model.entered.wait(30)
+        model.go_on.set()
+        running.result()
+    assert all(torch.equal(value, before[key]) for key, value in model.norm.state_dict().items())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_mode_that_is_set_within_outlives_an_inner_call() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)).train()
+    with evaluating(model):
+        model[0].train()
+        with evaluating(model):
+            assert not model[0].training
+        assert model[0].training and not model[1].training
+    assert all(module.training for module in model.modules())
+
+
+def test_threads_explain_a_model_in_training() -> None:
+    model = capszoo.create_model("resnet20_routingcaps", img_size=28, depth=8)
+    modes, before = half_frozen(model), copy.deepcopy(model.state_dict())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: explain(model, IMAGE), range(8)))
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
