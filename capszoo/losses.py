@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,20 +39,61 @@ __all__ = [
 ]
 
 
+#: No label has this value, so that none is ignored.
+_NO_LABEL = torch.iinfo(torch.int64).min
+
+#: How far a share of a class may leave 0..1 by rounding, for example in bfloat16.
+_ROUNDING = 0.01
+
+
+def _checked(scores: Tensor, target: Tensor, presences: bool = True) -> Tensor:
+    """Targets that fit the scores: class indices ``[b]`` as int64, or presences ``[b, n]`` as they are.
+
+    Values are compared on the CPU alone: elsewhere the comparison would wait for the device, which has assertions of
+    its own, and within a transform or a compiled function there are none.
+
+    Raises:
+        ValueError: the target is no class index of each image and, where these are allowed, no presence of each class.
+    """
+    dtype = str(target.dtype).removeprefix("torch.")
+    whole = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+    indices = target.dim() == 1
+    kinds = "[b] class indices" + (" or [b, n] presences" if presences else "")
+    if not (
+        (indices and scores.dim() == 2 and len(target) == len(scores))  # a length of 1 would be broadcast
+        or (presences and not indices and target.shape == scores.shape)
+    ):
+        raise ValueError(
+            f"target must be {kinds} for scores {tuple(scores.shape)}, not {tuple(target.shape)} of {dtype}"
+        )
+    if indices and (not whole or scores.shape[1] == 1):  # [b] of zeros and ones is no class index
+        raise ValueError(
+            f"a target [b] must be class indices of two classes or more, as integers, not {dtype} for "
+            f"{scores.shape[1]} {'class' if scores.shape[1] == 1 else 'classes'}"
+            + (": give [b, n] presences" if presences else "")
+        )
+    if _has_values(target) and target.numel():
+        low, high = float(target.min()), float(target.max())
+        if indices and not (low >= 0 and high < scores.shape[1]):
+            raise ValueError(
+                f"class indices must lie between 0 and {scores.shape[1] - 1} for {scores.shape[1]} classes, "
+                f"not between {low:g} and {high:g}: no label is left out"
+            )
+        if not indices and not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
+            raise ValueError(f"presences [b, n] must lie between 0 and 1, not between {low:g} and {high:g}")
+    return target.long() if indices else target
+
+
+def _has_values(target: Tensor) -> bool:
+    """Whether Python may look at the values: a plain tensor in memory, outside of transforms and compilation."""
+    plain = type(target) is Tensor and target.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
 def _presence(target: Tensor, scores: Tensor) -> Tensor:
     """Targets ``[b]`` or ``[b, n]`` as ``[b, n]`` of zeros and ones, in the dtype of the scores."""
-    if target.dim() == 1 and len(target) == len(scores):  # a target of length 1 would be broadcast
-        if target.is_floating_point() or scores.shape[1] == 1:  # [b] of zeros and ones is no class index
-            raise ValueError(
-                "a target [b] must be class indices of two classes or more: give [b, n] presences"
-            )
-        return F.one_hot(target.long(), scores.shape[1]).to(scores.dtype)
-    if target.shape != scores.shape:
-        raise ValueError(
-            f"target must be [b] class indices or [b, n] presences for scores {tuple(scores.shape)}, "
-            f"not {tuple(target.shape)}"
-        )
-    return target.to(scores.dtype)
+    target = _checked(scores, target)
+    return (F.one_hot(target, scores.shape[1]) if target.dim() == 1 else target).to(scores.dtype)
 
 
 def margin_loss(
@@ -67,7 +109,7 @@ def margin_loss(
         down_weight: lambda, weight of the absent classes.
 
     Raises:
-        ValueError: the target is neither class indices nor of the shape of the scores.
+        ValueError: the target is neither class indices of two classes or more nor presences of the scores' shape.
     """
     scores = upcast_half(scores)
     present = _presence(target, scores)
@@ -85,16 +127,12 @@ def spread_loss(scores: Tensor, target: Tensor, margin: float = 0.9) -> Tensor:
         margin: required lead of the labelled class.
 
     Raises:
-        ValueError: the targets are not class indices ``[b]``, or there is one class only.
+        ValueError: the target is no class index of two classes or more for each image.
     """
-    if target.dim() != 1 or target.is_floating_point():
-        kind = f"{tuple(target.shape)} of {str(target.dtype).removeprefix('torch.')}"
-        raise ValueError(f"the spread loss needs one class index per image, [b], not {kind}")
-    if scores.shape[1] < 2:
-        raise ValueError("the spread loss compares classes: there must be two or more")
+    target = _checked(scores, target, presences=False)
     scores = upcast_half(scores)
-    others = 1.0 - _presence(target, scores)
-    labelled = scores.gather(1, target.long()[:, None])  # [b, 1]
+    others = 1.0 - F.one_hot(target, scores.shape[1]).to(scores.dtype)
+    labelled = scores.gather(1, target[:, None])  # [b, 1]
     short = F.relu(margin - (labelled - scores)).square()
     return (short * others).sum(dim=1).mean()
 
@@ -113,12 +151,13 @@ def cross_entropy_loss(scores: Tensor, target: Tensor, label_smoothing: float = 
         label_smoothing: 0 to 1.
 
     Raises:
-        ValueError: a two-dimensional target has another shape than the scores.
+        ValueError: the target is neither class indices of two classes or more nor probabilities of the scores' shape.
     """
-    scores = upcast_half(scores)
-    if target.dim() == 1:
-        return F.cross_entropy(scores, target.long(), label_smoothing=label_smoothing)
-    return F.cross_entropy(scores, _presence(target, scores), label_smoothing=label_smoothing)
+    scores, target = upcast_half(scores), _checked(scores, target)
+    if target.dim() > 1:
+        return F.cross_entropy(scores, target.to(scores.dtype), label_smoothing=label_smoothing)
+    # PyTorch's default would leave out labels of -100 without a word
+    return F.cross_entropy(scores, target, ignore_index=_NO_LABEL, label_smoothing=label_smoothing)
 
 
 def bce_loss(scores: Tensor, target: Tensor) -> Tensor:
@@ -129,7 +168,7 @@ def bce_loss(scores: Tensor, target: Tensor) -> Tensor:
         target: ``[b]`` or ``[b, n]``.
 
     Raises:
-        ValueError: the target is neither class indices nor of the shape of the scores.
+        ValueError: the target is neither class indices of two classes or more nor presences of the scores' shape.
     """
     scores = upcast_half(scores)
     return F.binary_cross_entropy_with_logits(scores, _presence(target, scores))
