@@ -90,6 +90,13 @@ def test_every_figure_has_a_recipe() -> None:
         (["epochs=0"], "'epochs: 0' is wrong: Input should be greater than 0"),
         (["seed=-1"], "'seed: -1' is wrong: Input should be greater than or equal to 0"),
         (["seed=4294967296"], "'seed: 4294967296' is wrong: Input should be less than 4294967296"),
+        (["seed=1:30"], "'seed: 1:30' is wrong"),
+        (["data.size=0"], "'data.size: 0' is wrong"),
+        (["data.size=32x"], "'data.size: 32x' is wrong: must be a side in pixels such as 32"),
+        (["data.size=[8,9,10]"], "'data.size' is wrong"),
+        (["data.size=true"], "'data.size: True' is wrong"),
+        (["data.crop_mode=squish"], "'data.crop_mode: squish' is wrong"),
+        (["data.value_range=[9,9]"], "'data.value_range' is wrong: black comes first"),
         (["optimizer.lr=-1"], "'optimizer.lr: -1' is wrong"),
         (["optimizer.lr=.nan"], "'optimizer.lr: nan' is wrong"),
         (["precision=fp8"], "'precision: fp8' is wrong: Input should be 'fp32', 'bf16' or 'fp16'"),
@@ -117,6 +124,16 @@ def test_mistakes_are_one_line(tmp_path: Path, overrides: list[str], expected: s
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_numbers_and_sizes_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    found = load_recipe(path, ["seed=010", "data.size=32x64", "data.augment.resize=[40, 80]"])
+    assert (found.seed, found.data.size, found.data.augment.resize) == (10, (32, 64), (40, 80))
+    assert load_recipe(path, ["data.size=[32,32]"]).data.size == 32
+    again = load_recipe(found.model_dump(mode="json"))
+    assert again == found, "a run's recipe is read back as it was"
 
 
 def test_broken_files(tmp_path: Path) -> None:
