@@ -1,7 +1,9 @@
 """Use any timm model as a feature extractor: its last features as ``[b, c, h, w]``, whatever their layout."""
 
+import logging
 import re
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import timm
@@ -33,20 +35,38 @@ from ._pretrained import (
 
 __all__ = ["BackboneFeatures", "backbone_args", "create_backbone", "described_backbone", "first_convolution"]
 
+_logger = logging.getLogger(__name__)
+
+
+#: What a classifier is called at the top of a network; timm's interface states more (:func:`_classifier_parts`).
+_CLASSIFIER_NAMES = ("head", "fc", "classifier", "global_pool")
+
+#: Names by which code reaches parts of a module that it does not name.
+_REFLECTION = {
+    "getattr",
+    "attrgetter",
+    "get_submodule",
+    "children",
+    "named_children",
+    "modules",
+    "named_modules",
+}
+_REFLECTION |= {"_modules", "parameters", "named_parameters", "__dict__", "vars"}
+
 
 class Unused(nn.Module):
-    """Replaces a part of a backbone that does not contribute to its features, such as its head."""
+    """Stands where a backbone had a part of its classifier. A call is an error, never a silent identity."""
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return x
+        raise RuntimeError("this part of the backbone's classifier was removed: the capsule head replaces it")
 
 
 class BackboneFeatures(nn.Module):
     """A model's ``forward_features`` as a map ``[b, chans, *grid]``.
 
     ``[b, c, h, w]`` and ``[b, h, w, c]`` (Swin) stay maps. Of tokens ``[b, t, c]`` (ViT) the class and register tokens
-    are dropped and the others arranged on their grid. A forward pass over a blank image determines the layout, and
-    which parts of the model are not used; these are removed.
+    are dropped and the others arranged on the grid that the model states. A forward pass over a blank image gives the
+    shape. The model loses its classifier (:func:`_classifier_parts`) and nothing else; a log line names what it lost.
 
     Args:
         model: a model with ``forward_features``.
@@ -63,7 +83,7 @@ class BackboneFeatures(nn.Module):
             raise ValueError(
                 f"{name} has no forward_features, so there is no feature map to attach a head to"
             )
-        out, ran = _probe(model, in_chans, img_size)
+        out = _blank_features(model, in_chans, img_size)
         self.prefix = 0
         if out.dim() == 4:
             last = str(getattr(model, "output_fmt", "NCHW")).split(".")[-1] == "NHWC"
@@ -73,33 +93,12 @@ class BackboneFeatures(nn.Module):
                 (int(out.shape[1]), int(out.shape[2])) if last else (int(out.shape[2]), int(out.shape[3]))
             )
         elif out.dim() == 3:
-            self.layout, self.prefix, self.chans = (
-                "tokens",
-                int(getattr(model, "num_prefix_tokens", 0)),
-                out.shape[2],
-            )
-            self.grid = _token_grid(model, img_size)
-            if self.grid[0] * self.grid[1] != out.shape[1] - self.prefix:
-                raise ValueError(
-                    f"the {out.shape[1]} tokens of {name} stand on no grid, so there is no feature map"
-                )
+            self.layout, self.chans = "tokens", int(out.shape[2])
+            self.prefix = _prefix_tokens(model)
+            self.grid = _token_grid(model, in_chans, img_size, int(out.shape[1]), self.prefix)
         else:
             raise ValueError(f"{name} gives features of shape {tuple(out.shape)}, which are no feature map")
-        uncalled = {
-            key: child
-            for key, child in model.named_children()
-            if not any(module in ran for module in child.modules())
-        }
-        for key in uncalled:
-            setattr(model, key, Unused())
-        if not _gives(model, in_chans, img_size, out):
-            # `forward_features` uses an attribute or another method of one of them, such as ViT's `rope`
-            for key, child in uncalled.items():
-                setattr(model, key, child)
-            for key, child in uncalled.items():
-                setattr(model, key, Unused())
-                if not _gives(model, in_chans, img_size, out):
-                    setattr(model, key, child)
+        _remove_classifier(model)
         self.model: Any = model
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,49 +113,212 @@ class BackboneFeatures(nn.Module):
         return x
 
 
-def _probe(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tuple[Tensor, Set[nn.Module]]:
-    """Features of a blank image, and the modules that were called to compute them."""
-    ran: Set[nn.Module] = set()
-    hooks = [
-        m.register_forward_hook(lambda module, *_: ran.add(module)) for m in model.modules() if m is not model
-    ]
-    like = next(model.parameters())
+def _blank_features(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tensor:
+    """Features of a blank image, for their shape."""
     try:
         with evaluating(model), torch.no_grad():
-            out = model.forward_features(  # type: ignore[operator]
-                torch.zeros(1, in_chans, *img_size, device=like.device, dtype=like.dtype)
-            )
+            out = model.forward_features(_blank_image(model, in_chans, img_size))  # type: ignore[operator]
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         size = f"{in_chans}x{img_size[0]}x{img_size[1]}"
         raise ValueError(f"{type(model).__name__} does not take {size} images: {reason}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not isinstance(out, Tensor):
         raise ValueError(
             f"{type(model).__name__} gives {type(out).__name__} as features, which is no feature map"
         )
-    return out, ran
+    return out
 
 
-def _gives(model: nn.Module, in_chans: int, img_size: Tuple[int, int], features: Tensor) -> bool:
-    """Whether the features of a blank image are still those of the whole model."""
-    try:
-        found = _probe(model, in_chans, img_size)[0]
-    except (AttributeError, TypeError, ValueError):
-        return False
-    return found.shape == features.shape and (found.is_meta or torch.equal(found, features))
+def _blank_image(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tensor:
+    like = next(model.parameters())
+    return torch.zeros(1, in_chans, *img_size, device=like.device, dtype=like.dtype)
 
 
-def _token_grid(model: Any, img_size: Tuple[int, int]) -> Tuple[int, int]:
+def _prefix_tokens(model: nn.Module) -> int:
+    """Tokens before those of the grid: as the model states, else one if it has a class token."""
+    stated = getattr(model, "num_prefix_tokens", None)
+    if stated is not None:
+        return int(stated)
+    return int(any(key.startswith("cls_token") for key, _ in model.named_parameters(recurse=False)))
+
+
+def _token_grid(
+    model: Any, in_chans: int, img_size: Tuple[int, int], tokens: int, prefix: int
+) -> Tuple[int, int]:
+    """Rows and columns of the tokens behind the prefix: the first statement of the model that has as many places.
+
+    Raises:
+        ValueError: none has; the message has the tokens and what the model states.
+    """
+    stated: List[str] = []
+    for where, find in (
+        ("patch_embed", _patch_grid),
+        ("forward_intermediates", _last_level_grid),
+        ("feature_info", _reduced_grid),
+    ):
+        grid = find(model, in_chans, img_size)
+        if grid is not None and grid[0] * grid[1] == tokens - prefix:
+            return grid
+        if grid is not None:
+            stated.append(f"{grid[0]}x{grid[1]} by its {where}")
+    name = type(model).__name__
+    if not stated:
+        raise ValueError(
+            f"{name} gives {tokens} tokens and states no grid for them: give it a patch_embed with a grid_size, "
+            "or feature_info with a reduction"
+        )
+    raise ValueError(
+        f"{name} gives {tokens} tokens, {prefix} of them before those of the image, and states another grid "
+        f"({', '.join(stated)}), so there is no feature map"
+    )
+
+
+def _patch_grid(model: Any, in_chans: int, img_size: Tuple[int, int]) -> Optional[Tuple[int, int]]:
     for holder in ("patch_embed", "stem"):
-        patches = getattr(model, holder, None)
-        size = getattr(patches, "patch_size", None)
-        if size is not None:
+        patches: Any = getattr(model, holder, None)
+        grid, size = getattr(patches, "grid_size", None), getattr(patches, "patch_size", None)
+        if hasattr(
+            patches, "dynamic_feat_size"
+        ):  # timm's, of which one for any size states the grid of its own
+            grid = patches.dynamic_feat_size(img_size)
+        elif grid is None and size is not None:
             rows, columns = (size, size) if isinstance(size, int) else size
-            return img_size[0] // rows, img_size[1] // columns
-    return 0, 0
+            grid = (img_size[0] // rows, img_size[1] // columns)
+        if isinstance(grid, (tuple, list)) and len(grid) == 2:
+            return int(grid[0]), int(grid[1])
+    return None
+
+
+def _last_level_grid(model: Any, in_chans: int, img_size: Tuple[int, int]) -> Optional[Tuple[int, int]]:
+    if not hasattr(model, "forward_intermediates"):
+        return None
+    try:
+        with evaluating(model), torch.no_grad():
+            levels = model.forward_intermediates(
+                _blank_image(model, in_chans, img_size),
+                indices=1,
+                output_fmt="NCHW",
+                intermediates_only=True,
+            )
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError):
+        return None  # a model of another interface, or one without maps
+    last = levels[-1] if isinstance(levels, (tuple, list)) and levels else None
+    return (int(last.shape[2]), int(last.shape[3])) if isinstance(last, Tensor) and last.dim() == 4 else None
+
+
+def _reduced_grid(model: Any, in_chans: int, img_size: Tuple[int, int]) -> Optional[Tuple[int, int]]:
+    info: Any = getattr(model, "feature_info", None)
+    levels = info.get_dicts() if hasattr(info, "get_dicts") else info
+    reduction = levels[-1].get("reduction") if levels else None
+    return (-(-img_size[0] // reduction), -(-img_size[1] // reduction)) if reduction else None
+
+
+def _remove_classifier(model: nn.Module) -> None:
+    """Replace the parts of the classifier by :class:`Unused` and log their names."""
+    removed = []
+    for key in _classifier_parts(model):
+        parent, _, attribute = key.rpartition(".")
+        weights = sum(p.numel() for p in model.get_submodule(key).parameters())
+        setattr(model.get_submodule(parent), attribute, Unused())
+        removed.append(f"{key} ({weights:,} weights)" if weights else key)
+    if removed:
+        _logger.info("removed the classifier of %s: %s", type(model).__name__, ", ".join(removed))
+
+
+def _classifier_parts(model: Any) -> List[str]:
+    """Names of the modules of a model's classifier, none of which its features can reach.
+
+    These are what timm's ``get_classifier`` returns, what ``forward_head`` names, which timm defines as the way from
+    features to scores, and the parts with a classifier's usual names. A part that the code of the features names in
+    any branch stays, whatever a forward pass with some image would call. If that code reaches parts without naming
+    them, only what ``get_classifier`` returns goes; if it cannot be read, all stay.
+    """
+    by_features = _names_in_code(model, "forward_features", "forward_intermediates")
+    if by_features is None:
+        return []
+    top: Set[str] = set()
+    if not by_features & _REFLECTION:
+        by_head = _names_in_code(model, "forward_head") or set()
+        top = {key for key, _ in model.named_children() if key in by_head or key in _CLASSIFIER_NAMES}
+    try:
+        found = model.get_classifier()
+    except AttributeError:  # there is none, or timm's method looks into a head that is not there
+        found = ()
+    classifiers = found if isinstance(found, (tuple, list)) else (found,)
+    inner = [
+        key for key, module in model.named_modules() if key and any(module is one for one in classifiers)
+    ]
+    parts = sorted(top) + [key for key in inner if key.split(".")[0] not in top]
+    return [key for key in parts if key.split(".")[0] not in by_features]
+
+
+def _names_in_code(model: Any, *methods: str) -> Optional[Set[str]]:
+    """Names in the code of methods, and of the methods and functions that this code names, in any branch.
+
+    None if some of it is not readable as Python, such as a method that a wrapper forwards.
+    """
+    names: Set[str] = set()
+    waiting: List[Any] = []
+    for method in methods:
+        found = _defined(model, method)
+        if not found and hasattr(model, method):
+            return None
+        waiting += found
+    seen: Set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        if isinstance(function, property):
+            waiting += [part for part in (function.fget,) if part is not None]
+            continue
+        function = getattr(function, "__func__", function)
+        if hasattr(function, "__wrapped__"):  # a decorator that kept the function
+            waiting.append(function.__wrapped__)
+            if _of_a_library(function):
+                continue
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return None
+        fresh = _names_of(code)
+        names |= fresh
+        for name in fresh:
+            waiting += _defined(model, name)
+            helper = function.__globals__.get(name)
+            waiting += [helper] if isinstance(helper, FunctionType) and not _of_a_library(helper) else []
+        for cell in function.__closure__ or ():
+            within = cell.cell_contents
+            if isinstance(within, (FunctionType, MethodType)) and not _of_a_library(within):
+                waiting.append(within)
+    return names
+
+
+def _of_a_library(function: Any) -> bool:
+    """Whether PyTorch or timm defines it: their helpers get tensors and blocks, not the model."""
+    where = getattr(function, "__func__", function)
+    return str(getattr(where, "__globals__", {}).get("__name__", "")).split(".")[0] in ("timm", "torch")
+
+
+def _defined(model: Any, name: str) -> List[Any]:
+    """What a model and its classes, but not PyTorch's, define by this name as code."""
+    owners = [
+        vars(model),
+        *(vars(kind) for kind in type(model).__mro__ if kind.__module__ != nn.Module.__module__),
+    ]
+    found = [owner[name] for owner in owners if name in owner]
+    return [one for one in found if hasattr(one, "__get__") or (callable(one) and not isinstance(one, type))]
+
+
+def _names_of(code: CodeType) -> Set[str]:
+    """Names and strings in a function's code and in the functions within it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_of(constant)
+        elif isinstance(constant, str):
+            names.add(constant.split(".")[0])
+    return names
 
 
 def _registered_cfg(name: str) -> Any:
@@ -262,19 +424,21 @@ def create_backbone(
         else:
             _saved_file(target, HUB_FILENAME)
             state = load_safetensors(local_weights(target)[0])
-    sized = {**arguments, "img_size": img_size} if img_size else arguments
-    try:
+    if img_size:
+        arguments["img_size"] = img_size
+    while True:
         try:
-            return _create(architecture, cfg, state, target, sized)
-        except TypeError as error:
-            if "img_size" not in str(error):
-                raise
-            # a convolutional network takes any size
             return _create(architecture, cfg, state, target, arguments)
-    except AssertionError as error:
-        raise ValueError(
-            f"{target} cannot be a backbone: timm does not create it with {_stated(sized)}"
-        ) from error
+        except TypeError as error:
+            if "img_size" not in arguments or "img_size" not in str(error):
+                raise
+            del arguments["img_size"]  # a convolutional network takes any size
+        except AssertionError as error:
+            if "global_pool" not in arguments:
+                raise ValueError(
+                    f"{target} cannot be a backbone: timm does not create it with {_stated(arguments)}: {error}"
+                ) from error
+            del arguments["global_pool"]  # some heads cannot do without, and the head is removed in any case
 
 
 def _create(

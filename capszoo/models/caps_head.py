@@ -33,7 +33,7 @@ from ._backbones import (
     feature_levels_of,
     first_convolution,
 )
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels, to_2tuple
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import cifar_resnet_stages, freeze_batch_statistics, init_conv_weights
 from ._builder import build_capsule_model, is_registered, model_cfg, zoo_cfgs
 from ._heads import HEADS, CapsuleHead, head_arguments, unknown_routing
@@ -314,10 +314,10 @@ class BackboneNet(HeadNet):
         """Position embeddings of a vision transformer, by timm's interpolation."""
         model: Any = self.stages.backbone.model  # type: ignore[union-attr]
         patches: Any = getattr(model, "patch_embed", None)
-        if name != "stages.backbone.model.pos_embed" or not hasattr(patches, "patch_size"):
+        if name != "stages.backbone.model.pos_embed" or not hasattr(patches, "dynamic_feat_size"):
             return None
         prefix = 0 if getattr(model, "no_embed_class", False) else int(getattr(model, "num_prefix_tokens", 0))
-        grid = [side // patch for side, patch in zip(img_size, to_2tuple(patches.patch_size), strict=True)]
+        grid = list(patches.dynamic_feat_size(img_size))
         if weight.dim() != 3 or weight.shape[1] != grid[0] * grid[1] + prefix:
             return None
         return resample_abs_pos_embed(weight, list(patches.grid_size), grid, num_prefix_tokens=prefix)

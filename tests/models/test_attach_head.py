@@ -18,11 +18,11 @@ from torch import nn
 
 import capszoo
 from capszoo._catalogue import HEAD_ROUTINGS
-from capszoo.models._backbones import Unused, create_backbone
+from capszoo.models._backbones import BackboneFeatures, Unused, create_backbone, feature_levels_of
 from capszoo.models._heads import HEADS
 from capszoo.preprocess import model_transform
 from capszoo.recipes.finetune import backbone_source
-from tests.models.zoo_cases import calibrate, images
+from tests.models.zoo_cases import calibrate, images, slow_unless
 
 #: backbone, a small size, and another that is not square
 BACKBONES: dict[str, tuple[int, tuple[int, int]]] = {
@@ -408,7 +408,7 @@ class Tokens(NoMap):
         (("resnet18.a1_in1", "idpa"), "unknown backbone 'resnet18.a1_in1': did you mean 'resnet18.a1_in1k'"),
         ((NoMap(), "idpa"), r"NoMap gives features of shape \(1, 4\), which are no feature map"),
         ((nn.Linear(3, 4), "idpa"), "Linear has no forward_features, so there is no feature map"),
-        ((Tokens(), "idpa"), "the 7 tokens of Tokens stand on no grid"),
+        ((Tokens(), "idpa"), "Tokens gives 7 tokens and states no grid"),
     ],
 )
 def test_what_cannot_be_attached_gets_one_line(arguments: tuple[Any, str], message: str) -> None:
@@ -457,11 +457,219 @@ def test_children_that_features_use_without_calling_them_stay(name: str) -> None
         assert net(x).shape == (2, 3) and torch.equal(inner.forward_features(x), features)
 
 
-def test_models_that_timm_does_not_create_without_classifier() -> None:
-    with pytest.raises(
-        ValueError, match="coat_tiny cannot be a backbone: timm does not create it with num_classes=0"
-    ):
-        capszoo.attach_head("coat_tiny", "avg", num_classes=3)
+class Foreign(nn.Module):
+    """A backbone of somebody else; its parts have a classifier's names, the worst case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, 4, 1, bias=False)
+        self.fc = nn.Conv2d(8, 8, 1, bias=False)
+        self.classifier = nn.Linear(8, 9)
+        self.drop = nn.Dropout2d(0.9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.forward_features(x).mean((2, 3)))
+
+
+class CalledByForward(Foreign):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc.forward(self.conv(x))
+
+
+class ReadThroughWeight(Foreign):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(self.conv(x), self.fc.weight)
+
+
+class InTrainingOnly(Foreign):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        return self.drop(self.fc(x)) if self.training else x
+
+
+class UnderACondition(Foreign):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        return self.fc(x) if bool(x.abs().sum() > 0) else x
+
+
+class ThroughAnotherMethod(Foreign):
+    @property
+    def last(self) -> nn.Module:
+        return self.fc
+
+    def neck(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x) if x.abs().sum() > 0 else x
+
+    @torch.no_grad()
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.neck(self.conv(x))
+
+
+class OfAParent(UnderACondition):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward_features(x)
+
+
+def neck_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.fc(x) if x.abs().sum() > 0 else x
+
+
+class ThroughAFunction(Foreign):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return neck_of(self, self.conv(x))
+
+
+class ByAnotherName(Foreign):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("conv", "f" + "cc"[:1]):
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        CalledByForward,
+        ReadThroughWeight,
+        InTrainingOnly,
+        UnderACondition,
+        ThroughAnotherMethod,
+        OfAParent,
+        ThroughAFunction,
+        ByAnotherName,
+    ],
+)
+def test_a_foreign_backbone_gives_its_own_features(
+    kind: type[Foreign], caplog: pytest.LogCaptureFixture
+) -> None:
+    backbone = kind()
+    whole, x = copy.deepcopy(backbone), torch.randn(2, 3, 16, 16)
+    with caplog.at_level("INFO", "capszoo"):
+        net = capszoo.attach_head(backbone, "avg", num_classes=3, img_size=16)
+    for mode in (True, False):
+        torch.manual_seed(1)
+        expected = whole.train(mode).forward_features(x)
+        torch.manual_seed(1)
+        found = net.train(mode).stages(x)
+        assert torch.equal(found, expected)
+        assert expected.abs().max() > 0
+    # code that gets at parts by other means than their names keeps all of them, and so does a call of a `forward`
+    removed = kind not in (ByAnotherName, CalledByForward)
+    assert isinstance(backbone.classifier, Unused) == removed
+    assert ("classifier (81 weights)" in caplog.text) == removed
+
+
+def test_what_was_removed_is_logged_and_never_an_identity(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "capszoo"):
+        net = attached("mobilenetv3_small_050", "avg")
+    assert "MobileNetV3" in caplog.text and "conv_head (" in caplog.text
+    with pytest.raises(RuntimeError, match="was removed"):
+        net.stages.backbone.model.conv_head(torch.zeros(1, 1))
+
+
+class Wrapper(nn.Module):
+    """Forwards what it lacks to a network whose attribute has a classifier's name."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.head = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("head"), name)
+
+
+def test_parts_stay_where_the_code_of_the_features_is_not_to_be_read() -> None:
+    net = capszoo.attach_head(Wrapper(CalledByForward()), "avg", num_classes=3, img_size=16)
+    x = torch.randn(2, 3, 16, 16)
+    inner: Any = net.stages.backbone.model.head
+    assert torch.equal(net.stages(x), inner.forward_features(x)) and isinstance(inner.classifier, nn.Linear)
+
+
+#: One model of every family whose tokens timm does not state by the size of a patch.
+TOKENS = (
+    "levit_128s",
+    "efficientformer_l1",
+    "hiera_tiny_224",
+    "mvitv2_tiny",
+    "twins_svt_small",
+    "tnt_s_patch16_224",
+)
+TOKENS += (
+    "volo_d1_224",
+    "vitamin_small_224",
+    "vit_tiny_r_s16_p8_224",
+    "naflexvit_base_patch16_gap",
+    "coat_lite_tiny",
+)
+
+
+def last_level(model: Any, x: torch.Tensor, norm: bool) -> torch.Tensor:
+    return model.forward_intermediates(x, indices=1, norm=norm, intermediates_only=True)[-1]
+
+
+@pytest.mark.parametrize("name", slow_unless(("levit_128s", "efficientformer_l1"), TOKENS))
+def test_tokens_stand_where_timm_puts_them(name: str) -> None:
+    torch.manual_seed(0)
+    model = create_backbone(name)
+    size = model.pretrained_cfg["input_size"]  # type: ignore[index]
+    features = BackboneFeatures(model, size[0], size[1:]).eval()
+    x = torch.randn(1, *size)
+    with torch.no_grad():
+        found = features(x)
+        expected = last_level(model, x, norm=not name.startswith("hiera"))  # its norm is in the head
+    assert torch.equal(found, expected)
+
+
+def families() -> dict[str, str]:
+    """The shortest name of every family: timm's module and the letters with which the name begins."""
+    found: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        module = timm.models.model_entrypoint(name).__module__
+        if module.startswith("timm."):
+            begin = re.match("[a-z]+", name)
+            assert begin is not None
+            found.setdefault(f"{module.rpartition('.')[2]}-{begin[0]}", []).append(name)
+    return {family: min(names, key=lambda name: (len(name), name)) for family, names in found.items()}
+
+
+#: Families without a map of features, and the reason in the message.
+REFUSED = {
+    "coat-coat": "gives list as features",
+    "crossvit-crossvit": "gives list as features",
+    "efficientvim-efficientvim": "gives list as features",
+    "pit-pit": "gives 1 tokens, 1 of them before those of the image, and states another grid .31x31 by its patch_embed",
+}
+FAMILIES = families()
+QUICK = ("hiera-hiera", "twins-twins", "mvitv2-mvitv", "volo-volo", "pit-pit", "efficientvim-efficientvim")
+
+
+@pytest.mark.parametrize("family", slow_unless(QUICK, FAMILIES))
+def test_every_family_of_timm_is_a_backbone(family: str) -> None:
+    """On the meta device: the grid is what timm states, and what is refused gets the true reason."""
+    name = FAMILIES[family]
+    with torch.device("meta"):
+        model = create_backbone(name)
+        size = (model.pretrained_cfg or {}).get("input_size") or (3, 224, 224)
+        if family in REFUSED:
+            with pytest.raises(ValueError, match=REFUSED[family]):
+                BackboneFeatures(model, size[0], size[1:])
+            return
+        features = BackboneFeatures(model, size[0], size[1:]).eval()
+        found = features(torch.zeros(2, *size))
+    assert found.shape == (2, features.chans, *features.grid)
+    reduction = feature_levels_of(model, "x.y", features.chans, size[1:], features.grid)[-1]["reduction"]
+    assert features.grid[0] in (size[1] // reduction, -(-size[1] // reduction))
+
+
+def test_models_that_timm_does_not_create_without_pooling() -> None:
+    """Their head needs it, and the head goes in any case."""
+    with torch.device("meta"):
+        net = capszoo.attach_head("coat_lite_tiny", "avg", num_classes=3)
+    assert net.stages.backbone.grid == (7, 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
