@@ -177,9 +177,7 @@ def _patch_grid(model: Any, in_chans: int, img_size: Tuple[int, int]) -> Optiona
     for holder in ("patch_embed", "stem"):
         patches: Any = getattr(model, holder, None)
         grid, size = getattr(patches, "grid_size", None), getattr(patches, "patch_size", None)
-        if hasattr(
-            patches, "dynamic_feat_size"
-        ):  # timm's, of which one for any size states the grid of its own
+        if hasattr(patches, "dynamic_feat_size"):  # one for any size has the grid of its own in grid_size
             grid = patches.dynamic_feat_size(img_size)
         elif grid is None and size is not None:
             rows, columns = (size, size) if isinstance(size, int) else size
@@ -242,7 +240,7 @@ def _classifier_parts(model: Any) -> List[str]:
         top = {key for key, _ in model.named_children() if key in by_head or key in _CLASSIFIER_NAMES}
     try:
         found = model.get_classifier()
-    except AttributeError:  # there is none, or timm's method looks into a head that is not there
+    except (AttributeError, TypeError):  # there is none, or timm's method looks into a head that is not there
         found = ()
     classifiers = found if isinstance(found, (tuple, list)) else (found,)
     inner = [
