@@ -20,6 +20,7 @@ import capszoo
 from capszoo.data import ImageSet
 from capszoo.errors import CapszooError
 from capszoo.explain import explain, save_figure, save_heat_grid
+from capszoo.explain.heat_map import MEANINGS
 from capszoo.explain.reconstructions import answers, overlaps, save_answers, save_overlaps
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.recipes.evaluation.target import create_for, prepare
@@ -31,10 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 COUNT, RIGHT, WRONG = 8, 5, 3
 
 #: Version of the drawing code for each kind of picture: a picture of another version is stale.
-STYLES = {"heat": 4, "decoded": 2, "explain": 2}
+STYLES = {"heat": 5, "decoded": 2, "explain": 3}
 
-#: The first picture of the README: the heat map of one digit, by these weights.
-FIRST, FIRST_OF = "explain.png", "resnet20_routingcaps.mnist"
+#: The first picture of the README: the heat map of one digit, by weights whose map passes the deletion test
+#: (docs/evaluate.md).
+FIRST, FIRST_OF = "explain.png", "encapnet6_master.mnist"
+
+#: Routings whose heat map is not shown: in the deletion test it is no better than random order, or worse.
+NOT_SHOWN = ("capszoo.layers.dynamic", "capszoo.layers.em")
 
 #: Data sets whose reconstructions are not shown: affNIST's decoders give uniform blurs.
 NOT_DECODED = ("affnist",)
@@ -43,7 +48,8 @@ DECODED = "the first test images that are recognised, and the first that are not
 
 #: The picture's kind → text of its caption; `{quantity}` is what the network's heat map draws.
 KINDS = {
-    "heat": "Test images; share of each position in the predicted class ({quantity}), 1 is even; overlay",
+    "heat": "Test images, the share of each position in the predicted class ({quantity}, 1 is even) and both overlaid. "
+    + MEANINGS["couplings"],
     "decoded": "Test images and their reconstructions, correctly classified ones first, then wrongly classified ones",
 }
 
@@ -71,7 +77,7 @@ def kinds_of(info: WeightsInfo) -> list[str]:
     """The pictures of a checkpoint: none without stored images of its data set."""
     if not is_packed(_data_name(info)):
         return []
-    heat = ["heat"] if _has_heat_map(info.name) else []
+    heat = ["heat"] if _has_heat_map(info.name) and not _is_misleading(info.name) else []
     decoded = info.model_args.get("decoder") and _data_name(info) not in NOT_DECODED
     return heat + (["decoded"] if decoded else [])
 
@@ -103,6 +109,11 @@ def _has_heat_map(name: str) -> bool:
     except CapszooError:
         return False
     return True
+
+
+def _is_misleading(name: str) -> bool:
+    """Whether the network of a checkpoint has a routing of `NOT_SHOWN`."""
+    return any(type(module).__module__.startswith(NOT_SHOWN) for module in _without_weights(name).modules())
 
 
 def _data_name(info: WeightsInfo) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from capszoo.explain.heat_map import MEANINGS
 from capszoo.models._pretrained import bundled_tags
-from scripts.pictures import FIRST, KINDS, kinds_of, picture_file, stale_pictures, write_picture
+from scripts.pictures import FIRST, KINDS, caption, kinds_of, picture_file, stale_pictures, write_picture
 
 #: one picture of each kind
 QUICK = (("resnet20_routingcaps.mnist", "heat"), ("capsnet_dynamic.mnist", "decoded"))
@@ -61,6 +62,17 @@ def test_the_readme_s_picture_states_its_weights(tmp_path: Path) -> None:
     assert path in stale_pictures(tmp_path)
     write_picture(path)
     assert path not in stale_pictures(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["capsnet_dynamic.mnist", "capsnet_em_norb_small.mnist", "resnet20_em.cifar10"]
+)
+def test_maps_that_fail_the_deletion_test_are_not_shown(name: str) -> None:
+    assert "heat" not in kinds_of(bundled_tags()[name])
+
+
+def test_captions_say_what_a_map_shows() -> None:
+    assert MEANINGS["couplings"] in caption(bundled_tags()[QUICK[0][0]], "heat")
 
 
 def test_average_pooling_routes_nothing() -> None:

@@ -18,6 +18,7 @@ API_MODULES = (
     "capszoo",
     "capszoo.explain",
     "capszoo.explain.convergence",
+    "capszoo.explain.deletion",
     "capszoo.explain.heat_map",
     "capszoo.explain.reconstructions",
     "capszoo.explain.routing_stats",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import capszoo
 from capszoo import _catalogue
 from capszoo._metadata import ALIASES, other_names, with_aliases
+from capszoo.export.bundle.manifest import weights_of
 from capszoo.models import _builder, _pretrained
 from capszoo.models._base import CapsuleNet
 from capszoo.models._blocks import ConvBnAct, Decoder
@@ -275,6 +276,15 @@ def test_every_name_of_a_checkpoint_is_listed() -> None:
         assert capszoo.model_info(name).weights[0].stored_as == stored
     for architecture, alias in ALIASES.items():
         assert capszoo.create_model(architecture, pretrained=True).pretrained_cfg["tag"] == alias.default
+
+
+def test_an_export_finds_the_weights_behind_a_second_name() -> None:
+    model = capszoo.create_model("resnet20_avg", pretrained=True)
+    found = weights_of(model)
+    assert found is not None and found.stored_as == "resnet20_routingpool.cifar10_avg"
+    with torch.no_grad():
+        model.get_classifier().bias += 1
+    assert weights_of(model) is None
 
 
 def test_an_alias_keeps_checkpoints_of_its_own() -> None:

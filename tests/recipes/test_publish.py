@@ -702,3 +702,10 @@ def test_a_broken_connection_and_a_refused_token_are_named(monkeypatch: pytest.M
     assert "the Hub does not accept your token (401)" in str(refused)
     broken = _hub._explained(ConnectionError("reset by peer"), None, None, "ann/pets")
     assert "the connection to the Hub broke (reset by peer)" in str(broken)
+
+
+def test_a_second_name_of_a_checkpoint_is_not_published(tmp_path: Path) -> None:
+    """Its file has the keys of the network that it was trained as."""
+    with pytest.raises(PublishError, match="resnet20_routingpool.cifar10_avg"):
+        publish("resnet20_avg.cifar10_avg", "me/x", dry_run=True, out=tmp_path / "x")
+    assert not (tmp_path / "x").exists()

@@ -76,6 +76,14 @@ def test_the_papers_figure_stands_beside_ours() -> None:
     assert "curves.png" not in card.text
 
 
+def test_a_card_has_every_name_of_its_weights() -> None:
+    known = bundled_tags()
+    assert "`resnet20_avg.cifar10_avg`" in model_card(known["resnet20_routingpool.cifar10_avg"], "me/x").text
+    assert "resnet20_avg" not in model_card(known["resnet20_routingpool.cifar10"], "me/x").text
+    other = replace(known["resnet20_routingpool.cifar10_avg"], sha256="0" * 64)
+    assert "resnet20_avg" not in model_card(other, "me/x").text, "a run of the user's"
+
+
 def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() -> None:
     info = replace(
         info_of("resnet20_routingcaps.pets", "pets"), label_names=tuple(f"breed {i}" for i in range(30))
