@@ -33,6 +33,7 @@ REQUIREMENTS = (
     "typer>=0.15.4",
     "rich>=13",
     "matplotlib>=3.8",
+    "captum>=0.7",
     "onnx>=1.18",
     "onnxscript>=0.6",
     "onnxruntime>=1.21",
