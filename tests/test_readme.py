@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 import capszoo
+from capszoo.models._pretrained import bundled_tags
 from tests.support import load_script, packed
 
 
@@ -33,10 +34,11 @@ def test_generated_files_are_up_to_date(root: Path) -> None:
 
 def test_every_model_and_checkpoint_is_listed(root: Path) -> None:
     text = (root / "docs" / "models.md").read_text(encoding="utf-8")
-    for name in (*capszoo.list_models(), *capszoo.list_pretrained()):
+    for name in (*capszoo.list_models(), *bundled_tags()):
         assert f"| `{name}` |" in text
+    assert all(f"`{name}`" in text for name in capszoo.list_pretrained()), "second names of a file, too"
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in readme for name in capszoo.list_pretrained())
+    assert all(f"| `{name}` |" in readme for name in bundled_tags())
 
 
 def test_the_changelog_states_replaced_weights_beside_the_present_ones(root: Path) -> None:
