@@ -17,7 +17,14 @@ from .errors import CapszooError, UsageError
 #: Formats of pictures that are written; matplotlib's others need LaTeX (.pgf) or are no pictures (.raw).
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
 
+#: Suffixes of files of models in formats that are not written under a name of the user's.
+OTHER_MODELS = frozenset(
+    ".bin .ckpt .engine .gguf .h5 .keras .mlmodel .mlpackage .ncnn .nnef .npz .ort .param .pb .pkl .plan .pt .pt2 .pth "
+    ".safetensors .tar .tflite .torchscript .trt .xml .zip".split()
+)
+
 __all__ = [
+    "OTHER_MODELS",
     "PICTURE_SUFFIXES",
     "cache_folder",
     "check_numbers_file",
@@ -58,9 +65,10 @@ def names_onnx_file(path: Path) -> bool:
     Raises:
         UsageError: the name is that of another format's file.
     """
-    if path.suffix in (".pt", ".pt2", ".plan", ".engine", ".pth"):
+    suffix = path.suffix.lower()
+    if suffix in OTHER_MODELS:
         raise UsageError(f"{path} is no .onnx file", "give a name such as model.onnx, or a folder")
-    return path.suffix == ".onnx"
+    return suffix == ".onnx"
 
 
 def not_writable(place: Path, error: OSError) -> str:

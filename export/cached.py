@@ -135,7 +135,15 @@ def export_to_cache(
 
     given: dict[str, Any] = {"img_size": img_size, "routing_iters": routing_iters}
     net = load_model(model, device="cpu", **{key: value for key, value in given.items() if value is not None})
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (place.parent / ".writable").touch()
+        (place.parent / ".writable").unlink()
+    except OSError as error:
+        raise CapszooError(
+            f"{cache_folder()}: the cache cannot be written ({error.strerror})",
+            "set CAPSZOO_CACHE to a folder that can, or give --runtime torch",
+        ) from None
     try:
         read_manifest(place)
     except CapszooError:  # damaged: the folder is the cache's own, which no user has to name

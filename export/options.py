@@ -156,7 +156,9 @@ class ExportOptions:
         _each_of("output", self.outputs, OUTPUTS)
         if self.opset is not None and self.opset < MIN_OPSET:
             raise UsageError(
-                f"opset {self.opset} cannot be written", f"torch.onnx writes opset {MIN_OPSET} and later"
+                f"opset {self.opset} cannot be written",
+                f"torch.onnx writes opset {MIN_OPSET} and later; for an older runtime use PyTorch's former exporter, "
+                "timm.utils.onnx.onnx_export(model, FILE, opset=N, batch_size=B)",
             )
         if len(set(self.outputs)) < len(self.outputs):
             raise UsageError(f"outputs {', '.join(self.outputs)} name one twice", "name each once")

@@ -27,7 +27,7 @@ from . import unroll
 from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError
 
-__all__ = ["PreparedModel", "check_images", "prepare", "quiet"]
+__all__ = ["PreparedModel", "check_images", "in_own_precision", "prepare", "quiet"]
 
 #: Names under which wrappers hold their module: torch.compile, DataParallel and averaged weights, PEFT.
 _WRAPPED = ("_orig_mod", "module", "base_model", "model")
@@ -87,19 +87,20 @@ class PreparedModel:
             count, *self.size, dtype=dtype, device=None if parameter is None else parameter.device
         )
 
-    def trace(self, target: str = "gpu") -> torch.export.ExportedProgram:
+    def trace(self, target: str = "gpu", count: int = 2) -> torch.export.ExportedProgram:
         """The ``torch.export`` program, with a symbolic batch unless the profile fixes it.
 
         Args:
             target: target of the graph, one of :data:`capszoo.layers.engine_choice.TARGETS`: ``"onnx_cpu"`` is a
                 runtime that runs it node by node, ``"gpu"`` a compiler (for either device).
+            count: images of the example, where the batch is symbolic; at least 2.
 
         Raises:
             ExportError: the model cannot be traced.
         """
         smallest, usual, largest = self.batch
         # torch.export treats a batch of 1 as a constant: trace with 2 for a symbolic batch
-        count = usual if smallest == largest else 2
+        count = usual if smallest == largest else max(2, count)
         inputs, shapes = (self.example(count),), self.dynamic_shapes()
         with quiet(), use_engines(target=target), record_engines() as choices:
             try:
@@ -110,9 +111,12 @@ class PreparedModel:
                         f"{self.name}: its forward turns the batch size into a number",
                         "keep x.shape[0] as it is (no int(), no len()), or fix the batch with a profile of one number",
                     ) from e
+                depends = "data-dependent" in str(e).lower()
                 raise ExportError(
                     f"{self.name}: torch.export cannot trace it: {first_line(e)}",
-                    "keep Python branches on values of tensors out of its forward",
+                    "keep Python branches on values of tensors out of its forward"
+                    if depends
+                    else "torch.export.export(model, (images,)) gives the whole error",
                 ) from e
         returned = program.call_spec.out_spec
         if returned is not None and not returned.is_leaf() and returned.type not in (tuple, list):
@@ -129,6 +133,14 @@ class PreparedModel:
         return None if smallest == largest else ({0: torch.export.Dim("batch", min=1, max=max(largest, 2))},)
 
 
+@contextmanager
+def in_own_precision() -> Iterator[None]:
+    """Compute in the dtypes of the tensors, also inside a caller's ``torch.autocast``."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+@in_own_precision()
 def prepare(model: nn.Module | str, options: ExportOptions | None = None, **changes: Any) -> PreparedModel:
     """Prepare a model for export to any format.
 
@@ -209,9 +221,11 @@ def _check_module(model: nn.Module, name: str) -> None:
         raise ExportError(f"{name} is an exported file already", "export the model that it was made from")
     if isinstance(model, torch.jit.ScriptModule):
         raise ExportError(f"{name} is TorchScript", "export the module that it was made from")
-    # of a compiled module the class's own forward is the wrapper's
-    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
-    if parameters and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+    parameters = inspect.signature(model.forward).parameters.values()
+    unnamed = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    if unnamed or hasattr(
+        model, "_orig_mod"
+    ):  # torch.compile's wrapper shows the names of the module's forward
         inner = next((key for key in _WRAPPED if isinstance(getattr(model, key, None), nn.Module)), None)
         remedy = f"export model.{inner}" if inner else "name its input: forward(self, x)"
         raise ExportError(f"{name}: the forward of {kind} names no input, as wrappers do", remedy)

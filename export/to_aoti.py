@@ -154,6 +154,7 @@ def write(
             f"AOTInductor: `{file}` runs on {device} with torch {torch.__version__} "
             f'(`torch._inductor.aoti_load_package("{file}")`). For another device, there: `{recompile_command()}`.',
             "The package does not check the size of its images: with another one it answers wrongly.",
+            "PyTorch's own check of inputs, where it is on, refuses a batch of 1, although the package runs it.",
         ],
     }
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -30,7 +31,7 @@ from .atomic import workplace
 from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
-from .prepare import PreparedModel, check_images, prepare, quiet
+from .prepare import PreparedModel, check_images, in_own_precision, prepare, quiet
 from .report import ExportError, ExportReport, GateStep
 from .to_tensorrt import rtx_step
 from .unroll import Served
@@ -111,6 +112,7 @@ def export(
     return write(prepare(model, options), target)
 
 
+@in_own_precision()
 def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any) -> ExportReport:
     """Write a prepared model as ONNX, through the gate.
 
@@ -250,7 +252,12 @@ def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
                 verbose=False,
             )
         except Exception as e:  # torch raises many kinds here, some without a common base
-            remedy = "replace the operator that it names"
+            operator = re.search(r"\b(aten|prims?|torchvision|capszoo)(::|\.)\w+", str(e))
+            remedy = (
+                f"replace the operator {operator[0]}"
+                if operator
+                else "torch.onnx.export(model, (images,), dynamo=True) gives the whole error"
+            )
             raise ExportError(
                 f"{prepared.name}: torch.onnx cannot translate it: {first_line(e)}", remedy
             ) from e

@@ -23,7 +23,7 @@ from capszoo.errors import UsageError, first_line
 
 from .compare import as_arrays
 from .options import BuildOptions, ExportOptions, collect
-from .prepare import PreparedModel, prepare
+from .prepare import PreparedModel, in_own_precision, prepare
 from .report import ExportError
 from .verify.gate import verify_against_eager
 
@@ -40,6 +40,7 @@ def find_torch_tensorrt() -> Any | None:
         return None
 
 
+@in_own_precision()
 def compile_module(
     model: nn.Module | str,
     export_options: ExportOptions | None = None,
@@ -79,7 +80,7 @@ def compile_module(
     options = options or BuildOptions()
     prepared = prepare(model, export_options)
     prepared.served.to(device)
-    program = prepared.trace()
+    program = prepared.trace(count=prepared.batch[1])  # its profile's usual batch is the example's
     arguments = _arguments(trt.dynamo.compile, options)
     if export_options.precision == "fp32":
         arguments["disable_tf32"] = True  # it rounds to 10 bits, which the gate of fp32 does not allow

@@ -30,7 +30,7 @@ from capszoo.preprocess import model_input_size, model_transform
 from .. import compare, to_aoti, to_onnx, to_tensorrt
 from ..atomic import old_name, workplace
 from ..options import BundleOptions, collect
-from ..prepare import PreparedModel, prepare
+from ..prepare import PreparedModel, in_own_precision, prepare
 from ..report import ExportReport, GateStep
 from .manifest import (
     SCHEMA,
@@ -45,6 +45,7 @@ from .triton import write_triton
 __all__ = ["export_bundle"]
 
 
+@in_own_precision()
 def export_bundle(
     model: nn.Module, out: str | os.PathLike[str], options: BundleOptions | None = None, **changes: Any
 ) -> dict[str, Any]:

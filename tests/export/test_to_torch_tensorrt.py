@@ -68,16 +68,19 @@ def fake(wrong: bool = False, fails: bool = False, strong_only: bool = False) ->
 
 def test_a_module_with_a_batch_profile() -> None:
     trt, model = fake(), ToyCaps(2).eval()
-    fast = compile_module(model, batch=(1, 2, 4), device="cpu", torch_tensorrt=trt)
+    fast = compile_module(model, batch=(1, 3, 4), device="cpu", torch_tensorrt=trt)
     x = torch.randn(3, 1, 10, 10)
     assert torch.allclose(fast(x), model(x), atol=1e-5)
     ((program, given, arguments),) = trt.calls
     assert isinstance(program, torch.export.ExportedProgram)
     assert given.shapes == {
         "min_shape": (1, 1, 10, 10),
-        "opt_shape": (2, 1, 10, 10),
+        "opt_shape": (3, 1, 10, 10),
         "max_shape": (4, 1, 10, 10),
     }
+    assert program.example_inputs[0][0].shape[0] == 3, (
+        "the usual batch, which the library takes as the optimum"
+    )
     assert given.dtype is torch.float32 and arguments["use_explicit_typing"] is True
     assert arguments["workspace_size"] == 4096 << 20 and arguments["immutable_weights"] is True
     assert arguments["disable_tf32"] is True, "the gate of fp32 allows no rounding to 10 bits"

@@ -1,0 +1,172 @@
+"""Each remedy that a message names is followed once, and leads to something that works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
+from typer.testing import CliRunner
+
+import capszoo
+from capszoo.checkpoint import NoWeights, resolve
+from capszoo.cli import app
+from capszoo.errors import CapszooError, UnknownModel, UsageError
+from tests.export.toys import ToyCaps
+
+pytest.importorskip("onnxruntime")
+import onnxruntime
+
+from capszoo.export.to_onnx import ExportError, export
+
+
+def _commands(message: str) -> list[list[str]]:
+    """The commands of ours that a message names."""
+    return [line.split()[1:] for line in re.findall(r"`(capszoo [^`]*)`", message)]
+
+
+def test_commands_for_an_architecture_without_weights_run() -> None:
+    names = [name for name in capszoo.list_models() if name != "caps_head"]
+    untrained = next(name for name in names if not capszoo.list_pretrained(f"{name}.*"))
+    with pytest.raises(NoWeights) as found:
+        resolve(untrained).create()
+    named = _commands(str(found.value))
+    assert len(named) == 2
+    for command in named:
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0 and done.stdout.strip(), command
+
+
+@pytest.mark.parametrize("name", ["me/model-1.0", "https://huggingface.co/me/model-1.0"])
+def test_a_repository_s_path_or_address_becomes_its_name(name: str) -> None:
+    with pytest.raises(CapszooError) as found:
+        resolve(name)
+    (remedy,) = re.findall(r"hf-hub:[\w./-]+", str(found.value))
+    assert resolve(remedy).kind == "hub" and remedy == "hf-hub:me/model-1.0"
+
+
+def test_the_nearest_name_exists() -> None:
+    with pytest.raises(UnknownModel) as found:
+        capszoo.create_model("resnet20_routingcap")
+    (name,) = re.findall(r"\bresnet20_routingcaps\b", str(found.value))
+    assert resolve(name).kind == "name"
+
+
+def test_a_path_to_create_model_is_loaded_as_the_message_says(tmp_path: Path) -> None:
+    from timm.models import save_for_hf
+
+    net = capszoo.create_model("cnn6", num_classes=3, in_chans=1, img_size=28)
+    save_for_hf(net, str(tmp_path / "saved"), safe_serialization=True)
+    with pytest.raises(UnknownModel) as found:
+        capszoo.create_model(str(tmp_path / "saved"))
+    remedy = str(found.value).rpartition("use ")[2]
+    again = capszoo.create_model(remedy, pretrained=True)
+    assert (
+        torch.equal(again.state_dict()["classifier.weight"], net.state_dict()["classifier.weight"])
+        if ("classifier.weight" in net.state_dict())
+        else all(
+            torch.equal(a, b)
+            for a, b in zip(again.state_dict().values(), net.state_dict().values(), strict=True)
+        )
+    )
+
+
+class _Nameless(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.module = net
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, AveragedModel, _Nameless])
+def test_a_wrapped_model_is_exported_by_the_name_that_the_message_gives(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    wrapper = wrap(ToyCaps(1).eval())
+    with pytest.raises(ExportError) as found:
+        export(wrapper, tmp_path / "m.onnx", gate="quick")
+    (inner,) = re.findall(r"export model\.(\w+)", str(found.value))
+    assert export(getattr(wrapper, inner), tmp_path / "m.onnx", gate="quick").passed
+
+
+def test_a_compiled_layer_and_a_wrapper_of_a_user_s_own_are_exported(tmp_path: Path) -> None:
+    """Neither hides the name of its input."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = ToyCaps(1)
+            self.in_chans, self.img_size, self.num_classes = 1, (10, 10), 5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x * 2)
+
+    assert export(Scaled().eval(), tmp_path / "m.onnx", gate="quick").passed
+
+
+def test_a_pruned_model_is_exported_once_its_pruning_is_permanent(tmp_path: Path) -> None:
+    net = ToyCaps(1).eval()
+    prune.l1_unstructured(net.primary, "weight", amount=0.5)
+    net(torch.randn(1, 1, 10, 10))  # now its weight is a computed tensor
+    with pytest.raises(ExportError, match="primary.weight") as found:
+        export(net, tmp_path / "m.onnx", gate="quick")
+    (call,) = re.findall(r"torch\.nn\.utils\.prune\.remove\(.*\)", str(found.value))
+    eval(call, {"torch": torch, "layer": net.primary})
+    assert export(net, tmp_path / "m.onnx", gate="quick").passed
+
+
+def test_modules_that_hold_no_plain_weights_are_refused_by_name(tmp_path: Path) -> None:
+    net = ToyCaps(1).eval()
+    x = torch.randn(2, 1, 10, 10)
+    net.classifier = nn.Linear(3, 3)
+    scripted = torch.jit.trace(ToyCaps(1).eval(), x, check_trace=False)
+    quantised = torch.ao.quantization.quantize_dynamic(net, {nn.Linear})
+    for odd, names in ((scripted, "TorchScript"), (quantised, "classifier")):
+        with pytest.raises(ExportError, match=names):
+            export(odd, tmp_path / "m.onnx", gate="quick", input_size=(1, 10, 10))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_within_autocast_is_the_same_file(tmp_path: Path) -> None:
+    net = ToyCaps(2).eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = export(net, tmp_path / "inside.onnx", gate="quick")
+    assert report.passed and report.precision == "fp32"
+    export(net, tmp_path / "outside.onnx", gate="quick")
+    assert (tmp_path / "inside.onnx").read_bytes() == (tmp_path / "outside.onnx").read_bytes()
+
+
+def test_an_older_opset_is_written_by_the_exporter_that_the_message_names(tmp_path: Path) -> None:
+    from timm.utils.onnx import onnx_export
+
+    with pytest.raises(
+        UsageError, match=r"timm\.utils\.onnx\.onnx_export\(model, FILE, opset=N, batch_size=B\)"
+    ):
+        export("resnet20_routingcaps.mnist", tmp_path / "m.onnx", opset=16)
+    net = capszoo.create_model("resnet20_routingcaps.mnist", pretrained=True).eval()
+    file = tmp_path / "m.onnx"
+    onnx_export(net, str(file), opset=16, batch_size=2)
+    session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
+    x = torch.randn(2, 1, 28, 28)
+    (scores,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(scores), net(x), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["m.tflite", "m.TRT", "m.xml", "m.mlpackage", "m.safetensors", "m.pt2"])
+def test_a_file_of_another_format_is_refused_and_any_case_of_ours_is_one_file(
+    name: str, tmp_path: Path
+) -> None:
+    from capszoo._files import names_onnx_file
+
+    with pytest.raises(UsageError, match="model.onnx"):
+        names_onnx_file(tmp_path / name)
+    assert names_onnx_file(tmp_path / "M.ONNX") and not names_onnx_file(tmp_path / "v1.2")
