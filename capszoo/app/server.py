@@ -5,10 +5,12 @@
 - ``GET /metrics``: counts and times in Prometheus' text format.
 
 One process, one image at a time; further requests wait in a bounded queue, and are refused with 503 if it is full.
+Connections are limited in number, and closed if the headers of a request do not arrive in time.
 """
 
 # No `from __future__ import annotations` here: FastAPI resolves annotations in the module, which lacks its classes.
 import asyncio
+import logging
 import socket
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from collections import Counter
 from typing import Any
 
 from .._extras import EXTRAS
-from ..errors import CapszooError, require
+from ..errors import CapszooError, first_line, require
 from ..images import open_image
 from .model import MAX_FILE_MB, MAX_PIXELS, AppModel
 
@@ -27,6 +29,15 @@ __all__ = ["Metrics", "create_app", "serve"]
 #: Upper ends of the histogram's buckets, in seconds.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
+
+#: Seconds within which the headers of a request must arrive.
+HEADER_SECONDS = 10.0
+
+#: Connections at a time, at most; and open files that are left for everything else.
+MOST_CONNECTIONS, OTHER_FILES = 512, 64
+
+#: Seconds within which a fault of the same kind is written once.
+FAULT_SECONDS = 10.0
 
 #: Seconds within which the body of a request must arrive: a client that stops sending keeps a place in the queue.
 BODY_SECONDS = 30.0
@@ -162,6 +173,96 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
     return app
 
 
+def most_connections() -> int:
+    """Connections at a time: as many as this process may open files, less some for other files."""
+    try:
+        import resource
+
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    except (ImportError, OSError):  # Windows
+        return MOST_CONNECTIONS
+    return MOST_CONNECTIONS if files < 0 else max(1, min(MOST_CONNECTIONS, files - OTHER_FILES))
+
+
+def limited_protocol(most: int) -> Any:
+    """uvicorn's HTTP protocol, which closes connections beyond ``most``, and those whose headers do not arrive."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Limited(H11Protocol):
+        deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            if len(self.connections) >= most:
+                self.transport = transport
+                transport.abort()
+                return
+            super().connection_made(transport)
+            self._expect_headers()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:  # a request has begun
+                self._stop()
+            elif self.deadline is None:
+                self._expect_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            if self in self.connections:  # others were never taken
+                super().connection_lost(exc)
+
+        def _expect_headers(self) -> None:
+            self.deadline = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+        def _stop(self) -> None:
+            if self.deadline is not None:
+                self.deadline.cancel()
+                self.deadline = None
+
+    return Limited
+
+
+def log_config() -> dict[str, Any]:
+    """Settings of `logging`: what the server and its event loop have to say goes to stderr, in one line each."""
+    loggers = ("uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
+    stderr = {"class": "logging.StreamHandler", "formatter": "line", "filters": ["one_line"]}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "filters": {"one_line": {"()": OneLine}},
+        "formatters": {"line": {"format": "%(levelname)s: %(message)s"}},
+        "handlers": {"stderr": stderr},
+        "loggers": {
+            name: {"handlers": ["stderr"], "level": "WARNING", "propagate": False} for name in loggers
+        },
+    }
+
+
+class OneLine(logging.Filter):
+    """Faults in one line without a traceback, each kind once in `FAULT_SECONDS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is written; it becomes its line."""
+        line = (record.getMessage().strip().splitlines() or [record.levelname])[0]
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            line = f"{line} ({type(error).__name__}: {first_line(error)})"
+        record.msg, record.args, record.exc_info, record.exc_text = line, (), None, None
+        now = time.monotonic()
+        if now - self._last.get(line, -FAULT_SECONDS) < FAULT_SECONDS:
+            return False
+        if len(self._last) > 100:
+            self._last.clear()
+        self._last[line] = now
+        return True
+
+
 def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64) -> None:
     """Serve a model until the process is stopped.
 
@@ -194,6 +295,9 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64)
         host=host,
         port=port,
         workers=1,
+        http=limited_protocol(most_connections()),
+        ws="none",
+        log_config=log_config(),
         log_level="warning",
         timeout_graceful_shutdown=5,  # a client that stops sending must not delay Ctrl-C
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
+import logging.config
 import re
 import socket
 import statistics
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +26,16 @@ from PIL import Image
 
 import capszoo
 from capszoo.app.model import MAX_FILE_MB
-from capszoo.app.server import BUCKETS, Metrics, create_app, serve
+from capszoo.app.server import (
+    BUCKETS,
+    OTHER_FILES,
+    Metrics,
+    create_app,
+    limited_protocol,
+    log_config,
+    most_connections,
+    serve,
+)
 from capszoo.errors import CapszooError
 
 from .browser import free_port, served
@@ -139,6 +151,97 @@ def test_the_address_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
     serve(MODEL, port=(port := free_port()))
     assert capsys.readouterr().err == f"{MODEL} answers at http://127.0.0.1:{port}/predict; Ctrl-C ends it\n"
+
+
+def _uvicorn(app: Any, most: int) -> tuple[Any, threading.Thread, int]:
+    """A server in a thread, which takes ``most`` connections; the server, the thread and the port."""
+    uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn: make test-site runs this")
+    settings = {"port": (port := free_port()), "log_config": None, "lifespan": "off"}
+    server = uvicorn.Server(uvicorn.Config(app, http=limited_protocol(most), **settings))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    return server, thread, port
+
+
+async def _ok(scope: dict, receive: Any, send: Any) -> None:
+    await asyncio.sleep(0.3)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def _closed(client: socket.socket) -> bool:
+    """Whether the server closes a connection within the client's own time limit."""
+    try:
+        while client.recv(1000):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_headers_that_do_not_arrive_close_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capszoo.app.server.HEADER_SECONDS", 0.1)
+    server, thread, port = _uvicorn(_ok, 8)
+    for half in (b"", b"GET / HTTP/1.1\r\nhost:"):
+        with socket.create_connection(("127.0.0.1", port), 3) as client:
+            client.sendall(half)
+            assert _closed(client)
+    with socket.create_connection(("127.0.0.1", port), 3) as client:
+        client.sendall(REQUEST)
+        answer = b""
+        while not answer.endswith(b"ok"):  # which may take longer than the headers
+            answer += client.recv(1000)
+        client.sendall(REQUEST[:20])
+        assert _closed(client)
+    server.should_exit = True
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_connections_beyond_the_limit_are_closed_and_a_place_is_free_again() -> None:
+    server, thread, port = _uvicorn(_ok, 2)
+    held = [socket.create_connection(("127.0.0.1", port), 3) for _ in range(2)]
+    time.sleep(0.2)
+    with socket.create_connection(("127.0.0.1", port), 3) as refused:
+        assert _closed(refused)
+    for client in held:
+        client.close()
+    time.sleep(0.2)
+    with socket.create_connection(("127.0.0.1", port), 3) as client:
+        client.sendall(REQUEST)
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+    server.should_exit = True
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_fault_is_one_line_and_so_is_a_flood_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.config.dictConfig(config := log_config())
+    logger = logging.getLogger("asyncio")
+    try:
+        for _ in range(1000):
+            try:
+                raise OSError(24, "Too many open files")
+            except OSError:
+                logger.exception("socket.accept() out of system resource\nsocket: <...>")
+        logger.error("another fault")
+    finally:
+        for name in config["loggers"]:
+            logging.getLogger(name).handlers.clear()
+            logging.getLogger(name).propagate = True
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "Too many open files" in lines[0] and "another fault" in lines[1]
+
+
+def test_fewer_connections_than_files_may_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    assert most_connections() == 100 - OTHER_FILES
 
 
 @pytest.fixture(scope="module")
