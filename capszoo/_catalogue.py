@@ -15,7 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ._metadata import WeightsInfo, default_weights, read_metadata, weights_folders, with_aliases
+from ._metadata import (
+    WeightsInfo,
+    default_weights,
+    read_metadata,
+    stored_file,
+    weights_folders,
+    with_aliases,
+)
 from ._suggest import unknown_name
 from .errors import CapszooError, UnknownModel
 
@@ -237,6 +244,7 @@ def checkpoint_row(info: WeightsInfo) -> dict[str, Any]:
     """Columns of a checkpoint in listings."""
     return {
         "name": info.name,
+        "installed": stored_file(f"{info.name}.safetensors") is not None,
         "description": plain(
             info.description or architectures().get(info.architecture, {}).get("description", "")
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 
 __all__ = [
     "CapszooError",
@@ -75,8 +76,10 @@ def first_line(error: BaseException) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs an extra of this package, which is installed from its checkout."""
-    return f"in the checkout: pip install -e '.[{extra}]'"
+    """The command that installs an extra of this package, which is a checkout or comes from a wheel."""
+    if (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
+        return f"in the checkout: pip install -e '.[{extra}]'"
+    return f"pip install 'capszoo[{extra}]'"
 
 
 def require(what: str, modules: Sequence[str], extra: str, error: type[CapszooError] = CapszooError) -> None:

@@ -53,8 +53,9 @@ class OnnxModel(nn.Module):
         settings.log_severity_level = 3  # warnings go to stderr from C++
         settings.intra_op_num_threads, settings.inter_op_num_threads = torch.get_num_threads(), 1
         try:
+            # its bytes: ONNX Runtime takes only paths that are UTF-8, and no other file is read
             self._session = onnxruntime.InferenceSession(
-                str(path), settings, providers=["CPUExecutionProvider"]
+                self.path.read_bytes(), settings, providers=["CPUExecutionProvider"]
             )
             texts: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         except Exception as error:  # ONNX Runtime's errors have no common base class

@@ -61,8 +61,8 @@ def workplace(target: Path, folder: bool) -> Iterator[Path]:
 
 def _short(target: Path) -> str:
     """The target's name; for a long one its hash, so that the hidden name is no longer than the system allows."""
-    name = target.name
-    return name if len(name.encode()) <= 200 else hashlib.sha256(name.encode()).hexdigest()
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()
 
 
 def old_name(work: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from capszoo.export.to_onnx import ExportError, export
 from capszoo.exported import OnnxModel
 from capszoo.inference import load_model, predict
 from capszoo.scores import score_kind
+from tests.export.toys import ToyCaps
 
 MODEL = "resnet20_routingcaps.mnist"
 
@@ -217,6 +219,17 @@ def test_a_damaged_file_is_one_line(
     done = CliRunner().invoke(app, [command, str(broken), *map(str, more)])
     assert done.exit_code == 1 and not isinstance(done.exception, OSError), done.output
     assert "broken.onnx" in done.output and "export it again" in done.output
+
+
+def test_names_that_are_not_utf_8_are_taken(files: dict[str, Path], digits: Path, tmp_path: Path) -> None:
+    try:
+        odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/d\xe9j\xe0.onnx"))
+        shutil.copy(files["file"], odd)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    (found,) = _run("predict", odd, next((digits / "test" / "3").iterdir()))["results"]
+    assert found["predictions"][0]["label"] == "3" and check_bundle(odd).passed
+    assert export(ToyCaps(1).eval(), odd, gate="quick").passed
 
 
 def test_weights_beside_a_file_are_not_taken_for_it(

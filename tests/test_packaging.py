@@ -106,8 +106,10 @@ def source(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for folder in PACKAGE_ROOTS:
         shutil.copytree(root / folder, source / folder, ignore=junk, copy_function=without_weights)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(root / name, source / name)
+    (source / "tests").mkdir()
+    shutil.copy(root / "tests" / "test_losses.py", source / "tests")
     (source / "weights-large").mkdir()
     (source / "weights-large" / "large.net.safetensors").write_bytes(b"too large for a wheel")
     return source
@@ -165,9 +167,17 @@ def test_source_archive_holds_the_weights_but_for_large_ones(
     for path in (root / "capszoo" / "weights").glob("*"):
         assert f"capszoo/weights/{path.name}" in names
     assert {"pyproject.toml", "recipes/publish.py", "export/bundle/write.py"} <= names
+    assert not any(name.startswith("tests/") for name in names), "they need files that an archive lacks"
     with zipfile.ZipFile(wheel) as built:
         names |= set(built.namelist())
     assert not any("weights-large" in name or "large.net" in name for name in names)
+
+
+def test_classifiers_name_every_python_from_the_oldest_on(root: Path) -> None:
+    about = _project(root)["project"]
+    named = {line.rpartition(" :: ")[2] for line in about["classifiers"] if "Python ::" in line}
+    assert about["requires-python"].removeprefix(">=") in named
+    assert {"3", "3.11"} <= named
 
 
 @pytest.mark.slow
@@ -230,7 +240,7 @@ def test_wheel_states_version_and_command(wheel: Path) -> None:
         assert "capszoo = capszoo.cli:main" in archive.read(entry_points).decode()
 
 
-def test_wheel_works_installed_and_offline(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_works_installed_and_offline(root: Path, wheel: Path, tmp_path: Path) -> None:
     """Unpacked wheel alone on the path: registry, bundled weights and the moved packages are there."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -245,7 +255,9 @@ assert torch.isfinite(model(torch.zeros(1, model.in_chans, *model.img_size))).al
 import capszoo.recipes, capszoo.export
 assert capszoo.recipes.__file__.startswith({str(tmp_path)!r})
 assert capszoo.export.__file__.startswith({str(tmp_path)!r})
-sys.argv = ["capszoo", "list"]
+from capszoo.errors import install_hint
+print(install_hint("export"))
+sys.argv = ["capszoo", "list", "--pretrained"]
 from capszoo.cli import main
 main()
 """
@@ -253,7 +265,11 @@ main()
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    assert "resnet20_routingcaps" in done.stdout
+    hint, *rows = done.stdout.splitlines()
+    assert hint == "pip install 'capszoo[export]'", "there is no checkout"
+    absent = {row.split()[0] for row in rows if row.rstrip().endswith("(not installed)")}
+    held = {path.stem for path in (tmp_path / "capszoo" / "weights").glob("*.safetensors")}
+    assert LOADED in held and absent == {path.stem for path in (root / "weights-large").glob("*.safetensors")}
 
 
 def test_import_leaves_optional_libraries_alone(root: Path) -> None:

@@ -111,6 +111,8 @@ def _one_line(error: Exception) -> tuple[str, int]:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, (UnknownModel, UnknownArgument, WeightsError)):
         return message, error.exit_code
+    if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
+        return f"{error.object[:100]!r} holds bytes that are not UTF-8: rename the file or the folder", 1
     no_memory = (
         any(words in message for words in ("can't allocate memory", "not enough memory: you tried"))
         or getattr(error, "errno", None) == errno.ENOMEM

@@ -95,7 +95,7 @@ def _checkpoint_table(rows: list[dict[str, Any]]) -> Table:
             _accuracy(row),
             "" if count is None else f"{count:,}",
             _size(row["input_size"]),
-            escape(row["description"]),
+            escape(row["description"]) + ("" if row["installed"] else " (not installed)"),
         )
     return table
 

@@ -305,7 +305,7 @@ class Classifier:
         # float32 means float32 on a GPU too
         settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
         file = folder / "model.onnx" if folder.is_dir() else folder
-        self.session = onnxruntime.InferenceSession(str(file), providers=[(provider, settings)])
+        self.session = onnxruntime.InferenceSession(file.read_bytes(), providers=[(provider, settings)])
         if folder.is_dir():
             self.spec = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
             self.labels = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
