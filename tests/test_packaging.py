@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import json
 import os
 import re
 import shutil
@@ -257,7 +258,7 @@ assert capszoo.recipes.__file__.startswith({str(tmp_path)!r})
 assert capszoo.export.__file__.startswith({str(tmp_path)!r})
 from capszoo.errors import install_hint
 print(install_hint("export"))
-sys.argv = ["capszoo", "list", "--pretrained"]
+sys.argv = ["capszoo", "list", "--pretrained", "--json"]
 from capszoo.cli import main
 main()
 """
@@ -265,9 +266,9 @@ main()
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    hint, *rows = done.stdout.splitlines()
+    hint, _, listed = done.stdout.partition("\n")
     assert hint == "pip install 'capszoo[export]'", "there is no checkout"
-    absent = {row.split()[0] for row in rows if row.rstrip().endswith("(not installed)")}
+    absent = {row["name"] for row in json.loads(listed) if not row["installed"]}
     held = {path.stem for path in (tmp_path / "capszoo" / "weights").glob("*.safetensors")}
     assert LOADED in held and absent == {path.stem for path in (root / "weights-large").glob("*.safetensors")}
 
