@@ -244,7 +244,7 @@ def checkpoint_row(info: WeightsInfo) -> dict[str, Any]:
     """Columns of a checkpoint in listings."""
     return {
         "name": info.name,
-        "installed": stored_file(f"{info.name}.safetensors") is not None,
+        "installed": stored_file(f"{info.file_name}.safetensors") is not None,
         "description": plain(
             info.description or architectures().get(info.architecture, {}).get("description", "")
         ),
