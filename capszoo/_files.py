@@ -6,6 +6,7 @@ import csv
 import errno
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ __all__ = [
     "not_writable",
     "replace_folder",
     "replacing",
+    "writable_cache",
     "write_csv",
 ]
 
@@ -57,6 +59,23 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
     except RuntimeError:
         raise CapszooError("this user has no home folder for the cache", "set CAPSZOO_CACHE") from None
+
+
+def writable_cache(folder: Path) -> Path:
+    """A folder of the cache, created if it does not exist.
+
+    Raises:
+        CapszooError: it cannot be written; the remedy names the variable that moves the cache.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as e:
+        raise CapszooError(
+            f"cannot write to the cache, {folder}: {e.strerror or e}",
+            "set CAPSZOO_CACHE to a folder that can be written",
+        ) from None
 
 
 def names_onnx_file(path: Path) -> bool:

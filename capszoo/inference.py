@@ -5,6 +5,7 @@ The functions behind ``capszoo predict`` and ``capszoo explain``.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -84,9 +85,10 @@ def class_positions(own: Sequence[str], names: Sequence[str]) -> list[int | None
 
     Args:
         own: names of the model's classes.
-        names: names of the data set's classes, such as its folders. Only classes without names, which are the integers
-            from 0 on and none of the model's names, go by their order.
+        names: names of the data set's classes, such as its folders, in any form of Unicode. Only classes without
+            names, which are the integers from 0 on and none of the model's names, go by their order.
     """
+    own, names = ([unicodedata.normalize("NFC", name) for name in side] for side in (own, names))
     position = {name: index for index, name in reversed(list(enumerate(own)))}
     nameless = set(names) == {str(i) for i in range(len(names))} and len(names) <= len(own)
     if nameless and position.keys().isdisjoint(names):

@@ -19,7 +19,7 @@ from typing import Any
 import capszoo
 from capszoo._backgrounds import check_background
 from capszoo._catalogue import architectures, checkpoints, exported_file
-from capszoo._files import cache_folder
+from capszoo._files import cache_folder, writable_cache
 from capszoo._metadata import default_weights, run_weights, stored_file
 from capszoo.errors import CapszooError, UsageError
 from capszoo.predictions import ImagePrediction, ScoredClass
@@ -128,6 +128,7 @@ def export_to_cache(
             f"--runtime onnx takes the zoo's weights, runs and weights files, and {model} is none",
             "give --runtime torch, or export it: capszoo export",
         )
+    writable_cache(place.parent)  # before the model is loaded
     from capszoo.inference import load_model
 
     from .bundle import export_bundle
@@ -135,15 +136,6 @@ def export_to_cache(
 
     given: dict[str, Any] = {"img_size": img_size, "routing_iters": routing_iters}
     net = load_model(model, device="cpu", **{key: value for key, value in given.items() if value is not None})
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        (place.parent / ".writable").touch()
-        (place.parent / ".writable").unlink()
-    except OSError as error:
-        raise CapszooError(
-            f"{cache_folder()}: the cache cannot be written ({error.strerror})",
-            "set CAPSZOO_CACHE to a folder that can, or give --runtime torch",
-        ) from None
     try:
         read_manifest(place)
     except CapszooError:  # damaged: the folder is the cache's own, which no user has to name

@@ -25,7 +25,7 @@ from pydantic import (
 from capszoo._checks import check_model_args
 from capszoo._suggest import unknown_name
 from capszoo.data.errors import DataError
-from capszoo.data.specs import check_name
+from capszoo.data.specs import check_channels, check_name
 from capszoo.errors import UsageError, WeightsError
 
 from .yaml_tree import YamlError, read_yaml
@@ -175,10 +175,12 @@ class DataConfig(_Section):
     """The data set, its validation images, and how images are read."""
 
     name: str
-    """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, wds:PATH, parquet:PATH, idx:PATH,
+    """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, csv:FILE, wds:PATH, parquet:PATH, idx:PATH,
     hf:OWNER/NAME."""
     size: Sides | None = None
     """Side, or ROWSxCOLUMNS, of the images that the model sees; the data set's where it is left out."""
+    channels: Literal[1, 3] | None = None
+    """Read images of files in grey (1) or in colour (3); where it is left out, in colour if any image has some."""
     crop_mode: Literal["center", "squash", "border"] = "center"
     """How images of another shape are framed, in timm's words: their middle is cropped, their sides are scaled
     separately, or they are shrunk and padded with the mean."""
@@ -219,6 +221,14 @@ class DataConfig(_Section):
             return check_name(name)
         except DataError as error:
             raise ValueError(str(error)) from error
+
+    @model_validator(mode="after")
+    def _channels_of_files(self) -> DataConfig:
+        try:
+            check_channels(self.name, self.channels)
+        except DataError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 class StageConfig(_Section):

@@ -22,7 +22,7 @@ from capszoo._api import default_device
 from capszoo.checkpoint import resolve
 from capszoo.data import DATASETS, DataError, ImageSet, split_validation
 from capszoo.data.folders import find_splits
-from capszoo.data.specs import Side, both_sides, source_name
+from capszoo.data.specs import Side, both_sides, check_channels, source_name
 from capszoo.errors import UsageError
 from capszoo.images import CROP_MODES
 from capszoo.inference import label_lines
@@ -198,6 +198,7 @@ def finetune_recipe(
     epochs: int | None = None,
     from_scratch: bool = False,
     skip_bad: bool = False,
+    channels: int | None = None,
     overrides: Sequence[str] = (),
     root: str | Path | None = None,
     read: Callable[..., Any] = read_split,
@@ -213,6 +214,7 @@ def finetune_recipe(
             "data.size does not scale the augmentation of fine-tuning", "give --img-size (img_size)"
         )
     name = source_name(data)
+    check_channels(name, channels)
     if backbone is None:
         model = str(model)
         source = find_source(model, weights=not from_scratch)
@@ -223,14 +225,14 @@ def finetune_recipe(
     crop_mode = crop_mode or source.crop_mode
     framing = framing_of(crop_mode, source.mean, None)
     # Loaded as in training: problems with the folder are reported before anything is written.
-    images, _ = read(name, "train", root, size, size, skip_bad, framing)
+    images, _ = read(name, "train", root, size, size, skip_bad, framing, channels)
     splits = {"train", "test"} if name in DATASETS else find_splits(name, root)
     if images.spec.multi_label:
         raise UsageError(
             f"{name} has several labels an image", "write a recipe with an init section, and train it"
         )
     check_classes({"train": images})
-    channels, count, validation = images.spec.input_size[0], len(images), 0
+    depth, count, validation = images.spec.input_size[0], len(images), 0
     if "val" not in splits:
         if images.labels.bincount().max() < 2:
             raise DataError(
@@ -255,14 +257,15 @@ def finetune_recipe(
             "name": name,
             "size": size,
             "crop_mode": crop_mode,
+            "channels": channels,
             "validation": "own" if "val" in splits else "stratified",
             "val_size": validation,
             "test": "test" in splits,
             "balance": not (isinstance(images, ImageSet) and images.composer),
             "skip_bad": skip_bad,
             # The weights were trained on images with this normalisation.
-            "mean": per_channel(source.mean, channels),
-            "std": per_channel(source.std, channels),
+            "mean": per_channel(source.mean, depth),
+            "std": per_channel(source.std, depth),
             "augment": {
                 "resize": size,
                 "shift": max(1, min(rows, columns) // 14),
@@ -315,6 +318,7 @@ def finetune(
     epochs: int | None = None,
     from_scratch: bool = False,
     skip_bad: bool = False,
+    channels: int | None = None,
     overrides: Sequence[str] = (),
     root: str | Path | None = None,
     cpu: bool = False,
@@ -341,6 +345,7 @@ def finetune(
         epochs: maximum number; None uses as many as give about `UPDATES` updates.
         from_scratch: start from random weights, for comparison.
         skip_bad: skip images that cannot be read.
+        channels: read images in grey (1) or in colour (3); None: in colour if any has some.
         overrides: `key=value` lines that change keys of the recipe, as in `capszoo train --set`.
         root: folder of named sets and repositories; None uses `CAPSZOO_DATA`.
         cpu: do not use an accelerator.
@@ -370,6 +375,7 @@ def finetune(
         epochs=epochs,
         from_scratch=from_scratch,
         skip_bad=skip_bad,
+        channels=channels,
         overrides=overrides,
         root=root,
         read=read,

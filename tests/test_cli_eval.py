@@ -189,7 +189,6 @@ def test_eval_of_a_folder_goes_by_the_names_of_classes(
     "name, difference",
     [
         ("Caf\u00e9 noir", "case"),
-        ("cafe\u0301 noir", "Unicode form"),
         ("caf\u00e9_noir", "spaces or underscores"),
     ],
 )
@@ -204,6 +203,16 @@ def test_eval_names_a_difference_of_spelling(
     with pytest.raises(CapszooError) as error:
         prepare(net, folder, device="cpu")
     assert repr(name) in str(error.value) and f"{own[0]!r} in {difference}" in str(error.value)
+
+
+def test_names_in_two_forms_of_unicode_are_one_class(tmp_path: Path, tiny_mnist: Path) -> None:
+    images = load_dataset("mnist", "test", tiny_mnist)
+    net = capszoo.create_model(MODEL, pretrained=True).eval()
+    for own, name in (("caf\u00e9", "cafe\u0301"), ("cafe\u0301", "caf\u00e9")):
+        others = [f"digit {k}" for k in range(1, 10)]
+        net.pretrained_cfg["label_names"] = (own, *others)
+        folder = _folder(images, tmp_path / str(len(own)), [name, *others], images.labels.tolist())
+        assert prepare(net, folder, device="cpu").images.spec.label_names == (own, *others)
 
 
 def test_eval_json_states_what_differs_in_the_classes(tmp_path: Path, tiny_mnist: Path) -> None:

@@ -35,7 +35,7 @@ def finetune_command(
         str,
         typer.Option(
             "--data",
-            help="Folder with a sub-folder of images per class, or hf:OWNER/NAME.",
+            help="Folder with a sub-folder of images per class, FILE.csv of names and labels, or hf:OWNER/NAME.",
             show_default=False,
             metavar="PATH",
         ),
@@ -129,6 +129,15 @@ def finetune_command(
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out images that cannot be read.")
     ] = False,
+    colour: Annotated[
+        bool | None,
+        typer.Option(
+            "--colour/--grey",
+            help="Read all images in colour, or in grey (default: in colour if any image has some).",
+            show_default=False,
+            rich_help_panel="Settings",
+        ),
+    ] = None,
     tag: Annotated[
         str | None,
         typer.Option(
@@ -159,6 +168,7 @@ def finetune_command(
             "data.size": img_size,
             "data.crop_mode": crop_mode,
             "data.skip_bad": skip_bad or None,
+            "data.channels": colour,
             "init.freeze": freeze,
             "model_args.routing": head if was_given(context, "head") else None,
             "optimizer.layer_decay": layer_decay,
@@ -189,6 +199,7 @@ def finetune_command(
         epochs=epochs,
         from_scratch=from_scratch,
         skip_bad=skip_bad,
+        channels=None if colour is None else 3 if colour else 1,
         overrides=settings(overrides, lr=lr, batch_size=batch_size, seed=seed),
         cpu=use_cpu(device, cpu),
         accept_data=accept_data,

@@ -149,7 +149,12 @@ def refuse_set_twice(overrides: list[str] | None, stated: Mapping[str, Any]) -> 
     Raises:
         UsageError: there is one.
     """
-    named = {"data.size": "img-size", "data.name": "data", "model_args.routing": "head"}
+    named = {
+        "data.size": "img-size",
+        "data.name": "data",
+        "data.channels": "colour or --grey",
+        "model_args.routing": "head",
+    }
     for line in overrides or ():
         key = line.partition("=")[0].strip()
         if stated.get(key) is not None:

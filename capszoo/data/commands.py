@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from .._files import expanded
@@ -12,29 +12,32 @@ from .download import fetch, remote_files
 from .errors import DataError
 from .folders import find_splits
 from .folders.common import unreadable
+from .sets import ImageSet, StreamedSet
 from .sources import load_dataset
 from .specs import DATASETS, PREFIXES, dataset_spec, is_data_set, source_name
+from .summary import summarise
 
 __all__ = ["build_h_imagenet", "check_set", "fetch_set"]
 
 
 def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
-    """Read a whole data set; yield a line for each split.
+    """Read a whole data set; yield a line for each split, and one about what was read of it.
 
     Args:
-        name: name of the data set, or a folder of images as finetune and eval take it.
+        name: name of the data set, or a folder of images or a table of labels as finetune and eval take it.
         data: its folder; None uses ``CAPSZOO_DATA``.
 
     Raises:
         DataError: not found, or damaged.
     """
-    if not is_data_set(name) and os.path.isdir(expanded(name)):
+    if not is_data_set(name) and expanded(name).exists():
         name = source_name(name)
     if name in DATASETS:
         splits = list(DATASETS[name].counts)
     else:  # a folder of classes alone has no splits, and is all training images
         found = find_splits(name, data)
         splits = [split for split in ("train", "val", "test") if split in found] or ["train"]
+    found_sets: dict[str, ImageSet | StreamedSet] = {}
     for split in splits:
         if (name, split) == ("svhn", "extra"):
             continue
@@ -43,11 +46,16 @@ def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
         images = load_dataset(name, split, data, skipped=damaged)
         if damaged:
             raise unreadable(damaged)
+        if isinstance(images, ImageSet):  # the pixels are not needed any more
+            found_sets[split] = replace(images, images=images.images.new_empty(0, *images.images.shape[1:]))
+        else:
+            found_sets[split] = images
         c, h, w = images.spec.input_size
         yield (
             f"{name} {split}: {len(images)} images, {c}x{h}x{w} out of {images.size[0]}x{images.size[1]}, "
             f"{images.spec.num_classes} classes, sha256 {images.fingerprint()}"
         )
+    yield f"read: {summarise(found_sets).sentence()}"
 
 
 def fetch_set(name: str, to: str | Path) -> str:

@@ -3,7 +3,7 @@
 Each returns uint8 images [n, c, h, w] and int64 labels [n] (or the plain tensor of one file), or raises `DataError`
 with one line that names the file. Nothing is ever unpickled, because a pickle can run arbitrary code.
 Sources of the formats: idx: the table at the foot of LeCun's MNIST page; parquet: the Hub's `Image` feature, a
-struct of `bytes` and `path`, next to an integer `label`; CIFAR binary: one label byte (CIFAR-100 two, the coarse class
+struct of `bytes` and `path`, next to a `label`; CIFAR binary: one label byte (CIFAR-100 two, the coarse class
 first), then 3 planes of 1,024 bytes; SVHN: MATLAB 5 with X [32, 32, 3, n] and y [n, 1], in which the digit 0 is class
 10; NORB: a little-endian magic number that states the dtype, the rank, at least three sizes, then the values.
 """
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import math
 import os
 import random
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,19 +41,24 @@ if TYPE_CHECKING:
     from capszoo.images import Framing
 
 __all__ = [
+    "LABEL_COLUMNS",
     "MODES",
+    "Header",
     "SetLook",
+    "channels_of",
     "decode_image",
     "image_below",
-    "image_mode",
+    "image_header",
     "look_at_parquet",
     "look_at_set",
     "parquet_label_names",
     "read_cifar_binary",
     "read_idx",
+    "read_labelled_parquet",
     "read_norb_matrix",
     "read_parquet",
     "read_svhn_mat",
+    "survey_parquet",
 ]
 
 _IDX_UBYTE = 0x08
@@ -59,8 +66,8 @@ MAX_FILE_BYTES = 2 * 2**30
 """Bytes that a file of images may unpack to, where the size of its set is not known beforehand."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode in which images are read, by the number of channels."""
-_MODE_SAMPLE = 1000
-"""Number of images, evenly spaced, that decide whether a set has colour."""
+_SAMPLE = 1000
+"""Number of images, evenly spaced, that are looked at first for colour."""
 _LOOKED_AT = 4096
 """Number of images, drawn at random, that decide whether a set has more than 8 bits."""
 _ORIENTATION = 0x0112  # EXIF tag
@@ -70,7 +77,9 @@ _NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # largest file: two images of 108 
 _CIFAR_BYTES = 50_000 * (2 + 3 * 32 * 32)
 _SVHN_IMAGES = 531_131  # size of the extra set
 _CIFAR_PIXELS = 3 * 32 * 32
-_IMAGE_COLUMNS, _LABEL_COLUMNS = ("image", "img"), ("label", "fine_label", "labels")
+_IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "fine_label", "labels", "class", "target", "category")
+"""Names of a column of labels, the most common first."""
 _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 
 
@@ -270,15 +279,27 @@ def parquet_label_names(file: str | Path) -> tuple[str, ...]:
         schema = pq.read_schema(file)
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         # the column that `_parquet_table` reads
-        column = next(column for column in _LABEL_COLUMNS if column in schema.names)
+        column = next(column for column in LABEL_COLUMNS if column in schema.names)
         names = features[column].get("names", ())
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError, RecursionError):
         return ()
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
-def image_mode(encoded: bytes | Path, source: Path | str) -> str:
-    """ "L" for a grey image, "RGB" for any other."""
+class Header(NamedTuple):
+    """What an image's file states before it is decoded: Pillow's mode, and the size in pixels."""
+
+    mode: str
+    width: int
+    height: int
+
+    @property
+    def colour(self) -> bool:
+        return not (self.mode in ("1", "L", "LA", "F") or self.mode.startswith("I"))
+
+
+def image_header(encoded: bytes | Path, source: Path | str) -> Header:
+    """The header of an image; raises `DataError` if it cannot be read."""
     from PIL import Image
 
     from capszoo.images import image_formats
@@ -286,20 +307,28 @@ def image_mode(encoded: bytes | Path, source: Path | str) -> str:
     try:
         file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
         with Image.open(file, formats=image_formats()) as image:
-            return "L" if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I") else "RGB"
+            # only where the header states it: Pillow would decode a PNG to look for it at the end
+            turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+            return Header(image.mode, *(image.size[::-1] if turned else image.size))
     except Exception as error:  # Pillow raises many kinds of errors for broken files
         raise DataError(f"{source}: cannot be read ({error})", "the file is damaged") from error
 
 
-def mode_of(modes: Callable[[int], str], count: int, channels: int | None = None) -> str:
-    """ "RGB" if any of the images (a sample of a thousand, evenly spaced) has colour, else "L"; or by `channels`."""
-    if channels:
-        return MODES[channels]
-    for index in range(0, count, -(-count // _MODE_SAMPLE) or 1):
-        with suppress(DataError):  # unreadable images are reported when they are decoded
-            if modes(index) == "RGB":
-                return "RGB"
-    return "L"
+def channels_of(headers: Callable[[int], Header], count: int) -> int:
+    """Channels to read images in: 3 if any of them has colour, else 1.
+
+    A thousand of them, evenly spaced, are looked at first, then all others, until one has colour.
+
+    Args:
+        headers: the header of an image by its number; one that cannot be read is reported when it is decoded.
+        count: number of images.
+    """
+    stride = -(-count // _SAMPLE) or 1
+    for number in itertools.chain(range(0, count, stride), (k for k in range(count) if k % stride)):
+        with suppress(DataError):
+            if headers(number).colour:
+                return 3
+    return 1
 
 
 def _encoded(cell: Any, source: Path, folder: Path | None) -> bytes | Path:
@@ -383,7 +412,7 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
         groups = pq.read_metadata(path)
         columns = pq.read_schema(path).names
         image_column = next((name for name in _IMAGE_COLUMNS if name in columns), None)
-        label_column = next((name for name in _LABEL_COLUMNS if name in columns), None)
+        label_column = next((name for name in LABEL_COLUMNS if name in columns), None)
         if image_column is None or label_column is None:
             raise DataError(f"{path} has the columns {columns}; expected 'image' or 'img', and 'label'")
         whole = _unpacked_bytes(groups, (image_column, label_column))
@@ -395,20 +424,25 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
         raise DataError(f"{path} is not a readable parquet file: {reason}") from error
     kind = table.schema.field(label_column).type
     column = table.column(label_column)
-    if not pa.types.is_integer(kind) or column.null_count:
-        what = "empty cells" if pa.types.is_integer(kind) else f"values of type {kind}"
-        raise DataError(f"{path}: the column '{label_column}' holds {what}; labels are whole numbers")
+    words = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_label = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)
+    known = any(check(words) for check in is_label)
+    if not known or column.null_count:
+        what = "empty cells" if known else f"values of type {kind}"
+        raise DataError(
+            f"{path}: the column '{label_column}' holds {what}; labels are whole numbers, or text"
+        )
     return table, image_column, label_column
 
 
-def _parquet_cells(
+def parquet_cells(
     files: Sequence[Path], paths_below: Path | None = None
-) -> tuple[list[tuple[bytes | Path, Path]], list[int]]:
+) -> tuple[list[tuple[bytes | Path, Path]], list[int | str]]:
     """The encoded images of parquet shards, each with its shard, and their labels."""
     asked = os.environ.get("CAPSZOO_IMAGE_PATHS")
     folder = paths_below or (expanded(asked) if asked else None)
     encoded: list[tuple[bytes | Path, Path]] = []
-    labels: list[int] = []
+    labels: list[int | str] = []
     for path in files:
         table, image_column, label_column = _parquet_table(path)
         encoded += [(_encoded(cell, path, folder), path) for cell in table.column(image_column).to_pylist()]
@@ -416,32 +450,43 @@ def _parquet_cells(
     return encoded, labels
 
 
-def _mode_of_cells(encoded: Sequence[tuple[bytes | Path, Path]], channels: int | None = None) -> str:
-    return mode_of(lambda k: image_mode(*encoded[k]), len(encoded), channels)
-
-
-def _check_labels(labels: Sequence[int], source: Path) -> None:
-    """Refuse labels that are no numbers of classes, before a list of that many classes is made."""
-    if labels and (min(labels) < 0 or max(labels) > MAX_LABEL):
+def _check_labels(labels: Sequence[int | str], source: Path) -> None:
+    """Refuse numbers that are no classes, before a list of that many classes is made."""
+    numbers = [label for label in labels if isinstance(label, int)]
+    if numbers and (min(numbers) < 0 or max(numbers) > MAX_LABEL):
         raise DataError(
-            f"{source}: labels run from {min(labels)} to {max(labels)}: number the classes from 0"
+            f"{source}: labels run from {min(numbers)} to {max(numbers)}: number the classes from 0"
         )
 
 
-def parquet_colour_and_top(files: Sequence[Path]) -> tuple[int, int]:
-    """Channels (1 or 3, by `mode_of`) and the highest label of parquet shards, for the splits beside them."""
-    colour, top = False, 0
+class ParquetSurvey(NamedTuple):
+    """What the images of parquet shards have in common: channels (1 or 3), widths and heights, and labels."""
+
+    channels: int
+    sizes: Counter[tuple[int, int]]
+    labels: frozenset[int | str]
+
+
+def survey_parquet(files: Sequence[Path]) -> ParquetSurvey:
+    """Look at the labels and the headers of all images of parquet shards, without decoding them."""
+    channels = 1
+    sizes: Counter[tuple[int, int]] = Counter()
+    kinds: set[int | str] = set()
     for file in files:  # one at a time: together they may be larger than the memory
-        encoded, labels = _parquet_cells([file])
+        encoded, labels = parquet_cells([file])
         _check_labels(labels, file)
-        colour = colour or _mode_of_cells(encoded) == "RGB"
-        top = max(top, *labels, 0)
-    return (3 if colour else 1), top
+        kinds.update(labels)
+        for cell, source in encoded:
+            with suppress(DataError):  # reported when it is decoded
+                header = image_header(cell, source)
+                sizes[header.width, header.height] += 1
+                channels = 3 if header.colour else channels
+    return ParquetSurvey(channels, sizes, frozenset(kinds))
 
 
 def look_at_parquet(files: Sequence[Path]) -> SetLook:
     """`look_at_set` of parquet shards."""
-    encoded, _ = _parquet_cells(files)
+    encoded, _ = parquet_cells(files)
     return look_at_set(encoded.__getitem__, len(encoded))
 
 
@@ -452,30 +497,44 @@ def read_parquet(
     paths_below: Path | None = None,
     framing: Framing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Read parquet shards with one image column (a struct with `bytes`, or plain bytes) and one integer column.
+    """As `read_labelled_parquet`, of files whose labels are whole numbers: images, and labels int64 [n]."""
+    images, labels = read_labelled_parquet(files, channels, side, paths_below, framing)
+    if any(isinstance(label, str) for label in labels):
+        raise DataError(f"{files[0]}: the labels are text; this data set's are whole numbers")
+    return images, torch.tensor(labels, dtype=torch.int64)
 
-    A string column, which would name files of this machine, is refused unless a folder is given.
+
+def read_labelled_parquet(
+    files: Sequence[str | Path],
+    channels: int | None,
+    side: Side | None = None,
+    paths_below: Path | None = None,
+    framing: Framing | None = None,
+) -> tuple[Tensor, list[int | str]]:
+    """Read parquet shards with one image column (a struct with `bytes`, or plain bytes) and one column of labels.
+
+    A string column of images, which would name files of this machine, is refused unless a folder is given.
 
     Args:
         files: all shards of one split.
-        channels: 1 decodes to grey, 3 to RGB; None: RGB if a sample of the images has colour (`mode_of`).
+        channels: 1 decodes to grey, 3 to RGB; None: RGB if any of the images has colour (`channels_of`).
         side: height and width of the images, or side of a square; None: they must all have the same size.
         paths_below: strings are paths of images below this folder; None uses `CAPSZOO_IMAGE_PATHS`.
         framing: as for `decode_image`.
 
     Returns:
-        Images [n, c, h, w] uint8 and labels [n] int64, in file order.
+        Images [n, c, h, w] uint8 and n labels, numbers or text, in file order.
     """
     paths = sorted(Path(file) for file in files)
     if not paths:
         raise DataError("no parquet file given")
     _check_shards(paths)
-    encoded, labels = _parquet_cells(paths, paths_below)
-    mode = _mode_of_cells(encoded, channels)
+    encoded, labels = parquet_cells(paths, paths_below)
+    mode = MODES[channels or channels_of(lambda k: image_header(*encoded[k]), len(encoded))]
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
     _check_labels(labels, paths[0].parent)
-    return _decode_all(encoded, mode, side, paths[0].parent, framing), torch.tensor(labels, dtype=torch.int64)
+    return _decode_all(encoded, mode, side, paths[0].parent, framing), labels
 
 
 def _decode_all(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +16,15 @@ from .errors import DataError
 from .generate import ByClass, Composer
 from .specs import DatasetSpec, Side, both_sides, shown_sides
 
-__all__ = ["Decoder", "ImageSet", "StreamedSet", "buffered_order", "keyed_generator", "split_validation"]
+__all__ = [
+    "Decoder",
+    "ImageSet",
+    "Origin",
+    "StreamedSet",
+    "buffered_order",
+    "keyed_generator",
+    "split_validation",
+]
 
 SHUFFLE_BUFFER = 10_000
 """Images of the buffer out of which those of shards are drawn."""
@@ -26,6 +34,21 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     """A CPU generator seeded with a hash of the key, so that similar keys give unrelated streams."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the files of a split tell, and its tensors no longer do.
+
+    Attributes:
+        left_out: number of files that are not read because of their suffix, by that suffix.
+        folders: number of images in folders that are not read, by the folder.
+        notes: sentences about the folders, for the user.
+    """
+
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    folders: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,7 @@ class ImageSet:
         composer: composes new images from these (which are then digits, with their classes) for every batch.
         parts: uint8 [n, k, c, h, w], each object of an image alone, if the set has them.
         part_labels: int64 [n, k], their classes, -1 for none.
+        origin: what was read, of a set given by a path.
     """
 
     spec: DatasetSpec
@@ -48,6 +72,7 @@ class ImageSet:
     composer: Composer | None = None
     parts: Tensor | None = None
     part_labels: Tensor | None = None
+    origin: Origin = Origin()
 
     def __len__(self) -> int:
         return self.images.shape[0]
@@ -198,6 +223,7 @@ class StreamedSet:
         side: rows and columns of the decoded images, or the side of squares.
         workers: number of decoding processes; 0 decodes in this process.
         shards: integers [n], the shard that contains each image; None: there are no shards.
+        origin: what was read, of a set given by a path.
     """
 
     spec: DatasetSpec
@@ -209,6 +235,7 @@ class StreamedSet:
     workers: int = 0
     device: torch.device = torch.device("cpu")
     shards: Tensor | None = None
+    origin: Origin = Origin()
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -1,8 +1,8 @@
 """WebDataset shards: tar files of samples, indexed by reading their headers once and then read by position.
 
 A sample consists of consecutive members with the same name up to the first dot: `0001.jpg` and `0001.cls`. The
-label is an integer, in `.cls` as text or in `.json` under `label` or `cls`. Other members are never read; nothing
-is extracted or unpickled. The format: the WebDataset library's documentation, and POSIX tar.
+label is the number of a class or its name, in `.cls` or in `.json` under `label` or `cls`. Other members are never
+read; nothing is extracted or unpickled. The format: the WebDataset library's documentation, and POSIX tar.
 
 The library itself is not used: its shuffle cannot resume at a given sample, and its default decoders unpickle.
 """
@@ -34,6 +34,8 @@ __all__ = ["ShardIndex", "expand_shards", "member_name", "read_index", "read_mem
 
 _BLOCK = 512  # block size of a tar file
 _MAX_LABEL_BYTES = 2**20
+_MAX_NAME = 200  # characters of a class name
+_NUMBER = re.compile(r"[-+\d.,eE]+")  # no name, whatever its value
 _SPELLED = {"training": "train", "testing": "test"}
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_SHARDS = 1_000_000
@@ -105,7 +107,8 @@ class ShardIndex:
         paths: the shards.
         shards: int32 [n], the shard of each image.
         offsets, sizes: int64 [n], offset and number of the image's bytes.
-        labels: int64 [n].
+        labels: int64 [n]: numbers of classes, or indices into `names`.
+        names: the labels, if any of them is no number, in alphabetical order.
     """
 
     paths: tuple[Path, ...]
@@ -113,12 +116,21 @@ class ShardIndex:
     offsets: np.ndarray
     sizes: np.ndarray
     labels: np.ndarray
+    names: tuple[str, ...] = ()
+
+    def kinds(self) -> list[int | str]:
+        """The labels that occur, as they were written."""
+        return [self.names[k] if self.names else int(k) for k in np.unique(self.labels)]
+
+    def written(self) -> list[int | str]:
+        """The label of each image, as it was written."""
+        return [self.names[k] for k in self.labels] if self.names else self.labels.tolist()
 
 
 class _Sample(NamedTuple):
     offset: int
     size: int
-    label: int
+    label: int | str
 
 
 def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
@@ -132,12 +144,24 @@ def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
         return found
     with ThreadPoolExecutor(threads) as pool:
         tables = list(pool.map(_index_shard, paths))
-    counts = [len(table) for table in tables]
-    whole = np.concatenate(tables)
+    labels = [labels for _, labels in tables]
+    names: list[str] = []
+    if any(column.dtype.kind == "U" for column in labels):
+        labels = [column.astype(str) for column in labels]
+        names = sorted({str(name) for column in labels for name in np.unique(column)})
+        labels = [np.searchsorted(names, column) for column in labels]
+    counts = [len(column) for column in labels]
+    offsets, sizes = np.concatenate([positions for positions, _ in tables]).T.copy()
     index = ShardIndex(
-        tuple(paths), np.repeat(np.arange(len(paths), dtype=np.int32), counts), *whole.T.copy()
+        tuple(paths),
+        np.repeat(np.arange(len(paths), dtype=np.int32), counts),
+        offsets,
+        sizes,
+        np.concatenate(labels).astype(np.int64),
+        tuple(names),
     )
     columns = {key: getattr(index, key) for key in _COLUMNS}
+    columns["names"] = np.frombuffer(json.dumps(names).encode(), np.uint8)
     if cached is None:
         return index
     try:
@@ -172,14 +196,16 @@ def _read_cached(path: Path, paths: Sequence[Path]) -> ShardIndex | None:
     if not path.is_file():
         return None
     try:
-        columns = read_npz(path, _COLUMNS, max_bytes=2**36)
-    except CapszooError:
+        columns = read_npz(path, (*_COLUMNS, "names"), max_bytes=2**36)
+        names = json.loads(columns["names"].tobytes())
+    except (CapszooError, ValueError):
         return None
-    return ShardIndex(tuple(paths), *columns.values())
+    shards, offsets, sizes, labels = (columns[key] for key in _COLUMNS)
+    return ShardIndex(tuple(paths), shards, offsets, sizes, labels, tuple(names))
 
 
-def _index_shard(path: Path) -> np.ndarray:
-    """Offset, size and label of each sample of a shard: int64 [n, 3]."""
+def _index_shard(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Offset and size of each sample of a shard, int64 [n, 2], and the labels [n]: numbers, or text if any is."""
     rows: list[_Sample] = []
     try:
         with open(path, "rb") as file:
@@ -193,7 +219,12 @@ def _index_shard(path: Path) -> np.ndarray:
         raise DataError(f"{path} is no tar file, or a damaged one ({reason})", "write it again") from error
     if not rows:
         raise DataError(f"{path} holds no samples", "a shard is a plain tar file of NAME.jpg and NAME.cls")
-    return np.array(rows, dtype=np.int64)
+    labels: list[int | str] = [row.label for row in rows]
+    words = any(isinstance(label, str) for label in labels)
+    return (
+        np.array([row[:2] for row in rows], dtype=np.int64),
+        np.array([str(label) for label in labels]) if words else np.array(labels, dtype=np.int64),
+    )
 
 
 def _samples(path: Path, file: BinaryIO) -> Iterator[_Sample]:
@@ -260,26 +291,31 @@ def _sample(path: Path, file: BinaryIO, parts: dict[str, tarfile.TarInfo]) -> _S
     file.seek(position)  # where tarfile continues
     if label is None:
         raise DataError(
-            f"{path}: {_shown(member.name)} holds no class number from 0 to {MAX_LABEL:,}",
-            "write .cls with the number, or .json with it under label",
+            f"{path}: {_shown(member.name)} holds no class number from 0 to {MAX_LABEL:,}, and no class name",
+            "write .cls with the number or name, or .json with it under label",
         )
     return _Sample(images[0].offset_data, images[0].size, label)
 
 
-def _label(kind: str, raw: bytes) -> int | None:
+def _label(kind: str, raw: bytes) -> int | str | None:
+    """The number or name of a class; None for anything else."""
     found: object = None
-    if kind == "cls":
-        text = raw.strip()
-        found = int(text) if text.isdigit() and len(text) < 10 else None
-    else:
-        try:
+    try:
+        if kind == "cls":
+            found = raw.decode("utf-8").strip()
+        else:
             tree = json.loads(raw)
-        except (ValueError, RecursionError):
-            return None
-        if isinstance(tree, dict):
-            found = tree.get("label", tree.get("cls"))
-    fits = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MAX_LABEL
-    return found if fits else None  # type: ignore[return-value]
+            found = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
+    except (ValueError, RecursionError):  # also bytes that are no text
+        return None
+    if isinstance(found, str):
+        found = found.strip()
+        if found.isdecimal() and found.isascii() and len(found) < 10:
+            found = int(found)
+    if isinstance(found, int) and not isinstance(found, bool):
+        return found if 0 <= found <= MAX_LABEL else None
+    named = isinstance(found, str) and found and len(found) <= _MAX_NAME and found.isprintable()
+    return found if named and not _NUMBER.fullmatch(str(found)) else None  # type: ignore[return-value]
 
 
 def read_member(path: Path, offset: int, size: int) -> bytes:

@@ -20,6 +20,7 @@ __all__ = [
     "PREFIXES",
     "RESIZED",
     "DatasetSpec",
+    "check_channels",
     "check_name",
     "dataset_spec",
     "folder_name",
@@ -27,6 +28,7 @@ __all__ = [
     "is_text",
     "list_sets",
     "source_name",
+    "table_name",
 ]
 
 
@@ -89,6 +91,7 @@ class DatasetSpec:
 
 PREFIXES: dict[str, str] = {
     "imagefolder:": "a folder of images in a sub-folder per class, below train/ and test/ (or val/)",
+    "csv:": "a table of file names and labels, beside its images",
     "parquet:": "a folder of the Hub's parquet shards, train-*.parquet and test-*.parquet",
     "idx:": "a folder of four idx files, named like MNIST's",
     "wds:": "a folder of WebDataset shards, train-*.tar and val-*.tar, or PATH/train-{000000..000009}.tar",
@@ -96,7 +99,7 @@ PREFIXES: dict[str, str] = {
 }
 """Prefixes that a path or repository follows, and what it must be."""
 
-RESIZED = ("imagefolder:", "wds:", "hf:")
+RESIZED = ("imagefolder:", "csv:", "wds:", "hf:")
 """Those whose images have any size and are scaled to ``resize`` before their middle is taken."""
 
 _MNIST = DatasetSpec(
@@ -310,8 +313,14 @@ def folder_name(path: str | Path) -> str:
     return f"imagefolder:{os.path.normpath(path)}"
 
 
+def table_name(path: str | Path) -> str | None:
+    """The name of a table of file names and labels as a data set; None for any other path."""
+    is_table = Path(path).suffix.lower() in (".csv", ".tsv", ".txt") and expanded(path).is_file()
+    return f"csv:{os.path.normpath(path)}" if is_table else None
+
+
 def source_name(data: str | Path) -> str:
-    """Source of the images that `data` names: a data set's name, a prefixed name, or a prefixed folder of images.
+    """Source of the images that `data` names: a data set's name, a prefixed name, or a prefixed folder or table.
 
     Raises:
         DataError: `data` is neither of them.
@@ -321,13 +330,15 @@ def source_name(data: str | Path) -> str:
         raise DataError(f"--data {text!r} names no folder: give a folder, or hf:OWNER/NAME")
     if is_data_set(text):
         return text
-    if not expanded(text).is_dir():
+    table = table_name(text)
+    if table is None and not expanded(text).is_dir():
         raise DataError(
-            f"{text}: no such folder; --data takes a folder with a sub-folder of images per class, or hf:OWNER/NAME"
+            f"{text}: no such folder; --data takes a folder with a sub-folder of images per class, a table of file "
+            "names and labels (FILE.csv), or hf:OWNER/NAME"
         )
     if not is_text(text):
         raise DataError(f"{text!r}: the folder's name is not UTF-8, and metadata cannot state it: rename it")
-    return folder_name(text)
+    return table or folder_name(text)
 
 
 def check_name(name: str) -> str:
@@ -338,6 +349,14 @@ def check_name(name: str) -> str:
     if prefix:
         raise DataError(f"'{name}' must be followed by: {PREFIXES[prefix]}")
     return dataset_spec(name).name
+
+
+def check_channels(name: str, channels: int | None) -> None:
+    """Refuse a number of channels for a set whose images have a fixed one."""
+    if channels and not name.startswith((*RESIZED, "parquet:")):
+        raise DataError(
+            f"{name} has a fixed number of channels", "leave data.channels (--colour, --grey) out"
+        )
 
 
 def dataset_spec(name: str) -> DatasetSpec:

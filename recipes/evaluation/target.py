@@ -36,7 +36,7 @@ from capszoo.data import (
 from capszoo.data.folders import find_splits, holds_classes
 from capszoo.data.readers import MODES
 from capszoo.data.roots import given_root
-from capszoo.data.specs import RESIZED, Side, both_sides, folder_name
+from capszoo.data.specs import RESIZED, Side, both_sides, folder_name, table_name
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import class_positions
 from capszoo.metadata import DataRecord, RecipeRecord
@@ -335,7 +335,7 @@ def data_set_of(data: str | Path | None) -> str | None:
         return None
     if str(data).startswith(tuple(PREFIXES)):
         return str(data)
-    return folder_name(data) if holds_classes(expanded(data)) else None
+    return table_name(data) or (folder_name(data) if holds_classes(expanded(data)) else None)
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:

@@ -61,6 +61,7 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
             _note_session(run, state)
     for line in (*skipped, *(f"left out: {line}" for line in run.data.skipped)):
         log.say(line)
+    log.say(f"{run.recipe.data.name}: {run.data.summary.sentence()}")
     parameters = sum(p.numel() for p in state.net.parameters())
     log.say(
         f"{run.recipe.name}: {parameters:,} parameters, {len(run.data.training):,} images, "

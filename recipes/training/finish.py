@@ -110,6 +110,7 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
             "title": spec.title,
             "source": spec.source,
             "sha256": data.fingerprints,
+            "read": data.summary.to_dict(),
             **({"left_out": list(data.skipped)} if data.skipped else {}),
         },
         "chosen": "best validation epoch" if state.best else "last epoch",

@@ -31,6 +31,7 @@ from capszoo.data import (
 )
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import Side
+from capszoo.data.summary import SetSummary, summarise
 from capszoo.errors import CapszooError
 from capszoo.images import MUCH_CROPPED, Framing
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
@@ -73,6 +74,12 @@ class RunData:
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
+    def summary(self) -> SetSummary:
+        """What was read, in the splits of the run."""
+        parts = {"train": self.training, "val": self.validation, "test": self.test}
+        return summarise(parts, len(self.skipped))
+
+    @property
     def measured(self) -> ImageSet | StreamedSet:
         """The images to evaluate the finished net on: the test split, else validation, else training images."""
         return next(
@@ -88,10 +95,12 @@ def read_split(
     resize: Side | None,
     skip_bad: bool,
     framing: Framing | None = None,
+    channels: int | None = None,
 ) -> tuple[ImageSet | StreamedSet, tuple[str, ...]]:
     """A split of a data set, read by `load_dataset`, and a line about each skipped image."""
     skipped: list[str] | None = [] if skip_bad else None
-    found = load_dataset(name, split, root, size=size, resize=resize, skipped=skipped, framing=framing)
+    options: dict[str, Any] = {"skipped": skipped, "framing": framing, "channels": channels}
+    found = load_dataset(name, split, root, size=size, resize=resize, **options)
     return found, tuple(skipped or ())
 
 
@@ -113,7 +122,14 @@ def load_data(
 
     def load(split: str) -> ImageSet | StreamedSet:
         found, left_out = read(
-            settings.name, split, data, settings.size, settings.augment.resize, settings.skip_bad, framing
+            settings.name,
+            split,
+            data,
+            settings.size,
+            settings.augment.resize,
+            settings.skip_bad,
+            framing,
+            settings.channels,
         )
         skipped.extend(left_out)
         channels = found.spec.input_size[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from capszoo.data.augment import frame
 from capszoo.data.commands import check_set
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import source_name
+from capszoo.data.summary import summarise
 from capszoo.images import Framing
 from tests.data.formats import write_idx, write_image, write_parquet
 from tests.test_cli import succeeds
@@ -221,7 +223,9 @@ def test_check_reads_the_splits_that_exist(
     pictures: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(folder: Path) -> list[str]:
-        return [line.split(" ", 1)[1].partition(" images")[0] for line in check_set(f"imagefolder:{folder}")]
+        *lines, read = check_set(f"imagefolder:{folder}")
+        assert read.startswith("read: 2 classes (cat: ")
+        return [line.split(" ", 1)[1].partition(" images")[0] for line in lines]
 
     assert found(pictures) == ["train: 12", "val: 4"]
     copies = tmp_path_factory.mktemp("copies")
@@ -489,7 +493,7 @@ def test_links_count_images_once(pictures: Path) -> None:
 
 def test_check_decodes_sets_that_are_streamed(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed(monkeypatch)
-    assert len(list(check_set(f"imagefolder:{pictures}"))) == 2
+    assert len(list(check_set(f"imagefolder:{pictures}"))) == 3
     damaged = pictures / "train" / "dog" / "0.png"
     damaged.write_bytes(damaged.read_bytes()[:60])
     with pytest.raises(DataError, match=r"dog/0\.png: (cannot be read|not an image).*mend or remove"):
@@ -608,3 +612,252 @@ def test_images_of_another_shape_are_framed(tmp_path: Path, size: Any, crop_mode
     stored = ImageSet(found.spec, "train", torch.from_numpy(strip)[None, None], torch.zeros(1))
     from_memory = frame(stored.images, (rows, columns), crop_mode, (0.5,))
     assert (from_memory.int() - found.images[:1].int()).abs().max() <= 1
+
+
+def put(folder: Path, *places: str, shape: tuple[int, ...] = (9, 9, 3), count: int = 2) -> Path:
+    """Images of a shape in some sub-folders."""
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    for place in places:
+        for k in range(count):
+            write_image(folder / place / f"{k}.png", pixels)
+    return folder
+
+
+def read(folder: Path | str, split: str = "train", **options: Any) -> ImageSet:
+    found = load_dataset(
+        f"imagefolder:{folder}" if isinstance(folder, Path) else folder, split, size=8, **options
+    )
+    assert isinstance(found, ImageSet)
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("invalid", "valid"), ("Control", "Test"), ("bus", "car", "train"), ("cat", "dog", "test", "val")],
+)
+def test_classes_may_have_the_name_of_a_split(tmp_path: Path, names: tuple[str, ...]) -> None:
+    found = read(put(tmp_path, *names))
+    assert found.spec.label_names == names and len(found) == 2 * len(names)
+    assert find_splits(f"imagefolder:{tmp_path}") == {"train"}
+
+
+def test_splits_without_classes_are_no_classes(tmp_path: Path) -> None:
+    put(tmp_path, "train", "test")
+    with pytest.raises(DataError, match="train has no class folders"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("beside", [("bus", "car"), ("dev/a", "dev/b"), ("eval/a",), ("validation_set/b",)])
+def test_folders_beside_the_splits_are_named(tmp_path: Path, beside: tuple[str, ...]) -> None:
+    found = read(put(tmp_path, "train/a", "train/b", "val/a", *beside))
+    places = {place.partition("/")[0] for place in beside}
+    assert found.origin.folders == {place: 2 * len(beside) // len(places) for place in places}
+    assert all(place in summarise({"train": found}).sentence() for place in places)
+
+
+def test_splits_of_other_names_are_no_classes(tmp_path: Path) -> None:
+    put(tmp_path, "fit/a", "fit/b", "dev/a", "dev/b")
+    with pytest.raises(DataError, match="the sub-folder dev, which is a split"):
+        read(tmp_path)
+
+
+def test_hidden_and_loose_images_and_splits_below_classes_are_told(tmp_path: Path) -> None:
+    put(tmp_path, "a/train", "a/val", "b/train", ".cut", ".")
+    found = read(tmp_path)
+    assert found.origin.folders == {".cut": 2, "*": 2}
+    (note,) = found.origin.notes
+    assert "train and val below the classes" in note
+
+
+def test_files_of_other_suffixes_are_counted(tmp_path: Path) -> None:
+    put(tmp_path, "a", "b")
+    for name in ("0.HEIC", "1.heic", "2", "3.jpg.1", "4.jpg?w=300", ".hidden.heic"):
+        (tmp_path / "a" / name).write_bytes(b"x")
+    found = read(tmp_path)
+    assert found.origin.left_out == {".heic": 2, "": 1, ".jpg.1": 1, ".jpg?…": 1}
+    sentence = summarise({"train": found}).sentence()
+    assert sentence.startswith("2 classes (a: 2, b: 2), 4 training images, in colour")
+    assert "left out: 2 .heic, 1 without a suffix" in sentence
+    for file in (tmp_path / "b").iterdir():
+        file.rename(file.with_suffix(".heic"))
+    with pytest.raises(DataError, match=r"class b has no images, but 2 \.heic.*\.png"):
+        read(tmp_path)
+
+
+def test_all_images_decide_whether_a_set_has_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capszoo.data.readers._SAMPLE", 4)
+    for k in range(8):  # an even stride over pairs meets one of each pair
+        write_image(tmp_path / "a" / f"{k}_ir.png", np.full((9, 9), 80, np.uint8))
+        write_image(tmp_path / "a" / f"{k}_rgb.png", np.full((9, 9, 3), (80, 0, 0), np.uint8))
+    found = read(tmp_path)
+    assert found.spec.input_size[0] == 3 and "in colour" in summarise({"train": found}).sentence()
+    grey = read(tmp_path, channels=1)
+    assert grey.spec.input_size[0] == 1 and "in grey" in summarise({"train": grey}).sentence()
+
+
+def test_the_share_of_the_images_that_is_seen(tmp_path: Path) -> None:
+    put(tmp_path, "a", shape=(20, 80, 3))
+    put(tmp_path, "b", shape=(40, 20, 3))
+    found = summarise({"train": read(tmp_path, resize=8)})
+    assert found.area == pytest.approx((0.25 + 0.5) / 2)
+    assert "cropped to 38% of their area" in found.sentence()
+    assert summarise({"train": read(tmp_path, resize=16)}).area == pytest.approx(0.375 / 4)
+    squashed = summarise({"train": read(tmp_path, resize=8, framing=Framing("squash", value_range="set"))})
+    assert "cropped" not in squashed.sentence()
+    images = np.zeros((2, 20, 40), dtype=np.uint8)
+    write_idx(tmp_path / "train-images-idx3-ubyte", images)
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.arange(2))
+    assert summarise({"train": load_dataset(f"idx:{tmp_path}", "train", size=20)}).area == 0.5
+
+
+def test_the_summary_of_several_splits_and_many_classes(tmp_path: Path) -> None:
+    put(tmp_path, *(f"train/{k:02}" for k in range(10)), "test/03")
+    write_image(tmp_path / "train" / "03" / "more.png", np.zeros((9, 9, 3), np.uint8))
+    (tmp_path / "test" / "03" / "x.txt").write_text("")
+    (tmp_path / "train" / "03" / "x.txt").write_text("")
+    training, validation = split_validation(read(tmp_path, resize=8), 5)
+    found = summarise({"train": training, "val": validation, "test": read(tmp_path, "test", resize=8)}, 3)
+    assert found.images == {"train": 16, "val": 5, "test": 2} and found.left_out == {".txt": 2}
+    assert found.sentence() == (
+        "10 classes (00, 01, …, 09: 2 to 5 images each), 16 training, 5 validation and 2 test images, in colour, "
+        "8x8 pixels; left out: 2 .txt, 3 that cannot be read"
+    )
+    stored = found.to_dict()
+    assert stored["per_class"]["test"] == [0, 0, 0, 2, 0, 0, 0, 0, 0, 0] and stored["unreadable"] == 3
+
+
+def test_names_of_left_out_folders_stay_on_the_machine(tmp_path: Path) -> None:
+    found = summarise({"train": read(put(tmp_path, "train/a", "train/b", "patients_smith"))})
+    assert "patients_smith" in found.sentence() and "patients_smith" not in json.dumps(found.to_dict())
+    assert found.to_dict()["folders"] == 2
+
+
+def test_class_names_in_two_forms_of_unicode_are_one(tmp_path: Path) -> None:
+    composed, apart = (unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD"))
+    put(tmp_path, f"train/{composed}", "train/Cats", f"test/{apart}")
+    assert read(tmp_path, "test").spec.label_names == ("Cats", composed)
+    for other in ("cats", "Cats ", "C ats"):
+        (place,) = (put(tmp_path, f"test/{other}") / "test" / other,)
+        with pytest.raises(DataError, match=f"class '{other}', which .* lacks .*'Cats' in (case|spaces)"):
+            read(tmp_path, "test")
+        shutil.rmtree(place)
+    put(tmp_path, f"train/{apart}")
+    if len(os.listdir(tmp_path / "train")) == 3:  # else the file system has one form
+        with pytest.raises(DataError, match="two folders of the name"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "text", "classes"),
+    [
+        ("t.csv", "file_name,label\nin/0.png,dog\nin/1.png,cat\nin/2.png,cat\n", ("cat", "dog")),
+        ("t.csv", "\ufeffx,id,target\n0,0,10\n0,1,9\n0,2,9\n", ("9", "10")),
+        ("t.tsv", "in/0.png\tdog\nin/1.png\tcat\nin/2.png\tcat\n", ("cat", "dog")),
+        ("t.txt", "in/0.png dog\nin/1.png cat\nin/2.png cat\n", ("cat", "dog")),
+        ("t.csv", "0;dog\n1;cat\n2;cat\n", ("cat", "dog")),
+        ("t.csv", 'name,label\n"in/0.png","a, b"\n"1.png",c\n2,c\n', ("a, b", "c")),
+    ],
+)
+def test_a_table_beside_its_images(tmp_path: Path, table: str, text: str, classes: tuple[str, ...]) -> None:
+    put(tmp_path, "in", count=4)
+    (tmp_path / table).write_text(text, encoding="utf-8")
+    name = source_name(tmp_path / table)
+    found = read(name)
+    assert name == f"csv:{tmp_path / table}" and found.spec.label_names == classes
+    assert sorted(found.labels.bincount().tolist()) == [1, 2] and len(found) == 3
+    assert any("1 images are not in the table" in note for note in found.origin.notes)
+    assert find_splits(name) == {"train"}
+
+
+def test_a_table_has_splits(tmp_path: Path) -> None:
+    put(tmp_path, ".", count=5)
+    rows = ["0,a,train", "1,b,Training", "2,a,valid", "3,b,test", "4,a,spare"]
+    table = tmp_path / "all.csv"
+    table.write_text("\n".join(["image_id,label,split", *rows]))
+    assert find_splits(f"csv:{table}") == {"train", "val", "test"}
+    assert [len(read(f"csv:{table}", split)) for split in ("train", "val", "test")] == [2, 1, 1]
+    assert any("split spare" in note for note in read(f"csv:{table}").origin.notes)
+    with pytest.raises(DataError, match="'c', which no training image has"):
+        table.write_text("\n".join(["image_id,label,split", *rows[:3], "3,c,test"]))
+        read(f"csv:{table}", "test")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("file_name,label\n0.png,a\n/etc/hostname,a\n", "'/etc/hostname' is the name of no image"),
+        ("file_name,label\n0.png,a\n../0.png,a\n", r"'\.\./0\.png' is the name of no image"),
+        ("file_name,label\n0.png,a\n0.png,b\n", "names 0.png twice"),
+        ("file_name,label\n0.png,\n1.png,a\n", "empty label"),
+        ("file_name,label,x\n0.png,a\n", "row 2 has 2 cells"),
+        ("file_name,MEL,NV\n0.png,1,0\n", "no column of labels among file_name, MEL, NV"),
+    ],
+)
+def test_mistakes_in_a_table(tmp_path: Path, text: str, message: str) -> None:
+    put(tmp_path, ".")
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read(f"csv:{tmp_path / 't.csv'}")
+    with pytest.raises(DataError, match="no such file"):
+        read(f"csv:{tmp_path / 'gone.csv'}")
+
+
+def test_images_that_a_table_names_may_be_missing(tmp_path: Path) -> None:
+    put(tmp_path, ".")
+    (tmp_path / "t.csv").write_text("file_name,label\n0.png,a\n1.png,b\n2.png,b\n")
+    skipped: list[str] = []
+    assert len(read(f"csv:{tmp_path / 't.csv'}", skipped=skipped)) == 2 and "2.png" in skipped[0]
+
+
+def test_parquet_and_idx_labels_need_not_be_indices(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (4, 9, 9), dtype=np.uint8)
+    for labels, names in (
+        ([1, 3, 3, 10], ("1", "3", "10")),
+        (["b", "a", "a", "a"], ("a", "b")),
+    ):
+        write_parquet(tmp_path / "train.parquet", images, labels)
+        write_parquet(tmp_path / "test.parquet", images[:2], labels[1:3])
+        found = load_dataset(f"parquet:{tmp_path}", "train")
+        assert found.spec.label_names == names
+        assert [names[k] for k in found.labels] == list(map(str, labels))
+        assert load_dataset(f"parquet:{tmp_path}", "test").spec.label_names == names
+    write_parquet(tmp_path / "test.parquet", images[:1], ["A"])
+    with pytest.raises(DataError, match="the label 'A', which no training image has .*'a' in case"):
+        load_dataset(f"parquet:{tmp_path}", "test")
+    write_idx(tmp_path / "train-images-idx3-ubyte", images)
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.arange(1, 5))
+    assert load_dataset(f"idx:{tmp_path}", "train").labels.tolist() == [0, 1, 2, 3]
+
+
+def test_parquet_images_of_different_sizes_are_read_as_those_of_a_repository(tmp_path: Path) -> None:
+    sides = (9, 12, 15)
+    images = [np.full((side, side), 90, np.uint8) for side in sides]
+    write_parquet(tmp_path / "train.parquet", images, [0, 1, 1])
+    write_parquet(tmp_path / "test.parquet", images[:1], [0])
+    for split in ("train", "test"):
+        found = load_dataset(f"parquet:{tmp_path}", split)
+        assert found.spec.input_size == (1, 224, 224) and found.size == (256, 256)
+
+
+@pytest.mark.parametrize("labels", [["cat", "dog", "cat"], [3, 7, 3]])
+def test_a_repository_with_text_or_numbers_as_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: list[Any]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    put(tmp_path / "set", "train", count=3)
+    rows = "".join(f"{k}.png,{label}\n" for k, label in enumerate(labels))
+    (tmp_path / "set" / "train" / "metadata.csv").write_text(f"file_name,label\n{rows}")
+    before = sorted(tmp_path.rglob("*"))
+    found = read(f"hf:{tmp_path / 'set'}")
+    assert found.spec.label_names == tuple(sorted(set(map(str, labels))))
+    assert found.labels.tolist() == [0, 1, 0]
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written beside the data"
+    (tmp_path / "set" / "train" / "metadata.csv").write_text(f"file_name,weight\n{rows}")
+    with pytest.raises(
+        DataError, match=r"no column of a class label among .*weight \((large_string|string|int64)\)"
+    ):
+        read(f"hf:{tmp_path / 'set'}")
+    monkeypatch.setenv("CAPSZOO_CACHE", str(tmp_path / "set" / "train" / "0.png"))
+    with pytest.raises(DataError, match="CAPSZOO_CACHE"):
+        read(f"hf:{tmp_path / 'set'}")

@@ -90,12 +90,17 @@ def test_a_label_is_a_class_and_there_are_not_many(tmp_path: Path, label: int, s
 
 
 @pytest.mark.parametrize(
-    "labels", [[0.5, 1.7], ["0", "1"], [[0], [1]], [b"0", b"1"], [0, None], [None, None], [True, False]]
+    "labels", [[0.5, 1.7], [[0], [1]], [b"0", b"1"], [0, None], [None, None], [True, False]]
 )
-def test_labels_are_whole_numbers(tmp_path: Path, labels: list[Any]) -> None:
+def test_labels_are_whole_numbers_or_text(tmp_path: Path, labels: list[Any]) -> None:
     path = _table(tmp_path, [_png()] * 2, labels)
     with pytest.raises(DataError, match="the column 'label' holds .*; labels are whole numbers"):
         read_parquet([path], 1)
+
+
+def test_the_labels_of_a_named_data_set_are_numbers(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="labels are text"):
+        read_parquet([_table(tmp_path, [_png()] * 2, ["0", "1"])], 1)
 
 
 @pytest.mark.parametrize(

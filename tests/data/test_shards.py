@@ -228,7 +228,7 @@ GOOD = {"0.png": png(), "0.cls": b"0"}
         ({**GOOD, "1.cls": b"1"}, r"the sample of 1\.cls has 0 images"),
         ({**GOOD, "0.jpg": png()}, r"the sample of 0\.png has 2 images"),
         ({**GOOD, "0.PNG": png()}, r"0\.PNG is there twice"),
-        ({**GOOD, "1.png": png(), "1.cls": b"dog"}, r"1\.cls holds no class number"),
+        ({**GOOD, "1.png": png(), "1.cls": b"\xff"}, r"1\.cls holds no class number"),
         ({**GOOD, "1.png": png(), "1.cls": b"-1"}, "holds no class number"),
         ({**GOOD, "1.png": png(), "1.cls": b"999999999"}, "holds no class number"),
         ({**GOOD, "1.png": png(), "1.cls": b"1" * 2_000_000}, "bytes, which no label has"),
@@ -370,3 +370,23 @@ def test_shards_of_a_test_split_are_never_trained_on(tmp_path: Path, pictures: n
 def test_class_names_beside_the_folder_are_another_set_s(folder: Path) -> None:
     (folder.parent / "classes.txt").write_text("apple\npear\nplum\n")
     assert opened(folder).spec.label_names == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("labels", [("dog", "cat", "10"), (10, 2, 5)])
+def test_labels_are_names_or_numbers_of_any_kind(tmp_path: Path, labels: tuple[int | str, ...]) -> None:
+    members: dict[str, bytes] = {}
+    for k, label in enumerate(labels):
+        stated = ("cls", f"{label}\n".encode()) if k % 2 else ("json", json.dumps({"label": label}).encode())
+        members |= {f"{k}.png": png(), f"{k}.{stated[0]}": stated[1]}
+    write_tar(tmp_path / "set" / "train-0.tar", members)
+    write_tar(tmp_path / "set" / "test-0.tar", {"0.png": png(), "0.cls": str(labels[0]).encode()})
+    for _ in range(2):  # the second time from the cache
+        found = load_dataset(f"wds:{tmp_path / 'set'}", "train", size=4)
+        names = found.spec.label_names
+        assert names == (("10", "cat", "dog") if "cat" in labels else ("2", "5", "10"))
+        assert [names[k] for k in found.labels] == list(map(str, labels))
+        test = load_dataset(f"wds:{tmp_path / 'set'}", "test", size=4)
+        assert test.spec.label_names == names and names[int(test.labels[0])] == str(labels[0])
+    (tmp_path / "set" / "classes.txt").write_text("".join(f"{label}\n" for label in ("ape", *labels)))
+    if "cat" in labels:
+        assert len(load_dataset(f"wds:{tmp_path / 'set'}", "train", size=4).spec.label_names) == 4

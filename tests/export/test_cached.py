@@ -93,6 +93,15 @@ def test_without_a_home_folder_torch_answers(images: list[Path], monkeypatch: py
         export_to_cache(MODEL)
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_its_variable(
+    tmp_path: Path, images: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CAPSZOO_CACHE", str(tmp_path / "file"))
+    found = CliRunner().invoke(app, ["predict", MODEL, str(images[0]), "--runtime", "onnx"])
+    assert found.exit_code == 1 and "set CAPSZOO_CACHE" in found.stderr and "file" in found.stderr
+
+
 def test_auto_exports_nothing(tmp_path: Path, images: list[Path]) -> None:
     assert _predict(tmp_path, MODEL, images[0])["runtime"] == "torch"
     assert not list(tmp_path.iterdir())

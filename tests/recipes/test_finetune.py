@@ -556,6 +556,41 @@ def test_unreadable_images_are_listed_or_skipped(photos: Path, tmp_path: Path) -
     assert len(listed) == 2 and files[0].name in listed[0] and files[-1].name in listed[1]
     raw = json.loads((tmp_path / "run" / "resnet20_routingcaps.my_photos.json").read_text())
     assert len(raw["dataset"]["left_out"]) == 2
+    told = [
+        line for line in done.stdout.splitlines() if f"imagefolder:{photos}: 3 classes (eight: 7, " in line
+    ]
+    assert len(told) == 1 and "in grey" in told[0] and told[0].endswith("left out: 2 that cannot be read")
+    assert raw["dataset"]["read"]["images"] == {"train": 22, "val": 6}
+    assert sum(map(sum, raw["dataset"]["read"]["per_class"].values())) == 28
+    assert told[0].endswith(raw["dataset"]["read"]["sentence"])
+
+
+def test_images_are_read_in_the_channels_that_are_asked_for(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    common = ("--data", photos, "--out", out, "--epochs", 1, "--cpu")
+    done = run("finetune", MODEL, *common, "--colour")
+    assert done.exit_code == 0, done.stderr
+    assert "in colour, 28x28 pixels" in done.stdout
+    raw = json.loads((out / "resnet20_routingcaps.my_photos.json").read_text())
+    assert raw["input_size"] == [3, 28, 28] and raw["recipe"]["data"]["channels"] == 3
+    assert "--colour or --grey" in fails(2, MODEL, *common, "--colour", "--set", "data.channels=1")
+    assert "mnist has a fixed number of channels" in fails(1, MODEL, *common[2:], "--data", "mnist", "--grey")
+
+
+def test_a_table_names_the_images_of_a_run(photos: Path, tmp_path: Path) -> None:
+    files = sorted(photos.rglob("*.png"))
+    rows = "".join(f"{file.relative_to(photos)},{file.parent.name}\n" for file in files)
+    (photos / "all.csv").write_text(f"file_name,label\n{rows}")
+    out = tmp_path / "run"
+    done = run("finetune", MODEL, "--data", photos / "all.csv", "--out", out, "--epochs", 1, "--cpu")
+    assert done.exit_code == 0, done.stderr
+    weights = next(out.glob("*.safetensors"))
+    raw = json.loads(weights.with_suffix(".json").read_text())
+    assert raw["label_names"] == list(NAMES) and raw["dataset"]["name"] == f"csv:{photos / 'all.csv'}"
+    measured = run("eval", out, "--data", photos / "all.csv", "--split", "val", "--json", "--device", "cpu")
+    assert json.loads(measured.stdout)["top1"] == pytest.approx(
+        raw["metrics"]["validation"]["top1"], abs=0.01
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Data sets given by a path or a repository: folders of images, shards, the Hub's parquet and repositories, idx.
+"""Data sets given by a path or a repository: folders, tables, shards, the Hub's parquet and repositories, idx.
 
 Sets of up to 2 GB as uint8 are decoded once and stored in memory; larger folders and repositories are streamed.
 A file for each kind; ``common`` has what they share.
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...images import Framing
+from ...images import Framing, cropped_share
 from ..augment import frame
 from ..errors import DataError
 from ..readers import idx_pair, look_at_parquet
@@ -22,6 +22,7 @@ from .common import SPLIT_NAMES, SPLITS, available_workers, folder_spec, locate
 from .hub import fetch_repository, hub_splits, open_hub
 from .images import FileDecoder, holds_classes, open_h_imagenet, open_images, split_folder
 from .packed import parquet_shards, read_idx, read_packed_parquet
+from .tables import open_table, table_splits
 from .webdataset import find_shards, open_shards
 
 __all__ = [
@@ -47,7 +48,7 @@ def open_set(
     channels: int | None = None,
     framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
-    """Open `imagefolder:`, `wds:`, `parquet:`, `idx:PATH` or `hf:REPO`; the arguments are those of `load_dataset`.
+    """Open a set with a prefix, `imagefolder:PATH` or another one; the arguments are those of `load_dataset`.
 
     Images of folders and repositories are framed at `resize`, by default 8/7 of `size`, whose default is 224. Images of
     idx and parquet files keep their size unless one is given.
@@ -59,6 +60,8 @@ def open_set(
         return open_hub(name, where, split, data, size, resize, download, skipped, channels, framing)
     if kind == "wds":
         return open_shards(name, where, split, data, size, resize, skipped, channels, framing)
+    if kind == "csv":
+        return open_table(name, where, split, data, size, resize, skipped, channels, framing)
     folder = locate(name, where, data)
     if kind == "imagefolder":
         return open_images(
@@ -69,22 +72,27 @@ def open_set(
         if framing.value_range == "set":
             shards = parquet_shards(folder, SPLITS["train"]) or parquet_shards(folder, SPLITS[split])
             framing = replace(framing, value_range=look_at_parquet(shards).value_range)
-        images, labels, label_names = read_packed_parquet(folder, split, size, resize, channels, framing)
+        found = read_packed_parquet(folder, split, size, resize, channels, framing)
     else:
-        images, labels, label_names = read_idx(folder, split)
+        found = read_idx(folder, split)
+    images, labels, label_names = found.images, found.labels, found.label_names
     if int(labels.min()) < 0 or int(labels.max()) >= len(label_names):
         run = f"labels run from {int(labels.min())} to {int(labels.max())}"
         raise DataError(
             f"{name} ({split}): {run}, but there are {len(label_names)} class names: number them from 0"
         )
-    native = (images.shape[1], images.shape[2], images.shape[3])
-    spec = folder_spec(name, label_names, native, len(images), split)
+    rows, columns = images.shape[-2:]
+    spec = folder_spec(name, label_names, (images.shape[1], rows, columns), len(images), split)
     if kind == "parquet" and framing.value_range != "set":
         spec = replace(spec, value_range=framing.value_range)
-    if size or resize:
+    cropped = found.cropped
+    if found.size:
+        spec = replace(spec, input_size=(images.shape[1], *found.size))
+    elif size or resize:
         spec, side = sized(spec, size, resize)
+        cropped = cropped or cropped_share((columns, rows), side, crop_mode=framing.crop_mode)
         images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
-    return ImageSet(spec, split, images, labels)
+    return ImageSet(replace(spec, cropped=cropped), split, images, labels)
 
 
 def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:
@@ -97,6 +105,8 @@ def find_splits(name: str, data: str | Path | None = None, download: str | Path 
     if kind == "wds":
         every = find_shards(name, where, data)
         return {split for split, names in own.items() if shards_of_split(every, names, SPLIT_NAMES)}
+    if kind == "csv":
+        return table_splits(name, where, data)
     folder = locate(name, where, data)
     if kind == "idx":
         return {split for split, stem in (("train", "train"), ("test", "t10k")) if idx_pair(folder, stem)}

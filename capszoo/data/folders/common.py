@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..._files import expanded
+from ..._suggest import spelling_difference
 from ...images import Framing, cropped_share
 from ..errors import DataError
-from ..readers import look_at_set
+from ..readers import MAX_LABEL, look_at_set
 from ..roots import environment_roots, given_root
-from ..sets import Decoder, ImageSet, StreamedSet, stored_sides
+from ..sets import Decoder, ImageSet, Origin, StreamedSet, stored_sides
 from ..specs import DatasetSpec, Side, shown_sides
 
 __all__ = [
@@ -25,11 +27,14 @@ __all__ = [
     "SPLITS",
     "SPLIT_NAMES",
     "available_workers",
+    "Label",
     "decode_or_stream",
+    "encode_labels",
     "fits_memory",
     "folder_spec",
     "framing_text",
     "locate",
+    "look_alike",
     "settled",
     "sides",
     "to_tensor",
@@ -85,6 +90,51 @@ def folder_spec(
     )
 
 
+Label = int | str
+"""A label of a table or shard: the number of a class, or its name."""
+
+
+def encode_labels(labels: Sequence[Label], training: Iterable[Label], where: str) -> tuple[Tensor, list[str]]:
+    """Class indices [n] of labels, and the names of the classes, which are the labels of the training images.
+
+    Numbers are in their order, so that those from 0 on are their own indices; names are in alphabetical order.
+
+    Args:
+        labels: of a split.
+        training: labels of the training split.
+        where: name of the split in error messages.
+
+    Raises:
+        DataError: a label is empty, or does not occur in training.
+    """
+    texts = [unicodedata.normalize("NFC", str(label)) for label in labels]
+    kinds = {unicodedata.normalize("NFC", str(label)) for label in training}
+    if any(not text.strip() for text in (*texts, *kinds)):
+        raise DataError(f"{where}: some images have an empty label: it cannot be trained or tested on")
+    if all(kind.isascii() and kind.isdigit() and len(kind) < 19 for kind in kinds):
+        names = sorted(kinds, key=lambda kind: (int(kind), kind))
+    else:
+        names = sorted(kinds)
+    if len(names) > MAX_LABEL:
+        raise DataError(
+            f"{where}: {len(names):,} different labels are no classes: name the column of labels label"
+        )
+    index = {kind: k for k, kind in enumerate(names)}
+    unknown = next((text for text in texts if text not in index), None)
+    if unknown is not None:
+        raise DataError(
+            f"{where} has the label {unknown[:100]!r}, which no training image has{look_alike(unknown, names)}"
+        )
+    return torch.tensor([index[text] for text in texts], dtype=torch.int64), names
+
+
+def look_alike(name: str, known: Iterable[str]) -> str:
+    """A note for an error about a name that is not known, if it only looks like a known one."""
+    found = ((one, spelling_difference(name, one)) for one in known)
+    one, difference = next(((one, difference) for one, difference in found if difference), ("", ""))
+    return f" (it differs from {one!r} in {difference})" if difference else ""
+
+
 def to_tensor(image: np.ndarray) -> Tensor:
     """An image ``[h, w]`` or ``[h, w, c]`` as ``[c, h, w]``."""
     tensor = torch.from_numpy(np.array(image))  # Pillow's array is read-only
@@ -114,6 +164,7 @@ def decode_or_stream(
     side: tuple[int, int],
     skipped: list[str] | None = None,
     shards: Tensor | None = None,
+    origin: Origin | None = None,
 ) -> ImageSet | StreamedSet:
     """Decode into memory if the set fits, else stream it.
 
@@ -148,7 +199,7 @@ def decode_or_stream(
     if not len(sound):
         raise DataError(f"{spec.name}: none of the {n} images of {split} can be read")
     if held:
-        return ImageSet(spec, split, images[sound], labels[sound])
+        return ImageSet(spec, split, images[sound], labels[sound], origin=origin or Origin())
     return StreamedSet(
         spec,
         split,
@@ -158,6 +209,7 @@ def decode_or_stream(
         side,
         available_workers(),
         shards=None if shards is None else shards[sound],
+        origin=origin or Origin(),
     )
 
 

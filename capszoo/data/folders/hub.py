@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -10,15 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capszoo._files import expanded
-from capszoo.errors import first_line, install_hint
+from capszoo._files import cache_folder, expanded, writable_cache
+from capszoo.errors import CapszooError, first_line, install_hint
 
 from ...images import Framing
 from ..errors import DataError
-from ..readers import decode_image, image_below, image_mode, mode_of
+from ..readers import LABEL_COLUMNS, MODES, channels_of, decode_image, image_below, image_header
 from ..sets import ImageSet, StreamedSet
 from ..specs import Side
-from .common import SPLITS, decode_or_stream, folder_spec, framing_text, locate, settled, sides, to_tensor
+from .common import (
+    SPLITS,
+    Label,
+    decode_or_stream,
+    encode_labels,
+    folder_spec,
+    framing_text,
+    locate,
+    settled,
+    sides,
+    to_tensor,
+)
 
 __all__ = ["fetch_repository", "hub_splits", "open_hub"]
 
@@ -98,49 +110,71 @@ def open_hub(
     if part is None:
         raise DataError(f"{name} has the splits {', '.join(found)}, none of {', '.join(names)}")
     rows = found[part]
+    training = found["train"] if "train" in found else rows
     image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
     label = _label_column(rows)
     if image is None or label is None:
+        what = "image" if image is None else "class label"
         raise DataError(
-            f"{name} has the columns {', '.join(rows.features)}: no image or no class label among them"
+            f"{name} has no column of a {what} among {_described(rows)}: "
+            "name that of the labels label, with whole numbers or text"
         )
-    label_names = rows.features[label].names
-    values = rows[label][:]
-    if not all(_is_label(value) for value in values):
-        raise DataError(f"{name}: some images of {part} have no label: it cannot be trained or tested on")
-    if max(values, default=0) >= len(label_names):
-        raise DataError(
-            f"{name} ({part}): a label is {max(values)}, but there are {len(label_names)} class names"
-        )
-    labels = torch.tensor(values, dtype=torch.int64)
-    rows = rows.cast_column(image, datasets.Image(decode=False))
-    looked = (found["train"] if "train" in found else rows).cast_column(image, datasets.Image(decode=False))
-
-    def mode_at(index: int) -> str:
-        cell = looked[index][image]
-        return image_mode(_cell(cell, folder, name), name)
-
-    mode = mode_of(mode_at, len(looked), channels)
-    size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, *size), len(labels), split)
+    labels, label_names = _labels(name, part, rows, training, label)
+    rows, looked = (one.cast_column(image, datasets.Image(decode=False)) for one in (rows, training))
 
     def image_at(index: int) -> tuple[bytes | Path, str]:
         return _cell(looked[index][image], folder, name), name
 
+    if channels is None:
+        channels = channels_of(lambda index: image_header(*image_at(index)), len(looked))
+    size, side = sides(size, resize)
+    spec = folder_spec(name, label_names, (channels, *size), len(labels), split)
     spec, framing = settled(spec, framing, image_at, len(looked), side)
-    return decode_or_stream(
-        spec, split, _Rows(rows, image, mode, side, folder, framing), labels, side, skipped
-    )
+    decoder = _Rows(rows, image, MODES[channels], side, folder, framing)
+    return decode_or_stream(spec, split, decoder, labels, side, skipped)
+
+
+def _labels(name: str, part: str, rows: Any, training: Any, column: str) -> tuple[Tensor, list[str]]:
+    """Class indices of a split's rows, and the names of the classes."""
+    values = rows[column][:]
+    if not all(map(_is_label, values)):
+        raise DataError(f"{name}: some images of {part} have no label: it cannot be trained or tested on")
+    names = getattr(rows.features[column], "names", None)
+    if names is None:
+        known = {value for value in training[column][:] if _is_label(value)}
+        return encode_labels(values, known, f"{name} ({part})")
+    if max(values, default=0) >= len(names):
+        raise DataError(f"{name} ({part}): a label is {max(values)}, but there are {len(names)} class names")
+    return torch.tensor(values, dtype=torch.int64), names
+
+
+def _described(rows: Any) -> str:
+    """Names and kinds of the columns."""
+    import datasets
+
+    def kind(feature: Any) -> str:
+        return str(feature.dtype) if isinstance(feature, datasets.Value) else type(feature).__name__
+
+    return ", ".join(f"{key} ({kind(feature)})" for key, feature in rows.features.items())
 
 
 def _label_column(rows: Any) -> str | None:
+    """The column of class labels: one that the repository declares, or one of numbers or text with a usual name."""
     import datasets
 
-    return next((key for key, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)), None)
+    kinds = rows.features
+    declared = (key for key, kind in kinds.items() if isinstance(kind, datasets.ClassLabel))
+    plain = (
+        key
+        for key in LABEL_COLUMNS
+        if key in kinds
+        and str(getattr(kinds[key], "dtype", "")).startswith(("int", "uint", "string", "large_string"))
+    )
+    return next(itertools.chain(declared, plain), None)
 
 
-def _is_label(value: int | None) -> bool:
-    return value is not None and value >= 0
+def _is_label(value: Label | None) -> bool:
+    return value is not None and (bool(value.strip()) if isinstance(value, str) else value >= 0)
 
 
 def _is_unlabelled(rows: Any) -> bool:
@@ -154,7 +188,9 @@ def _is_unlabelled(rows: Any) -> bool:
 def hub_splits(
     name: str, repository: str, data: str | Path | None, download: str | Path | None
 ) -> tuple[Any, Path]:
-    """All splits of a repository by name, through the library datasets; and its folder, which also has the cache.
+    """All splits of a repository by name, through the library datasets, and its folder.
+
+    The library's copy is in capszoo's cache: the folder may be read-only, or a backup.
 
     A split without labels is left out: competitions publish their test images so.
     """
@@ -177,7 +213,10 @@ def hub_splits(
         raise DataError(f"hf: needs the library datasets: {install_hint('train')}") from error
     read: Callable[..., Any] = datasets.load_dataset
     try:
-        found = read(str(folder), configuration or None, cache_dir=str(folder / ".cache"))
+        cache = writable_cache(cache_folder() / "datasets")
+        found = read(str(folder.absolute()), configuration or None, cache_dir=str(cache))
+    except CapszooError as error:
+        raise DataError(f"{name}: {error.message}", error.remedy) from error
     except Exception as error:  # the library raises many kinds of errors
         raise DataError(f"{name}: {first_line(error)}") from error
     return {part: rows for part, rows in found.items() if not _is_unlabelled(rows)}, folder

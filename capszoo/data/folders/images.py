@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,24 +14,32 @@ import torch
 from torch import Tensor
 
 from capszoo.errors import CapszooError
-from capszoo.images import Framing, files_below, is_visible_image
+from capszoo.images import IMAGE_SUFFIXES, Framing, files_below, is_visible_image
 
 from ..errors import DataError
-from ..readers import decode_image, image_mode, mode_of
-from ..sets import ImageSet, StreamedSet, sized
+from ..readers import MODES, channels_of, decode_image, image_header
+from ..sets import ImageSet, Origin, StreamedSet, sized
 from ..specs import DatasetSpec, Side, is_text
+from ..summary import shown_suffixes, suffix_of
 from .common import (
     SPLIT_NAMES,
     SPLITS,
     decode_or_stream,
     folder_spec,
     framing_text,
+    look_alike,
     settled,
     sides,
     to_tensor,
 )
 
 __all__ = ["FileDecoder", "holds_classes", "open_h_imagenet", "open_images", "split_folder"]
+
+_SPLIT_WORDS = SPLIT_NAMES | {
+    *("training", "testing", "dev", "eval", "evaluation", "holdout"),
+    *(f"{name}{sign}set" for name in SPLIT_NAMES for sign in ("", "_", "-")),
+}
+"""Names, in lower case, that mean a split; only those of `SPLIT_NAMES` are read as one."""
 
 
 @dataclass(frozen=True)
@@ -74,77 +84,178 @@ def open_images(
     root = split_folder(folder, SPLITS[split])
     training = split_folder(folder, SPLITS["train"]) or root  # images for a test alone have their own classes
     if root is None or training is None:
-        missing = SPLITS["train" if training is None else split]
-        if not any(sub.is_dir() for sub in folder.iterdir()):
-            flat = sum(is_visible_image(file.name) for file in folder.iterdir())
-            found = f"holds {flat} images and" if flat else "has"
-            raise DataError(
-                f"{name}: {folder} {found} no class folders",
-                "put the images of each class into a sub-folder of its name",
-            )
-        raise DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
-    classes = _class_folders(training)
-    if not classes:
-        raise DataError(f"{name}: {training} has no class folders")
+        raise _no_split(name, folder, SPLITS["train" if training is None else split])
+    numbers = _class_numbers(name, training)
     _refuse_misnamed_splits(name, folder)
-    unreadable = [kind for kind in classes if not is_text(kind)]
-    if unreadable:
-        raise DataError(
-            f"{name}: the folder {unreadable[0]!a} in {training} has a name that is no text: rename it"
+    own = _class_numbers(name, root)
+    stranger = next((kind for kind in own if kind not in numbers), None)
+    if stranger is not None:
+        like = look_alike(stranger, numbers)
+        shown = repr(stranger) if like else stranger
+        raise DataError(f"{name}: {root} has the class {shown}, which {training} lacks{like}")
+    listed = _listed(root, numbers)
+    _refuse_empty(name, root, numbers, listed, every=split == "train")
+    paths = listed.paths
+    labels = torch.tensor(listed.targets, dtype=torch.int64)
+    if spec is None:
+        size, side = sides(size, resize)
+        looked = paths if split == "train" else _listed(training, numbers).paths  # one look for all splits
+        if channels is None:
+            channels = channels_of(lambda k: image_header(training / looked[k], looked[k]), len(looked))
+        spec = folder_spec(name, list(numbers), (channels, *size), len(paths), split)
+        spec, framing = settled(
+            spec, framing, lambda k: (training / looked[k], training / looked[k]), len(looked), side
         )
-    numbers = {kind: k for k, kind in enumerate(classes)}
-    strangers = [kind for kind in _class_folders(root) if kind not in numbers]
-    if strangers:
-        raise DataError(f"{name}: {root} has the class {strangers[0]}, which {training} lacks")
-    paths, targets = _listed(root, numbers)
-    if not paths:
+    else:
+        spec, side = sized(replace(spec, label_names=tuple(numbers)), size, resize)
+    origin = Origin(
+        listed.left_out,
+        _beside(folder, root, training if split == "train" else None),
+        _merged_splits(root, own),
+    )
+    decoder = FileDecoder(root, paths, MODES[spec.input_size[0]], side, framing or Framing())
+    return decode_or_stream(spec, split, decoder, labels, side, skipped, origin=origin)
+
+
+def _no_split(name: str, folder: Path, missing: Sequence[str]) -> DataError:
+    """The error about a folder without the split that is read, or without the training split."""
+    if any(sub.is_dir() for sub in folder.iterdir()):
+        return DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
+    flat = sum(is_visible_image(file.name) for file in folder.iterdir())
+    found = f"holds {flat} images and" if flat else "has"
+    return DataError(
+        f"{name}: {folder} {found} no class folders",
+        "put the images of each class into a sub-folder of its name, or give a table of their labels (FILE.csv)",
+    )
+
+
+def _class_numbers(name: str, root: Path) -> dict[str, int]:
+    """Labels of the classes, by their names in one Unicode form: some systems store accents as characters."""
+    numbers: dict[str, int] = {}
+    folders = _class_folders(root)
+    if not folders:
+        raise DataError(f"{name}: {root} has no class folders")
+    for kind in sorted(unicodedata.normalize("NFC", folder) for folder in folders):
+        if not is_text(kind):
+            raise DataError(f"{name}: the folder {kind!a} in {root} has a name that is no text: rename it")
+        if kind in numbers:
+            raise DataError(
+                f"{name}: {root} has two folders of the name {kind!r}, in two forms of Unicode: merge them"
+            )
+        numbers[kind] = len(numbers)
+    return numbers
+
+
+def _refuse_empty(name: str, root: Path, numbers: dict[str, int], listed: _Listed, every: bool) -> None:
+    """Refuse a split without images, or, where `every` class needs some, without images of a class."""
+    if not listed.paths:
         flat = sum(is_visible_image(file.name) for file in root.iterdir())
         if flat:
             raise DataError(
                 f"{name}: {root} holds {flat} images outside of class folders",
                 "sort them into a sub-folder for each class, or move the folder away",
             )
-        raise DataError(f"{name}: {root} holds no images")
-    filled = set(targets)
+        raise DataError(f"{name}: {root} holds no images{_instead(listed.left_out)}")
+    filled = set(listed.targets)
     empty = [kind for kind, label in numbers.items() if label not in filled]
-    if empty and split == "train":
+    if empty and every:
         which = f"class {empty[0]} has" if len(empty) == 1 else f"classes {', '.join(empty)} have"
-        raise DataError(f"{name}: {training}: the {which} no images: add some, or remove its folder")
-    labels = torch.tensor(targets, dtype=torch.int64)
-    if spec is None:
-        size, side = sides(size, resize)
-        looked = paths if split == "train" else _listed(training, numbers)[0]  # one mode for all splits
-        mode = mode_of(
-            lambda k: image_mode(training / looked[k], training / looked[k]), len(looked), channels
-        )
-        spec = folder_spec(name, classes, (3 if mode == "RGB" else 1, *size), len(paths), split)
-        spec, framing = settled(
-            spec, framing, lambda k: (training / looked[k], training / looked[k]), len(looked), side
-        )
-    else:
-        spec, side = sized(replace(spec, label_names=tuple(classes)), size, resize)
-        mode = "RGB"
-    decoder = FileDecoder(root, paths, mode, side, framing or Framing())
-    return decode_or_stream(spec, split, decoder, labels, side, skipped)
+        unread: Counter[str] = Counter()
+        for kind in empty:
+            unread.update(listed.unread_of.get(kind, {}))
+        instead = _instead(unread)
+        remedy = "" if instead else ": add some, or remove its folder"
+        raise DataError(f"{name}: {root}: the {which} no images{instead}{remedy}")
+
+
+def _instead(left_out: Mapping[str, int]) -> str:
+    """What a folder without images holds in their place, and what would be read."""
+    if not left_out:
+        return ""
+    read = ", ".join(sorted(IMAGE_SUFFIXES))
+    return f", but {shown_suffixes(left_out)}: save them as PNG or JPEG (read are {read})"
 
 
 def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
     """The sub-folder of a split; for the training split the folder itself, if it has classes but no splits."""
+    if _classes_alone(folder):
+        return folder if "train" in names else None
     found = next((folder / name for name in names if (folder / name).is_dir()), None)
     if found is None and "train" in names and not any((folder / name).is_dir() for name in SPLITS["test"]):
         return folder if any(sub.is_dir() for sub in folder.iterdir()) else None
     return found
 
 
+def _classes_alone(folder: Path) -> bool:
+    """True if sub-folders with the name of a split are classes: they and a folder beside them hold images themselves.
+
+    So are valid and invalid, or bus, car and train. A folder of images and its test images without classes are not.
+    """
+    kinds = _class_folders(folder)
+    named = [folder / kind for kind in kinds if kind.casefold() in _SPLIT_WORDS]
+    others = [folder / kind for kind in kinds if kind.casefold() not in _SPLIT_WORDS]
+    if not named or not any(map(_holds_images, others)) or not all(map(_holds_images, named)):
+        return False
+    return not any(_holds_images(part / kind) for part in named for kind in _class_folders(part))
+
+
+def _holds_images(folder: Path) -> bool:
+    """Whether there are images in a folder itself."""
+    return any(is_visible_image(name) for name in os.listdir(folder))
+
+
 def _refuse_misnamed_splits(name: str, folder: Path) -> None:
     """Refuse folders such as Test, which would become a class, or be ignored beside the folder train."""
-    words = {kind: kind.casefold() for kind in _class_folders(folder) if kind not in SPLIT_NAMES}
-    misnamed = [kind for kind, word in words.items() if word in (*SPLIT_NAMES, "testing") and word != "train"]
+    if _classes_alone(folder):
+        return
+    refused = (SPLIT_NAMES | {"testing"}) - {"train"}
+    if split_folder(folder, SPLITS["train"]) == folder:  # beside train/ they are named as left out
+        refused |= _SPLIT_WORDS - {"train", "training"}
+    misnamed = [
+        kind for kind in _class_folders(folder) if kind not in SPLIT_NAMES and kind.casefold() in refused
+    ]
     if misnamed:
         raise DataError(
             f"{name}: {folder} has the sub-folder {misnamed[0]}, which is a split and no class",
             "rename the splits to train, val and test",
         )
+
+
+def _beside(folder: Path, root: Path, training: Path | None) -> dict[str, int]:
+    """Number of images in folders that are not read, by their path.
+
+    Those are images beside the class folders, in hidden folders, and, if `training` is read, in folders beside those
+    of the splits.
+    """
+    prefix = "" if root == folder else f"{root.name}/"
+    loose = sum(is_visible_image(name) for name in os.listdir(root))
+    found = {f"{prefix}*": loose}
+    hidden = (sub for sub in root.iterdir() if sub.name.startswith(".") and sub.is_dir())
+    found |= {f"{prefix}{sub.name}": _images_below(sub) for sub in hidden}
+    if training is not None and training != folder:
+        used = {split_folder(folder, names) for names in SPLITS.values()}
+        others = (kind for kind in _class_folders(folder) if folder / kind not in used)
+        found |= {kind: _images_below(folder / kind) for kind in others}
+        found |= {"*": sum(is_visible_image(name) for name in os.listdir(folder))}
+    return {place: found[place] for place in sorted(found) if found[place]}
+
+
+def _images_below(folder: Path) -> int:
+    try:
+        return sum(is_visible_image(str(path.relative_to(folder))) for path in files_below(folder))
+    except CapszooError:  # a folder that is not read may be one that cannot be
+        return 0
+
+
+def _merged_splits(root: Path, kinds: Iterable[str]) -> tuple[str, ...]:
+    """A note about splits below the classes, whose images are read as one."""
+    below = [set(_class_folders(root / kind)) for kind in kinds if (root / kind).is_dir()]
+    splits = set.union(*below) if below else set()
+    if len(splits) < 2 or not all(name.casefold() in _SPLIT_WORDS for name in splits):
+        return ()
+    return (
+        f"{' and '.join(sorted(splits))} below the classes are read as one: put the classes below the splits",
+    )
 
 
 def holds_classes(folder: Path) -> bool:
@@ -163,21 +274,53 @@ def _class_folders(root: Path) -> list[str]:
     return sorted(sub.name for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith("."))
 
 
-def _listed(root: Path, numbers: dict[str, int]) -> tuple[tuple[str, ...], list[int]]:
-    """Images of a folder with a sub-folder per class, as paths relative to it, and their labels."""
+@dataclass(frozen=True)
+class _Listed:
+    """The images of a folder with a sub-folder per class.
+
+    Attributes:
+        paths: relative to the folder.
+        targets: their labels.
+        unread_of: number of other files of each class that has some, by their suffix.
+    """
+
+    paths: tuple[str, ...]
+    targets: list[int]
+    unread_of: dict[str, dict[str, int]]
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Number of files that are no images, by their suffix."""
+        total: Counter[str] = Counter()
+        for counts in self.unread_of.values():
+            total.update(counts)
+        return dict(total)
+
+
+def _listed(root: Path, numbers: dict[str, int]) -> _Listed:
+    """Images of a folder with a sub-folder per class; a split may lack a class."""
+    folders = {unicodedata.normalize("NFC", kind): kind for kind in _class_folders(root)}
     paths: list[str] = []
     targets: list[int] = []
+    unread: dict[str, dict[str, int]] = {}
     for kind, label in numbers.items():
-        if not (root / kind).is_dir():  # a split may lack a class
+        if kind not in folders:
             continue
         try:
-            below = (str(path.relative_to(root)) for path in files_below(root / kind))
-            found = sorted(path for path in below if is_visible_image(path))
+            below = sorted(str(path.relative_to(root)) for path in files_below(root / folders[kind]))
         except CapszooError as error:
             raise DataError(error.message, error.remedy) from error
+        found = [path for path in below if is_visible_image(path)]
+        others = (path for path in below if not (is_visible_image(path) or _is_hidden(path)))
+        if counts := Counter(map(suffix_of, others)):
+            unread[kind] = counts
         paths += found
         targets += [label] * len(found)
-    return tuple(paths), targets
+    return _Listed(tuple(paths), targets, unread)
+
+
+def _is_hidden(path: str) -> bool:
+    return path.startswith(".") or f"{os.sep}." in path
 
 
 def open_h_imagenet(

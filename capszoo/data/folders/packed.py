@@ -4,27 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ...images import Framing
+from ...images import Framing, cropped_share
 from ..errors import DataError
-from ..readers import idx_pair, parquet_colour_and_top, parquet_label_names, read_idx_pair, read_parquet
+from ..readers import (
+    idx_pair,
+    parquet_label_names,
+    read_idx_pair,
+    read_labelled_parquet,
+    survey_parquet,
+)
 from ..specs import Side
-from .common import SPLITS, fits_memory
+from .common import SPLITS, encode_labels, fits_memory, sides
 
 __all__ = ["parquet_shards", "read_idx", "read_packed_parquet"]
 
 
-def read_idx(folder: Path, split: str) -> tuple[Tensor, Tensor, Sequence[str]]:
+class Packed(NamedTuple):
+    """A split read from single files.
+
+    Attributes:
+        images: uint8 [n, c, h, w].
+        labels: int64 [n].
+        label_names: of the classes.
+        size: rows and columns of the model's input, where images of different sizes have been scaled to one; else None.
+        cropped: mean share of the images' area that was cropped away.
+    """
+
+    images: Tensor
+    labels: Tensor
+    label_names: Sequence[str]
+    size: tuple[int, int] | None = None
+    cropped: float = 0.0
+
+
+def read_idx(folder: Path, split: str) -> Packed:
     """Read a split of the set ``idx:PATH``, files in the format of MNIST.
 
     Args:
         folder: of the files.
         split: ``"train"`` or ``"test"``; there is no ``"val"``.
-
-    Returns:
-        Images, class indices, and the classes' names, which are their indices.
 
     Raises:
         DataError: files are missing or cannot be read, or images and labels differ in number.
@@ -37,10 +60,11 @@ def read_idx(folder: Path, split: str) -> tuple[Tensor, Tensor, Sequence[str]]:
     images, labels = read_idx_pair(pair)
     if len(images) != len(labels) or not len(images):
         raise DataError(f"{pair[0]} has {len(images)} images, {pair[1]} {len(labels)} labels")
-    # Both splits must have the same number of classes, whichever is requested.
-    training = idx_pair(folder, "train")
-    top = int(read_idx_pair(training)[1].max()) if training and split != "train" else 0
-    return images, labels, [str(k) for k in range(max(int(labels.max()), top) + 1)]
+    # Both splits must have the same classes, whichever is requested.
+    training = idx_pair(folder, "train") if split != "train" else pair
+    known = read_idx_pair(training)[1] if training and training != pair else labels
+    encoded, label_names = encode_labels(labels.tolist(), known.unique().tolist(), f"{folder} ({split})")
+    return Packed(images, encoded, label_names)
 
 
 def read_packed_parquet(
@@ -50,19 +74,18 @@ def read_packed_parquet(
     resize: Side | None,
     channels: int | None = None,
     framing: Framing | None = None,
-) -> tuple[Tensor, Tensor, Sequence[str]]:
+) -> Packed:
     """Read a split of the set ``parquet:PATH``.
+
+    Images keep their size unless one is given. Those of different sizes become squares, as those of ``hf:`` do.
 
     Args:
         folder: of the files, whose names begin with that of the split.
         split: ``"train"``, ``"val"`` or ``"test"``.
-        size: side, or rows and columns, of the images; None keeps that of the files.
-        resize: those to which they are resized where ``size`` is given; None: ``size``.
+        size: side, or rows and columns, of the model's input; None keeps the size of the images.
+        resize: those to which they are resized before; None: ``size``.
         channels: 1 or 3; None: as many as the training images have.
         framing: how they are framed, with a known range of values.
-
-    Returns:
-        Images, class indices, and the classes' names.
 
     Raises:
         DataError: files are missing, cannot be read, or do not fit into memory.
@@ -77,14 +100,20 @@ def read_packed_parquet(
         raise DataError(
             f"{folder}: {total / 2**30:.1f} GB of parquet are too much for memory: use hf:{folder}"
         )
-    # Colour and number of classes come from the training split, so that all splits agree.
-    training = parquet_shards(folder, SPLITS["train"]) if split != "train" else []
-    colour, top = parquet_colour_and_top(training) if training else (None, 0)
-    images, labels = read_parquet(
-        shards, channels or colour, (resize or size) if size else None, framing=framing
-    )
-    label_names = parquet_label_names(shards[0]) or [str(k) for k in range(max(int(labels.max()), top) + 1)]
-    return images, labels, label_names
+    # Colour, size and classes come from the training split, so that all splits agree.
+    training = survey_parquet(parquet_shards(folder, SPLITS["train"]) or shards)
+    side, model_size = ((resize or size) if size else None), None
+    if side is None and len(training.sizes) > 1:
+        model_size, side = sides(size, resize)
+    images, labels = read_labelled_parquet(shards, channels or training.channels, side, framing=framing)
+    stated = parquet_label_names(shards[0])
+    if stated and not any(isinstance(label, str) for label in labels):
+        numbers, label_names = torch.tensor(labels, dtype=torch.int64), list(stated)
+    else:
+        numbers, label_names = encode_labels(labels, training.labels, f"{folder} ({split})")
+    stored, mode = (images.shape[2], images.shape[3]), framing.crop_mode if framing else "center"
+    lost = sum(n * cropped_share(one, stored, crop_mode=mode) for one, n in training.sizes.items())
+    return Packed(images, numbers, label_names, model_size, lost / max(training.sizes.total(), 1))
 
 
 def parquet_shards(folder: Path, names: Sequence[str]) -> list[Path]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...images import Framing
 from ..errors import DataError
-from ..readers import MAX_LABEL, decode_image, image_mode, mode_of
+from ..readers import MAX_LABEL, MODES, channels_of, decode_image, image_header
 from ..sets import ImageSet, StreamedSet
 from ..shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
 from ..specs import Side
@@ -21,6 +21,7 @@ from .common import (
     SPLITS,
     available_workers,
     decode_or_stream,
+    encode_labels,
     folder_spec,
     framing_text,
     locate,
@@ -80,25 +81,36 @@ def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
     return found
 
 
-def _shard_names(index: ShardIndex, training: ShardIndex) -> list[str]:
-    """Class names from `classes.txt` beside the shards, or beside the folder of their split; else numbers."""
-    count = 1 + int(max(index.labels.max(), training.labels.max()))
+def _stated_names(index: ShardIndex) -> list[str]:
+    """Class names from `classes.txt` beside the shards, or beside the folder of their split; [] without the file."""
     folder = index.paths[0].parent
     parents = [folder, *([folder.parent] if folder.name.casefold() in SPLIT_NAMES else [])]
-    for file in (parent / "classes.txt" for parent in parents):
-        if not file.is_file():
-            continue
-        try:
-            names = file.read_text(encoding="utf-8").rstrip().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read {file}: {error}") from error
-        blank = next((i for i, name in enumerate(names, start=1) if not name.strip()), None)
-        if blank:
-            raise DataError(f"{file}: line {blank} is empty, and no name of a class")
-        if not count <= len(names) <= MAX_LABEL:
-            raise DataError(f"{file} has {len(names)} lines, but the shards have the label {count - 1}")
-        return [name.strip() for name in names]
-    return [str(k) for k in range(count)]
+    file = next((parent / "classes.txt" for parent in parents if (parent / "classes.txt").is_file()), None)
+    if file is None:
+        return []
+    try:
+        names = file.read_text(encoding="utf-8").rstrip().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {file}: {error}") from error
+    blank = next((i for i, name in enumerate(names, start=1) if not name.strip()), None)
+    if blank:
+        raise DataError(f"{file}: line {blank} is empty, and no name of a class")
+    if len(names) > MAX_LABEL:
+        raise DataError(f"{file} has {len(names):,} lines, which are no classes")
+    return [name.strip() for name in names]
+
+
+def _classes(index: ShardIndex, training: ShardIndex, where: str) -> tuple[Tensor, list[str]]:
+    """Class indices of a split's images, and the names of the classes."""
+    stated = _stated_names(index)
+    if not stated:
+        return encode_labels(index.written(), training.kinds(), where)
+    if index.names or training.names:
+        return encode_labels(index.written(), stated, where)
+    top = int(max(index.labels.max(), training.labels.max()))
+    if top >= len(stated):
+        raise DataError(f"{where}: classes.txt has {len(stated)} lines, but the shards have the label {top}")
+    return torch.from_numpy(index.labels), stated
 
 
 def open_shards(
@@ -121,16 +133,13 @@ def open_shards(
     # Colour and number of classes come from the training split, so that all splits agree.
     training = shards_of_split(every, SPLITS["train"], SPLIT_NAMES)
     looked = read_index(training, available_workers()) if split != "train" and training else index
-    label_names = _shard_names(index, looked)
+    labels, label_names = _classes(index, looked, f"{name} ({split})")
+
     members = _Members(looked, "L", (1, 1))
-
-    def mode_at(number: int) -> str:
-        encoded, path, _ = members.encoded(number)
-        return image_mode(encoded, path)
-
-    mode = mode_of(mode_at, len(looked.labels), channels)
+    if channels is None:
+        channels = channels_of(lambda k: image_header(*members.encoded(k)[:2]), len(looked.labels))
     size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (3 if mode == "RGB" else 1, *size), len(index.labels), split)
+    spec = folder_spec(name, label_names, (channels, *size), len(index.labels), split)
     spec, framing = settled(spec, framing, lambda k: members.encoded(k)[:2], len(looked.labels), side)
-    labels, shards = torch.from_numpy(index.labels), torch.from_numpy(index.shards)
-    return decode_or_stream(spec, split, _Members(index, mode, side, framing), labels, side, skipped, shards)
+    decoder = _Members(index, MODES[channels], side, framing)
+    return decode_or_stream(spec, split, decoder, labels, side, skipped, torch.from_numpy(index.shards))
