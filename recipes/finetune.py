@@ -333,8 +333,7 @@ def finetune(
         backbone: instead of a model, a timm name, hf-hub:USER/NAME or local-dir:folder: its features, with its weights
             unless `from_scratch`, and a new capsule head.
         head: routing of that head, a name of `capszoo.models._heads.HEADS`.
-        data: a folder with a sub-folder of images per class (or those below train/, val/ and test/), `hf:OWNER/NAME`,
-            another prefix of `capszoo.data.PREFIXES`, or the name of a data set.
+        data: a folder of images by class, a table (FILE.csv), `hf:OWNER/NAME` or another of `capszoo.data.PREFIXES`.
         out: folder of the run; None: `runs/<arch>.<tag>`.
         tag: name of the new weights after the architecture's; None uses the data's.
         img_size: side, or rows and columns, of the images; None uses those of the weights.
@@ -348,8 +347,7 @@ def finetune(
         channels: read images in grey (1) or in colour (3); None: in colour if any has some.
         overrides: `key=value` lines that change keys of the recipe, as in `capszoo train --set`.
         root: folder of named sets and repositories; None uses `CAPSZOO_DATA`.
-        cpu: do not use an accelerator.
-        stop_after, accept_data: as for `train`.
+        cpu, stop_after, accept_data: as for `train`.
 
     Returns:
         The result of `train` and, once finished, paths: `"labels"`, `"confusion"`, `"card"`.
@@ -357,8 +355,7 @@ def finetune(
     Raises:
         UnknownModel: no model or backbone has this name.
         UsageError: an argument is invalid, or two do not go together.
-        DataError: the images are missing or unreadable.
-        WeightsError: the model's weights are missing or do not fit.
+        DataError, WeightsError: images or weights are missing, unreadable or do not fit.
         TrainingError: the run cannot start, continue or be saved.
     """
     read = functools.cache(read_split)  # read each split once: for the recipe, for training, for evaluation
