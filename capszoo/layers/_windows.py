@@ -6,7 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["out_size", "windows"]
+__all__ = ["out_size", "split_axis", "windows"]
+
+
+def split_axis(x: Tensor, dim: int, sizes: List[int]) -> Tensor:
+    """``x`` with the axis ``dim``, counted from the front, as several of the given sizes; a view where one exists.
+
+    ``unflatten`` by ``reshape``: torch.onnx's TorchScript exporter writes the other axes, as the batch, as constants
+    for ``unflatten``. A leaf for FX, which cannot list a shape: a file that uses this function in traced code must also
+    call ``torch.fx.wrap("split_axis")`` at its top level.
+    """
+    shape = list(x.size())
+    return x.reshape(shape[:dim] + sizes + shape[dim + 1 :])
+
+
+torch.fx.wrap("split_axis")
 
 
 def out_size(size: int, kernel_size: int, stride: int, padding: int = 0) -> int:

@@ -9,14 +9,17 @@ Letters: ``b`` batch, ``i`` capsules, ``d`` pose size, ``h w`` grid. In a featur
 
 from typing import Tuple
 
+import torch
 from torch import Tensor, nn
 
 from ._ranges import at_least
 from ._strided_conv import StridedConv2d
-from ._windows import out_size
+from ._windows import out_size, split_axis
 from .squash import squash
 
 __all__ = ["PrimaryCaps2d", "capsules_from_map"]
+
+torch.fx.wrap("split_axis")
 
 
 def capsules_from_map(x: Tensor, pose_dim: int) -> Tensor:
@@ -77,7 +80,7 @@ class PrimaryCaps2d(nn.Module):
         """``[b, in_chans, h, w]`` to ``[b, num_caps * pose_dim, h', w']``, channel = capsule * pose_dim + dim."""
         x = self.conv(x)
         if self.squashed:
-            x = squash(x.unflatten(1, [self.num_caps, self.pose_dim]), dim=2).flatten(1, 2)
+            x = squash(split_axis(x, 1, [self.num_caps, self.pose_dim]), dim=2).flatten(1, 2)
         return x
 
     def grid_size(self, height: int, width: int) -> Tuple[int, int]:

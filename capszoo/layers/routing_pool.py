@@ -39,22 +39,27 @@ from torch import Tensor, nn
 
 from ._precision import upcast_half
 from ._ranges import at_least
+from ._windows import split_axis
 from .engine import Routed, RoutingLayer
 from .squash import squash
 
 __all__ = ["RoutingCaps", "RoutingPool2d", "routing_caps", "routing_pool"]
 
 
-def _inverse_length(square: Tensor) -> Tensor:
-    """1 / length from the squared length; finite, with a finite gradient, for every input."""
-    return square.clamp(1e-12, 1e38).rsqrt()
+def _length(square: Tensor) -> Tensor:
+    """Length from its square; a divisor with a finite quotient and a finite gradient for every input.
+
+    Divide by it: OpenVINO takes a product with the inverse, between the two products of a softmax, for the scale of an
+    attention, which must be one number.
+    """
+    return square.clamp(1e-12, 1e38).sqrt()
 
 
 def _activate(s: Tensor, activation: str) -> Tensor:
     if activation == "squash":
         return squash(s)
     if activation == "norm":
-        return s * _inverse_length((s * s).sum(dim=-1, keepdim=True))
+        return s / _length((s * s).sum(dim=-1, keepdim=True))
     return s
 
 
@@ -94,14 +99,14 @@ def routing_pool(
         couplings = torch.ones_like(u[:, :, 0]) / locations
     else:
         u_t = u.transpose(1, 2)  # [b*g, e, l], a view
-        inv = _inverse_length((u * u).sum(dim=2)).unsqueeze(1)  # 1 / |u|, [b*g, 1, l]
-        v = s * (lam * _inverse_length((s * s).sum(dim=2, keepdim=True)))  # line 6, times λ
-        logits = torch.bmm(v, u_t) * inv  # line 7: λ b = λ <u', v>
+        lengths = _length((u * u).sum(dim=2)).unsqueeze(1)  # |u|, [b*g, 1, l]
+        v = s * (lam / _length((s * s).sum(dim=2, keepdim=True)))  # line 6, times λ
+        logits = torch.bmm(v, u_t) / lengths  # line 7: λ b = λ <u', v>
         c = logits.softmax(dim=-1)  # line 8
         s = torch.bmm(c, u)  # line 5 of the next iteration, or line 10
         for _ in range(num_iters - 1):
-            v = s * (lam * _inverse_length((s * s).sum(dim=2, keepdim=True)))
-            logits = torch.addcmul(logits, torch.bmm(v, u_t), inv)
+            v = s * (lam / _length((s * s).sum(dim=2, keepdim=True)))
+            logits = logits + torch.bmm(v, u_t) / lengths
             c = logits.softmax(dim=-1)
             s = torch.bmm(c, u)
         couplings = c.squeeze(1)
@@ -148,21 +153,21 @@ def routing_caps(
         w_t = w.reshape(classes, types, d, e).permute(1, 0, 3, 2).reshape(types, -1, d)  # [g, n*e, d]
         votes = torch.bmm(w_t, u.reshape(types, -1, d).transpose(1, 2))  # [g, n*e, b*l]
         votes = votes.reshape(types, classes, e, -1)
-        inv = _inverse_length(votes.square().sum(dim=2))  # [g, n, b*l]
-        inv = inv.reshape(types, classes, -1, locations).transpose(1, 2)  # [g, b, n, l]
-        inv = inv.reshape(-1, classes, locations)  # [g*b, n, l]
+        lengths = _length(votes.square().sum(dim=2))  # [g, n, b*l]
+        lengths = lengths.reshape(types, classes, -1, locations).transpose(1, 2)  # [g, b, n, l]
+        lengths = lengths.reshape(-1, classes, locations)  # [g*b, n, l]
         u_t = u.transpose(1, 2)  # [g*b, d, l], a view
         back = w.transpose(1, 2)  # [n, e, g*d], a view
-        logits = torch.zeros_like(inv)
+        logits = torch.zeros_like(lengths)
         c = logits
         for it in range(num_iters):
-            v = s * (lam * _inverse_length((s * s).sum(dim=2, keepdim=True)))  # line 6, times λ
+            v = s * (lam / _length((s * s).sum(dim=2, keepdim=True)))  # line 6, times λ
             q = torch.bmm(v, back).reshape(classes, -1, types, d).permute(2, 1, 0, 3)  # Wᵀv, [g, b, n, d]
             agreement = torch.bmm(q.reshape(-1, classes, d), u_t)  # <û, v>, [g*b, n, l]
             if it == 0:
-                logits = agreement * inv  # line 7
+                logits = agreement / lengths  # line 7
             else:
-                logits = torch.addcmul(logits, agreement, inv)
+                logits = logits + agreement / lengths
             c = logits.reshape(types, -1, classes, locations).permute(1, 2, 0, 3)  # [b, n, g, l]
             c = c.reshape(-1, classes, types * locations).softmax(dim=-1)  # line 8, over all children
             c = c.reshape(-1, classes, types, locations)
@@ -173,6 +178,8 @@ def routing_caps(
     poses = _activate(s, activation).transpose(0, 1)  # line 11
     return poses.to(x.dtype), couplings
 
+
+torch.fx.wrap("split_axis")
 
 # Leaves for FX, which cannot trace the dtype and autocast branches.
 torch.fx.wrap("routing_pool")
@@ -246,7 +253,8 @@ class RoutingPool2d(RoutingLayer):
         """
         torch._assert(x.shape[1] % self.caps_dim == 0, self._chans_message)
         if self.rows == 1 and self.cols == 1:
-            return x.flatten(2).unflatten(1, [-1, self.caps_dim]).transpose(2, 3)  # a view
+            groups = x.shape[1] // self.caps_dim
+            return split_axis(x.flatten(2), 1, [groups, self.caps_dim]).transpose(2, 3)  # a view
         h, w = x.shape[2], x.shape[3]
         torch._assert(h % self.rows == 0, self._grid_message)
         torch._assert(w % self.cols == 0, self._grid_message)
@@ -357,7 +365,8 @@ class RoutingCaps(RoutingLayer):
         nn.init.normal_(self.weight, std=0.2 * self.out_dim**-0.5)
 
     def _children(self, x: Tensor) -> Tensor:
-        return x.flatten(2).unflatten(1, [self.in_types, self.in_dim]).transpose(2, 3)  # [b, g, l, d], a view
+        # [b, g, l, d], a view
+        return split_axis(x.flatten(2), 1, [self.in_types, self.in_dim]).transpose(2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Feature map ``[b, in_types * in_dim, h, w]`` to class capsules ``[b, out_caps, out_dim]``."""
@@ -383,7 +392,7 @@ class RoutingCaps(RoutingLayer):
         routed = self.compute([self._children(x)], self.num_iters, True)
         c = routed.couplings
         assert c is not None
-        return routed.poses[0], c.unflatten(3, [x.shape[2], x.shape[3]])
+        return routed.poses[0], split_axis(c, 3, [x.shape[2], x.shape[3]])
 
     def extra_repr(self) -> str:
         return (

@@ -13,7 +13,8 @@ v      the returned tensor
 Deviations: below ``|s| = 1e-6`` the factor ``|s| / (1 + |s|^2)`` is clamped at ``1e-6`` (a zero capsule gives
 zero and a finite gradient; the gradient of the formula is zero there). Squared lengths are clamped at 1e38, so that
 float32 stays finite: from ``|s| = 1e19`` on, the length of the result is above 1, ``|s| / 1e19``. Half precision is
-computed in float32 and cast back.
+computed in float32 and cast back. Capsules are divided by 16 before they are squared. That is exact, and keeps squares
+finite where a converter makes a float32 graph float16, whose largest number is 65504.
 
 :func:`exponential_squash` is the squash of Efficient-CapsNet (Mazzia, Salvetti, Chiaberge 2021, arXiv:2101.12491):
 ``v = (1 - exp(-|s|)) * (s / |s|)``. Its slope at zero is 1, so that short capsules keep their gradient.
@@ -23,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ._precision import upcast_half
+from ._windows import split_axis
 
 __all__ = ["Squash", "capsule_lengths", "exponential_squash", "squash"]
 
+torch.fx.wrap("split_axis")
 torch.fx.wrap("upcast_half")
 
 
@@ -44,7 +47,15 @@ def squash(s: Tensor, dim: int = -1) -> Tensor:
         tensor([0.9615, 0.0000])
     """
     x = upcast_half(s)
-    return (x * squash_factor(squared_lengths(x, dim))).to(s.dtype)
+    square = _scaled_square(x, dim)
+    # |s| / (1 + |s|^2), with |s| / 16 and |s|^2 / 256
+    return (x * (square.sqrt() * 0.0625 / (0.00390625 + square))).to(s.dtype)
+
+
+def _scaled_square(s: Tensor, dim: int) -> Tensor:
+    """:func:`squared_lengths` divided by 256, without the squares of ``s``."""
+    scaled = s * 0.0625
+    return (scaled * scaled).sum(dim=dim, keepdim=True).clamp(3.90625e-15, 3.90625e35)
 
 
 def squared_lengths(s: Tensor, dim: int) -> Tensor:
@@ -90,8 +101,10 @@ def exponential_squash(s: Tensor, dim: int = -1) -> Tensor:
         Tensor of the shape and dtype of ``s``; lengths lie in [0, 1] (of capsules up to a length of 1e19).
     """
     x = upcast_half(s)
-    length = squared_lengths(x, dim).sqrt()
-    return (x * (-torch.expm1(-length) / length)).to(s.dtype)
+    length = _scaled_square(x, dim).sqrt() * 16.0
+    # 1 - exp(-l) without cancellation; not every exporter knows expm1
+    share = torch.tanh(length * 0.5) * (1.0 + torch.exp(-length))
+    return (x * (share / length)).to(s.dtype)
 
 
 def capsule_lengths(poses: Tensor, dim: int = -1) -> Tensor:
@@ -133,7 +146,8 @@ class Squash(nn.Module):
         if self.pose_dim == 0:
             return self._squash(x, self.dim)
         dim = self.dim if self.dim >= 0 else x.dim() + self.dim
-        grouped = x.unflatten(dim, [-1, self.pose_dim])  # [..., capsules, d, ...]
+        # [..., capsules, d, ...]
+        grouped = split_axis(x, dim, [x.shape[dim] // self.pose_dim, self.pose_dim])
         return self._squash(grouped, dim + 1).flatten(dim, dim + 1)
 
     def _squash(self, x: Tensor, dim: int) -> Tensor:

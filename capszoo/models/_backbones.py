@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from capszoo._modes import evaluating
 from capszoo._suggest import unknown_name
+from capszoo.layers._windows import split_axis
 
 from ._builder import stranger_cfg
 from ._metadata import ModelConfig, fitting
@@ -34,6 +35,8 @@ from ._pretrained import (
 )
 
 __all__ = ["BackboneFeatures", "backbone_args", "create_backbone", "described_backbone", "first_convolution"]
+
+torch.fx.wrap("split_axis")
 
 _logger = logging.getLogger(__name__)
 
@@ -109,7 +112,7 @@ class BackboneFeatures(nn.Module):
         if self.layout == "NHWC":
             return x.permute(0, 3, 1, 2)
         if self.layout == "tokens":
-            return x[:, self.prefix :].transpose(1, 2).unflatten(2, [self.grid[0], self.grid[1]])
+            return split_axis(x[:, self.prefix :].transpose(1, 2), 2, [self.grid[0], self.grid[1]])
         return x
 
 

@@ -36,13 +36,15 @@ from capszoo.layers import (
     capsule_lengths,
     capsules_from_map,
 )
-from capszoo.layers._windows import out_size
+from capszoo.layers._windows import out_size, split_axis
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["DynamicCapsNet", "SixLayerCapsNet"]
+
+torch.fx.wrap("split_axis")
 
 
 def _normalised(share: Tensor) -> Tensor:
@@ -321,11 +323,11 @@ class SixLayerCapsNet(DynamicCapsNetBase):
 
     def _grid_children(self, x: Tensor) -> Tensor:
         """``[b, g * d, h, w]`` to ``[b, g, d, h * w]``."""
-        return x.flatten(2).unflatten(1, [self.caps_types, -1])
+        return split_axis(x.flatten(2), 1, [self.caps_types, x.shape[1] // self.caps_types])
 
     def _mid_children(self, poses: Tensor) -> Tensor:
         """Mid capsules ``[b, g * p, e]``, type by type, to ``[b, g, e, p]``."""
-        return poses.unflatten(1, [self.caps_types, self.mid_positions]).transpose(2, 3)
+        return split_axis(poses, 1, [self.caps_types, self.mid_positions]).transpose(2, 3)
 
     def _pooled(self, x: Tensor) -> Tensor:
         """``[b, g * d, h, w]`` to the mid capsules' mean, ``[b, g * e]``."""

@@ -34,13 +34,15 @@ from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM
-from capszoo.layers._windows import out_size
+from capszoo.layers._windows import out_size, split_axis
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["EMCapsNet", "SixLayerEMCapsNet"]
+
+torch.fx.wrap("split_axis")
 
 
 def _normalised(share: Tensor) -> Tensor:
@@ -384,12 +386,12 @@ class SixLayerEMCapsNet(EMNetBase):
         """``[b, g * d + g, h, w]`` to poses ``[b, g, d, h * w]`` and activations ``[b, g, h * w]``."""
         split = self.caps_types * self.in_dim
         x = x.flatten(2)
-        return x[:, :split].unflatten(1, [self.caps_types, self.in_dim]), x[:, split:]
+        return split_axis(x[:, :split], 1, [self.caps_types, self.in_dim]), x[:, split:]
 
     def _mid_children(self, poses: Tensor, logits: Tensor) -> Tuple[Tensor, Tensor]:
         """Mid capsules ``[b, g * s, e]``, type by type: poses ``[b, g, e, s]`` and activations ``[b, g, s]``."""
-        poses = poses.unflatten(1, [self.caps_types, -1]).transpose(2, 3)
-        return poses, torch.sigmoid(logits).unflatten(1, [self.caps_types, -1])
+        split = [self.caps_types, poses.shape[1] // self.caps_types]
+        return split_axis(poses, 1, split).transpose(2, 3), split_axis(torch.sigmoid(logits), 1, split)
 
     def _pooled(self, x: Tensor) -> Tensor:
         """Map to the mid capsules' mean over their positions, poses and then activations: ``[b, g * (e + 1)]``."""

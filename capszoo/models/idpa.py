@@ -28,12 +28,15 @@ from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack
+from capszoo.layers._windows import split_axis
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import idpa_backbone_stages, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["IdpaNet"]
+
+torch.fx.wrap("split_axis")
 
 _CIFAR100 = dict(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762))
 
@@ -230,7 +233,7 @@ class IdpaNet(CapsuleNet):
         activation: Optional[Tensor] = None
         if self.activations:
             activation = torch.sigmoid(self.primary_activation(x)).permute(0, 2, 3, 1)  # [b, h, w, i]
-        return x.permute(0, 2, 3, 1).unflatten(-1, [self.num_caps, self.pose_dim]), activation
+        return split_axis(x.permute(0, 2, 3, 1), 3, [self.num_caps, self.pose_dim]), activation
 
     def _scores(self, poses: Tensor, activation: Optional[Tensor]) -> Tensor:
         """Class poses ``[b, n, e]`` to logits ``[b, n]``."""

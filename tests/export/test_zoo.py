@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
 from capszoo.errors import UsageError
+from capszoo.export.compare import EagerRunner, OnnxRunner, compare_outputs
 from capszoo.export.prepare import prepare
 from capszoo.export.to_onnx import ExportError, ExportReport, export
 from tests.models import zoo_cases as zoo
@@ -131,3 +135,19 @@ def test_a_plain_network_has_no_couplings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", zoo.names())
 def test_every_model(name: str, precision: str, batch: str, couplings: bool, tmp_path: Path) -> None:
     through_the_gate(name, precision, tmp_path, batch, couplings)
+
+
+@pytest.mark.parametrize("name", PER_ROUTING)
+def test_timms_exporter_writes_a_file_for_every_batch(name: str, tmp_path: Path) -> None:
+    """timm's check runs the batch of its example alone, which TorchScript's exporter may have written as constants."""
+    from timm.utils.onnx import onnx_export
+
+    model, path = zoo.small(name).eval(), tmp_path / "timm.onnx"
+    size = tuple(zoo.images(model, 1).shape[1:])
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        onnx_export(model, str(path), batch_size=2, input_size=size)
+    for batch in (1, 5):
+        images = zoo.images(model, batch).numpy()
+        found = compare_outputs(EagerRunner(model)(images), OnnxRunner(str(path))(images))
+        assert found.passed(1e-4), found

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._ranges import at_least
+from .._windows import split_axis
 from ..engine import Reference, Routed, RoutingLayer
 from .convolutions import CapGroupConv2d, CoefficientConv2d, XavierConv2d
 from .engines import OneConvolution, Recompute, RecomputeBranches
@@ -29,6 +30,8 @@ __all__ = [
     "MasterAide",
     "SquashGroups",
 ]
+
+torch.fx.wrap("split_axis")
 
 #: Source of a branch's coefficients: the branch itself, the other one, or both (Table 3, rows 2 to 4).
 COEFFICIENTS = ("own", "cross", "both")
@@ -108,7 +111,7 @@ class MasterAide(_GroupedLayer):
         """The coefficients ``(alpha, beta)`` of the two activations, each ``[b, g, h', w']``."""
         if self.coefficients == "both":
             # one convolution of both branches, side by side in each group, instead of two and their sum
-            grid = [x.unflatten(1, (self.groups, -1)) for x in (master, aide)]
+            grid = [split_axis(x, 1, [self.groups, x.shape[1] // self.groups]) for x in (master, aide)]
             pair = torch.cat(grid, dim=2).flatten(1, 2)  # [b, g*2d, h, w]
             maps = self._coefficients(pair)
             return maps[:, :, 0], maps[:, :, 1]
@@ -133,7 +136,7 @@ class MasterAide(_GroupedLayer):
         if weight is None:
             weight = self.coefficient_weight()
         maps = F.conv2d(pair, weight, self.coef_aide.bias, 1, 1, 1, self.groups // self.coef_aide.together)
-        return maps.unflatten(1, (self.groups, 2))
+        return split_axis(maps, 1, [self.groups, 2])
 
     def coefficient_weight(self) -> Tensor:
         """Weights of the one convolution that gives both coefficients (see :func:`merge_groups`)."""

@@ -9,6 +9,7 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
+from .._windows import split_axis
 from ..squash import squash
 
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "squash_groups",
 ]
 
+torch.fx.wrap("split_axis")
+
 
 def squash_groups(x: Tensor, groups: int) -> Tensor:
     """Squash every capsule of a feature map ``[b, g*d, h, w]`` (channel = group * d + dimension)."""
-    return squash(x.unflatten(1, (groups, -1)), 2).flatten(1, 2)
+    return squash(split_axis(x, 1, [groups, x.shape[1] // groups]), 2).flatten(1, 2)
 
 
 class SquashGroups(nn.Module):
@@ -58,10 +61,11 @@ def grouped_pointwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], groups:
         ``[b, g*e, h, w]``.
     """
     matrices = weight.unflatten(0, (groups, -1)).flatten(2)  # [g, e, d]
-    y = torch.matmul(matrices, x.unflatten(1, (groups, -1)).flatten(3)).flatten(1, 2)  # [b, g*e, h*w]
+    grid = split_axis(x, 1, [groups, x.shape[1] // groups]).flatten(3)  # [b, g, d, h*w]
+    y = torch.matmul(matrices, grid).flatten(1, 2)  # [b, g*e, h*w]
     if bias is not None:
         y = y + bias.to(y.dtype)[:, None]  # under autocast y is in half precision, and stays so
-    return y.unflatten(2, (x.shape[2], x.shape[3]))
+    return split_axis(y, 2, [x.shape[2], x.shape[3]])
 
 
 def capconv_combine(master: Tensor, aide: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
@@ -75,9 +79,9 @@ def capconv_combine(master: Tensor, aide: Tensor, alpha: Tensor, beta: Tensor) -
         ``[b, g*d, h, w]``.
     """
     groups = alpha.shape[1]
-    m = master.unflatten(1, (groups, -1))  # [b, g, d, h, w]
-    a = aide.unflatten(1, (groups, -1))
-    return torch.addcmul(m * alpha.unsqueeze(2), a, beta.unsqueeze(2)).flatten(1, 2)
+    m = split_axis(master, 1, [groups, master.shape[1] // groups])  # [b, g, d, h, w]
+    a = split_axis(aide, 1, [groups, aide.shape[1] // groups])
+    return (m * alpha.unsqueeze(2) + a * beta.unsqueeze(2)).flatten(1, 2)
 
 
 def cap_fc(x: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +95,7 @@ def cap_fc(x: Tensor, weight: Tensor) -> Tensor:
         Class capsules ``[b, n, d]``.
     """
     d = weight.shape[0]
-    children = x.unflatten(1, (-1, d)).permute(2, 0, 1, 3, 4).flatten(2)  # [d, b, g*h*w]
+    children = split_axis(x, 1, [x.shape[1] // d, d]).permute(2, 0, 1, 3, 4).flatten(2)  # [d, b, g*h*w]
     return squash(torch.bmm(children, weight).permute(1, 2, 0), -1)  # [b, n, d]
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._windows import split_axis
 from .steps import (
     EPS,
     LAM_START,
@@ -21,6 +22,8 @@ from .steps import (
 )
 
 __all__ = ["em_routing", "first_mean", "route_moments", "window_routing"]
+
+torch.fx.wrap("split_axis")
 
 
 def em_routing(
@@ -170,5 +173,6 @@ def window_routing(
     """
     parents = beta_v.shape[0]
     mean = first_mean(poses, activations, weight, settings.eps)
-    votes = torch.bmm(poses.transpose(0, 1), flat_weight).unflatten(2, [parents, -1])  # [i, n, j, e]
+    votes = torch.bmm(poses.transpose(0, 1), flat_weight)  # [i, n, j*e]
+    votes = split_axis(votes, 2, [parents, flat_weight.shape[2] // parents])  # [i, n, j, e]
     return em_routing(votes.permute(1, 2, 0, 3), activations, beta_v, beta_a, *settings, mean)

@@ -7,13 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._ranges import at_least
-from .._windows import out_size, windows
+from .._windows import out_size, split_axis, windows
 from ..engine import Reference
 from .base import IDPALayer
 from .engines import Blocked, Chunked, Fused, Masked, Native
 from .routing import normalised
 
 __all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
+
+torch.fx.wrap("split_axis")
 
 
 class CapsuleNorm(nn.Module):
@@ -32,7 +34,9 @@ class CapsuleNorm(nn.Module):
         self.norm = nn.LayerNorm(pose_dim, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.permute(0, 2, 3, 1).unflatten(-1, [-1, self.pose_dim])  # [b, h, w, i, d]
+        x = split_axis(
+            x.permute(0, 2, 3, 1), 3, [x.shape[1] // self.pose_dim, self.pose_dim]
+        )  # [b, h, w, i, d]
         return self.norm(x).flatten(3).permute(0, 3, 1, 2)
 
 
@@ -102,7 +106,7 @@ class ConvIDPA(IDPALayer):
         Computes the layer alone, without activations: its children do not change between iterations.
         """
         torch._assert(not self.activations, "activations go through route()")
-        grid = x.permute(0, 2, 3, 1).unflatten(-1, [self.in_caps, self.in_dim])
+        grid = split_axis(x.permute(0, 2, 3, 1), 3, [self.in_caps, self.in_dim])
         poses, _, _ = self.route([grid], [], self.num_iters, False)
         return poses[len(poses) - 1].flatten(3).permute(0, 3, 1, 2)
 
@@ -170,12 +174,12 @@ class ConvIDPA(IDPALayer):
 
     def _sum_of_votes(self, children: Tensor) -> Tensor:
         p, q, j, r = self.rows, self.inner, self.out_caps, self.cols
-        x = children.unflatten(4, [p, q]).permute(0, 4, 1, 2, 3, 5)  # [b, p, h, w, i, q]
+        x = split_axis(children, 4, [p, q]).permute(0, 4, 1, 2, 3, 5)  # [b, p, h, w, i, q]
         x = x.flatten(0, 1).flatten(3).permute(0, 3, 1, 2)  # [b*p, i*q, h, w], channels last
         # [b*p, j*r, ...]
         x = F.conv2d(x, self.weight.flatten(2, 3).flatten(0, 1), None, self.stride, self.padding)
-        x = x.permute(0, 2, 3, 1).unflatten(0, [-1, p]).flatten(2, 3)  # [b, p, h'*w', j*r]
-        return x.unflatten(3, [j, r]).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(2)
+        x = x.permute(0, 2, 3, 1).flatten(1, 2)  # [b*p, h'*w', j*r]
+        return x.reshape(-1, p, x.shape[1], j, r).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(2)
 
     def _sum_of_votes_in_planes(self, children: Tensor) -> Tensor:
         """Compute ``_sum_of_votes`` with channels-first maps, the layout of exported convolutions.
